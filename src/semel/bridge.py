@@ -1,0 +1,59 @@
+"""One engine for two worlds: code is written ``async`` once, and blocking callers drive it without a loop.
+
+A coroutine over a blocking store never suspends, so one ``send(None)`` runs it to its end, in the caller's thread,
+for less than a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E")
+E_co = TypeVar("E_co", covariant=True)
+
+
+class Face(Protocol[E_co]):
+    """A face over an engine, blocking or awaited."""
+
+    @property
+    def _engine(self) -> E_co: ...
+
+
+def drive(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]  # StopIteration.value is Any; it is the coroutine's R
+    coroutine.close()
+    raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
+
+
+def blocking(method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Face[E], P], R]:
+    """The blocking face of an engine's method: the same parameters, the same promise, no ``await``."""
+
+    @wraps(method)
+    def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            method(self._engine, *args, **kwargs).send(None)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]  # as in drive(), which is inlined here for speed
+        raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
+
+    return call
+
+
+def awaited(
+    method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Face[E], P], Coroutine[Any, Any, R]]:
+    """The async face of an engine's method: the same, through the face."""
+
+    @wraps(method)
+    def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        return method(self._engine, *args, **kwargs)
+
+    return call

@@ -1,0 +1,56 @@
+"""The ``semel`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from semel.errors import InvalidRequest, SemelError
+from semel.sql import engines, migrate
+from semel.sql.failures import translated
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 when it worked, 1 when it did not, 2 for a mistake in its use."""
+    parser = argparse.ArgumentParser(prog="semel", description="semel makes work happen once.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    migration = commands.add_parser(
+        "migrate",
+        help="create or update semel's tables in a database",
+        description="Create or update semel's tables. Running it again, or twice at once, does no harm.",
+    )
+    migration.add_argument("url", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db")
+    migration.add_argument("--json", action="store_true", help="print the result as JSON")
+    chosen = parser.parse_args(arguments)
+    try:
+        before, after = _migrate(chosen.url)
+    except SemelError as error:
+        print(f"semel: {error}", file=sys.stderr)
+        return 1
+    if chosen.json:
+        print(json.dumps({"before": before, "after": after}))
+    elif before == after:
+        print(f"already at {after}")
+    else:
+        print(f"migrated from {before or 'nothing'} to {after}")
+    return 0
+
+
+def _migrate(address: str) -> tuple[str | None, str | None]:
+    url = engines.parse(address.replace("postgres://", "postgresql://", 1))
+    match url.get_backend_name():
+        case "sqlite":
+            engine = engines.sqlite_engine(url)
+        case "postgresql":
+            engine = engines.postgres_engine(url).execution_options(isolation_level="READ COMMITTED")
+        case other:
+            raise InvalidRequest(f"{other!r} has no tables to migrate; give a postgresql:// or sqlite:/// URL")
+    try:
+        with translated(), engine.begin() as conn:
+            before = migrate.current(conn)
+            migrate.upgrade(conn)
+            return before, migrate.current(conn)
+    finally:
+        engine.dispose()

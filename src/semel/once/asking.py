@@ -1,0 +1,78 @@
+"""What a caller asks for, checked before it goes anywhere."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from itertools import count
+from math import isfinite
+
+from msgspec import Struct
+
+from semel.errors import InvalidRequest
+from semel.forks import survive_fork
+from semel.model import Kind
+from semel.policy import Policy
+
+LONGEST = 255
+"""Characters of a key or a scope: within every store's index, whatever the characters."""
+
+_FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class Asking(Struct):
+    """One call of a guarded function: under which key, by which policy, and what its outcome is called."""
+
+    key: str
+    scope: str
+    fingerprint: str
+    policy: Policy
+    kind: Kind = "value"
+    renew: bool = True
+    reconciling: bool = False
+
+
+def name_of(what: str, name: str) -> str:
+    """The key or scope, if it can be one."""
+    if type(name) is str and 0 < len(name) <= LONGEST and name.isprintable():
+        return name
+    if not isinstance(name, str):
+        raise InvalidRequest(f"a {what} is text, not {type(name).__name__}: {name!r:.80}")
+    if not name:
+        raise InvalidRequest(f"the {what} is empty")
+    if len(name) > LONGEST:
+        raise InvalidRequest(f"the {what} has {len(name)} characters; at most {LONGEST} are allowed: {name[:40]!r}…")
+    if found := _FORBIDDEN.search(name):
+        raise InvalidRequest(f"the {what} holds a control character at position {found.start()}: {name!r}")
+    return str(name)
+
+
+def seconds(what: str, value: float, *, zero: bool = False) -> float:
+    """The time, if it can be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise InvalidRequest(f"{what} is {value!r}; it must be a number of seconds")
+    if value < 0 or (value == 0 and not zero):
+        raise InvalidRequest(f"{what} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
+    if value > 1e10:
+        raise InvalidRequest(f"{what} is {value!r} seconds, over 300 years; give seconds, not milliseconds")
+    return value
+
+
+class _Attempts:
+    """Names for attempts: unique over processes, and cheap."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """A child must not go on with its parent's names."""
+        self._origin = secrets.token_hex(8)
+        self._count = count(1)
+
+    def new(self) -> str:
+        return f"{self._origin}{next(self._count):x}"
+
+
+_attempts = _Attempts()
+new_attempt = _attempts.new

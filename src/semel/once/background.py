@@ -1,0 +1,159 @@
+"""Work behind the scenes: collecting what expired, and renewing the leases of work that is still going on.
+
+Both sleep in the background of their world (a daemon thread or a task), hold their owner weakly, and end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+
+from semel.errors import SemelError
+from semel.forks import survive_fork
+from semel.model import Claim
+from semel.once.runtime import Runtime, Signal
+from semel.once.store import Renew
+
+_log = logging.getLogger("semel")
+
+BATCH = 1000
+"""How many records one step of the collector removes at the most."""
+
+
+class Background:
+    """A loop that calls ``tick`` and sleeps as long as it says."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Threads do not survive a fork: start again when needed."""
+        self.running = False
+        self._signal: Signal | None = None
+
+    def start(self) -> None:
+        """Run from now on; a second start changes nothing."""
+        if not self.running:
+            self.running = True
+            signal = self._signal = self._runtime.signal()
+            owner = weakref.ref(self)
+            self._runtime.spawn(lambda: _loop(owner, signal), self._name)
+
+    def stop(self) -> None:
+        """End soon."""
+        self.running = False
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Call ``tick`` now."""
+        if self._signal is not None:
+            self._signal.set()
+
+    def pause(self) -> float:
+        """Seconds to sleep before the next tick."""
+        raise NotImplementedError
+
+    async def tick(self) -> None:
+        """One piece of work."""
+        raise NotImplementedError
+
+
+async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
+    while (background := owner()) is not None and background.running:
+        seconds = background.pause()
+        del background  # while asleep, nothing here keeps the owner alive
+        await signal.wait(seconds)
+        if (background := owner()) is None or not background.running:
+            return
+        try:
+            await background.tick()
+        except SemelError as error:
+            _log.warning("%s failed and will be tried again: %s", background._name, error)
+
+
+class Collector(Background):
+    """Purges in bounded batches, at an interval with jitter so that many processes do not do it in step."""
+
+    def __init__(self, runtime: Runtime, interval: float, purge: Callable[[int], Awaitable[int]]) -> None:
+        super().__init__(runtime, "semel-collector")
+        self._interval = interval
+        self._purge = purge
+
+    def pause(self) -> float:
+        """See Background."""
+        return self._interval * random.uniform(0.9, 1.1)
+
+    async def tick(self) -> None:
+        """See Background."""
+        await self.collect()
+
+    async def collect(self) -> int:
+        """Remove everything that is gone; answer how much it was."""
+        total = 0
+        while True:
+            removed = await self._purge(BATCH)
+            total += removed
+            if removed < BATCH:
+                break
+        if total:
+            _log.debug("purged %d expired keys", total, extra={"purged": total})
+        return total
+
+
+class Renewer(Background):
+    """Renews every watched claim when a third of its lease has passed."""
+
+    def __init__(
+        self, runtime: Runtime, renew: Callable[[Sequence[Renew]], Awaitable[list[int | None]]], idle: float
+    ) -> None:
+        super().__init__(runtime, "semel-renewer")
+        self._renew = renew
+        self._due: dict[Claim, float] = {}
+        self._idle = idle
+        self._wakes = 0.0
+
+    def after_fork(self) -> None:
+        """What the parent works on is not the child's to renew."""
+        super().after_fork()
+        self._due = {}
+
+    def watch(self, claim: Claim) -> None:
+        """Keep the claim alive until :meth:`forget`."""
+        due = time.monotonic() + claim.lease / 3
+        self._due[claim] = due
+        if not self.running:
+            self.start()
+        elif due < self._wakes:
+            self.nudge()
+
+    def forget(self, claim: Claim) -> None:
+        """Let it be."""
+        self._due.pop(claim, None)
+
+    def pause(self) -> float:
+        """See Background. When idle it sleeps as long as a usual claim could, so that watching rarely wakes it."""
+        now = time.monotonic()
+        self._wakes = min([now + self._idle, *self._due.copy().values()])
+        return max(0.0, self._wakes - now)
+
+    async def tick(self) -> None:
+        """See Background."""
+        now = time.monotonic()
+        claims = [claim for claim, due in self._due.copy().items() if due <= now]
+        for claim in claims:
+            if claim in self._due:
+                self._due[claim] = now + claim.lease / 3
+        if not claims:
+            return
+        answers = await self._renew([Renew(c.scope, c.key, c.fence, round(c.lease * 1e6)) for c in claims])
+        for claim, answer in zip(claims, answers, strict=True):
+            if answer is None and self._due.pop(claim, None) is not None:
+                _log.warning(
+                    "the claim on %r in %r (fence %d) is lost while its work goes on", claim.key, claim.scope, claim.fence
+                )

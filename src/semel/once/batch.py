@@ -1,0 +1,183 @@
+"""Coalescing: calls that arrive while a flush is under way gather and leave together in the next one.
+
+The first call on an idle lane leaves at once, so nobody waits for company; under load the batches grow by
+themselves, and one statement (one round trip, one commit) serves hundreds of callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+
+from semel.errors import SemelError, StoreUnavailable
+from semel.forks import survive_fork
+from semel.bridge import drive
+
+A = TypeVar("A")
+B = TypeVar("B")
+A_contra = TypeVar("A_contra", contravariant=True)
+B_co = TypeVar("B_co", covariant=True)
+Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
+
+LARGEST = 500
+
+
+class Lane(Protocol[A_contra, B_co]):
+    """One verb's queue to the store."""
+
+    async def __call__(self, request: A_contra, /) -> B_co:
+        """Send one request, alone or in company, and give its answer."""
+
+
+class Direct(Generic[A, B]):
+    """No coalescing, for a store without round trips."""
+
+    def __init__(self, flush: Flush[A, B]) -> None:
+        self._flush = flush
+
+    async def __call__(self, request: A, /) -> B:
+        return (await self._flush((request,)))[0]
+
+
+class LoopLane(Generic[A, B]):
+    """Coalesces the tasks of one event loop.
+
+    A flush runs in a task of its own, so a caller that is cancelled does not take the others' calls with it, and
+    ``orphaned`` hears the answers that nobody waits for any more.
+    """
+
+    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], None] | None = None) -> None:
+        self._flush = flush
+        self.orphaned = orphaned
+        self._waiting: list[tuple[A, asyncio.Future[B]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, request: A, /) -> B:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[B] = loop.create_future()
+        self._waiting.append((request, answer))
+        if self._task is None:
+            self._task = loop.create_task(self._drain())
+        elif self._task.get_loop() is not loop:
+            self._waiting.pop()
+            raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
+        return await answer
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
+                await self._send(batch)
+        finally:
+            self._task = None
+            for _, answer in self._waiting:
+                answer.cancel()
+            self._waiting = []
+
+    async def _send(self, batch: list[tuple[A, asyncio.Future[B]]]) -> None:
+        try:
+            answers = await self._flush([request for request, _ in batch])
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        except BaseException:
+            for _, future in batch:
+                future.cancel()
+            raise
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+            elif self.orphaned is not None:
+                self.orphaned(answer)
+
+
+class _Call(Generic[A, B]):
+    """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
+
+    __slots__ = ("answer", "error", "gate", "leads", "request")
+
+    def __init__(self, request: A) -> None:
+        self.request = request
+        self.gate = threading.Lock()
+        self.leads = False
+        self.answer: B | None = None
+        self.error: BaseException | None = None
+
+
+class ThreadLane(Generic[A, B]):
+    """Coalesces the threads of a process: the first caller carries the calls of those who come meanwhile.
+
+    A leader flushes one batch, which holds its own call, and then hands the lead to the first who waits, so no
+    thread works for the others forever.
+    """
+
+    def __init__(self, flush: Flush[A, B]) -> None:
+        self._flush = flush
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Start idle: the threads that were waiting exist only in the parent."""
+        self._lock = threading.Lock()
+        self._waiting: list[_Call[A, B]] = []
+        self._led = False
+
+    async def __call__(self, request: A, /) -> B:
+        call: _Call[A, B] = _Call(request)
+        with self._lock:
+            if self._led:
+                call.gate.acquire()
+                self._waiting.append(call)
+            else:
+                self._led = call.leads = True
+        if not call.leads:
+            self._await_turn(call)
+        if call.leads:
+            self._lead(call)
+        if call.error is not None:
+            raise call.error
+        return cast(B, call.answer)
+
+    def _await_turn(self, call: _Call[A, B]) -> None:
+        try:
+            call.gate.acquire()
+        except BaseException:  # KeyboardInterrupt while asleep: do not leave the others without a leader
+            with self._lock:
+                if call in self._waiting:
+                    self._waiting.remove(call)
+                elif call.leads:
+                    self._hand_over()
+            raise
+
+    def _lead(self, own: _Call[A, B]) -> None:
+        with self._lock:
+            others, self._waiting = self._waiting[: LARGEST - 1], self._waiting[LARGEST - 1 :]
+        batch = [own, *others]
+        try:
+            flushing = self._flush([call.request for call in batch])
+            answers = drive(cast("Coroutine[Any, Any, list[B]]", flushing))
+        except BaseException as error:
+            shared = error if isinstance(error, Exception) else StoreUnavailable(f"interrupted by {error!r}; try again")
+            for call in others:
+                call.error = shared
+            own.error = error
+        else:
+            for call, answer in zip(batch, answers, strict=True):
+                call.answer = answer
+        finally:
+            for call in others:
+                call.gate.release()
+            with self._lock:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._waiting:
+            heir = self._waiting.pop(0)
+            heir.leads = True
+            heir.gate.release()
+        else:
+            self._led = False

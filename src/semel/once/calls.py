@@ -1,0 +1,210 @@
+"""Guarding functions: the key of a call, the claim around it, and what is replayed.
+
+:func:`run` is written once. Only calling the user's function differs between ``def`` and ``async def``: that is
+``invoke``, which in the blocking form never suspends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from uuid import UUID
+
+from semel.bridge import drive
+from semel.errors import InvalidRequest, NotDone, OutcomeUnknown, SemelError
+from semel.fingerprint import fingerprint
+from semel.model import Claim, Kind, Replay, Result
+from semel.once.asking import Asking
+from semel.once.engine import Engine, replayed
+from semel.policy import Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_current: ContextVar[Claim] = ContextVar("semel_current_claim")
+
+
+def current_claim() -> Claim:
+    """The claim that the running guarded call works under; its ``fence`` goes with every write outside."""
+    try:
+        return _current.get()
+    except LookupError:
+        raise SemelError("current_claim() has no answer here: it is for code that runs inside a guarded call") from None
+
+
+@contextmanager
+def working_under(claim: Claim) -> Iterator[None]:
+    """Make the claim the current one."""
+    token = _current.set(claim)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class Plan(Generic[P, R]):
+    """How a function is guarded: where its key and fingerprint come from, and by which policy."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        policy: Policy,
+        *,
+        scope: str | None = None,
+        key: Callable[P, Any] | None = None,
+        fingerprint: Callable[P, str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[P, Any] | None = None,
+        kind: Kind = "value",
+        data: Callable[P, Any] | None = None,
+    ) -> None:
+        if policy.in_flight == "reference":
+            raise InvalidRequest('in_flight="reference" is for jobs and runs; a function can "wait" or "conflict"')
+        self.function = function
+        self.policy = policy
+        self.scope = scope or f"{function.__module__}.{function.__qualname__}"
+        self.renew = renew
+        self.reconcile = reconcile
+        self.kind = kind
+        self._key = key
+        self._fingerprint = fingerprint
+        self._exclude = exclude
+        self._data = data
+        self._signature = inspect.signature(function)
+
+    def ask(self, *args: P.args, **kwargs: P.kwargs) -> Asking:
+        """Key and fingerprint of one call."""
+        if callable(self._fingerprint):
+            print_ = self._fingerprint(*args, **kwargs)
+        else:
+            print_ = self._of_arguments(*args, **kwargs) if self._fingerprint or self._key is None else ""
+        key = print_ if self._key is None else _text(self._key(*args, **kwargs))
+        return Asking(key, self.scope, print_, self.policy, self.kind, self.renew)
+
+    def keep(self, value: R, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """What is recorded: the value, or for messages the data that is kept for audit."""
+        if self.kind != "seen":
+            return value
+        return None if self._data is None else self._data(*args, **kwargs)
+
+    def result(self, replay: Replay, asking: Asking) -> Result[Any]:
+        """The recorded outcome as a call's result."""
+        outcome = replay.outcome
+        value = None if self.kind == "seen" else replayed(outcome)
+        return Result(value, True, asking.key, asking.scope, outcome.fence)
+
+    def _of_arguments(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = dict(bound.arguments)
+        if next(iter(named), None) in ("self", "cls"):
+            del named[next(iter(named))]
+        return fingerprint(named, exclude=self._exclude)
+
+
+def _text(key: Any) -> str:
+    if isinstance(key, int | UUID) and not isinstance(key, bool):
+        return str(key)
+    if not isinstance(key, str):
+        raise InvalidRequest(f"key= gave {key!r:.80}, a {type(key).__name__}; a key is text, a whole number or a UUID")
+    return key
+
+
+Invoke: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
+
+
+async def invoke(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a ``def``."""
+    return function(*args, **kwargs)
+
+
+async def invoke_async(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an ``async def``, or anything whose answer may be awaited."""
+    answer = function(*args, **kwargs)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def run(
+    engine: Engine, invoke: Invoke, plan: Plan[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Result[Any]:
+    """Call the function, or replay what came of it."""
+    asking = plan.ask(*args, **kwargs)
+    try:
+        begun = await engine.begin(asking)
+    except OutcomeUnknown:
+        if plan.reconcile is None:
+            raise
+        asking.reconciling = True
+        begun = await engine.begin(asking)
+    if isinstance(begun, Replay):
+        return plan.result(begun, asking)
+    if begun is None:
+        return Result(await invoke(plan.function, *args, **kwargs), False, asking.key, asking.scope, 0)
+    claim = begun.claim
+    if asking.reconciling:
+        # If the hook itself fails, the claim is left to lapse, and its outcome is unknown again.
+        try:
+            with working_under(claim):
+                value = await invoke(plan.reconcile, *args, **kwargs)
+        except NotDone:
+            pass
+        except BaseException:
+            engine.forget(claim)
+            raise
+        else:
+            await engine.finish(claim, asking, value)
+            return Result(value, True, asking.key, asking.scope, claim.fence)
+    try:
+        with working_under(claim):
+            value = await invoke(plan.function, *args, **kwargs)
+            kept = plan.keep(value, *args, **kwargs)
+    except BaseException as error:
+        await engine.fail(claim, asking, error)
+        raise
+    await engine.finish(claim, asking, kept)
+    return Result(value, False, asking.key, asking.scope, claim.fence)
+
+
+class Guarded(Generic[P, R]):
+    """A ``def`` that runs once per key. Call it as before, or ``call`` it to learn whether it was replayed."""
+
+    def __init__(self, engine: Engine, plan: Plan[P, R], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._plan, self._first = engine, plan, first
+        update_wrapper(self, plan.function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function's value, from this call or from the first one."""
+        return self.call(*args, **kwargs).value
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """The value, and whether it was replayed, under which key."""
+        return drive(run(self._engine, invoke, self._plan, self._first + args, kwargs))
+
+    def __get__(self, instance: object, owner: type | None = None) -> Guarded[..., R]:
+        """Guard methods, too."""
+        return self if instance is None else Guarded(self._engine, self._plan, (instance,))
+
+
+class AsyncGuarded(Generic[P, R]):
+    """An ``async def`` that runs once per key. Await it as before, or ``call`` it to learn whether it was replayed."""
+
+    def __init__(self, engine: Engine, plan: Plan[P, Awaitable[R]], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._plan, self._first = engine, plan, first
+        update_wrapper(self, plan.function)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function's value, from this call or from the first one."""
+        return (await self.call(*args, **kwargs)).value
+
+    async def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """The value, and whether it was replayed, under which key."""
+        return await run(self._engine, invoke_async, self._plan, self._first + args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> AsyncGuarded[..., R]:
+        """Guard methods, too."""
+        return self if instance is None else AsyncGuarded(self._engine, self._plan, (instance,))

@@ -1,0 +1,409 @@
+"""The engine: the verbs of keys over any store, written once for blocking and async callers.
+
+``claim`` → ``complete`` / ``release`` / ``renew`` are the verbs as they are. ``begin`` → ``finish`` / ``fail`` put
+them together around a piece of work; :mod:`semel.once.calls` only calls the user's function in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+from semel import codec
+from semel.errors import (
+    ClaimLost,
+    InProgress,
+    InvalidRequest,
+    KeyReused,
+    OriginalFailed,
+    OutcomeUnknown,
+    StoreBroken,
+    StoreUnavailable,
+    Unencodable,
+)
+from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Outcome, Record, Replay, Unknown, Verdict
+from semel.once.asking import Asking, name_of, new_attempt, seconds
+from semel.once.background import Collector, Renewer
+from semel.once.batch import Direct, Lane, LoopLane
+from semel.once.bell import Bell
+from semel.once.counters import Counters, Event, Hook, Stats
+from semel.once.memory import MemoryStore
+from semel.once.runtime import Runtime
+from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
+from semel.policy import CrashRule, Policy
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+DEFAULT_SCOPE = "default"
+_FIRST_POLL, _LAST_POLL = 0.02, 0.5
+_log = logging.getLogger("semel")
+
+
+class Engine:
+    """Everything that a key can be asked for, over one store, in one world (threads or an event loop)."""
+
+    def __init__(
+        self,
+        store: Store,
+        runtime: Runtime,
+        policy: Policy,
+        *,
+        collect: bool = True,
+        retry_for: float = 5.0,
+        coalesce: bool | None = None,
+        on_event: Hook | None = None,
+    ) -> None:
+        self.store = store
+        self.memory = store if isinstance(store, MemoryStore) else None
+        self.policy = policy
+        self._ttl_us = round(policy.ttl * 1e6)
+        self._value_ttl_us = _us(policy.value_ttl)
+        self.counters = Counters()
+        self._runtime = runtime
+        self._retry_for = retry_for
+        self._coalesce = store.coalesce if coalesce is None else coalesce
+        self._on_event = on_event
+        self._bell = Bell()
+        self._claims = self._lane(store.claim)
+        self._completes = self._lane(store.complete)
+        self._releases = self._lane(store.release)
+        self._renews = self._lane(store.renew)
+        self._gets = self._lane(store.get)
+        if isinstance(self._claims, LoopLane):
+            self._claims.orphaned = self._give_back
+        self._collects = collect and not store.expires_itself
+        self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge))
+        self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
+
+    # -- the verbs -------------------------------------------------------------------------------------------
+
+    async def claim(
+        self,
+        key: str,
+        *,
+        scope: str = DEFAULT_SCOPE,
+        fingerprint: str = "",
+        lease: float | None = None,
+        ttl: float | None = None,
+        on_crash: CrashRule | None = None,
+        wait: float = 0,
+    ) -> Verdict:
+        """Ask for the key; the verdict says whether it is yours, or what came of it.
+
+        With ``wait`` the answer to a key in flight comes when its owner is done, or after that many seconds.
+        """
+        policy = self.policy if on_crash is None else self.policy.but(on_crash=on_crash)
+        request = self._request(key, scope, fingerprint, policy, lease, ttl)
+        return self._note(request, await self._settle(request, seconds("wait", wait, zero=True)))
+
+    async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
+        """Record the outcome that every later caller gets.
+
+        Raises :class:`Unencodable` for a value that cannot replay exactly, after giving the claim back, and
+        :class:`ClaimLost` when the key was taken over.
+        """
+        await self._complete(claim, "value", value, self.policy.value_ttl if value_ttl is None else value_ttl)
+
+    async def release(self, claim: Claim) -> None:
+        """Give the key back undone; the next caller starts afresh."""
+        if not await self._releases(Release(claim.scope, claim.key, claim.fence)):
+            raise _lost(claim, "release")
+        self._bell.ring(claim.scope, claim.key)
+
+    async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
+        """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
+        length = seconds("lease", claim.lease if lease is None else lease)
+        until = await self._renews(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
+        if until is None:
+            raise _lost(claim, "renew")
+        return Claim(
+            claim.scope, claim.key, claim.fence, claim.attempt, claim.fingerprint, length, until, claim.expires_us
+        )
+
+    async def get(self, key: str, *, scope: str = DEFAULT_SCOPE) -> Record | None:
+        """Look at a key without touching it; None when it is free."""
+        return await self._gets(Ref(name_of("scope", scope), name_of("key", key)))
+
+    async def resolve(self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None) -> None:
+        """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again.
+
+        The vanished owner's fence is void from then on, should it come back.
+        """
+        record = await self.get(key, scope=scope)
+        if record is None or record.status not in ("unknown", "abandoned"):
+            state = "free" if record is None else record.status.replace("_", " ")
+            raise InvalidRequest(f"there is nothing to resolve: the key {key!r} in {scope!r} is {state}")
+        data = codec.encode(value)
+        request = self._request(key, scope, "", self.policy.but(on_crash="unknown"))
+        request.resolving = True
+        verdict = await self._claims(request)
+        if not isinstance(verdict, Granted):
+            raise InProgress(f"the key {key!r} in {scope!r} was resolved or taken by someone else just now", 1.0)
+        if done:
+            await self._record(verdict.claim, Done("value", data))
+        else:
+            await self.release(verdict.claim)
+
+    async def check_and_mark(
+        self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
+    ) -> Literal["seen", "not_seen"]:
+        """In one atomic step: was this message seen, and if not, it is from now on. ``data`` is kept for audit.
+
+        The mark stands even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
+        """
+        policy = self.policy
+        if self.memory is not None:
+            return self.mark(self.memory, key_type, message_id, data, ttl)
+        request = self._request(message_id, key_type, "", policy, None, ttl)
+        request.done = Done("seen", codec.encode(data), _us(policy.value_ttl))
+        try:
+            verdict = self._note(request, await self._claims(request))
+        except StoreUnavailable:
+            if policy.store_failure == "closed":
+                raise
+            return "not_seen"
+        if isinstance(verdict, Unknown):
+            raise _unknown(request.scope, request.key)
+        return "not_seen" if isinstance(verdict, Granted) else "seen"
+
+    def mark(
+        self, memory: MemoryStore, key_type: str, message_id: str, data: Any, ttl: float | None
+    ) -> Literal["seen", "not_seen"]:
+        """``check_and_mark`` in memory, without the machinery for stores that are a round trip away."""
+        if self._collects and not self._collector.running:
+            self._collector.start()
+        ttl_us = self._ttl_us if ttl is None else round(seconds("ttl", ttl) * 1e6)
+        answer = memory.mark(
+            name_of("scope", key_type), name_of("key", message_id), codec.encode(data), ttl_us, self._value_ttl_us
+        )
+        if answer == "seen":
+            self._count("hit", key_type, message_id)
+            return "seen"
+        if isinstance(answer, str):
+            self._count("miss", key_type, message_id, answer)
+            return "not_seen"
+        self._count(_EVENTS[type(answer)], key_type, message_id)
+        if isinstance(answer, Unknown):
+            raise _unknown(key_type, message_id)
+        return "seen"
+
+    async def purge(self) -> int:
+        """Remove every expired key now, in bounded steps; answer how many."""
+        removed = await self._collector.collect()
+        self.counters.purged += removed
+        return removed
+
+    async def stats(self) -> Stats:
+        """What the store holds (counted now) and what happened here since the start."""
+        return self.counters.snapshot(await self._patient(lambda _: self.store.stats())(()))
+
+    async def open(self) -> None:
+        """Check that the store is there and ready: call it before the first consumer starts."""
+        await self._patient(lambda _: self.store.open())(())
+
+    async def close(self) -> None:
+        """Stop what runs in the background and give back the store's connections."""
+        self._collector.stop()
+        self._renewer.stop()
+        await self.store.close()
+
+    # -- around a piece of work ------------------------------------------------------------------------------
+
+    async def begin(self, asking: Asking) -> Granted | Replay | None:
+        """The claim to work under, or the outcome to replay; None to work unprotected, where the policy says so.
+
+        Every other verdict is an error for the caller of a function.
+        """
+        policy = asking.policy
+        request = self._request(asking.key, asking.scope, asking.fingerprint, policy)
+        request.resolving = asking.reconciling
+        try:
+            verdict = self._note(request, await self._settle(request, policy.wait if policy.in_flight == "wait" else 0))
+        except StoreUnavailable as error:
+            if policy.store_failure == "closed":
+                raise
+            _log.warning("working on %r in %r without protection: %s", asking.key, asking.scope, error)
+            return None
+        match verdict:
+            case Granted(claim):
+                if asking.renew:
+                    self._renewer.watch(claim)
+                return verdict
+            case Replay():
+                return verdict
+            case InFlight(retry_after):
+                raise InProgress(
+                    f"the key {request.key!r} in {request.scope!r} is being worked on; try again in {retry_after:.1f} s",
+                    retry_after,
+                )
+            case Mismatch():
+                raise KeyReused(
+                    f"the key {request.key!r} in {request.scope!r} was used with other content; use a new key for new work"
+                )
+            case Unknown():
+                raise _unknown(request.scope, request.key)
+
+    async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
+        """Record the value that the work returned."""
+        self._renewer.forget(claim)
+        await self._complete(claim, asking.kind, value, asking.policy.value_ttl)
+
+    async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> None:
+        """The work raised: give the key back, or keep the failure, as the policy says.
+
+        Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
+        """
+        self._renewer.forget(claim)
+        try:
+            if asking.policy.on_error == "keep" and isinstance(error, Exception):
+                await self._complete(claim, "error", [type(error).__qualname__, str(error)], asking.policy.value_ttl)
+            else:
+                await self.release(claim)
+        except (ClaimLost, StoreUnavailable) as second:
+            _log.warning("the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
+
+    def forget(self, claim: Claim) -> None:
+        """Let the claim lapse: nobody renews it any more."""
+        self._renewer.forget(claim)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        key: str,
+        scope: str,
+        fingerprint: str,
+        policy: Policy,
+        lease: float | None = None,
+        ttl: float | None = None,
+    ) -> ClaimRequest:
+        if self._collects and not self._collector.running:
+            self._collector.start()
+        if type(fingerprint) is not str or len(fingerprint) > 200:
+            raise InvalidRequest("a fingerprint is text of at most 200 characters; semel.fingerprint() makes one")
+        return ClaimRequest(
+            name_of("scope", scope),
+            name_of("key", key),
+            fingerprint,
+            new_attempt(),
+            round((policy.lease if lease is None else seconds("lease", lease)) * 1e6),
+            round((policy.ttl if ttl is None else seconds("ttl", ttl)) * 1e6),
+            policy.on_crash == "unknown",
+        )
+
+    async def _settle(self, request: ClaimRequest, patience: float) -> Verdict:
+        """Claim, and while the key is in flight wait for its owner to finish, give up or die."""
+        verdict = await self._claims(request)
+        if not isinstance(verdict, InFlight) or patience <= 0:
+            return verdict
+        deadline = time.monotonic() + patience
+        pause = _FIRST_POLL
+        request.waiting = True
+        self.store.watch(self._bell.ring)
+        signal = self._runtime.signal()
+        with self._bell.listening(request.scope, request.key, signal):
+            while True:
+                verdict = await self._claims(request)
+                left = deadline - time.monotonic()
+                if not isinstance(verdict, InFlight) or left <= 0:
+                    return verdict
+                await signal.wait(min(pause, left, verdict.retry_after))
+                pause = min(pause * 2, _LAST_POLL)
+
+    async def _complete(self, claim: Claim, kind: Kind, value: Any, value_ttl: float | None) -> None:
+        try:
+            data = codec.encode(value)
+        except Unencodable:
+            await self.release(claim)
+            raise
+        await self._record(claim, Done(kind, data, _us(value_ttl)))
+
+    async def _record(self, claim: Claim, done: Done) -> None:
+        if not await self._completes(Complete(claim.scope, claim.key, claim.fence, done)):
+            raise _lost(claim, "complete")
+        self._bell.ring(claim.scope, claim.key)
+
+    def _note(self, request: ClaimRequest, verdict: Verdict) -> Verdict:
+        """Count the verdict, once, where all calls pass."""
+        reason = verdict.reason if isinstance(verdict, Granted) else ""
+        self._count(_EVENTS[type(verdict)], request.scope, request.key, reason)
+        return verdict
+
+    def _count(self, name: str, scope: str, key: str, reason: str = "") -> None:
+        self.counters.add(name, scope, reason)
+        if self._on_event is not None:
+            self._on_event(Event(name, scope, key, reason))
+
+    def _give_back(self, verdict: Verdict) -> None:
+        """A caller was cancelled while its claim was on the way: nobody will work on it."""
+        if isinstance(verdict, Granted):
+            claim = verdict.claim
+
+            async def release() -> None:
+                await self._releases(Release(claim.scope, claim.key, claim.fence))
+
+            self._runtime.spawn(release, "semel-give-back")
+
+    def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+        if not self._coalesce:
+            return Direct(verb)
+        return self._runtime.lane(self._patient(verb))
+
+    def _patient(self, verb: Callable[[A], Awaitable[B]]) -> Callable[[A], Awaitable[B]]:
+        """Try again, with growing pauses, while the store is away: every verb may be sent twice."""
+
+        async def flush(requests: A) -> B:
+            deadline = 0.0
+            pause = 0.05
+            while True:
+                try:
+                    return await verb(requests)
+                except StoreBroken:
+                    raise
+                except StoreUnavailable as error:
+                    deadline = deadline or time.monotonic() + self._retry_for
+                    if time.monotonic() + pause > deadline:
+                        raise
+                    _log.info("the store is away, trying again in %.2f s: %s", pause, error)
+                await self._runtime.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(pause * 2, 1.0)
+
+        return flush
+
+
+_EVENTS: dict[type, str] = {
+    Granted: "miss",
+    Replay: "hit",
+    InFlight: "collision",
+    Mismatch: "conflict",
+    Unknown: "unknown",
+}
+
+
+def replayed(outcome: Outcome) -> Any:
+    """The value to return for a replay; a failure that was kept is raised again."""
+    if outcome.kind == "error" and not outcome.gone:
+        raise OriginalFailed(*outcome.value)
+    return outcome.value
+
+
+def _us(value: float | None) -> int | None:
+    return None if value is None else round(value * 1e6)
+
+
+def _lost(claim: Claim, verb: str) -> ClaimLost:
+    return ClaimLost(
+        f"cannot {verb} the key {claim.key!r} in {claim.scope!r}: fence {claim.fence} no longer holds it, because its "
+        "lease ended and someone took over, or it was given back; do not publish this work's effects"
+    )
+
+
+def _unknown(scope: str, key: str) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"the owner of the key {key!r} in {scope!r} vanished, and whether its work happened is not known; "
+        "look at its effects, then call resolve(key, done=True, value=…) or resolve(key, done=False)"
+    )

@@ -1,0 +1,307 @@
+"""``Once`` and ``AsyncOnce``: the same verbs, blocking and awaited. All the thinking is in the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Self, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from semel.bridge import awaited, blocking, drive
+from semel.errors import InvalidRequest
+from semel.model import Result
+from semel.once.calls import AsyncGuarded, Guarded, Plan, invoke, invoke_async, run
+from semel.once.counters import Hook
+from semel.once.engine import DEFAULT_SCOPE, Engine
+from semel.once.opening import Target, join, open_store
+from semel.once.runtime import Loop, Threads
+from semel.once.store import Clock
+from semel.policy import Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Face:
+    """What both faces share: how they are made, and how they read a decorator's arguments."""
+
+    _world: type[Threads] | type[Loop]
+
+    def __init__(
+        self,
+        store: Target,
+        *,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        collect: bool = True,
+        retry_for: float = 5.0,
+        on_event: Hook | None = None,
+        **options: Any,
+    ) -> None:
+        """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
+
+        ``policy`` is the default for every call. ``collect=False`` switches the background clean-up off.
+        ``retry_for`` is how many seconds a call tries again while the store is away. ``on_event`` hears every
+        verdict, for metrics. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
+        """
+        self._engine = Engine(
+            open_store(store, awaited=self._world is Loop, clock=clock, **options),
+            self._world(),
+            policy or Policy(),
+            collect=collect,
+            retry_for=retry_for,
+            on_event=on_event,
+        )
+
+    @classmethod
+    def _over(cls, engine: Engine) -> Self:
+        face = cls.__new__(cls)
+        face._engine = engine
+        return face
+
+    def _policy(self, policy: Policy | None, changes: dict[str, Any]) -> Policy:
+        return (policy or self._engine.policy).but(**changes)
+
+    def _joined(self, session: Any, *, is_async: bool) -> Engine:
+        store, must_await = join(self._engine.store, session)
+        if must_await != is_async:
+            raise InvalidRequest("Once.on() takes a blocking session or connection, AsyncOnce.on() an async one")
+        return Engine(store, self._world(), self._engine.policy, collect=False, retry_for=0, coalesce=False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self._engine.store).__name__})"
+
+
+class Once(Face):
+    """Makes work happen once, from blocking code: threads and processes."""
+
+    _world = Threads
+
+    claim = blocking(Engine.claim)
+    complete = blocking(Engine.complete)
+    release = blocking(Engine.release)
+    renew = blocking(Engine.renew)
+    get = blocking(Engine.get)
+    resolve = blocking(Engine.resolve)
+    purge = blocking(Engine.purge)
+    stats = blocking(Engine.stats)
+    open = blocking(Engine.open)
+    close = blocking(Engine.close)
+
+    def check_and_mark(
+        self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
+    ) -> Literal["seen", "not_seen"]:
+        """In one atomic step: was this message seen, and if not, it is from now on. ``data`` is kept for audit.
+
+        The mark stands even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
+        """
+        engine = self._engine
+        if engine.memory is not None:
+            return engine.mark(engine.memory, key_type, message_id, data, ttl)
+        return drive(engine.check_and_mark(key_type, message_id, data, ttl=ttl))
+
+    def guard(
+        self,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, R]], Guarded[P, R]]:
+        """Decorate a function so that it runs once per key; every later call gets the first one's value.
+
+        ``key`` makes the key from the arguments; without it the fingerprint of the arguments is the key.
+        ``fingerprint`` guards against one key with other arguments: True (all but ``exclude``), False, or a
+        function of the arguments. ``scope`` is the function's own name unless given. The lease is renewed while
+        the function runs (``renew=False``: not). ``reconcile`` is asked, with the same arguments, when the owner
+        vanished under ``on_crash="unknown"``: it returns the value, or raises ``NotDone`` to run the function.
+        Any field of :class:`Policy` may be given, too: ``ttl=60, in_flight="conflict"``.
+        """
+
+        def decorate(function: Callable[P, R]) -> Guarded[P, R]:
+            _want(function, awaited=False)
+            plan = Plan(
+                function,
+                self._policy(policy, changes),
+                scope=scope,
+                key=key,
+                fingerprint=fingerprint,
+                exclude=exclude,
+                renew=renew,
+                reconcile=reconcile,
+            )
+            return Guarded(self._engine, plan)
+
+        return decorate
+
+    def consumer(
+        self,
+        key_type: str,
+        *,
+        key: Callable[..., Any],
+        data: Callable[..., Any] | None = None,
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, R]], Guarded[P, R]]:
+        """Decorate a message handler: a message is handled once, and a failure leaves it unseen.
+
+        A message that was seen is skipped: the handler returns None, so acknowledge it. While it is being handled
+        elsewhere the call waits, and raises ``InProgress`` at the end of ``wait``: do not acknowledge it then.
+        ``data`` makes, from the message, what is kept for audit.
+        """
+
+        def decorate(function: Callable[P, R]) -> Guarded[P, R]:
+            _want(function, awaited=False)
+            chosen = self._policy(policy, changes)
+            return Guarded(
+                self._engine,
+                Plan(function, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data),
+            )
+
+        return decorate
+
+    def call(
+        self,
+        key: str,
+        work: Callable[[], R],
+        *,
+        scope: str = DEFAULT_SCOPE,
+        fingerprint: str = "",
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Result[R]:
+        """Run a piece of work once for this key, or give what came of it."""
+        _want(work, awaited=False)
+        chosen = self._policy(policy, changes)
+        plan = Plan(work, chosen, scope=scope, key=lambda: key, fingerprint=lambda: fingerprint, renew=renew)
+        return drive(run(self._engine, invoke, plan, (), {}))
+
+    def on(self, session: Connection | Session) -> Once:
+        """The same verbs inside your own transaction: what they write commits or vanishes with it."""
+        return Once._over(self._joined(session, is_async=False))
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncOnce(Face):
+    """Makes work happen once, from the tasks of an event loop. The verbs are those of :class:`Once`, awaited."""
+
+    _world = Loop
+
+    claim = awaited(Engine.claim)
+    complete = awaited(Engine.complete)
+    release = awaited(Engine.release)
+    renew = awaited(Engine.renew)
+    get = awaited(Engine.get)
+    resolve = awaited(Engine.resolve)
+    check_and_mark = awaited(Engine.check_and_mark)
+    purge = awaited(Engine.purge)
+    stats = awaited(Engine.stats)
+    open = awaited(Engine.open)
+    close = awaited(Engine.close)
+
+    def guard(
+        self,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
+        """As :meth:`Once.guard`, for an ``async def``."""
+
+        def decorate(function: Callable[P, Awaitable[R]]) -> AsyncGuarded[P, R]:
+            _want(function, awaited=True)
+            plan = Plan(
+                function,
+                self._policy(policy, changes),
+                scope=scope,
+                key=key,
+                fingerprint=fingerprint,
+                exclude=exclude,
+                renew=renew,
+                reconcile=reconcile,
+            )
+            return AsyncGuarded(self._engine, plan)
+
+        return decorate
+
+    def consumer(
+        self,
+        key_type: str,
+        *,
+        key: Callable[..., Any],
+        data: Callable[..., Any] | None = None,
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
+        """As :meth:`Once.consumer`, for an ``async def``."""
+
+        def decorate(function: Callable[P, Awaitable[R]]) -> AsyncGuarded[P, R]:
+            _want(function, awaited=True)
+            chosen = self._policy(policy, changes)
+            return AsyncGuarded(
+                self._engine,
+                Plan(function, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data),
+            )
+
+        return decorate
+
+    async def call(
+        self,
+        key: str,
+        work: Callable[[], Awaitable[R]],
+        *,
+        scope: str = DEFAULT_SCOPE,
+        fingerprint: str = "",
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Result[R]:
+        """As :meth:`Once.call`, for an ``async def``."""
+        chosen = self._policy(policy, changes)
+        plan = Plan(work, chosen, scope=scope, key=lambda: key, fingerprint=lambda: fingerprint, renew=renew)
+        return await run(self._engine, invoke_async, plan, (), {})
+
+    def on(self, session: AsyncConnection | AsyncSession) -> AsyncOnce:
+        """As :meth:`Once.on`, for an async session or connection."""
+        return AsyncOnce._over(self._joined(session, is_async=True))
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _want(function: Callable[..., Any], *, awaited: bool) -> None:
+    if inspect.iscoroutinefunction(function) != awaited:
+        name = getattr(function, "__qualname__", repr(function))
+        raise InvalidRequest(
+            f"{name} is a plain def; AsyncOnce guards async functions, Once guards plain ones"
+            if awaited
+            else f"{name} is async; Once guards plain functions, use AsyncOnce for async ones"
+        )

@@ -1,0 +1,115 @@
+"""From what the user names (a URL, an engine, a client, a store) to a store."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from sqlalchemy import Engine as SqlEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from semel.errors import InvalidRequest
+from semel.once.listener import Listener
+from semel.once.memory import MemoryStore
+from semel.once.sqlite import SqliteStore
+from semel.once.store import Clock, Store
+from semel.sql import engines
+
+Target: TypeAlias = str | Store | SqlEngine | AsyncEngine | Any
+"""A URL, a SQLAlchemy engine, a redis-py client, or a store of your own."""
+
+EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://user@host/name"
+
+
+def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **options: Any) -> Store:
+    """The store behind ``target``; ``awaited`` for an event loop. Connects when first used."""
+    if isinstance(target, SqlEngine | AsyncEngine):
+        return _of_engine(target, awaited, clock)
+    if isinstance(target, str):
+        return _of_url(target, awaited, clock, options)
+    if type(target).__module__.startswith("redis."):
+        return _of_client(target, awaited, clock, options)
+    if hasattr(target, "claim") and hasattr(target, "purge"):
+        return target  # type: ignore[no-any-return]  # a Protocol: whoever has the verbs is a store
+    raise InvalidRequest(f"a store is opened by a URL ({EXAMPLES}), an engine or a client, not a {type(target).__name__}")
+
+
+def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+    scheme = target.split(":", 1)[0].split("+", 1)[0]
+    if scheme in ("redis", "rediss", "unix"):
+        return _redis(target, awaited, clock, options)
+    if options:
+        raise InvalidRequest(f"{', '.join(options)}: not an option of a {scheme} store")
+    match scheme:
+        case "memory":
+            return MemoryStore(clock)
+        case "sqlite":
+            return _sqlite(engines.parse(target), awaited, clock)
+        case "postgresql" | "postgres":
+            return _postgres(engines.parse(target.replace("postgres://", "postgresql://", 1)), awaited, clock)
+    raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
+
+
+def _sqlite(url: engines.URL, awaited: bool, clock: Clock | None) -> Store:
+    database = engines.BlockingDatabase(engines.sqlite_engine(url))
+    return SqliteStore(engines.ThreadedDatabase(database) if awaited else database, clock)
+
+
+def _postgres(url: engines.URL, awaited: bool, clock: Clock | None) -> Store:
+    from semel.once.postgres import PostgresStore, hearing
+
+    database: engines.Database
+    if awaited:
+        database = engines.AsyncDatabase(engines.async_postgres_engine(url))
+    else:
+        database = engines.BlockingDatabase(engines.postgres_engine(url))
+    return PostgresStore(database, clock, Listener(hearing(url)))
+
+
+def _of_engine(engine: SqlEngine | AsyncEngine, awaited: bool, clock: Clock | None) -> Store:
+    """A user's engine: its PostgreSQL pool is shared; a SQLite file is opened anew, with semel's own settings."""
+    kind = engine.dialect.name
+    if kind == "sqlite":
+        return _sqlite(engine.url, awaited, clock)
+    if kind != "postgresql":
+        raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
+    if awaited != isinstance(engine, AsyncEngine):
+        raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one (create_async_engine)")
+    from semel.once.postgres import PostgresStore, hearing
+
+    own = engine.execution_options(isolation_level="AUTOCOMMIT")
+    database: engines.Database
+    if isinstance(own, AsyncEngine):
+        database = engines.AsyncDatabase(own, owned=False)
+    else:
+        database = engines.BlockingDatabase(own, owned=False)
+    return PostgresStore(database, clock, Listener(hearing(engine.url)))
+
+
+def _redis(url: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+    try:
+        from semel.once import redis
+    except ModuleNotFoundError as error:
+        raise engines.missing("redis", error) from error
+    return redis.open_url(url, awaited, clock, **options)
+
+
+def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+    from semel.once.redis import RedisStore
+
+    if awaited != type(client).__module__.startswith("redis.asyncio"):
+        raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
+    return RedisStore(client, clock, **options)
+
+
+def join(store: Store, session: Any) -> tuple[Store, bool]:
+    """The same kind of store inside the user's own transaction, and whether it must be awaited."""
+    from semel.once.postgres import PostgresStore
+
+    bound = engines.BoundDatabase(session)
+    if not isinstance(store, SqliteStore | PostgresStore):
+        raise InvalidRequest(
+            f"on() needs a store that shares a database with you (SQLite or PostgreSQL), not {type(store).__name__}"
+        )
+    if bound.dialect != store.dialect:
+        raise InvalidRequest(f"the session speaks to {bound.dialect}, but the keys live in {store.dialect}")
+    return store.bound_to(bound), bound.is_async

@@ -1,0 +1,457 @@
+"""Keys in PostgreSQL: durable, shared by every host that reaches the database, on the database's clock.
+
+Each statement takes a whole batch as arrays and commits by itself. A claim inserts first, since most keys are new.
+What met an existing row is read in a **second** statement (the first one's snapshot cannot see a row that was
+committed meanwhile), judged by the rules, and, where it may be had, taken by compare-and-set on what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from threading import Event
+from typing import Any
+
+from sqlalchemy import URL, Connection, TextClause, exc, text
+
+from semel.errors import StoreUnavailable
+from semel.model import Granted, Held, InFlight, Reason, Record, Verdict
+from semel.once.listener import Hear, Listener
+from semel.once.rules import claim_of, fingerprint_for, gone, grant, judge
+from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
+from semel.sql import migrate
+from semel.sql.engines import POSTGRES_SETTINGS, Database
+from semel.sql.failures import LOCK_TIMEOUT, sqlstate
+
+CHANNEL = "semel"
+SEPARATOR = "\x1f"
+"""Between scope and key in a notification; neither can hold a control character."""
+
+_ROUNDS = 20
+
+_CLOCK = (
+    "clock AS MATERIALIZED (SELECT coalesce(CAST(:now AS bigint), "
+    "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us)"
+)
+_ASKED = (
+    "unnest(CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fingerprint AS text[]), CAST(:attempt AS text[]), "
+    "CAST(:unknown AS boolean[]), CAST(:lease AS bigint[]), CAST(:ttl AS bigint[]), CAST(:state AS text[]), "
+    "CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])"
+)
+_ASKED_NAMES = "scope, key, fingerprint, attempt, unknown, lease, ttl, state, kind, value, value_ttl"
+_INSERT = text(
+    f"WITH {_CLOCK} INSERT INTO semel_keys (scope, key, fingerprint, state, fence, attempt, unknown, awaited, "
+    "created_us, lease_us, lease_until_us, expires_us, completed_us, kind, value, value_until_us) "
+    "SELECT r.scope, r.key, r.fingerprint, r.state, nextval('semel_fence'), r.attempt, r.unknown, false, us, r.lease, "
+    "us + r.lease, us + r.ttl, CASE r.state WHEN 'completed' THEN us ELSE 0 END, r.kind, r.value, us + r.value_ttl "
+    f"FROM clock, {_ASKED}) AS r({_ASKED_NAMES}) ON CONFLICT DO NOTHING RETURNING attempt, fence, created_us"
+)
+_TAKE = text(
+    f"WITH {_CLOCK}, r AS MATERIALIZED (SELECT * FROM {_ASKED}, CAST(:was_fence AS bigint[]), "
+    "CAST(:was_state AS text[]), CAST(:was_until AS bigint[])) "
+    f"AS r({_ASKED_NAMES}, was_fence, was_state, was_until)), "
+    "held AS MATERIALIZED (SELECT k.scope, k.key FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key "
+    "AND k.fence = r.was_fence ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED) "
+    "UPDATE semel_keys k SET fingerprint = r.fingerprint, state = r.state, fence = nextval('semel_fence'), "
+    "attempt = r.attempt, unknown = r.unknown, awaited = false, created_us = us, lease_us = r.lease, "
+    "lease_until_us = us + r.lease, expires_us = us + r.ttl, "
+    "completed_us = CASE r.state WHEN 'completed' THEN us ELSE 0 END, kind = r.kind, value = r.value, "
+    "value_until_us = us + r.value_ttl FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key "
+    "WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.was_fence AND k.state = r.was_state "
+    "AND k.lease_until_us = r.was_until RETURNING k.attempt, k.fence, k.created_us"
+)
+_READ = text(
+    f"WITH {_CLOCK} SELECT k.scope, k.key, k.fingerprint, k.state, k.fence, k.attempt, k.unknown, k.created_us, "
+    "k.lease_us, k.lease_until_us, k.expires_us, k.completed_us, k.kind, k.value, k.value_until_us, clock.us "
+    "FROM clock, unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key) "
+    "JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key"
+)
+_AWAIT = text(
+    "WITH held AS MATERIALIZED (SELECT k.scope, k.key FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[])) "
+    "AS r(scope, key) JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.state = 'claimed' "
+    "AND NOT k.awaited ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED) UPDATE semel_keys k SET awaited = true "
+    "FROM held WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'"
+)
+
+
+def _owned(columns: str, arrays: str, lock: str, change: str) -> str:
+    """A fenced change to the rows that the given owners hold, locked in the order of their keys."""
+    return (
+        f"WITH {_CLOCK}, r AS MATERIALIZED (SELECT * FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[]), "
+        f"CAST(:fence AS bigint[]){arrays}) AS r(scope, key, fence{columns})), "
+        "held AS MATERIALIZED (SELECT k.scope, k.key, r.fence FROM r JOIN semel_keys k ON k.scope = r.scope "
+        f"AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed' ORDER BY k.scope, k.key {lock}), "
+        f"changed AS (UPDATE semel_keys k SET {change} "
+        "FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key AND r.fence = held.fence "
+        "WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed' "
+        "AND NOT (k.expires_us < us AND k.lease_until_us <= us) "
+        "RETURNING k.scope, k.key, k.fence, k.lease_until_us, k.awaited) "
+    )
+
+
+_NOTIFY = (
+    f"SELECT scope, key, fence, CASE WHEN awaited THEN pg_notify('{CHANNEL}', scope || chr(31) || key) END FROM changed"
+)
+_COMPLETE = text(
+    _owned(
+        ", kind, value, value_ttl",
+        ", CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])",
+        "FOR UPDATE OF k",
+        "state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl",
+    )
+    + _NOTIFY
+)
+_RELEASE = text(
+    # The row stays for a minute: a claim that drew its fence before this one and inserts after it would go backwards.
+    _owned("", "", "FOR UPDATE OF k", "state = 'released', expires_us = least(k.expires_us, us + 60000000)") + _NOTIFY
+)
+_RENEW = text(
+    # SKIP LOCKED: an owner that is completing in its own open transaction must not hold up everyone's renewal.
+    _owned(
+        ", lease",
+        ", CAST(:lease AS bigint[])",
+        "FOR UPDATE OF k SKIP LOCKED",
+        "lease_us = r.lease, lease_until_us = us + r.lease",
+    )
+    + "SELECT scope, key, fence, lease_until_us FROM changed"
+)
+_GONE = "expires_us < us AND NOT (state = 'claimed' AND lease_until_us > us)"
+_PURGE = text(
+    f"WITH {_CLOCK}, some AS MATERIALIZED (SELECT scope, key FROM semel_keys, clock WHERE {_GONE} "
+    "ORDER BY expires_us LIMIT :most FOR UPDATE OF semel_keys SKIP LOCKED) "
+    "DELETE FROM semel_keys k USING some WHERE k.scope = some.scope AND k.key = some.key"
+)
+_FADE = text(
+    f"WITH {_CLOCK}, some AS MATERIALIZED (SELECT scope, key FROM semel_keys, clock WHERE value_until_us < us "
+    "ORDER BY value_until_us LIMIT :most FOR UPDATE OF semel_keys SKIP LOCKED) "
+    "UPDATE semel_keys k SET value = NULL, value_until_us = NULL FROM some "
+    "WHERE k.scope = some.scope AND k.key = some.key"
+)
+_COUNT = text(
+    f"WITH {_CLOCK} SELECT CASE WHEN {_GONE} OR state = 'released' THEN 'expired' WHEN state = 'completed' "
+    "THEN 'completed' WHEN lease_until_us > us THEN 'in_flight' WHEN unknown THEN 'unknown' ELSE 'abandoned' END, "
+    "count(*) FROM semel_keys, clock GROUP BY 1"
+)
+
+
+def hearing(url: URL) -> Hear:
+    """LISTEN over psycopg, for the listener's thread."""
+    address = url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+    def hear(channel: str, stopped: Event) -> Iterator[str]:
+        import psycopg
+
+        with psycopg.connect(address, autocommit=True, application_name="semel-listener") as conn:
+            conn.execute(f"LISTEN {channel}")
+            while not stopped.is_set():
+                for notice in conn.notifies(timeout=0.5):
+                    yield notice.payload
+
+    return hear
+
+
+class PostgresStore:
+    """Over a blocking engine, an async one, or a user's own transaction."""
+
+    coalesce = True
+    expires_itself = False
+    dialect = "postgresql"
+
+    def __init__(self, database: Database, clock: Clock | None = None, listener: Listener | None = None) -> None:
+        self._database = database
+        self._clock = clock
+        self._listener = listener
+        self._ready = False
+
+    def bound_to(self, database: Database) -> PostgresStore:
+        """The same keys inside someone's transaction."""
+        twin = PostgresStore(database, self._clock)
+        twin._ready = True
+        return twin
+
+    def _now(self) -> int | None:
+        return None if self._clock is None else self._clock()
+
+    async def open(self) -> None:
+        """See the contract. Migrations are the operator's decision, so this only checks."""
+        if not self._ready:
+            await self._database.read(migrate.require)
+            self._ready = True
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_claim, requests, self._now())
+
+    async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_renew, requests, self._now())
+
+    async def complete(self, requests: Sequence[Complete]) -> list[bool]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_complete, requests, self._now())
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_release, requests, self._now())
+
+    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+        """See the contract."""
+        await self.open()
+        return await self._database.read(_get, refs, self._now())
+
+    async def purge(self, limit: int) -> int:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_purge, limit, self._now())
+
+    async def stats(self) -> Held:
+        """See the contract."""
+        await self.open()
+        return await self._database.read(_stats, self._now())
+
+    def watch(self, ring: Ring) -> None:
+        """LISTEN on a connection of its own."""
+        if self._listener is not None:
+            self._listener.start(CHANNEL, lambda payload: ring(*payload.split(SEPARATOR, 1)))
+
+    async def close(self) -> None:
+        """See the contract."""
+        if self._listener is not None:
+            self._listener.stop()
+        await self._database.close()
+
+
+def _claim(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> list[Verdict]:
+    # Sorted by key, so that two batches lock their rows in the same order and never deadlock.
+    order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
+    undecided = {at: requests[at] for at in order}
+    takeable: dict[int, tuple[Record, Reason]] = {}
+    verdicts: dict[int, Verdict] = {}
+    for _ in range(_ROUNDS):
+        won = _insert(conn, [request for at, request in undecided.items() if at not in takeable], now)
+        if takeable:
+            won |= _take(conn, [(undecided[at], *found) for at, found in takeable.items()], now)
+        verdicts |= {at: won[request.attempt] for at, request in undecided.items() if request.attempt in won}
+        undecided = {at: request for at, request in undecided.items() if at not in verdicts}
+        if undecided:
+            takeable = _judge(conn, undecided, takeable, verdicts, now)
+            undecided = {at: request for at, request in undecided.items() if at not in verdicts}
+        if not undecided:
+            return [verdicts[at] for at in range(len(requests))]
+    raise StoreUnavailable(f"a key changed hands {_ROUNDS} times while it was being claimed; try again")
+
+
+def _judge(
+    conn: Connection,
+    undecided: dict[int, ClaimRequest],
+    tried: dict[int, tuple[Record, Reason]],
+    verdicts: dict[int, Verdict],
+    now: int | None,
+) -> dict[int, tuple[Record, Reason]]:
+    """Read what stood in the way and decide what can be decided; answer the records that may be taken.
+
+    A record that was tried and has not changed is locked by a transaction that is still open: in flight.
+    """
+    if waiting := [request for request in undecided.values() if request.waiting]:
+        conn.execute(_AWAIT, _places(waiting))
+    records = _read(conn, undecided.values(), now)
+    takeable: dict[int, tuple[Record, Reason]] = {}
+    for at, request in undecided.items():
+        record = records.get((request.scope, request.key))
+        if record is None:
+            continue  # removed since it stood in the way: insert again
+        answer = judge(record, request, record.now_us)
+        if not isinstance(answer, str):
+            verdicts[at] = answer
+        elif at in tried and _version(tried[at][0]) == _version(record):
+            verdicts[at] = _busy(request)
+        else:
+            takeable[at] = (record, answer)
+    return takeable
+
+
+def _version(record: Record) -> tuple[int, str, int]:
+    return (record.fence, record.state, record.lease_until_us)
+
+
+def _busy(request: ClaimRequest) -> InFlight:
+    """Someone holds the row in an open transaction; how long is not to be seen."""
+    return InFlight(min(1.0, request.lease_us / 1e6))
+
+
+def _insert(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> dict[str, Verdict]:
+    if not requests:
+        return {}
+    try:
+        rows = conn.execute(_INSERT, _asked(requests, [request.fingerprint for request in requests], now)).all()
+    except exc.DBAPIError as error:
+        if sqlstate(error) != LOCK_TIMEOUT:
+            raise
+        return _insert_around(conn, requests, now)
+    return _granted({request.attempt: (request, None, "absent") for request in requests}, rows)
+
+
+def _insert_around(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> dict[str, Verdict]:
+    """Some transaction sits on one of these keys: leave out what exists, insert the rest one by one.
+
+    A key that cannot even be inserted alone is being claimed in a transaction that has not committed: in flight.
+    """
+    existing = _read(conn, requests, now)
+    absent = [request for request in requests if (request.scope, request.key) not in existing]
+    if len(absent) == 1 == len(requests):
+        return {absent[0].attempt: _busy(absent[0])}
+    conn.execute(text("SET lock_timeout = 50"))
+    try:
+        won: dict[str, Verdict] = {}
+        for request in absent:
+            won |= _insert(conn, [request], now)
+        return won
+    finally:
+        conn.execute(text(f"SET lock_timeout = {POSTGRES_SETTINGS['lock_timeout']}"))
+
+
+def _take(
+    conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]], now: int | None
+) -> dict[str, Verdict]:
+    fingerprints = [fingerprint_for(*each) for each in wanted]
+    rows = conn.execute(
+        _TAKE,
+        {
+            **_asked([request for request, _, _ in wanted], fingerprints, now),
+            "was_fence": [record.fence for _, record, _ in wanted],
+            "was_state": [record.state for _, record, _ in wanted],
+            "was_until": [record.lease_until_us for _, record, _ in wanted],
+        },
+    ).all()
+    return _granted({request.attempt: (request, record, reason) for request, record, reason in wanted}, rows)
+
+
+def _granted(
+    asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows: Iterable[Any]
+) -> dict[str, Verdict]:
+    won: dict[str, Verdict] = {}
+    for attempt, fence, created in rows:
+        request, previous, reason = asked[attempt]
+        won[attempt] = Granted(claim_of(grant(request, previous, reason, fence, created)), reason)
+    return won
+
+
+def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str], now: int | None) -> dict[str, Any]:
+    outcomes = [request.done for request in requests]
+    return {
+        **_places(requests),
+        "now": now,
+        "fingerprint": fingerprints,
+        "attempt": [request.attempt for request in requests],
+        "unknown": [request.unknown for request in requests],
+        "lease": [request.lease_us for request in requests],
+        "ttl": [request.ttl_us for request in requests],
+        "state": ["claimed" if done is None else "completed" for done in outcomes],
+        "kind": ["" if done is None else done.kind for done in outcomes],
+        "value": [None if done is None else done.data for done in outcomes],
+        "value_ttl": [None if done is None else done.value_ttl_us for done in outcomes],
+    }
+
+
+def _places(wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[str, Any]:
+    wanted = list(wanted)
+    return {"scope": [ref.scope for ref in wanted], "key": [ref.key for ref in wanted]}
+
+
+def _read(
+    conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned], now: int | None
+) -> dict[tuple[str, str], Record]:
+    rows = conn.execute(_READ, {**_places(set(map(_ref, wanted))), "now": now})
+    return {(record.scope, record.key): record for record in (Record(*row) for row in rows)}
+
+
+def _ref(wanted: Ref | ClaimRequest | Owned) -> Ref:
+    return Ref(wanted.scope, wanted.key)
+
+
+def _fenced(
+    conn: Connection, statement: TextClause, requests: Sequence[Owned], now: int | None, **columns: list[Any]
+) -> dict[tuple[str, str, int], int]:
+    """Run a fenced change in the order of the keys; answer whose fence held, and what it answered."""
+    order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
+    arrays = {name: [column[at] for at in order] for name, column in columns.items()}
+    ordered = [requests[at] for at in order]
+    rows = conn.execute(
+        statement, {**_places(ordered), "fence": [each.fence for each in ordered], "now": now, **arrays}
+    )
+    return {(scope, key, fence): answer for scope, key, fence, answer in rows}
+
+
+def _renew(conn: Connection, requests: Sequence[Renew], now: int | None) -> list[int | None]:
+    held = _fenced(conn, _RENEW, requests, now, lease=[each.lease_us for each in requests])
+    records = _read(conn, [each for each in requests if _name(each) not in held], now)
+    return [
+        held[_name(each)]
+        if _name(each) in held
+        else record.lease_until_us
+        if (record := _still(records, each)) is not None and record.state == "claimed"
+        else None
+        for each in requests
+    ]
+
+
+def _complete(conn: Connection, requests: Sequence[Complete], now: int | None) -> list[bool]:
+    held = _fenced(
+        conn,
+        _COMPLETE,
+        requests,
+        now,
+        kind=[each.done.kind for each in requests],
+        value=[each.done.data for each in requests],
+        value_ttl=[each.done.value_ttl_us for each in requests],
+    )
+    missed = [each for each in requests if _name(each) not in held]
+    records = _read(conn, missed, now) if missed else {}
+    return [
+        _name(each) in held or ((record := _still(records, each)) is not None and record.state == "completed")
+        for each in requests
+    ]
+
+
+def _release(conn: Connection, requests: Sequence[Release], now: int | None) -> list[bool]:
+    held = _fenced(conn, _RELEASE, requests, now)
+    missed = [each for each in requests if _name(each) not in held]
+    records = _read(conn, missed, now) if missed else {}
+    return [
+        _name(each) in held or _vacant(records.get((each.scope, each.key))) or _still(records, each) is not None
+        for each in requests
+    ]
+
+
+def _name(request: Owned) -> tuple[str, str, int]:
+    return (request.scope, request.key, request.fence)
+
+
+def _vacant(record: Record | None) -> bool:
+    return record is None or record.state == "released" or gone(record, record.now_us)
+
+
+def _still(records: dict[tuple[str, str], Record], request: Owned) -> Record | None:
+    """The record, if the request's fence is the one that holds or completed it."""
+    record = records.get((request.scope, request.key))
+    return record if record is not None and not _vacant(record) and record.fence == request.fence else None
+
+
+def _get(conn: Connection, refs: Sequence[Ref], now: int | None) -> list[Record | None]:
+    records = _read(conn, refs, now)
+    found = (records.get((ref.scope, ref.key)) for ref in refs)
+    return [None if _vacant(record) else record for record in found]
+
+
+def _purge(conn: Connection, limit: int, now: int | None) -> int:
+    removed: int = conn.execute(_PURGE, {"now": now, "most": limit}).rowcount
+    if removed < limit:
+        removed += conn.execute(_FADE, {"now": now, "most": limit - removed}).rowcount
+    return removed
+
+
+def _stats(conn: Connection, now: int | None) -> Held:
+    return Held(**{status: count for status, count in conn.execute(_COUNT, {"now": now})})

@@ -1,0 +1,122 @@
+"""What the engine needs from its world, once for threads and once for an event loop: signals, pauses, background work.
+
+Both forms have the same shape; in the thread form nothing suspends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from semel.once.batch import Lane, LoopLane, ThreadLane
+from semel.bridge import drive
+
+A = TypeVar("A")
+B = TypeVar("B")
+Body: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Signal(Protocol):
+    """A flag that one side sets, from any thread, and the other waits for."""
+
+    def set(self) -> None:
+        """Wake the waiter, now or at its next wait."""
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until set or until the time is over; True when set. Clears the flag."""
+
+
+class Runtime(Protocol):
+    """Threads or a loop."""
+
+    def signal(self) -> Signal:
+        """A new flag."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def spawn(self, body: Body, name: str) -> None:
+        """Run ``body`` in the background; it must end by itself when its owner is closed."""
+
+    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+        """Coalesce concurrent calls into batches for ``flush``."""
+
+
+class _ThreadSignal:
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, seconds: float) -> bool:
+        heard = self._event.wait(seconds)
+        self._event.clear()
+        return heard
+
+
+class Threads:
+    """The blocking world."""
+
+    def signal(self) -> Signal:
+        """See Runtime."""
+        return _ThreadSignal()
+
+    async def sleep(self, seconds: float) -> None:
+        """See Runtime."""
+        time.sleep(seconds)
+
+    def spawn(self, body: Body, name: str) -> None:
+        """See Runtime. A daemon, so that it never keeps a program from ending."""
+        threading.Thread(target=lambda: drive(body()), name=name, daemon=True).start()
+
+    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+        """See Runtime."""
+        return ThreadLane(flush)
+
+
+class _LoopSignal:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def wait(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        self._event.clear()
+        return True
+
+
+class Loop:
+    """The world of one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def signal(self) -> Signal:
+        """See Runtime."""
+        return _LoopSignal()
+
+    async def sleep(self, seconds: float) -> None:
+        """See Runtime."""
+        await asyncio.sleep(seconds)
+
+    def spawn(self, body: Body, name: str) -> None:
+        """See Runtime."""
+        task = asyncio.get_running_loop().create_task(body(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+        """See Runtime."""
+        return LoopLane(flush)

@@ -1,0 +1,251 @@
+"""Keys in a SQLite file: durable (synchronous=FULL), shared by the threads and processes of one host.
+
+A write transaction takes the file's one write lock at its first statement, so "look, then write" is atomic as it
+stands: every verb reads its keys, judges them as the memory store does, and writes what changed in one go.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec.structs import asdict
+from sqlalchemy import BigInteger, Connection, and_, bindparam, case, delete, func, not_, select, text, tuple_, update
+
+from semel.model import Granted, Held, Record, Verdict
+from semel.once.rules import claim_of, gone, grant, judge
+from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
+from semel.sql import migrate
+from semel.sql.engines import Database
+from semel.sql.schema import keys
+
+_COLUMNS = (
+    "scope, key, fingerprint, state, fence, attempt, unknown, created_us, lease_us, lease_until_us, expires_us, "
+    "completed_us, kind, value, value_until_us"
+)
+_READ = text(
+    "SELECT k." + _COLUMNS.replace(", ", ", k.") + " FROM json_each(:places) AS place CROSS JOIN semel_keys AS k "
+    "ON k.scope = json_extract(place.value, '$[0]') AND k.key = json_extract(place.value, '$[1]')"
+)
+_FENCES = text("UPDATE semel_fence_counter SET last = last + :count RETURNING last")
+_WRITE = text(
+    f"INSERT OR REPLACE INTO semel_keys ({_COLUMNS}, awaited) VALUES (:scope, :key, :fingerprint, :state, :fence, "
+    ":attempt, :unknown, :created_us, :lease_us, :lease_until_us, :expires_us, :completed_us, :kind, :data, "
+    ":value_until_us, 0)"
+)
+
+_now = bindparam("now", type_=BigInteger)
+_held = and_(
+    keys.c.scope == bindparam("of_scope"),
+    keys.c.key == bindparam("of_key"),
+    keys.c.fence == bindparam("by_fence"),
+    keys.c.state == "claimed",
+)
+_gone = and_(keys.c.expires_us < _now, not_(and_(keys.c.state == "claimed", keys.c.lease_until_us > _now)))
+_COMPLETE = (
+    update(keys)
+    .where(_held, not_(_gone))
+    .values(
+        state="completed",
+        completed_us=_now,
+        kind=bindparam("as_kind"),
+        value=bindparam("data"),
+        value_until_us=_now + bindparam("value_ttl"),
+    )
+)
+_RENEW = (
+    update(keys)
+    .where(_held, not_(_gone))
+    .values(lease_us=bindparam("lease"), lease_until_us=_now + bindparam("lease"))
+)
+_RELEASE = delete(keys).where(_held)
+_some_gone = select(keys.c.scope, keys.c.key).where(_gone).limit(bindparam("most"))
+_some_faded = select(keys.c.scope, keys.c.key).where(keys.c.value_until_us < _now).limit(bindparam("most"))
+_PURGE = delete(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_gone))
+_FADE = (
+    update(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_faded)).values(value=None, value_until_us=None)
+)
+_STATUS = case(
+    (_gone, "expired"),
+    (keys.c.state == "completed", "completed"),
+    (keys.c.lease_until_us > _now, "in_flight"),
+    (keys.c.unknown, "unknown"),
+    else_="abandoned",
+)
+_COUNT = select(_STATUS, func.count()).group_by(_STATUS)
+
+
+class SqliteStore:
+    """Over a blocking database, one in a thread for an event loop, or a user's own transaction."""
+
+    coalesce = True
+    expires_itself = False
+    dialect = "sqlite"
+
+    def __init__(self, database: Database, clock: Clock | None = None) -> None:
+        self._database = database
+        self._clock = clock or _host_clock
+        self._ready = False
+
+    def bound_to(self, database: Database) -> SqliteStore:
+        """The same keys inside someone's transaction."""
+        twin = SqliteStore(database, self._clock)
+        twin._ready = True
+        return twin
+
+    async def open(self) -> None:
+        """Make the tables on the first start of an embedded file; see the contract."""
+        if not self._ready:
+            await self._database.write(_make_ready)
+            self._ready = True
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_claim, requests, self._clock)
+
+    async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_renew, requests, self._clock)
+
+    async def complete(self, requests: Sequence[Complete]) -> list[bool]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_complete, requests, self._clock)
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_release, requests, self._clock)
+
+    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+        """See the contract."""
+        await self.open()
+        return await self._database.read(_get, refs, self._clock)
+
+    async def purge(self, limit: int) -> int:
+        """See the contract."""
+        await self.open()
+        return await self._database.write(_purge, limit, self._clock())
+
+    async def stats(self) -> Held:
+        """See the contract."""
+        await self.open()
+        return await self._database.read(_stats, self._clock())
+
+    def watch(self, ring: Ring) -> None:
+        """A file cannot ring: waiters in other processes poll."""
+
+    async def close(self) -> None:
+        """See the contract."""
+        await self._database.close()
+
+
+def _host_clock() -> int:
+    return time.time_ns() // 1000
+
+
+def _make_ready(conn: Connection) -> None:
+    if migrate.behind(conn):
+        migrate.upgrade(conn)
+
+
+def _read(conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[tuple[str, str], Record]:
+    places = json.dumps(list({(ref.scope, ref.key) for ref in wanted}), ensure_ascii=False)
+    records = (Record(*row) for row in conn.execute(_READ, {"places": places}))
+    return {(record.scope, record.key): record for record in records}
+
+
+def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
+    last: int = conn.execute(_FENCES, {"count": len(requests)}).scalar_one()
+    now = clock()
+    records = _read(conn, requests)
+    changed: dict[tuple[str, str], Record] = {}
+    verdicts: list[Verdict] = []
+    for fence, request in enumerate(requests, last - len(requests) + 1):
+        place = (request.scope, request.key)
+        previous = records.get(place)
+        verdict = judge(previous, request, now)
+        if isinstance(verdict, str):
+            record = records[place] = changed[place] = grant(request, previous, verdict, fence, now)
+            verdict = Granted(claim_of(record), verdict)
+        verdicts.append(verdict)
+    if changed:
+        conn.execute(_WRITE, [asdict(record) for record in changed.values()])
+    return verdicts
+
+
+def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[int | None]:
+    now = clock()
+    renewed = conn.execute(_RENEW, [{**_owner(each), "lease": each.lease_us, "now": now} for each in requests]).rowcount
+    if renewed == len(requests):
+        return [now + each.lease_us for each in requests]
+    records = _read(conn, requests)
+    return [
+        record.lease_until_us
+        if (record := _still(records, each, now)) is not None and record.state == "claimed"
+        else None
+        for each in requests
+    ]
+
+
+def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> list[bool]:
+    now = clock()
+    rows = [
+        {
+            **_owner(each),
+            "as_kind": each.done.kind,
+            "data": each.done.data,
+            "value_ttl": each.done.value_ttl_us,
+            "now": now,
+        }
+        for each in requests
+    ]
+    if conn.execute(_COMPLETE, rows).rowcount == len(requests):
+        return [True] * len(requests)
+    records = _read(conn, requests)
+    return [_still(records, each, now) is not None for each in requests]
+
+
+def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> list[bool]:
+    if conn.execute(_RELEASE, [_owner(each) for each in requests]).rowcount == len(requests):
+        return [True] * len(requests)
+    now, records = clock(), _read(conn, requests)
+    found = (records.get((each.scope, each.key)) for each in requests)
+    return [
+        record is None or gone(record, now) or record.fence == each.fence
+        for record, each in zip(found, requests, strict=True)
+    ]
+
+
+def _owner(request: Owned) -> dict[str, Any]:
+    return {"of_scope": request.scope, "of_key": request.key, "by_fence": request.fence}
+
+
+def _still(records: dict[tuple[str, str], Record], request: Owned, now: int) -> Record | None:
+    """The record, if the request's fence is the one that holds or completed it."""
+    record = records.get((request.scope, request.key))
+    return record if record is not None and record.fence == request.fence and not gone(record, now) else None
+
+
+def _get(conn: Connection, refs: Sequence[Ref], clock: Clock) -> list[Record | None]:
+    records = _read(conn, refs)
+    now = clock()
+    for record in records.values():
+        record.now_us = now
+    found = (records.get((ref.scope, ref.key)) for ref in refs)
+    return [None if record is None or gone(record, now) else record for record in found]
+
+
+def _purge(conn: Connection, limit: int, now: int) -> int:
+    removed: int = conn.execute(_PURGE, {"now": now, "most": limit}).rowcount
+    if removed < limit:
+        removed += conn.execute(_FADE, {"now": now, "most": limit - removed}).rowcount
+    return removed
+
+
+def _stats(conn: Connection, now: int) -> Held:
+    return Held(**{status: count for status, count in conn.execute(_COUNT, {"now": now})})

@@ -1,0 +1,130 @@
+"""What a key promises: how long it lives, what a duplicate meets, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from typing import Any, Literal, get_args
+
+from semel.errors import InvalidRequest
+
+InFlightRule = Literal["wait", "conflict", "reference"]
+ErrorRule = Literal["release", "keep"]
+CrashRule = Literal["retake", "unknown"]
+FailureRule = Literal["closed", "open"]
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+
+_WORDS = {"in_flight": InFlightRule, "on_error": ErrorRule, "on_crash": CrashRule, "store_failure": FailureRule}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Frozen data; make a variant with ``policy.but(ttl=60)``. Times are seconds."""
+
+    ttl: float = DAY
+    """Retention: how long the key is remembered, counted from the claim."""
+
+    lease: float = MINUTE
+    """How long a claim is exclusive without a sign of life."""
+
+    value_ttl: float | None = None
+    """How long the outcome's value is kept (a tombstone remains until ``ttl``); None: as long as the key."""
+
+    in_flight: InFlightRule = "wait"
+    """What a duplicate does while the first call works: wait for its outcome, fail at once, or point to it."""
+
+    wait: float = MINUTE
+    """How long a waiting duplicate waits before it gives up with ``InProgress``."""
+
+    on_error: ErrorRule = "release"
+    """A failed call gives its key back, or keeps the failure as the key's outcome."""
+
+    on_crash: CrashRule = "retake"
+    """An owner that vanished: the next caller works again, or meets ``Unknown`` until someone resolves it."""
+
+    store_failure: FailureRule = "closed"
+    """When the store is down: refuse to work, or work without protection."""
+
+    purge_every: float | None = None
+    """Seconds between two clean-ups of expired keys; None: a tenth of ``ttl``, at most a minute."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttl", "lease", "wait"):
+            _seconds(name, getattr(self, name), zero=name == "wait")
+        for name in ("value_ttl", "purge_every"):
+            if getattr(self, name) is not None:
+                _seconds(name, getattr(self, name))
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in get_args(words):
+                choices = ", ".join(repr(word) for word in get_args(words))
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be one of {choices}")
+
+    @property
+    def collect_interval(self) -> float:
+        """Seconds between two runs of the collector."""
+        return self.purge_every if self.purge_every is not None else min(self.ttl / 10, MINUTE)
+
+    def but(self, **changes: Any) -> Policy:
+        """The same policy with some fields changed; None means "as it was"."""
+        known = {field.name for field in fields(self)}
+        if unknown := changes.keys() - known:
+            raise InvalidRequest(f"a policy has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+        real = {name: value for name, value in changes.items() if value is not None}
+        return replace(self, **real) if real else self
+
+    @classmethod
+    def intake(cls) -> Policy:
+        """A POST endpoint: one hour, a lease as long as the key, a duplicate in flight is a conflict."""
+        return _PRESETS["intake"]
+
+    @classmethod
+    def jobs(cls) -> Policy:
+        """Job submission: 24 hours, a duplicate gets the job that exists."""
+        return _PRESETS["jobs"]
+
+    @classmethod
+    def runs(cls) -> Policy:
+        """Model runs under an explicit key: 24 hours, a duplicate gets the run that exists."""
+        return _PRESETS["runs"]
+
+    @classmethod
+    def router(cls) -> Policy:
+        """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds."""
+        return _PRESETS["router"]
+
+    @classmethod
+    def processor(cls) -> Policy:
+        """Any function: 24 hours, a duplicate waits for the first call's result."""
+        return _PRESETS["processor"]
+
+    @classmethod
+    def ietf(cls) -> Policy:
+        """The IETF draft on the Idempotency-Key header: 24 hours, a duplicate in flight is a conflict."""
+        return _PRESETS["ietf"]
+
+    @classmethod
+    def stripe(cls) -> Policy:
+        """Stripe's rules: 24 hours, every outcome is kept once the work began, failures too."""
+        return _PRESETS["stripe"]
+
+
+def _seconds(name: str, value: object, *, zero: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a number of seconds")
+    if value < 0 or (value == 0 and not zero):
+        raise InvalidRequest(f"{name} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
+    if value > 1e10:
+        raise InvalidRequest(f"{name} is {value!r} seconds, over 300 years; give seconds, not milliseconds")
+
+
+_PRESETS: Mapping[str, Policy] = {
+    "intake": Policy(ttl=HOUR, lease=HOUR, in_flight="conflict", purge_every=10 * MINUTE),
+    "jobs": Policy(ttl=DAY, in_flight="reference"),
+    "runs": Policy(ttl=DAY, in_flight="reference"),
+    "router": Policy(ttl=HOUR),
+    "processor": Policy(ttl=DAY, in_flight="wait"),
+    "ietf": Policy(ttl=DAY, in_flight="conflict"),
+    "stripe": Policy(ttl=DAY, in_flight="conflict", on_error="keep"),
+}

@@ -1,0 +1,230 @@
+"""Ways to run a verb (a plain function over a ``Connection``) on a database: blocking, async, in a thread, or inside
+the user's own transaction. One body of SQL serves all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from semel.bridge import drive
+from semel.errors import InvalidRequest, MissingExtra
+from semel.forks import survive_fork
+from semel.sql.failures import translated
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+POSTGRES_SETTINGS = {"jit": "off", "lock_timeout": "1000", "application_name": "semel"}
+"""Short statements gain nothing from JIT; a batch must not hang behind one user's open transaction."""
+
+
+class Database(Protocol):
+    """Runs verbs."""
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
+
+    async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``work``, which only reads."""
+
+    async def close(self) -> None:
+        """Give the connections back."""
+
+
+class BlockingDatabase:
+    """A blocking engine; nothing here suspends."""
+
+    def __init__(self, engine: Engine, *, owned: bool = True) -> None:
+        self._engine = engine
+        self._owned = owned
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """The parent's connections are the parent's: leave them open there and connect anew here."""
+        self._engine.dispose(close=False)
+        self._writing = threading.Lock()
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database. SQLite has one writer: threads queue here instead of spinning on the file's lock."""
+        with translated():
+            if self._engine.dialect.name == "sqlite":
+                with self._writing, self._engine.begin() as conn:
+                    return work(conn, *args, **kwargs)
+            with self._engine.connect() as conn:
+                return work(conn, *args, **kwargs)
+
+    async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        with translated(), self._engine.connect().execution_options(semel_reads=True) as conn:
+            return work(conn, *args, **kwargs)
+
+    async def close(self) -> None:
+        """See Database."""
+        if self._owned:
+            self._engine.dispose()
+
+
+class ThreadedDatabase:
+    """A blocking database for an event loop, in a thread of its own; for SQLite, whose calls are short."""
+
+    def __init__(self, inner: BlockingDatabase) -> None:
+        self._inner = inner
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Threads do not survive a fork."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="semel-sqlite")
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._there(lambda: drive(self._inner.write(work, *args, **kwargs)))
+
+    async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._there(lambda: drive(self._inner.read(work, *args, **kwargs)))
+
+    async def _there(self, call: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def close(self) -> None:
+        """See Database."""
+        self._thread.shutdown(wait=False)
+        await self._inner.close()
+
+
+class AsyncDatabase:
+    """An async engine."""
+
+    def __init__(self, engine: AsyncEngine, *, owned: bool = True) -> None:
+        self._engine = engine
+        self._owned = owned
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """See BlockingDatabase."""
+        self._engine.sync_engine.dispose(close=False)
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        with translated():
+            async with self._engine.connect() as conn:
+                return await conn.run_sync(work, *args, **kwargs)
+
+    read = write
+
+    async def close(self) -> None:
+        """See Database."""
+        if self._owned:
+            await self._engine.dispose()
+
+
+class BoundDatabase:
+    """The user's own connection or session: verbs take part in its transaction and commit or vanish with it."""
+
+    def __init__(self, conn: Connection | Session | AsyncConnection | AsyncSession) -> None:
+        if not isinstance(conn, Connection | Session | AsyncConnection | AsyncSession):
+            raise InvalidRequest(f"on() takes a SQLAlchemy connection or session, not a {type(conn).__name__}")
+        self._conn = conn
+
+    @property
+    def is_async(self) -> bool:
+        """True when it must be awaited."""
+        return isinstance(self._conn, AsyncConnection | AsyncSession)
+
+    @property
+    def dialect(self) -> str:
+        """The database's kind."""
+        bind = self._conn.get_bind() if isinstance(self._conn, Session | AsyncSession) else self._conn
+        return bind.dialect.name
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        with translated():
+            conn = self._conn
+            if isinstance(conn, AsyncSession):
+                conn = await conn.connection()
+            if isinstance(conn, AsyncConnection):
+                return await conn.run_sync(work, *args, **kwargs)
+            return work(conn.connection() if isinstance(conn, Session) else conn, *args, **kwargs)
+
+    read = write
+
+    async def close(self) -> None:
+        """The user's, not ours."""
+
+
+def postgres_engine(url: URL) -> Engine:
+    """A blocking engine over psycopg whose statements commit by themselves."""
+    options = " ".join(f"-c {name}={value}" for name, value in POSTGRES_SETTINGS.items())
+    try:
+        return create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            isolation_level="AUTOCOMMIT",
+            connect_args={"options": options, "connect_timeout": 5},
+            pool_reset_on_return=None,
+        )
+    except ModuleNotFoundError as error:
+        raise missing("postgres", error) from error
+
+
+def async_postgres_engine(url: URL) -> AsyncEngine:
+    """An async engine over asyncpg whose statements commit by themselves."""
+    query = dict(url.query)
+    if "sslmode" in query:  # libpq's name; asyncpg calls it ssl
+        query["ssl"] = query.pop("sslmode")
+    try:
+        return create_async_engine(
+            url.set(drivername="postgresql+asyncpg", query=query),
+            isolation_level="AUTOCOMMIT",
+            connect_args={"server_settings": POSTGRES_SETTINGS, "timeout": 5},
+            pool_reset_on_return=None,
+        )
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
+        raise missing("postgres", error) from error
+
+
+def sqlite_engine(url: URL) -> Engine:
+    """An engine on a file, durable (WAL, synchronous=FULL), in transactions that take the write lock at once."""
+    if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
+        raise InvalidRequest("SQLite needs a file, such as sqlite:///semel.db; for memory use memory://")
+    engine = create_engine(url.set(drivername="sqlite+pysqlite"), connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 5000")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA cache_size = -65536")
+    cursor.close()
+
+
+def _begin_sqlite(conn: Connection) -> None:
+    conn.exec_driver_sql("BEGIN" if conn.get_execution_options().get("semel_reads") else "BEGIN IMMEDIATE")
+
+
+def parse(url: str) -> URL:
+    """The URL in parts, or a clear error."""
+    try:
+        return make_url(url)
+    except Exception as error:
+        raise InvalidRequest("this is not a URL; examples: sqlite:///semel.db, postgresql://host/name") from error
+
+
+def missing(extra: str, error: Exception) -> MissingExtra:
+    """The error for a driver that is not installed."""
+    return MissingExtra(f"{error}; this needs an extra: pip install 'semel[{extra}]'")

@@ -1,0 +1,47 @@
+"""Bring a database to the schema of this release, or say that it is not there."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, inspect, text
+
+from semel.errors import NotMigrated
+from semel.sql.schema import REVISIONS, VERSION_TABLE
+
+_LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrations wait for each other
+
+
+def upgrade(conn: Connection) -> None:
+    """Run the missing migrations in the connection's transaction."""
+    from alembic import command
+    from alembic.config import Config
+
+    if conn.dialect.name == "postgresql":
+        conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    config = Config()
+    config.set_main_option("script_location", "semel.sql:migrations")
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = conn
+    command.upgrade(config, "head")
+
+
+def current(conn: Connection) -> str | None:
+    """The newest migration that the database has had, or None."""
+    if not inspect(conn).has_table(VERSION_TABLE):
+        return None
+    version: str | None = conn.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return version
+
+
+def behind(conn: Connection) -> bool:
+    """True when a migration is missing. A version that this release does not know is a newer one, which is fine."""
+    version = current(conn)
+    return version is None or version in REVISIONS[:-1]
+
+
+def require(conn: Connection) -> None:
+    """Refuse a database that is not migrated."""
+    if behind(conn):
+        raise NotMigrated(
+            f"the database {conn.engine.url.render_as_string(hide_password=True)!r} lacks semel's tables of this "
+            f"release (it has {current(conn) or 'none'}, needed is {REVISIONS[-1]}); run: semel migrate URL"
+        )
