@@ -17,9 +17,21 @@ from msgspec import MsgspecError, msgpack
 
 from semel.errors import Unencodable
 
-_BIG_INT, _DECIMAL, _DATETIME, _DATE, _TIME, _TIMEDELTA, _UUID, _TUPLE, _SET, _FROZENSET, _COMPLEX, _BYTEARRAY, _PAIRS = range(
-    1, 14
-)
+(
+    _BIG_INT,
+    _DECIMAL,
+    _DATETIME,
+    _DATE,
+    _TIME,
+    _TIMEDELTA,
+    _UUID,
+    _TUPLE,
+    _SET,
+    _FROZENSET,
+    _COMPLEX,
+    _BYTEARRAY,
+    _PAIRS,
+) = range(1, 14)
 _DEEPEST = 200
 
 _encoder = msgpack.Encoder()
@@ -46,7 +58,7 @@ def _is_flat(value: Any) -> bool:
     """True for what MessagePack keeps exactly as it stands; most outcomes are small, flat dicts."""
     if type(value) is not dict:
         return type(value) in _AS_IS
-    for name, item in value.items():
+    for name, item in value.items():  # noqa: SIM110 -- all() with a generator takes three times as long
         if type(name) is not str or type(item) not in _AS_IS:
             return False
     return True
@@ -106,7 +118,7 @@ def _from_clock(moment: datetime | time) -> list[Any]:
     return [moment.replace(tzinfo=None, fold=0).isoformat(), moment.fold, _zone(moment.tzinfo, moment)]
 
 
-def _to_clock(kind: type[datetime] | type[time]) -> Callable[[Any], datetime | time]:
+def _to_clock(kind: type[datetime | time]) -> Callable[[Any], datetime | time]:
     return lambda plain: kind.fromisoformat(plain[0]).replace(fold=plain[1], tzinfo=_unzone(plain[2]))
 
 

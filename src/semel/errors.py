@@ -62,11 +62,11 @@ class OutcomeGone(SemelError):
 
 
 class OriginalFailed(SemelError):
-    """The first call failed and the policy keeps failures: this is its replay. ``type`` names the original error."""
+    """The first call failed and the policy keeps failures: this is its replay. ``error`` names the original's type."""
 
-    def __init__(self, type: str, message: str) -> None:
-        super().__init__(f"the first call with this key failed with {type}: {message}")
-        self.type = type
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(f"the first call with this key failed with {error}: {message}")
+        self.error = error
         self.message = message
 
 

@@ -47,7 +47,7 @@ def name_of(what: str, name: str) -> str:
     return str(name)
 
 
-def seconds(what: str, value: float, *, zero: bool = False) -> float:
+def seconds(what: str, value: object, *, zero: bool = False) -> float:
     """The time, if it can be one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise InvalidRequest(f"{what} is {value!r}; it must be a number of seconds")

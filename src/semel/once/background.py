@@ -87,7 +87,7 @@ class Collector(Background):
 
     def pause(self) -> float:
         """See Background."""
-        return self._interval * random.uniform(0.9, 1.1)
+        return self._interval * random.uniform(0.9, 1.1)  # noqa: S311 -- jitter, not a secret
 
     async def tick(self) -> None:
         """See Background."""
@@ -155,5 +155,8 @@ class Renewer(Background):
         for claim, answer in zip(claims, answers, strict=True):
             if answer is None and self._due.pop(claim, None) is not None:
                 _log.warning(
-                    "the claim on %r in %r (fence %d) is lost while its work goes on", claim.key, claim.scope, claim.fence
+                    "the claim on %r in %r (fence %d) is lost while its work goes on",
+                    claim.key,
+                    claim.scope,
+                    claim.fence,
                 )

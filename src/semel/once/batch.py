@@ -11,9 +11,9 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
+from semel.bridge import drive
 from semel.errors import SemelError, StoreUnavailable
 from semel.forks import survive_fork
-from semel.bridge import drive
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -79,7 +79,7 @@ class LoopLane(Generic[A, B]):
     async def _send(self, batch: list[tuple[A, asyncio.Future[B]]]) -> None:
         try:
             answers = await self._flush([request for request, _ in batch])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- it goes to everyone whose call was in the batch
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -140,7 +140,7 @@ class ThreadLane(Generic[A, B]):
             self._lead(call)
         if call.error is not None:
             raise call.error
-        return cast(B, call.answer)
+        return cast("B", call.answer)
 
     def _await_turn(self, call: _Call[A, B]) -> None:
         try:
@@ -160,7 +160,7 @@ class ThreadLane(Generic[A, B]):
         try:
             flushing = self._flush([call.request for call in batch])
             answers = drive(cast("Coroutine[Any, Any, list[B]]", flushing))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 -- raised by each caller in its own thread
             shared = error if isinstance(error, Exception) else StoreUnavailable(f"interrupted by {error!r}; try again")
             for call in others:
                 call.error = shared

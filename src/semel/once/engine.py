@@ -236,14 +236,11 @@ class Engine:
             case Replay():
                 return verdict
             case InFlight(retry_after):
-                raise InProgress(
-                    f"the key {request.key!r} in {request.scope!r} is being worked on; try again in {retry_after:.1f} s",
-                    retry_after,
-                )
+                said = f"the key {request.key!r} in {request.scope!r} is being worked on; retry in {retry_after:.1f} s"
+                raise InProgress(said, retry_after)
             case Mismatch():
-                raise KeyReused(
-                    f"the key {request.key!r} in {request.scope!r} was used with other content; use a new key for new work"
-                )
+                said = f"the key {request.key!r} in {request.scope!r} was used with other content"
+                raise KeyReused(f"{said}; use a new key for new work")
             case Unknown():
                 raise _unknown(request.scope, request.key)
 
@@ -272,7 +269,7 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _request(
+    def _request(  # noqa: PLR0917 -- private, and called with names where it is not plain
         self,
         key: str,
         scope: str,
@@ -369,7 +366,7 @@ class Engine:
                     if time.monotonic() + pause > deadline:
                         raise
                     _log.info("the store is away, trying again in %.2f s: %s", pause, error)
-                await self._runtime.sleep(pause * random.uniform(0.8, 1.2))
+                await self._runtime.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
                 pause = min(pause * 2, 1.0)
 
         return flush

@@ -29,7 +29,7 @@ R = TypeVar("R")
 class Face:
     """What both faces share: how they are made, and how they read a decorator's arguments."""
 
-    _world: type[Threads] | type[Loop]
+    _world: type[Threads | Loop]
 
     def __init__(
         self,

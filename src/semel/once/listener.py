@@ -52,7 +52,7 @@ class Listener:
                 for payload in self._hear(channel, stopped):
                     heard(payload)
                     pause = 0.1
-            except Exception as error:  # whatever broke, waiters still poll; only silence would be wrong
+            except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
                 _log.warning("cannot hear about ended claims, waiters poll meanwhile: %s", error)
                 stopped.wait(pause)
                 pause = min(pause * 2, 5.0)

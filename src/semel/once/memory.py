@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
+from msgspec.structs import replace
+
 from semel.forks import survive_fork
 from semel.model import Granted, Held, Reason, Record, Verdict
 from semel.once.rules import claim_of, gone, grant, judge
@@ -154,9 +156,7 @@ class MemoryStore:
     def _copy(record: Record | None, now: int) -> Record | None:
         if record is None:
             return None
-        twin = record.__copy__()
-        twin.now_us = now
-        return twin
+        return replace(record, now_us=now)
 
     def _live(self, place: Ref | Renew | Complete | Release, now: int) -> Record | None:
         record = self._scopes.get(place.scope, {}).get(place.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from sqlalchemy import URL
 from sqlalchemy import Engine as SqlEngine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -29,8 +30,10 @@ def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **o
     if type(target).__module__.startswith("redis."):
         return _of_client(target, awaited, clock, options)
     if hasattr(target, "claim") and hasattr(target, "purge"):
-        return target  # type: ignore[no-any-return]  # a Protocol: whoever has the verbs is a store
-    raise InvalidRequest(f"a store is opened by a URL ({EXAMPLES}), an engine or a client, not a {type(target).__name__}")
+        return target
+    raise InvalidRequest(
+        f"a store is opened by a URL ({EXAMPLES}), an engine or a client, not a {type(target).__name__}"
+    )
 
 
 def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
@@ -49,12 +52,12 @@ def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, 
     raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
 
 
-def _sqlite(url: engines.URL, awaited: bool, clock: Clock | None) -> Store:
+def _sqlite(url: URL, awaited: bool, clock: Clock | None) -> Store:
     database = engines.BlockingDatabase(engines.sqlite_engine(url))
     return SqliteStore(engines.ThreadedDatabase(database) if awaited else database, clock)
 
 
-def _postgres(url: engines.URL, awaited: bool, clock: Clock | None) -> Store:
+def _postgres(url: URL, awaited: bool, clock: Clock | None) -> Store:
     from semel.once.postgres import PostgresStore, hearing
 
     database: engines.Database
@@ -73,7 +76,9 @@ def _of_engine(engine: SqlEngine | AsyncEngine, awaited: bool, clock: Clock | No
     if kind != "postgresql":
         raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
-        raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one (create_async_engine)")
+        raise InvalidRequest(
+            "Once takes a blocking engine (create_engine), AsyncOnce an async one (create_async_engine)"
+        )
     from semel.once.postgres import PostgresStore, hearing
 
     own = engine.execution_options(isolation_level="AUTOCOMMIT")

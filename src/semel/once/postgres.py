@@ -28,109 +28,145 @@ SEPARATOR = "\x1f"
 
 _ROUNDS = 20
 
-_CLOCK = (
-    "clock AS MATERIALIZED (SELECT coalesce(CAST(:now AS bigint), "
-    "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us)"
-)
-_ASKED = (
-    "unnest(CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fingerprint AS text[]), CAST(:attempt AS text[]), "
-    "CAST(:unknown AS boolean[]), CAST(:lease AS bigint[]), CAST(:ttl AS bigint[]), CAST(:state AS text[]), "
-    "CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])"
-)
+_CLOCK = """clock AS MATERIALIZED (
+  SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us
+)"""
+
+_ASKED = """CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fingerprint AS text[]), CAST(:attempt AS text[]),
+  CAST(:unknown AS boolean[]), CAST(:lease AS bigint[]), CAST(:ttl AS bigint[]), CAST(:state AS text[]),
+  CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])"""
 _ASKED_NAMES = "scope, key, fingerprint, attempt, unknown, lease, ttl, state, kind, value, value_ttl"
-_INSERT = text(
-    f"WITH {_CLOCK} INSERT INTO semel_keys (scope, key, fingerprint, state, fence, attempt, unknown, awaited, "
-    "created_us, lease_us, lease_until_us, expires_us, completed_us, kind, value, value_until_us) "
-    "SELECT r.scope, r.key, r.fingerprint, r.state, nextval('semel_fence'), r.attempt, r.unknown, false, us, r.lease, "
-    "us + r.lease, us + r.ttl, CASE r.state WHEN 'completed' THEN us ELSE 0 END, r.kind, r.value, us + r.value_ttl "
-    f"FROM clock, {_ASKED}) AS r({_ASKED_NAMES}) ON CONFLICT DO NOTHING RETURNING attempt, fence, created_us"
+
+_INSERT = text(f"""
+WITH {_CLOCK}
+INSERT INTO semel_keys (scope, key, fingerprint, state, fence, attempt, unknown, awaited, created_us, lease_us,
+                        lease_until_us, expires_us, completed_us, kind, value, value_until_us)
+SELECT r.scope, r.key, r.fingerprint, r.state, nextval('semel_fence'), r.attempt, r.unknown, false, us, r.lease,
+       us + r.lease, us + r.ttl, CASE r.state WHEN 'completed' THEN us ELSE 0 END, r.kind, r.value, us + r.value_ttl
+FROM clock, unnest({_ASKED}) AS r({_ASKED_NAMES})
+ON CONFLICT DO NOTHING
+RETURNING attempt, fence, created_us
+""")
+
+_TAKE = text(f"""
+WITH {_CLOCK},
+r AS MATERIALIZED (
+  SELECT * FROM unnest({_ASKED}, CAST(:was_fence AS bigint[]), CAST(:was_state AS text[]), CAST(:was_until AS bigint[]))
+  AS r({_ASKED_NAMES}, was_fence, was_state, was_until)
+),
+held AS MATERIALIZED (
+  SELECT k.scope, k.key FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.was_fence
+  ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED
 )
-_TAKE = text(
-    f"WITH {_CLOCK}, r AS MATERIALIZED (SELECT * FROM {_ASKED}, CAST(:was_fence AS bigint[]), "
-    "CAST(:was_state AS text[]), CAST(:was_until AS bigint[])) "
-    f"AS r({_ASKED_NAMES}, was_fence, was_state, was_until)), "
-    "held AS MATERIALIZED (SELECT k.scope, k.key FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key "
-    "AND k.fence = r.was_fence ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED) "
-    "UPDATE semel_keys k SET fingerprint = r.fingerprint, state = r.state, fence = nextval('semel_fence'), "
-    "attempt = r.attempt, unknown = r.unknown, awaited = false, created_us = us, lease_us = r.lease, "
-    "lease_until_us = us + r.lease, expires_us = us + r.ttl, "
-    "completed_us = CASE r.state WHEN 'completed' THEN us ELSE 0 END, kind = r.kind, value = r.value, "
-    "value_until_us = us + r.value_ttl FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key "
-    "WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.was_fence AND k.state = r.was_state "
-    "AND k.lease_until_us = r.was_until RETURNING k.attempt, k.fence, k.created_us"
+UPDATE semel_keys k
+SET fingerprint = r.fingerprint, state = r.state, fence = nextval('semel_fence'), attempt = r.attempt,
+    unknown = r.unknown, awaited = false, created_us = us, lease_us = r.lease, lease_until_us = us + r.lease,
+    expires_us = us + r.ttl, completed_us = CASE r.state WHEN 'completed' THEN us ELSE 0 END, kind = r.kind,
+    value = r.value, value_until_us = us + r.value_ttl
+FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key
+WHERE k.scope = r.scope AND k.key = r.key
+  AND k.fence = r.was_fence AND k.state = r.was_state AND k.lease_until_us = r.was_until
+RETURNING k.attempt, k.fence, k.created_us
+""")
+
+_READ = text(f"""
+WITH {_CLOCK}
+SELECT k.scope, k.key, k.fingerprint, k.state, k.fence, k.attempt, k.unknown, k.created_us, k.lease_us,
+       k.lease_until_us, k.expires_us, k.completed_us, k.kind, k.value, k.value_until_us, clock.us
+FROM clock, unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key)
+JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key
+""")
+
+_AWAIT = text("""
+WITH held AS MATERIALIZED (
+  SELECT k.scope, k.key FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key)
+  JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.state = 'claimed' AND NOT k.awaited
+  ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED
 )
-_READ = text(
-    f"WITH {_CLOCK} SELECT k.scope, k.key, k.fingerprint, k.state, k.fence, k.attempt, k.unknown, k.created_us, "
-    "k.lease_us, k.lease_until_us, k.expires_us, k.completed_us, k.kind, k.value, k.value_until_us, clock.us "
-    "FROM clock, unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key) "
-    "JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key"
-)
-_AWAIT = text(
-    "WITH held AS MATERIALIZED (SELECT k.scope, k.key FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[])) "
-    "AS r(scope, key) JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.state = 'claimed' "
-    "AND NOT k.awaited ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED) UPDATE semel_keys k SET awaited = true "
-    "FROM held WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'"
-)
+UPDATE semel_keys k SET awaited = true FROM held
+WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'
+""")
 
 
-def _owned(columns: str, arrays: str, lock: str, change: str) -> str:
+def _owned(names: str, arrays: str, lock: str, change: str, answer: str) -> TextClause:
     """A fenced change to the rows that the given owners hold, locked in the order of their keys."""
-    return (
-        f"WITH {_CLOCK}, r AS MATERIALIZED (SELECT * FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[]), "
-        f"CAST(:fence AS bigint[]){arrays}) AS r(scope, key, fence{columns})), "
-        "held AS MATERIALIZED (SELECT k.scope, k.key, r.fence FROM r JOIN semel_keys k ON k.scope = r.scope "
-        f"AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed' ORDER BY k.scope, k.key {lock}), "
-        f"changed AS (UPDATE semel_keys k SET {change} "
-        "FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key AND r.fence = held.fence "
-        "WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed' "
-        "AND NOT (k.expires_us < us AND k.lease_until_us <= us) "
-        "RETURNING k.scope, k.key, k.fence, k.lease_until_us, k.awaited) "
-    )
+    return text(f"""
+WITH {_CLOCK},
+r AS MATERIALIZED (
+  SELECT * FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fence AS bigint[]){arrays})
+  AS r(scope, key, fence{names})
+),
+held AS MATERIALIZED (
+  SELECT k.scope, k.key, r.fence FROM r
+  JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
+  ORDER BY k.scope, k.key {lock}
+),
+changed AS (
+  UPDATE semel_keys k SET {change}
+  FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key AND r.fence = held.fence
+  WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
+    AND NOT (k.expires_us < us AND k.lease_until_us <= us)
+  RETURNING k.scope, k.key, k.fence, k.lease_until_us, k.awaited
+)
+SELECT scope, key, fence, {answer} FROM changed
+""")
 
 
-_NOTIFY = (
-    f"SELECT scope, key, fence, CASE WHEN awaited THEN pg_notify('{CHANNEL}', scope || chr(31) || key) END FROM changed"
+_NOTIFIED = f"CASE WHEN awaited THEN pg_notify('{CHANNEL}', scope || chr(31) || key) END"
+
+_COMPLETE = _owned(
+    ", kind, value, value_ttl",
+    ", CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])",
+    "FOR UPDATE OF k",
+    "state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl",
+    _NOTIFIED,
 )
-_COMPLETE = text(
-    _owned(
-        ", kind, value, value_ttl",
-        ", CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])",
-        "FOR UPDATE OF k",
-        "state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl",
-    )
-    + _NOTIFY
+
+# A released row stays for a minute: a claim that drew its fence before this one's, and inserts after the row is gone,
+# would make the fence of the key go backwards.
+_RELEASE = _owned(
+    "", "", "FOR UPDATE OF k", "state = 'released', expires_us = least(k.expires_us, us + 60000000)", _NOTIFIED
 )
-_RELEASE = text(
-    # The row stays for a minute: a claim that drew its fence before this one and inserts after it would go backwards.
-    _owned("", "", "FOR UPDATE OF k", "state = 'released', expires_us = least(k.expires_us, us + 60000000)") + _NOTIFY
+
+# SKIP LOCKED: an owner that completes in its own open transaction must not hold up everyone's renewal.
+_RENEW = _owned(
+    ", lease",
+    ", CAST(:lease AS bigint[])",
+    "FOR UPDATE OF k SKIP LOCKED",
+    "lease_us = r.lease, lease_until_us = us + r.lease",
+    "lease_until_us",
 )
-_RENEW = text(
-    # SKIP LOCKED: an owner that is completing in its own open transaction must not hold up everyone's renewal.
-    _owned(
-        ", lease",
-        ", CAST(:lease AS bigint[])",
-        "FOR UPDATE OF k SKIP LOCKED",
-        "lease_us = r.lease, lease_until_us = us + r.lease",
-    )
-    + "SELECT scope, key, fence, lease_until_us FROM changed"
-)
+
 _GONE = "expires_us < us AND NOT (state = 'claimed' AND lease_until_us > us)"
-_PURGE = text(
-    f"WITH {_CLOCK}, some AS MATERIALIZED (SELECT scope, key FROM semel_keys, clock WHERE {_GONE} "
-    "ORDER BY expires_us LIMIT :most FOR UPDATE OF semel_keys SKIP LOCKED) "
-    "DELETE FROM semel_keys k USING some WHERE k.scope = some.scope AND k.key = some.key"
+
+_PURGE = text(f"""
+WITH {_CLOCK},
+doomed AS MATERIALIZED (
+  SELECT scope, key FROM semel_keys, clock WHERE {_GONE} ORDER BY expires_us LIMIT :most
+  FOR UPDATE OF semel_keys SKIP LOCKED
 )
-_FADE = text(
-    f"WITH {_CLOCK}, some AS MATERIALIZED (SELECT scope, key FROM semel_keys, clock WHERE value_until_us < us "
-    "ORDER BY value_until_us LIMIT :most FOR UPDATE OF semel_keys SKIP LOCKED) "
-    "UPDATE semel_keys k SET value = NULL, value_until_us = NULL FROM some "
-    "WHERE k.scope = some.scope AND k.key = some.key"
+DELETE FROM semel_keys k USING doomed WHERE k.scope = doomed.scope AND k.key = doomed.key
+""")
+
+_FADE = text(f"""
+WITH {_CLOCK},
+faded AS MATERIALIZED (
+  SELECT scope, key FROM semel_keys, clock WHERE value_until_us < us ORDER BY value_until_us LIMIT :most
+  FOR UPDATE OF semel_keys SKIP LOCKED
 )
-_COUNT = text(
-    f"WITH {_CLOCK} SELECT CASE WHEN {_GONE} OR state = 'released' THEN 'expired' WHEN state = 'completed' "
-    "THEN 'completed' WHEN lease_until_us > us THEN 'in_flight' WHEN unknown THEN 'unknown' ELSE 'abandoned' END, "
-    "count(*) FROM semel_keys, clock GROUP BY 1"
-)
+UPDATE semel_keys k SET value = NULL, value_until_us = NULL FROM faded
+WHERE k.scope = faded.scope AND k.key = faded.key
+""")
+
+_COUNT = text(f"""
+WITH {_CLOCK}
+SELECT CASE WHEN {_GONE} OR state = 'released' THEN 'expired'
+            WHEN state = 'completed' THEN 'completed'
+            WHEN lease_until_us > us THEN 'in_flight'
+            WHEN unknown THEN 'unknown'
+            ELSE 'abandoned' END, count(*)
+FROM semel_keys, clock GROUP BY 1
+""")
 
 
 def hearing(url: URL) -> Hear:
@@ -317,21 +353,16 @@ def _take(
     conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]], now: int | None
 ) -> dict[str, Verdict]:
     fingerprints = [fingerprint_for(*each) for each in wanted]
-    rows = conn.execute(
-        _TAKE,
-        {
-            **_asked([request for request, _, _ in wanted], fingerprints, now),
-            "was_fence": [record.fence for _, record, _ in wanted],
-            "was_state": [record.state for _, record, _ in wanted],
-            "was_until": [record.lease_until_us for _, record, _ in wanted],
-        },
-    ).all()
+    seen = {
+        "was_fence": [record.fence for _, record, _ in wanted],
+        "was_state": [record.state for _, record, _ in wanted],
+        "was_until": [record.lease_until_us for _, record, _ in wanted],
+    }
+    rows = conn.execute(_TAKE, _asked([request for request, _, _ in wanted], fingerprints, now) | seen).all()
     return _granted({request.attempt: (request, record, reason) for request, record, reason in wanted}, rows)
 
 
-def _granted(
-    asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows: Iterable[Any]
-) -> dict[str, Verdict]:
+def _granted(asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows: Iterable[Any]) -> dict[str, Verdict]:
     won: dict[str, Verdict] = {}
     for attempt, fence, created in rows:
         request, previous, reason = asked[attempt]
@@ -454,4 +485,4 @@ def _purge(conn: Connection, limit: int, now: int | None) -> int:
 
 
 def _stats(conn: Connection, now: int | None) -> Held:
-    return Held(**{status: count for status, count in conn.execute(_COUNT, {"now": now})})
+    return Held(**dict(conn.execute(_COUNT, {"now": now}).tuples().all()))

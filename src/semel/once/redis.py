@@ -17,7 +17,7 @@ from contextlib import aclosing, contextmanager
 from functools import cache
 from inspect import isawaitable
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import redis
@@ -25,7 +25,7 @@ import redis.asyncio
 from redis import exceptions
 
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
-from semel.model import Granted, Held, Reason, Record, Verdict
+from semel.model import Granted, Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
 from semel.once.rules import claim_of, fingerprint_for, gone, grant, judge
 from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
@@ -67,8 +67,8 @@ for i = 1, #KEYS / 2 do
     local lease, ttl, done = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7] == 'completed'
     redis.call('DEL', key)
     redis.call('HSET', key, 'scope', ARGV[a], 'key', ARGV[a + 1], 'fingerprint', ARGV[a + 2], 'attempt', ARGV[a + 3],
-      'unknown', ARGV[a + 4], 'state', ARGV[a + 7], 'fence', int(fence), 'created_us', int(now), 'lease_us', ARGV[a + 5],
-      'lease_until_us', int(now + lease), 'expires_us', int(now + ttl))
+      'unknown', ARGV[a + 4], 'state', ARGV[a + 7], 'fence', int(fence), 'created_us', int(now),
+      'lease_us', ARGV[a + 5], 'lease_until_us', int(now + lease), 'expires_us', int(now + ttl))
     if done then
       redis.call('HSET', key, 'completed_us', int(now), 'kind', ARGV[a + 8], 'data', ARGV[a + 9])
       if ARGV[a + 10] ~= '' then redis.call('HSET', key, 'value_until_us', int(now + tonumber(ARGV[a + 10]))) end
@@ -256,9 +256,10 @@ class RedisStore:
         """See the contract. The server drops most records by itself; this finds what its clean-up has not."""
         removed = 0
         async with aclosing(self._scan(limit)) as scan:
-            async for refs in scan:
-                while refs and removed < limit:
-                    some, refs = refs[: limit - removed], refs[limit - removed :]
+            async for found in scan:
+                left = found
+                while left and removed < limit:
+                    some, left = left[: limit - removed], left[limit - removed :]
                     removed += sum(answer for answer, _ in await self._run(_PURGE, some, self._key, lambda _: ()))
                 if removed >= limit:
                     break
@@ -400,7 +401,7 @@ def _record(flat: list[bytes], now: int) -> Record:
         has[b"scope"].decode(),
         has[b"key"].decode(),
         has[b"fingerprint"].decode(),
-        has[b"state"].decode(),
+        cast("State", has[b"state"].decode()),
         int(has[b"fence"]),
         has[b"attempt"].decode(),
         has[b"unknown"] == b"1",

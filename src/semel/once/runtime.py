@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from semel.once.batch import Lane, LoopLane, ThreadLane
 from semel.bridge import drive
+from semel.once.batch import Lane, LoopLane, ThreadLane
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -67,7 +67,7 @@ class Threads:
 
     async def sleep(self, seconds: float) -> None:
         """See Runtime."""
-        time.sleep(seconds)
+        time.sleep(seconds)  # noqa: ASYNC251 -- the thread form blocks by design
 
     def spawn(self, body: Body, name: str) -> None:
         """See Runtime. A daemon, so that it never keeps a program from ending."""

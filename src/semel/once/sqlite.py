@@ -56,17 +56,13 @@ _COMPLETE = (
     )
 )
 _RENEW = (
-    update(keys)
-    .where(_held, not_(_gone))
-    .values(lease_us=bindparam("lease"), lease_until_us=_now + bindparam("lease"))
+    update(keys).where(_held, not_(_gone)).values(lease_us=bindparam("lease"), lease_until_us=_now + bindparam("lease"))
 )
 _RELEASE = delete(keys).where(_held)
 _some_gone = select(keys.c.scope, keys.c.key).where(_gone).limit(bindparam("most"))
 _some_faded = select(keys.c.scope, keys.c.key).where(keys.c.value_until_us < _now).limit(bindparam("most"))
 _PURGE = delete(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_gone))
-_FADE = (
-    update(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_faded)).values(value=None, value_until_us=None)
-)
+_FADE = update(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_faded)).values(value=None, value_until_us=None)
 _STATUS = case(
     (_gone, "expired"),
     (keys.c.state == "completed", "completed"),
@@ -248,4 +244,4 @@ def _purge(conn: Connection, limit: int, now: int) -> int:
 
 
 def _stats(conn: Connection, now: int) -> Held:
-    return Held(**{status: count for status, count in conn.execute(_COUNT, {"now": now})})
+    return Held(**dict(conn.execute(_COUNT, {"now": now}).tuples().all()))

@@ -51,7 +51,9 @@ def _meaning(error: exc.DBAPIError) -> Exception:
     if state in _BROKEN_STATES:
         return StoreBroken(f"{_BROKEN_STATES[state]}: {said}")
     if state is not None:
-        return StoreUnavailable(said) if state.startswith(_PASSING_CLASSES) else SemelError(f"the database says: {said}")
+        return (
+            StoreUnavailable(said) if state.startswith(_PASSING_CLASSES) else SemelError(f"the database says: {said}")
+        )
     if any(words in said for words in _BROKEN_SQLITE):
         return StoreBroken(f"the database file cannot be used: {said}")
     if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
