@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from semel.bridge import drive
@@ -98,12 +99,13 @@ class LoopLane(Generic[A, B]):
 class _Call(Generic[A, B]):
     """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
 
-    __slots__ = ("answer", "error", "gate", "leads", "request")
+    __slots__ = ("answer", "error", "gate", "leads", "next", "request")
 
     def __init__(self, request: A) -> None:
         self.request = request
         self.gate = threading.Lock()
         self.leads = False
+        self.next: _Call[A, B] | None = None
         self.answer: B | None = None
         self.error: BaseException | None = None
 
@@ -145,13 +147,25 @@ class ThreadLane(Generic[A, B]):
     def _await_turn(self, call: _Call[A, B]) -> None:
         try:
             call.gate.acquire()
-        except BaseException:  # KeyboardInterrupt while asleep: do not leave the others without a leader
+        except BaseException:  # KeyboardInterrupt: leave, but not the others without their wake-up call
             with self._lock:
-                if call in self._waiting:
+                waits = call in self._waiting
+                if waits:
                     self._waiting.remove(call)
-                elif call.leads:
-                    self._hand_over()
+            if not waits:
+                call.gate.acquire()
+                self._pass_on(call)
+                if call.leads:
+                    with self._lock:
+                        self._hand_over()
             raise
+        self._pass_on(call)
+
+    @staticmethod
+    def _pass_on(call: _Call[A, B]) -> None:
+        """Each one wakes the next, so that a crowd does not fight for the interpreter all at once."""
+        if call.next is not None:
+            call.next.gate.release()
 
     def _lead(self, own: _Call[A, B]) -> None:
         with self._lock:
@@ -169,10 +183,12 @@ class ThreadLane(Generic[A, B]):
             for call, answer in zip(batch, answers, strict=True):
                 call.answer = answer
         finally:
-            for call in others:
-                call.gate.release()
             with self._lock:
                 self._hand_over()
+            for call, following in pairwise(others):
+                call.next = following
+            if others:
+                others[0].gate.release()
 
     def _hand_over(self) -> None:
         if self._waiting:

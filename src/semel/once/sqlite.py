@@ -9,14 +9,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from msgspec.structs import asdict
-from sqlalchemy import BigInteger, Connection, and_, bindparam, case, delete, func, not_, select, text, tuple_, update
+from msgspec.structs import astuple
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    not_,
+    select,
+    tuple_,
+    update,
+)
 
 from semel.model import Granted, Held, Record, Verdict
 from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
 from semel.sql.engines import Database
 from semel.sql.schema import keys
@@ -25,40 +36,23 @@ _COLUMNS = (
     "scope, key, fingerprint, state, fence, attempt, unknown, created_us, lease_us, lease_until_us, expires_us, "
     "completed_us, kind, value, value_until_us"
 )
-_READ = text(
-    "SELECT k." + _COLUMNS.replace(", ", ", k.") + " FROM json_each(:places) AS place CROSS JOIN semel_keys AS k "
+# The hot statements go to the driver as they are: to bind them by name would cost more than to run them.
+_READ = (
+    f"SELECT k.{_COLUMNS.replace(', ', ', k.')} FROM json_each(?) AS place CROSS JOIN semel_keys AS k "
     "ON k.scope = json_extract(place.value, '$[0]') AND k.key = json_extract(place.value, '$[1]')"
 )
-_FENCES = text("UPDATE semel_fence_counter SET last = last + :count RETURNING last")
-_WRITE = text(
-    f"INSERT OR REPLACE INTO semel_keys ({_COLUMNS}, awaited) VALUES (:scope, :key, :fingerprint, :state, :fence, "
-    ":attempt, :unknown, :created_us, :lease_us, :lease_until_us, :expires_us, :completed_us, :kind, :data, "
-    ":value_until_us, 0)"
+_FENCES = "UPDATE semel_fence_counter SET last = last + ? RETURNING last"
+_WRITE = f"INSERT OR REPLACE INTO semel_keys ({_COLUMNS}, awaited) VALUES ({'?, ' * 15}false)"
+_HELD = "WHERE scope = ? AND key = ? AND fence = ? AND state = 'claimed'"
+_LIVE = f"{_HELD} AND NOT (expires_us < ? AND lease_until_us <= ?)"
+_COMPLETE = (
+    f"UPDATE semel_keys SET state = 'completed', completed_us = ?, kind = ?, value = ?, value_until_us = ? {_LIVE}"
 )
+_RENEW = f"UPDATE semel_keys SET lease_us = ?, lease_until_us = ? {_LIVE}"
+_RELEASE = f"DELETE FROM semel_keys {_HELD}"
 
 _now = bindparam("now", type_=BigInteger)
-_held = and_(
-    keys.c.scope == bindparam("of_scope"),
-    keys.c.key == bindparam("of_key"),
-    keys.c.fence == bindparam("by_fence"),
-    keys.c.state == "claimed",
-)
 _gone = and_(keys.c.expires_us < _now, not_(and_(keys.c.state == "claimed", keys.c.lease_until_us > _now)))
-_COMPLETE = (
-    update(keys)
-    .where(_held, not_(_gone))
-    .values(
-        state="completed",
-        completed_us=_now,
-        kind=bindparam("as_kind"),
-        value=bindparam("data"),
-        value_until_us=_now + bindparam("value_ttl"),
-    )
-)
-_RENEW = (
-    update(keys).where(_held, not_(_gone)).values(lease_us=bindparam("lease"), lease_until_us=_now + bindparam("lease"))
-)
-_RELEASE = delete(keys).where(_held)
 _some_gone = select(keys.c.scope, keys.c.key).where(_gone).limit(bindparam("most"))
 _some_faded = select(keys.c.scope, keys.c.key).where(keys.c.value_until_us < _now).limit(bindparam("most"))
 _PURGE = delete(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_gone))
@@ -151,12 +145,12 @@ def _make_ready(conn: Connection) -> None:
 
 def _read(conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[tuple[str, str], Record]:
     places = json.dumps(list({(ref.scope, ref.key) for ref in wanted}), ensure_ascii=False)
-    records = (Record(*row) for row in conn.execute(_READ, {"places": places}))
+    records = (Record(*row) for row in conn.exec_driver_sql(_READ, (places,)))
     return {(record.scope, record.key): record for record in records}
 
 
 def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
-    last: int = conn.execute(_FENCES, {"count": len(requests)}).scalar_one()
+    last: int = conn.exec_driver_sql(_FENCES, (len(requests),)).scalar_one()
     now = clock()
     records = _read(conn, requests)
     changed: dict[tuple[str, str], Record] = {}
@@ -170,14 +164,14 @@ def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> 
             verdict = Granted(claim_of(record), verdict)
         verdicts.append(verdict)
     if changed:
-        conn.execute(_WRITE, [asdict(record) for record in changed.values()])
+        conn.exec_driver_sql(_WRITE, [astuple(record)[:15] for record in changed.values()])
     return verdicts
 
 
 def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[int | None]:
     now = clock()
-    renewed = conn.execute(_RENEW, [{**_owner(each), "lease": each.lease_us, "now": now} for each in requests]).rowcount
-    if renewed == len(requests):
+    rows = [(each.lease_us, now + each.lease_us, each.scope, each.key, each.fence, now, now) for each in requests]
+    if conn.exec_driver_sql(_RENEW, rows).rowcount == len(requests):
         return [now + each.lease_us for each in requests]
     records = _read(conn, requests)
     return [
@@ -191,23 +185,22 @@ def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[in
 def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> list[bool]:
     now = clock()
     rows = [
-        {
-            **_owner(each),
-            "as_kind": each.done.kind,
-            "data": each.done.data,
-            "value_ttl": each.done.value_ttl_us,
-            "now": now,
-        }
+        (now, each.done.kind, each.done.data, _fades(each.done, now), each.scope, each.key, each.fence, now, now)
         for each in requests
     ]
-    if conn.execute(_COMPLETE, rows).rowcount == len(requests):
+    if conn.exec_driver_sql(_COMPLETE, rows).rowcount == len(requests):
         return [True] * len(requests)
     records = _read(conn, requests)
     return [_still(records, each, now) is not None for each in requests]
 
 
+def _fades(done: Done, now: int) -> int | None:
+    return None if done.value_ttl_us is None else now + done.value_ttl_us
+
+
 def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> list[bool]:
-    if conn.execute(_RELEASE, [_owner(each) for each in requests]).rowcount == len(requests):
+    rows = [(each.scope, each.key, each.fence) for each in requests]
+    if conn.exec_driver_sql(_RELEASE, rows).rowcount == len(requests):
         return [True] * len(requests)
     now, records = clock(), _read(conn, requests)
     found = (records.get((each.scope, each.key)) for each in requests)
@@ -215,10 +208,6 @@ def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> lis
         record is None or gone(record, now) or record.fence == each.fence
         for record, each in zip(found, requests, strict=True)
     ]
-
-
-def _owner(request: Owned) -> dict[str, Any]:
-    return {"of_scope": request.scope, "of_key": request.key, "by_fence": request.fence}
 
 
 def _still(records: dict[tuple[str, str], Record], request: Owned, now: int) -> Record | None:

@@ -1,5 +1,42 @@
-"""The conformance kit: the store contract in executable form, with a fake clock and injected faults."""
+"""The conformance kit: the store contract in executable form, with a fake clock and injected faults.
 
+Whoever writes a store runs its rules in pytest::
+
+    from semel.testing import StoreSuite
+
+    class TestMyStore(StoreSuite):
+        def open(self, clock):
+            return MyStore(clock)
+
+:class:`FakeClock` and :class:`FaultyStore` are of use in any test; only the two suites need pytest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from semel.errors import MissingExtra
 from semel.testing.clock import FakeClock
+from semel.testing.faults import FaultyStore
 
-__all__ = ["FakeClock"]
+if TYPE_CHECKING:
+    from semel.testing.suite import SharedStoreSuite, StoreSuite
+    from semel.testing.world import World
+
+__all__ = ["FakeClock", "FaultyStore", "SharedStoreSuite", "StoreSuite", "World"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the suites when they are asked for, so that the rest works without pytest."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import pytest
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"semel.testing.{name} runs in pytest, which is not installed: pip install pytest") from error
+    pytest.register_assert_rewrite("semel.testing.rules", "semel.testing.world")  # failures show their values
+    from semel.testing import suite, world
+
+    loaded = {kind.__name__: kind for kind in (suite.SharedStoreSuite, suite.StoreSuite, world.World)}
+    globals().update(loaded)
+    return loaded[name]

@@ -1,0 +1,282 @@
+"""One rule's world: the store under test, a clock to move, and ways to call it, alone or all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property, wraps
+from inspect import isawaitable
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from msgspec.structs import replace
+
+from semel import codec
+from semel.bridge import drive
+from semel.model import Claim, Granted, Held, Kind, Record, Verdict
+from semel.once.faces import AsyncOnce, Once
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Ref, Release, Renew, Store
+from semel.testing.clock import FakeClock
+
+R = TypeVar("R")
+
+KEY, SCOPE = "key", "scope"
+LEASE, TTL = 60.0, 3600.0
+PATIENCE = 60
+"""Seconds after which something that should have happened counts as hanging."""
+
+_SWITCHES = 1e-5
+"""How often threads take turns in a race: often, so that what is not atomic is seen to be so."""
+
+
+class Opener(Protocol):
+    """Opens the store under test, on a clock or (None) on the store's own time."""
+
+    def __call__(self, *, clock: Clock | None) -> Store: ...
+
+
+def us(seconds: float) -> int:
+    """Seconds as the contract's microseconds."""
+    return round(seconds * 1e6)
+
+
+def ask(
+    key: str = KEY,
+    *,
+    scope: str = SCOPE,
+    fingerprint: str = "",
+    attempt: str = "",
+    lease: float = LEASE,
+    ttl: float = TTL,
+    unknown: bool = False,
+    waiting: bool = False,
+    resolving: bool = False,
+    done: Done | None = None,
+) -> ClaimRequest:
+    """A request for a key, under a new attempt id unless one is given. Times are seconds."""
+    attempt = attempt or uuid.uuid4().hex
+    return ClaimRequest(
+        scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done
+    )
+
+
+def done(value: Any = None, *, kind: Kind = "value", value_ttl: float | None = None) -> Done:
+    """An outcome with this value."""
+    return Done(kind, codec.encode(value), None if value_ttl is None else us(value_ttl))
+
+
+def completing(claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> Complete:
+    """What the owner of this claim sends to complete it."""
+    return Complete(claim.scope, claim.key, claim.fence, done(value, value_ttl=value_ttl))
+
+
+def releasing(claim: Claim) -> Release:
+    """What the owner of this claim sends to give it back."""
+    return Release(claim.scope, claim.key, claim.fence)
+
+
+def renewing(claim: Claim, lease: float = LEASE) -> Renew:
+    """What the owner of this claim sends to renew it."""
+    return Renew(claim.scope, claim.key, claim.fence, us(lease))
+
+
+class Client:
+    """A store with its verbs as plain calls, whether it blocks or must be awaited."""
+
+    def __init__(self, store: Store, run: Callable[[Any], Any]) -> None:
+        self._store = store
+        self._run = run
+
+    @property
+    def store(self) -> Store:
+        """The store itself."""
+        return self._store
+
+    def run(self, answer: Any) -> Any:
+        """The answer; where it is still to come, run it to its end."""
+        return self._run(answer)
+
+    def claims(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+        """Claim a batch."""
+        verdicts: list[Verdict] = self.run(self.store.claim(requests))
+        return verdicts
+
+    def claim(self, key: str = KEY, **asked: Any) -> Verdict:
+        """Claim one key; :func:`ask` says what can be asked."""
+        (verdict,) = self.claims([ask(key, **asked)])
+        return verdict
+
+    def granted(self, key: str = KEY, **asked: Any) -> Claim:
+        """Claim a key that must be granted."""
+        verdict = self.claim(key, **asked)
+        assert isinstance(verdict, Granted), f"expected a grant of {key!r}, got {verdict}"
+        return verdict.claim
+
+    def completed(self, key: str = KEY, value: Any = None, **asked: Any) -> Claim:
+        """Claim a key and complete it."""
+        claim = self.granted(key, **asked)
+        assert self.complete(claim, value), f"the owner of {key!r} could not complete it"
+        return claim
+
+    def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> bool:
+        """Complete one claim."""
+        (answer,) = self.run(self.store.complete([completing(claim, value, value_ttl=value_ttl)]))
+        return bool(answer)
+
+    def release(self, claim: Claim) -> bool:
+        """Release one claim."""
+        (answer,) = self.run(self.store.release([releasing(claim)]))
+        return bool(answer)
+
+    def renew(self, claim: Claim, lease: float = LEASE) -> int | None:
+        """Renew one claim."""
+        answer: int | None
+        (answer,) = self.run(self.store.renew([renewing(claim, lease)]))
+        return answer
+
+    def get(self, key: str = KEY, scope: str = SCOPE) -> Record | None:
+        """The key's record, or None."""
+        record: Record | None
+        (record,) = self.run(self.store.get([Ref(scope, key)]))
+        return record
+
+    def record(self, key: str = KEY, scope: str = SCOPE) -> Record:
+        """The key's record, which must be there."""
+        record = self.get(key, scope)
+        assert record is not None, f"expected a record of {key!r} in {scope!r}"
+        return record
+
+    def value(self, key: str = KEY, scope: str = SCOPE) -> Any:
+        """The value of the key's outcome, which must be there."""
+        outcome = self.record(key, scope).outcome
+        assert outcome is not None, f"expected an outcome of {key!r} in {scope!r}"
+        return outcome.value
+
+    @contextmanager
+    def untouched(self, key: str = KEY, scope: str = SCOPE) -> Iterator[None]:
+        """What happens inside must leave the key's record as it is."""
+        before = replace(self.record(key, scope), now_us=0)
+        yield
+        assert replace(self.record(key, scope), now_us=0) == before
+
+    def purge(self, limit: int = 1000) -> int:
+        """Purge once."""
+        removed: int = self.run(self.store.purge(limit))
+        return removed
+
+    def stats(self) -> Held:
+        """Count."""
+        held: Held = self.run(self.store.stats())
+        return held
+
+
+class World(Client):
+    """The store under test, opened on a clock that stands still, and everything a rule needs around it."""
+
+    def __init__(self, opener: Opener, *, is_async: bool = False, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+        self.is_async = is_async
+        self._opener = opener
+        self._runner = asyncio.Runner()
+        self._opened: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            for thing in reversed(self._opened):
+                self.run(thing.close())
+        finally:
+            self._runner.close()
+
+    @cached_property
+    def store(self) -> Store:  # type: ignore[override]  # opened when a rule first asks for it
+        """The store under test, on this world's clock."""
+        return self.opened(self.clock)
+
+    def opened(self, clock: Clock | None) -> Store:
+        """The store opened (once more) on a clock; None for its own time. It is closed with the world."""
+        store = self._opener(clock=clock)
+        self._opened.append(store)
+        self.run(store.open())
+        return store
+
+    def client(self, clock: Clock | None) -> Client:
+        """One more client of a store that several can share."""
+        return Client(self.opened(clock), self.run)
+
+    def once(self, store: Store | None = None, **options: Any) -> Any:
+        """``Once`` or ``AsyncOnce`` over the store, as the store wants it; run what its verbs answer."""
+        face = (AsyncOnce if self.is_async else Once)(store or self.store, collect=False, **options)
+        self._opened.append(face)
+        return face
+
+    def working(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as :meth:`once` wants it: plain, or async."""
+        if not self.is_async:
+            return function
+
+        @wraps(function)
+        async def work(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return work
+
+    def meeting(self, parties: int) -> Callable[[], Any]:
+        """Work, as :meth:`once` wants it, that ends when so many are doing it at the same time."""
+        if not self.is_async:
+            gate = threading.Barrier(parties)
+            return lambda: gate.wait(PATIENCE)
+        meeting = asyncio.Barrier(parties)
+
+        async def meet() -> int:
+            async with asyncio.timeout(PATIENCE):
+                return await meeting.wait()
+
+        return meet
+
+    def run(self, answer: Any) -> Any:
+        """The answer; where it is still to come, run it to its end in the store's own way."""
+        if not isawaitable(answer):
+            return answer
+        if self.is_async:
+            return self._runner.run(_settled(answer))
+        return drive(_settled(answer))
+
+    def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Make all the calls at the same moment, in threads or in tasks, and give their answers in order."""
+        calls = list(calls)
+        return self._in_tasks(calls) if self.is_async else self._in_threads(calls)
+
+    def _in_tasks(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        async def gathered() -> list[Any]:
+            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_settled(call())) for call in calls]
+            return [task.result() for task in tasks]
+
+        return self._runner.run(gathered())
+
+    def _in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        gate = threading.Barrier(len(calls))
+
+        def one(call: Callable[[], Any]) -> Any:
+            gate.wait(PATIENCE)
+            return self.run(call())
+
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCHES)
+        try:
+            with ThreadPoolExecutor(len(calls)) as pool:
+                return [turn.result() for turn in [pool.submit(one, call) for call in calls]]
+        finally:
+            sys.setswitchinterval(usual)
+
+
+async def _settled(answer: Any) -> Any:
+    return await answer if isawaitable(answer) else answer
