@@ -6,9 +6,12 @@ for less than a microsecond.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from semel.errors import SemelError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,6 +24,24 @@ class Face(Protocol[E_co]):
 
     @property
     def _engine(self) -> E_co: ...
+
+
+class HomeLoop:
+    """The event loop that connections belong to. When it is closed, the next loop starts with new ones."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def enter(self) -> None:
+        """Call it before the connections are used."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None:
+                if not self._loop.is_closed():
+                    raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
+                self._forget()
+            self._loop = loop
 
 
 def drive(coroutine: Coroutine[Any, Any, R]) -> R:

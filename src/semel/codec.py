@@ -92,7 +92,7 @@ def _advice(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     known = "None, bool, int, float, str, bytes, Decimal, dates and times, UUID, list, tuple, set and dict"
     return (
-        f"a {kind} cannot be stored so that it replays exactly; return plain data instead ({known}), "
+        f"a value of type {kind} cannot be stored so that it replays exactly; return plain data instead ({known}), "
         "for example dataclasses.asdict(x), model.model_dump() or member.value"
     )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from typing import Any, Literal, get_args
 
 from semel.errors import InvalidRequest
@@ -52,10 +50,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("ttl", "lease", "wait"):
-            _seconds(name, getattr(self, name), zero=name == "wait")
+            seconds(name, getattr(self, name), zero=name == "wait")
         for name in ("value_ttl", "purge_every"):
             if getattr(self, name) is not None:
-                _seconds(name, getattr(self, name))
+                seconds(name, getattr(self, name))
         for name, words in _WORDS.items():
             if getattr(self, name) not in get_args(words):
                 choices = ", ".join(repr(word) for word in get_args(words))
@@ -75,56 +73,47 @@ class Policy:
         return replace(self, **real) if real else self
 
     @classmethod
-    def intake(cls) -> Policy:
+    def intake(cls, ttl: float = HOUR) -> Policy:
         """A POST endpoint: one hour, a lease as long as the key, a duplicate in flight is a conflict."""
-        return _PRESETS["intake"]
+        return cls(ttl=ttl, lease=ttl, in_flight="conflict", purge_every=10 * MINUTE)
 
     @classmethod
     def jobs(cls) -> Policy:
         """Job submission: 24 hours, a duplicate gets the job that exists."""
-        return _PRESETS["jobs"]
+        return cls(in_flight="reference")
 
     @classmethod
     def runs(cls) -> Policy:
         """Model runs under an explicit key: 24 hours, a duplicate gets the run that exists."""
-        return _PRESETS["runs"]
+        return cls(in_flight="reference")
 
     @classmethod
     def router(cls) -> Policy:
         """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds."""
-        return _PRESETS["router"]
+        return cls(ttl=HOUR)
 
     @classmethod
     def processor(cls) -> Policy:
         """Any function: 24 hours, a duplicate waits for the first call's result."""
-        return _PRESETS["processor"]
+        return cls(in_flight="wait")
 
     @classmethod
     def ietf(cls) -> Policy:
         """The IETF draft on the Idempotency-Key header: 24 hours, a duplicate in flight is a conflict."""
-        return _PRESETS["ietf"]
+        return cls(in_flight="conflict")
 
     @classmethod
     def stripe(cls) -> Policy:
         """Stripe's rules: 24 hours, every outcome is kept once the work began, failures too."""
-        return _PRESETS["stripe"]
+        return cls(in_flight="conflict", on_error="keep")
 
 
-def _seconds(name: str, value: object, *, zero: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a number of seconds")
-    if value < 0 or (value == 0 and not zero):
-        raise InvalidRequest(f"{name} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
+def seconds(what: str, value: object, *, zero: bool = False) -> float:
+    """The time, if it can be one: a number, at least a microsecond (or zero, where that has a meaning)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # noqa: PLR0124 -- NaN
+        raise InvalidRequest(f"{what} is {value!r}; it must be a number of seconds")
     if value > 1e10:
-        raise InvalidRequest(f"{name} is {value!r} seconds, over 300 years; give seconds, not milliseconds")
-
-
-_PRESETS: Mapping[str, Policy] = {
-    "intake": Policy(ttl=HOUR, lease=HOUR, in_flight="conflict", purge_every=10 * MINUTE),
-    "jobs": Policy(ttl=DAY, in_flight="reference"),
-    "runs": Policy(ttl=DAY, in_flight="reference"),
-    "router": Policy(ttl=HOUR),
-    "processor": Policy(ttl=DAY, in_flight="wait"),
-    "ietf": Policy(ttl=DAY, in_flight="conflict"),
-    "stripe": Policy(ttl=DAY, in_flight="conflict", on_error="keep"),
-}
+        raise InvalidRequest(f"{what} is over 300 years; give seconds, not milliseconds")
+    if value < 1e-6 and not (zero and value == 0):
+        raise InvalidRequest(f"{what} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
+    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 from itertools import count
-from math import isfinite
 
 from msgspec import Struct
 
@@ -32,7 +31,7 @@ class Asking(Struct):
     reconciling: bool = False
 
 
-def name_of(what: str, name: str) -> str:
+def name_of(what: str, name: object) -> str:
     """The key or scope, if it can be one."""
     if type(name) is str and 0 < len(name) <= LONGEST and name.isprintable():
         return name
@@ -47,15 +46,16 @@ def name_of(what: str, name: str) -> str:
     return str(name)
 
 
-def seconds(what: str, value: object, *, zero: bool = False) -> float:
-    """The time, if it can be one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise InvalidRequest(f"{what} is {value!r}; it must be a number of seconds")
-    if value < 0 or (value == 0 and not zero):
-        raise InvalidRequest(f"{what} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
-    if value > 1e10:
-        raise InvalidRequest(f"{what} is {value!r} seconds, over 300 years; give seconds, not milliseconds")
-    return value
+def print_of(fingerprint: object) -> str:
+    """The fingerprint, if it can be one; empty when there is none."""
+    if fingerprint == "":
+        return ""
+    if not isinstance(fingerprint, str) or len(fingerprint) > 200 or _FORBIDDEN.search(fingerprint):
+        raise InvalidRequest(
+            "a fingerprint is text of at most 200 characters, none of them a control character; "
+            "semel.fingerprint(payload) makes one"
+        )
+    return fingerprint
 
 
 class _Attempts:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from semel.errors import SemelError
 from semel.forks import survive_fork
 from semel.model import Claim
+from semel.once.counters import Counters
 from semel.once.runtime import Runtime, Signal
 from semel.once.store import Renew
 
@@ -34,21 +35,26 @@ class Background:
 
     def after_fork(self) -> None:
         """Threads do not survive a fork: start again when needed."""
-        self.running = False
         self._signal: Signal | None = None
+
+    @property
+    def running(self) -> bool:
+        """False also when the event loop that it ran in is gone."""
+        return self._signal is not None and self._signal.here()
 
     def start(self) -> None:
         """Run from now on; a second start changes nothing."""
         if not self.running:
-            self.running = True
             signal = self._signal = self._runtime.signal()
             owner = weakref.ref(self)
+            weakref.finalize(self, signal.set).atexit = False  # wakes the loop, so that it ends with its owner
             self._runtime.spawn(lambda: _loop(owner, signal), self._name)
 
     def stop(self) -> None:
         """End soon."""
-        self.running = False
-        self.nudge()
+        signal, self._signal = self._signal, None
+        if signal is not None:
+            signal.set()
 
     def nudge(self) -> None:
         """Call ``tick`` now."""
@@ -65,11 +71,11 @@ class Background:
 
 
 async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
-    while (background := owner()) is not None and background.running:
+    while (background := owner()) is not None and background._signal is signal:
         seconds = background.pause()
         del background  # while asleep, nothing here keeps the owner alive
         await signal.wait(seconds)
-        if (background := owner()) is None or not background.running:
+        if (background := owner()) is None or background._signal is not signal:
             return
         try:
             await background.tick()
@@ -80,10 +86,13 @@ async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
 class Collector(Background):
     """Purges in bounded batches, at an interval with jitter so that many processes do not do it in step."""
 
-    def __init__(self, runtime: Runtime, interval: float, purge: Callable[[int], Awaitable[int]]) -> None:
+    def __init__(
+        self, runtime: Runtime, interval: float, purge: Callable[[int], Awaitable[int]], counters: Counters
+    ) -> None:
         super().__init__(runtime, "semel-collector")
         self._interval = interval
         self._purge = purge
+        self._counters = counters
 
     def pause(self) -> float:
         """See Background."""
@@ -99,6 +108,7 @@ class Collector(Background):
         while True:
             removed = await self._purge(BATCH)
             total += removed
+            self._counters.purged += removed
             if removed < BATCH:
                 break
         if total:

@@ -64,7 +64,12 @@ class LoopLane(Generic[A, B]):
         elif self._task.get_loop() is not loop:
             self._waiting.pop()
             raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None and self.orphaned is not None:
+                self.orphaned(answer.result())  # it was answered and cancelled in the same turn of the loop
+            raise
 
     async def _drain(self) -> None:
         try:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import cached_property, partial, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from uuid import UUID
 
@@ -18,7 +18,7 @@ from semel.bridge import drive
 from semel.errors import InvalidRequest, NotDone, OutcomeUnknown, SemelError
 from semel.fingerprint import fingerprint
 from semel.model import Claim, Kind, Replay, Result
-from semel.once.asking import Asking
+from semel.once.asking import Asking, name_of
 from semel.once.engine import Engine, replayed
 from semel.policy import Policy
 
@@ -65,17 +65,19 @@ class Plan(Generic[P, R]):
     ) -> None:
         if policy.in_flight == "reference":
             raise InvalidRequest('in_flight="reference" is for jobs and runs; a function can "wait" or "conflict"')
+        for name, given in (("key", key), ("data", data), ("reconcile", reconcile)):
+            if given is not None and not callable(given):
+                raise InvalidRequest(f"{name}= is a function of the arguments, not {given!r:.80}")
         self.function = function
         self.policy = policy
-        self.scope = scope or f"{function.__module__}.{function.__qualname__}"
+        self.scope = name_of("scope", _name(function) if scope is None else scope)
         self.renew = renew
         self.reconcile = reconcile
         self.kind = kind
         self._key = key
         self._fingerprint = fingerprint
-        self._exclude = exclude
+        self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._data = data
-        self._signature = inspect.signature(function)
 
     def ask(self, *args: P.args, **kwargs: P.kwargs) -> Asking:
         """Key and fingerprint of one call."""
@@ -98,6 +100,10 @@ class Plan(Generic[P, R]):
         value = None if self.kind == "seen" else replayed(outcome)
         return Result(value, True, asking.key, asking.scope, outcome.fence)
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
     def _of_arguments(self, *args: P.args, **kwargs: P.kwargs) -> str:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -105,6 +111,19 @@ class Plan(Generic[P, R]):
         if next(iter(named), None) in ("self", "cls"):
             del named[next(iter(named))]
         return fingerprint(named, exclude=self._exclude)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The function's full name; of a partial, that of what it calls; of a callable object, its class's."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for an ``async def``, a partial of one, and an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 -- not asking whether it is callable
 
 
 def _text(key: Any) -> str:
@@ -120,7 +139,11 @@ Invoke: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
 
 async def invoke(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a ``def``."""
-    return function(*args, **kwargs)
+    answer = function(*args, **kwargs)
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise InvalidRequest(f"{_name(function)} is async; Once guards plain functions, use AsyncOnce for async ones")
+    return answer
 
 
 async def invoke_async(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from semel.errors import (
     Unencodable,
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Outcome, Record, Replay, Unknown, Verdict
-from semel.once.asking import Asking, name_of, new_attempt, seconds
+from semel.once.asking import Asking, name_of, new_attempt, print_of
 from semel.once.background import Collector, Renewer
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
@@ -33,7 +33,7 @@ from semel.once.counters import Counters, Event, Hook, Stats
 from semel.once.memory import MemoryStore
 from semel.once.runtime import Runtime
 from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
-from semel.policy import CrashRule, Policy
+from semel.policy import CrashRule, Policy, seconds
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -54,19 +54,24 @@ class Engine:
         *,
         collect: bool = True,
         retry_for: float = 5.0,
-        coalesce: bool | None = None,
         on_event: Hook | None = None,
+        bound_to: Engine | None = None,
     ) -> None:
+        """``bound_to``: this engine works inside a user's transaction for that other one, whose counters it shares.
+
+        It sends each call by itself, never twice, and keeps nothing in the background: the user's session belongs
+        to the user's thread, and nobody else sees what it does before the commit.
+        """
         self.store = store
         self.memory = store if isinstance(store, MemoryStore) else None
         self.policy = policy
         self._ttl_us = round(policy.ttl * 1e6)
         self._value_ttl_us = _us(policy.value_ttl)
-        self.counters = Counters()
+        self.counters: Counters = Counters() if bound_to is None else bound_to.counters
         self._runtime = runtime
-        self._retry_for = retry_for
-        self._coalesce = store.coalesce if coalesce is None else coalesce
-        self._on_event = on_event
+        self._retry_for = seconds("retry_for", retry_for, zero=True)
+        self._bound = bound_to is not None
+        self._on_event: Hook | None = on_event if bound_to is None else bound_to._on_event
         self._bell = Bell()
         self._claims = self._lane(store.claim)
         self._completes = self._lane(store.complete)
@@ -75,8 +80,9 @@ class Engine:
         self._gets = self._lane(store.get)
         if isinstance(self._claims, LoopLane):
             self._claims.orphaned = self._give_back
-        self._collects = collect and not store.expires_itself
-        self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge))
+        needs_collector = not store.expires_itself or policy.value_ttl is not None
+        self._collects = collect and needs_collector and not self._bound
+        self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge), self.counters)
         self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
 
     # -- the verbs -------------------------------------------------------------------------------------------
@@ -106,7 +112,8 @@ class Engine:
         Raises :class:`Unencodable` for a value that cannot replay exactly, after giving the claim back, and
         :class:`ClaimLost` when the key was taken over.
         """
-        await self._complete(claim, "value", value, self.policy.value_ttl if value_ttl is None else value_ttl)
+        kept = self.policy.value_ttl if value_ttl is None else seconds("value_ttl", value_ttl)
+        await self._complete(claim, "value", value, kept)
 
     async def release(self, claim: Claim) -> None:
         """Give the key back undone; the next caller starts afresh."""
@@ -193,9 +200,7 @@ class Engine:
 
     async def purge(self) -> int:
         """Remove every expired key now, in bounded steps; answer how many."""
-        removed = await self._collector.collect()
-        self.counters.purged += removed
-        return removed
+        return await self._collector.collect()
 
     async def stats(self) -> Stats:
         """What the store holds (counted now) and what happened here since the start."""
@@ -230,7 +235,7 @@ class Engine:
             return None
         match verdict:
             case Granted(claim):
-                if asking.renew:
+                if asking.renew and not self._bound:
                     self._renewer.watch(claim)
                 return verdict
             case Replay():
@@ -247,7 +252,12 @@ class Engine:
     async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
         """Record the value that the work returned."""
         self._renewer.forget(claim)
-        await self._complete(claim, asking.kind, value, asking.policy.value_ttl)
+        try:
+            await self._complete(claim, asking.kind, value, asking.policy.value_ttl)
+        except StoreUnavailable as error:
+            if asking.policy.store_failure == "closed":
+                raise
+            _log.warning("the outcome of %r in %r could not be recorded: %s", asking.key, asking.scope, error)
 
     async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> None:
         """The work raised: give the key back, or keep the failure, as the policy says.
@@ -257,11 +267,12 @@ class Engine:
         self._renewer.forget(claim)
         try:
             if asking.policy.on_error == "keep" and isinstance(error, Exception):
-                await self._complete(claim, "error", [type(error).__qualname__, str(error)], asking.policy.value_ttl)
+                await self._complete(claim, "error", _described(error), asking.policy.value_ttl)
             else:
                 await self.release(claim)
         except (ClaimLost, StoreUnavailable) as second:
-            _log.warning("the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
+            level = logging.DEBUG if self._bound else logging.WARNING  # bound: it vanishes with the transaction
+            _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
 
     def forget(self, claim: Claim) -> None:
         """Let the claim lapse: nobody renews it any more."""
@@ -280,12 +291,10 @@ class Engine:
     ) -> ClaimRequest:
         if self._collects and not self._collector.running:
             self._collector.start()
-        if type(fingerprint) is not str or len(fingerprint) > 200:
-            raise InvalidRequest("a fingerprint is text of at most 200 characters; semel.fingerprint() makes one")
         return ClaimRequest(
             name_of("scope", scope),
             name_of("key", key),
-            fingerprint,
+            print_of(fingerprint),
             new_attempt(),
             round((policy.lease if lease is None else seconds("lease", lease)) * 1e6),
             round((policy.ttl if ttl is None else seconds("ttl", ttl)) * 1e6),
@@ -346,7 +355,7 @@ class Engine:
             self._runtime.spawn(release, "semel-give-back")
 
     def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
-        if not self._coalesce:
+        if self._bound or not self.store.coalesce:
             return Direct(verb)
         return self._runtime.lane(self._patient(verb))
 
@@ -388,6 +397,15 @@ def replayed(outcome: Outcome) -> Any:
     return outcome.value
 
 
+def _described(error: Exception) -> list[str]:
+    """The error's name and text, whatever is in it."""
+    try:
+        said = str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001 -- the error's own __str__ failed: that must not hide the error
+        said = ""
+    return [type(error).__qualname__, said]
+
+
 def _us(value: float | None) -> int | None:
     return None if value is None else round(value * 1e6)
 
@@ -402,5 +420,5 @@ def _lost(claim: Claim, verb: str) -> ClaimLost:
 def _unknown(scope: str, key: str) -> OutcomeUnknown:
     return OutcomeUnknown(
         f"the owner of the key {key!r} in {scope!r} vanished, and whether its work happened is not known; "
-        "look at its effects, then call resolve(key, done=True, value=…) or resolve(key, done=False)"
+        f"look at its effects, then call resolve({key!r}, scope={scope!r}, done=True, value=…), or with done=False"
     )

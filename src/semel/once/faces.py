@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
 
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -14,7 +13,7 @@ from sqlalchemy.orm import Session
 from semel.bridge import awaited, blocking, drive
 from semel.errors import InvalidRequest
 from semel.model import Result
-from semel.once.calls import AsyncGuarded, Guarded, Plan, invoke, invoke_async, run
+from semel.once.calls import AsyncGuarded, Guarded, Plan, invoke, invoke_async, is_async, run
 from semel.once.counters import Hook
 from semel.once.engine import DEFAULT_SCOPE, Engine
 from semel.once.opening import Target, join, open_store
@@ -48,6 +47,8 @@ class Face:
         ``retry_for`` is how many seconds a call tries again while the store is away. ``on_event`` hears every
         verdict, for metrics. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
         """
+        if policy is not None and not isinstance(policy, Policy):
+            raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
         self._engine = Engine(
             open_store(store, awaited=self._world is Loop, clock=clock, **options),
             self._world(),
@@ -66,11 +67,20 @@ class Face:
     def _policy(self, policy: Policy | None, changes: dict[str, Any]) -> Policy:
         return (policy or self._engine.policy).but(**changes)
 
+    def _decorator(
+        self, guarded: type[Guarded[..., Any] | AsyncGuarded[..., Any]], policy: Policy, **plan: Any
+    ) -> Callable[[Callable[..., Any]], Any]:
+        def decorate(function: Callable[..., Any]) -> Any:
+            _want(function, awaited=guarded is AsyncGuarded)
+            return guarded(self._engine, Plan(function, policy, **plan))
+
+        return decorate
+
     def _joined(self, session: Any, *, is_async: bool) -> Engine:
         store, must_await = join(self._engine.store, session)
         if must_await != is_async:
             raise InvalidRequest("Once.on() takes a blocking session or connection, AsyncOnce.on() an async one")
-        return Engine(store, self._world(), self._engine.policy, collect=False, retry_for=0, coalesce=False)
+        return Engine(store, self._world(), self._engine.policy, retry_for=0, bound_to=self._engine)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self._engine.store).__name__})"
@@ -104,6 +114,10 @@ class Once(Face):
             return engine.mark(engine.memory, key_type, message_id, data, ttl)
         return drive(engine.check_and_mark(key_type, message_id, data, ttl=ttl))
 
+    @overload
+    def guard(self, function: Callable[P, R], /) -> Guarded[P, R]: ...
+
+    @overload
     def guard(
         self,
         *,
@@ -115,7 +129,22 @@ class Once(Face):
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
         **changes: Any,
-    ) -> Callable[[Callable[P, R]], Guarded[P, R]]:
+    ) -> Callable[[Callable[P, R]], Guarded[P, R]]: ...
+
+    def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Any:
         """Decorate a function so that it runs once per key; every later call gets the first one's value.
 
         ``key`` makes the key from the arguments; without it the fingerprint of the arguments is the key.
@@ -125,22 +154,17 @@ class Once(Face):
         vanished under ``on_crash="unknown"``: it returns the value, or raises ``NotDone`` to run the function.
         Any field of :class:`Policy` may be given, too: ``ttl=60, in_flight="conflict"``.
         """
-
-        def decorate(function: Callable[P, R]) -> Guarded[P, R]:
-            _want(function, awaited=False)
-            plan = Plan(
-                function,
-                self._policy(policy, changes),
-                scope=scope,
-                key=key,
-                fingerprint=fingerprint,
-                exclude=exclude,
-                renew=renew,
-                reconcile=reconcile,
-            )
-            return Guarded(self._engine, plan)
-
-        return decorate
+        decorate = self._decorator(
+            Guarded,
+            self._policy(policy, changes),
+            scope=scope,
+            key=key,
+            fingerprint=fingerprint,
+            exclude=exclude,
+            renew=renew,
+            reconcile=reconcile,
+        )
+        return decorate if function is None else decorate(function)
 
     def consumer(
         self,
@@ -158,16 +182,10 @@ class Once(Face):
         elsewhere the call waits, and raises ``InProgress`` at the end of ``wait``: do not acknowledge it then.
         ``data`` makes, from the message, what is kept for audit.
         """
-
-        def decorate(function: Callable[P, R]) -> Guarded[P, R]:
-            _want(function, awaited=False)
-            chosen = self._policy(policy, changes)
-            return Guarded(
-                self._engine,
-                Plan(function, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data),
-            )
-
-        return decorate
+        chosen = self._policy(policy, changes)
+        return self._decorator(
+            Guarded, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data
+        )
 
     def call(
         self,
@@ -215,6 +233,10 @@ class AsyncOnce(Face):
     open = awaited(Engine.open)
     close = awaited(Engine.close)
 
+    @overload
+    def guard(self, function: Callable[P, Awaitable[R]], /) -> AsyncGuarded[P, R]: ...
+
+    @overload
     def guard(
         self,
         *,
@@ -226,24 +248,34 @@ class AsyncOnce(Face):
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
         **changes: Any,
-    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
+    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]: ...
+
+    def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Any:
         """As :meth:`Once.guard`, for an ``async def``."""
-
-        def decorate(function: Callable[P, Awaitable[R]]) -> AsyncGuarded[P, R]:
-            _want(function, awaited=True)
-            plan = Plan(
-                function,
-                self._policy(policy, changes),
-                scope=scope,
-                key=key,
-                fingerprint=fingerprint,
-                exclude=exclude,
-                renew=renew,
-                reconcile=reconcile,
-            )
-            return AsyncGuarded(self._engine, plan)
-
-        return decorate
+        decorate = self._decorator(
+            AsyncGuarded,
+            self._policy(policy, changes),
+            scope=scope,
+            key=key,
+            fingerprint=fingerprint,
+            exclude=exclude,
+            renew=renew,
+            reconcile=reconcile,
+        )
+        return decorate if function is None else decorate(function)
 
     def consumer(
         self,
@@ -256,16 +288,10 @@ class AsyncOnce(Face):
         **changes: Any,
     ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
         """As :meth:`Once.consumer`, for an ``async def``."""
-
-        def decorate(function: Callable[P, Awaitable[R]]) -> AsyncGuarded[P, R]:
-            _want(function, awaited=True)
-            chosen = self._policy(policy, changes)
-            return AsyncGuarded(
-                self._engine,
-                Plan(function, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data),
-            )
-
-        return decorate
+        chosen = self._policy(policy, changes)
+        return self._decorator(
+            AsyncGuarded, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data
+        )
 
     async def call(
         self,
@@ -298,7 +324,9 @@ class AsyncOnce(Face):
 
 
 def _want(function: Callable[..., Any], *, awaited: bool) -> None:
-    if inspect.iscoroutinefunction(function) != awaited:
+    if not callable(function):
+        raise InvalidRequest(f"only a function can be guarded, not {function!r:.80}")
+    if is_async(function) != awaited:
         name = getattr(function, "__qualname__", repr(function))
         raise InvalidRequest(
             f"{name} is a plain def; AsyncOnce guards async functions, Once guards plain ones"

@@ -34,16 +34,16 @@ class Listener:
     def start(self, channel: str, heard: Callable[[str], None]) -> None:
         """Listen from now on; a second start changes nothing."""
         if self._thread is None:
+            self._stopped = threading.Event()
             self._thread = threading.Thread(
                 target=self._listen, args=(channel, heard, self._stopped), name="semel-listener", daemon=True
             )
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Let the thread end: it looks about every half second, and nobody needs to wait for it."""
         self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2)
+        self._thread = None
 
     def _listen(self, channel: str, heard: Callable[[str], None], stopped: threading.Event) -> None:
         pause = 0.1

@@ -31,6 +31,8 @@ class MemoryStore:
         self._clock = clock or _wall_clock
         self._scopes: dict[str, dict[str, Record]] = {}
         self._ends: defaultdict[int, list[Record]] = defaultdict(list)
+        self._filed = 0
+        self._tidy_at = 1000
         self._fence = 0
         self._lock = threading.Lock()
         survive_fork(self)
@@ -56,20 +58,31 @@ class MemoryStore:
             return verdict
         self._fence += 1
         record = records[request.key] = grant(request, previous, verdict, self._fence, now)
-        self._file(record)
+        self._file(record, record.expires_us)
         return Granted(claim_of(record), verdict)
 
-    def _file(self, record: Record) -> None:
-        """Note, to the second, when something about the record ends next: retention, lease or value.
+    def _file(self, record: Record, end: int) -> None:
+        """Note, to the second, when something about the record may end next; the collector looks there.
 
-        Every record stands in ``_ends`` at or before that time; the collector looks there, and files it anew.
+        Entries of records that were released or replaced meanwhile are dropped before they are more than the rest.
         """
-        end = record.expires_us
-        if record.state == "claimed" and record.lease_until_us > end:
-            end = record.lease_until_us
         if record.value_until_us is not None and record.data is not None and record.value_until_us < end:
             end = record.value_until_us
         self._ends[end // 1_000_000].append(record)
+        self._filed += 1
+        if self._filed > self._tidy_at:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._filed = 0
+        for second, records in list(self._ends.items()):
+            kept = [record for record in records if self._scopes.get(record.scope, {}).get(record.key) is record]
+            self._filed += len(kept)
+            if kept:
+                self._ends[second] = kept
+            else:
+                del self._ends[second]
+        self._tidy_at = 1000 + 2 * self._filed
 
     def mark(
         self, scope: str, key: str, data: bytes, ttl_us: int, value_ttl_us: int | None
@@ -94,7 +107,7 @@ class MemoryStore:
             record = records[key] = Record(
                 scope, key, "", "completed", self._fence, "", False, now, 0, now, end, now, "seen", data, fades
             )
-            self._ends[(end if fades is None or fades > end else fades) // 1_000_000].append(record)
+            self._file(record, end)
             return verdict
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
@@ -129,7 +142,7 @@ class MemoryStore:
             record.data = done.data
             if done.value_ttl_us is not None:
                 record.value_until_us = now + done.value_ttl_us
-                self._file(record)
+                self._file(record, record.expires_us)
         return True
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
@@ -175,10 +188,12 @@ class MemoryStore:
             removed = 0
             for second in sorted(second for second in self._ends if second <= now // 1_000_000):
                 ending = self._ends.pop(second)
+                self._filed -= len(ending)
                 while ending and removed < limit:
                     removed += self._purge(ending.pop(), now)
                 if ending:
                     self._ends[second] += ending
+                    self._filed += len(ending)
                     break
             return removed
 
@@ -191,7 +206,7 @@ class MemoryStore:
         faded = record.value_until_us is not None and now > record.value_until_us and record.data is not None
         if faded:
             record.data = None
-        self._file(record)
+        self._file(record, max(record.expires_us, now + 1_000_000))
         return int(faded)
 
     async def stats(self) -> Held:

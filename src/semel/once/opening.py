@@ -40,8 +40,8 @@ def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, 
     scheme = target.split(":", 1)[0].split("+", 1)[0]
     if scheme in ("redis", "rediss", "unix"):
         return _redis(target, awaited, clock, options)
-    if options:
-        raise InvalidRequest(f"{', '.join(options)}: not an option of a {scheme} store")
+    if scheme in ("memory", "sqlite", "postgresql", "postgres"):
+        _only(options, kind=scheme)
     match scheme:
         case "memory":
             return MemoryStore(clock)
@@ -95,6 +95,7 @@ def _redis(url: str, awaited: bool, clock: Clock | None, options: dict[str, Any]
         from semel.once import redis
     except ModuleNotFoundError as error:
         raise engines.missing("redis", error) from error
+    _only(options, "prefix", kind="redis")
     return redis.open_url(url, awaited, clock, **options)
 
 
@@ -103,7 +104,13 @@ def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[st
 
     if awaited != type(client).__module__.startswith("redis.asyncio"):
         raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
+    _only(options, "prefix", kind="redis")
     return RedisStore(client, clock, **options)
+
+
+def _only(options: dict[str, Any], *known: str, kind: str) -> None:
+    if unknown := options.keys() - set(known):
+        raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of a {kind} store")
 
 
 def join(store: Store, session: Any) -> tuple[Store, bool]:

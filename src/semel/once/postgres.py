@@ -201,7 +201,7 @@ class PostgresStore:
     def bound_to(self, database: Database) -> PostgresStore:
         """The same keys inside someone's transaction."""
         twin = PostgresStore(database, self._clock)
-        twin._ready = True
+        twin._ready = self._ready
         return twin
 
     def _now(self) -> int | None:
@@ -485,4 +485,4 @@ def _purge(conn: Connection, limit: int, now: int | None) -> int:
 
 
 def _stats(conn: Connection, now: int | None) -> Held:
-    return Held(**dict(conn.execute(_COUNT, {"now": now}).tuples().all()))
+    return Held(**{row[0]: row[1] for row in conn.execute(_COUNT, {"now": now})})

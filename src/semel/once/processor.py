@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from semel.bridge import drive
+from semel.errors import InvalidRequest
 from semel.fingerprint import fingerprint
 from semel.model import ProcessingRecord
-from semel.once.calls import Plan, invoke, invoke_async, run
+from semel.once.calls import Plan, invoke, invoke_async, is_async, run
 from semel.once.faces import AsyncOnce, Once
 from semel.once.opening import Target
 from semel.policy import Policy
@@ -32,13 +32,13 @@ class IdempotentProcessor:
         policy: Policy | None = None,
     ) -> None:
         self._exclude = (exclude_fields,) if isinstance(exclude_fields, str) else tuple(exclude_fields)
-        self._async = inspect.iscoroutinefunction(function)
+        self._async = is_async(function)
         if isinstance(store, Once | AsyncOnce):
             self.once: Once | AsyncOnce = store
         else:
             self.once = (AsyncOnce if self._async else Once)(store)
         if isinstance(self.once, AsyncOnce) != self._async:
-            raise TypeError("an async function needs an AsyncOnce, a plain one an Once")
+            raise InvalidRequest("an async function needs an AsyncOnce, a plain one an Once")
         self._plan: Plan[[Any], Any] = Plan(
             function,
             policy or Policy.processor(),

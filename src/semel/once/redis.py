@@ -24,6 +24,7 @@ import redis
 import redis.asyncio
 from redis import exceptions
 
+from semel.bridge import HomeLoop
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.model import Granted, Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
@@ -189,19 +190,27 @@ class RedisStore:
     expires_itself = True
 
     def __init__(
-        self, client: Any, clock: Clock | None = None, *, prefix: str = "semel", listener: Listener | None = None
+        self, client: Any, clock: Clock | None = None, *, prefix: Any = "semel", listener: Listener | None = None
     ) -> None:
-        if not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
+        if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
             raise InvalidRequest(f"the Redis prefix {prefix!r} must be some text without braces, wildcards or spaces")
         self._client = client
         self._clustered = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
         self._clock = clock
-        self._prefix = prefix
+        self._prefix: str = prefix
         self._channel = f"{prefix}:ended"
         self._listener = listener
+        asynchronous = type(client).__module__.startswith("redis.asyncio")
+        self._home = HomeLoop(self._forget_connections) if asynchronous else None
+
+    def _forget_connections(self) -> None:
+        if not self._clustered:
+            self._client.connection_pool.reset()
 
     async def open(self) -> None:
         """See the contract."""
+        if self._home is not None:
+            self._home.enter()
         with translated():
             await self._answer(self._client.ping())
 
@@ -326,6 +335,8 @@ class RedisStore:
         return list(groups.values())
 
     async def _eval(self, script: str, *arguments: Any) -> Any:
+        if self._home is not None:
+            self._home.enter()
         try:
             return await self._answer(self._client.evalsha(_sha(script), *arguments))
         except exceptions.NoScriptError:
@@ -424,11 +435,11 @@ def translated() -> Iterator[None]:
         yield
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
         raise StoreBroken(f"Redis refused the user or the password: {error}") from error
-    except (exceptions.RedisError, OSError) as error:
+    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
         raise StoreUnavailable(f"Redis cannot be used at the moment: {error}") from error
 
 
-def open_url(url: str, awaited: bool, clock: Clock | None, **options: Any) -> RedisStore:
+def open_url(url: str, awaited: bool, clock: Clock | None, *, prefix: Any = "semel") -> RedisStore:
     """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``."""
     clustered = url.startswith(("redis+cluster:", "rediss+cluster:"))
     plain = url.replace("+cluster", "", 1) if clustered else url
@@ -439,8 +450,8 @@ def open_url(url: str, awaited: bool, clock: Clock | None, **options: Any) -> Re
         )
     except exceptions.AuthenticationError as error:
         raise StoreBroken(f"Redis refused the user or the password: {error}") from error
-    except exceptions.RedisError as error:  # a blocking cluster client connects at once
+    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:  # a cluster client connects now
         raise StoreUnavailable(f"the Redis cluster cannot be reached: {error}") from error
     except ValueError as error:
         raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
-    return RedisStore(client, clock, listener=Listener(hearing(plain)), **options)
+    return RedisStore(client, clock, prefix=prefix, listener=Listener(hearing(plain)))

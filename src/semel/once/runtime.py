@@ -28,6 +28,9 @@ class Signal(Protocol):
     async def wait(self, seconds: float) -> bool:
         """Wait until set or until the time is over; True when set. Clears the flag."""
 
+    def here(self) -> bool:
+        """True when a waiter for it could still be awake: not if it was made for another event loop."""
+
 
 class Runtime(Protocol):
     """Threads or a loop."""
@@ -56,6 +59,9 @@ class _ThreadSignal:
         heard = self._event.wait(seconds)
         self._event.clear()
         return heard
+
+    def here(self) -> bool:
+        return True
 
 
 class Threads:
@@ -95,6 +101,9 @@ class _LoopSignal:
             return False
         self._event.clear()
         return True
+
+    def here(self) -> bool:
+        return asyncio.get_running_loop() is self._loop
 
 
 class Loop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import astuple
 from sqlalchemy import (
@@ -78,11 +78,13 @@ class SqliteStore:
         self._database = database
         self._clock = clock or _host_clock
         self._ready = False
+        self._bound = False
 
     def bound_to(self, database: Database) -> SqliteStore:
         """The same keys inside someone's transaction."""
         twin = SqliteStore(database, self._clock)
-        twin._ready = True
+        twin._ready = self._ready
+        twin._bound = True
         return twin
 
     async def open(self) -> None:
@@ -92,9 +94,11 @@ class SqliteStore:
             self._ready = True
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """See the contract."""
+        """See the contract. What is done, or being done, is told without waiting for whoever writes to the file."""
         await self.open()
-        return await self._database.write(_claim, requests, self._clock)
+        if self._bound:
+            return await self._database.write(_claim_writing, requests, self._clock)
+        return await self._database.look_and_write(_claim, requests, self._clock)
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """See the contract."""
@@ -145,27 +149,42 @@ def _make_ready(conn: Connection) -> None:
 
 def _read(conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[tuple[str, str], Record]:
     places = json.dumps(list({(ref.scope, ref.key) for ref in wanted}), ensure_ascii=False)
-    records = (Record(*row) for row in conn.exec_driver_sql(_READ, (places,)))
-    return {(record.scope, record.key): record for record in records}
+    records = {}
+    for row in conn.exec_driver_sql(_READ, (places,)):
+        record = records[row[0], row[1]] = Record(*row)
+        record.unknown = bool(record.unknown)
+    return records
 
 
 def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
-    last: int = conn.exec_driver_sql(_FENCES, (len(requests),)).scalar_one()
-    now = clock()
-    records = _read(conn, requests)
+    records, now = _read(conn, requests), clock()
+    judged = [judge(records.get((request.scope, request.key)), request, now) for request in requests]
+    free = sum(isinstance(verdict, str) for verdict in judged)
+    fences = _draw(conn, free) if free else iter(())
     changed: dict[tuple[str, str], Record] = {}
     verdicts: list[Verdict] = []
-    for fence, request in enumerate(requests, last - len(requests) + 1):
+    for request, first in zip(requests, judged, strict=True):
         place = (request.scope, request.key)
-        previous = records.get(place)
-        verdict = judge(previous, request, now)
+        verdict = judge(changed[place], request, now) if place in changed else first
         if isinstance(verdict, str):
-            record = records[place] = changed[place] = grant(request, previous, verdict, fence, now)
+            record = grant(request, changed.get(place) or records.get(place), verdict, next(fences), now)
+            changed[place] = record
             verdict = Granted(claim_of(record), verdict)
         verdicts.append(verdict)
     if changed:
         conn.exec_driver_sql(_WRITE, [astuple(record)[:15] for record in changed.values()])
     return verdicts
+
+
+def _claim_writing(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
+    """Claim in a transaction that we did not begin: take the write lock before the first look."""
+    _draw(conn, 0)
+    return _claim(conn, requests, clock)
+
+
+def _draw(conn: Connection, count: int) -> Iterator[int]:
+    last: int = conn.exec_driver_sql(_FENCES, (count,)).scalar_one()
+    return iter(range(last - count + 1, last + 1))
 
 
 def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[int | None]:
@@ -233,4 +252,4 @@ def _purge(conn: Connection, limit: int, now: int) -> int:
 
 
 def _stats(conn: Connection, now: int) -> Held:
-    return Held(**dict(conn.execute(_COUNT, {"now": now}).tuples().all()))
+    return Held(**{row[0]: row[1] for row in conn.execute(_COUNT, {"now": now})})

@@ -98,7 +98,7 @@ class Store(Protocol):
     """True when concurrent calls should leave together in one batch (anything with a round trip)."""
 
     expires_itself: bool
-    """True when the store drops gone records without being told, so the background collector leaves it alone."""
+    """True when the store drops gone records without being told: it is only purged for values that end earlier."""
 
     async def open(self) -> None:
         """Check that the store can be reached and is ready for use; make an embedded one ready. May be repeated."""

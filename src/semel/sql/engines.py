@@ -14,8 +14,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from semel.bridge import drive
-from semel.errors import InvalidRequest, MissingExtra
+from semel.bridge import HomeLoop, drive
+from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
 from semel.forks import survive_fork
 from semel.sql.failures import translated
 
@@ -31,6 +31,14 @@ class Database(Protocol):
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
+
+    async def look_and_write(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """As ``write``, for work that looks first and then may not need to write: it waits for no writer until then.
+
+        When someone else wrote between its look and its write, the work runs again from the start.
+        """
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work``, which only reads."""
@@ -62,10 +70,23 @@ class BlockingDatabase:
             with self._engine.connect() as conn:
                 return work(conn, *args, **kwargs)
 
+    async def look_and_write(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """See Database."""
+        try:
+            with translated(), self._writing, self._looking() as conn, conn.begin():
+                return work(conn, *args, **kwargs)
+        except StoreUnavailable:  # another process wrote since our look, so what we saw cannot be built upon
+            return await self.write(work, *args, **kwargs)
+
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
-        with translated(), self._engine.connect().execution_options(semel_reads=True) as conn:
+        with translated(), self._looking() as conn:
             return work(conn, *args, **kwargs)
+
+    def _looking(self) -> Connection:
+        return self._engine.connect().execution_options(semel_reads=True)
 
     async def close(self) -> None:
         """See Database."""
@@ -89,6 +110,12 @@ class ThreadedDatabase:
         """See Database."""
         return await self._there(lambda: drive(self._inner.write(work, *args, **kwargs)))
 
+    async def look_and_write(
+        self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """See Database."""
+        return await self._there(lambda: drive(self._inner.look_and_write(work, *args, **kwargs)))
+
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         return await self._there(lambda: drive(self._inner.read(work, *args, **kwargs)))
@@ -108,6 +135,7 @@ class AsyncDatabase:
     def __init__(self, engine: AsyncEngine, *, owned: bool = True) -> None:
         self._engine = engine
         self._owned = owned
+        self._home = HomeLoop(lambda: engine.sync_engine.dispose(close=False))
         survive_fork(self)
 
     def after_fork(self) -> None:
@@ -116,10 +144,12 @@ class AsyncDatabase:
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
+        self._home.enter()
         with translated():
             async with self._engine.connect() as conn:
                 return await conn.run_sync(work, *args, **kwargs)
 
+    look_and_write = write
     read = write
 
     async def close(self) -> None:
@@ -157,6 +187,7 @@ class BoundDatabase:
                 return await conn.run_sync(work, *args, **kwargs)
             return work(conn.connection() if isinstance(conn, Session) else conn, *args, **kwargs)
 
+    look_and_write = write
     read = write
 
     async def close(self) -> None:
@@ -195,7 +226,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
 
 def sqlite_engine(url: URL) -> Engine:
     """An engine on a file, durable (WAL, synchronous=FULL), in transactions that take the write lock at once."""
-    if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
+    if not url.database or ":memory:" in url.database or "memory" in str(url.query.get("mode", "")):
         raise InvalidRequest("SQLite needs a file, such as sqlite:///semel.db; for memory use memory://")
     engine = create_engine(url.set(drivername="sqlite+pysqlite"), connect_args={"check_same_thread": False})
     event.listen(engine, "connect", _prepare_sqlite)

@@ -21,6 +21,8 @@ _PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 
 LOCK_TIMEOUT = "55P03"
 
+# psycopg has no code for what goes wrong before there is a connection, only the server's words.
+_BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
 _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
 
 
@@ -54,6 +56,8 @@ def _meaning(error: exc.DBAPIError) -> Exception:
         return (
             StoreUnavailable(said) if state.startswith(_PASSING_CLASSES) else SemelError(f"the database says: {said}")
         )
+    if any(words in said for words in _BROKEN_CONNECTION):
+        return StoreBroken(f"the database refused the connection: {said}")
     if any(words in said for words in _BROKEN_SQLITE):
         return StoreBroken(f"the database file cannot be used: {said}")
     if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:

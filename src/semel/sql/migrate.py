@@ -41,7 +41,8 @@ def behind(conn: Connection) -> bool:
 def require(conn: Connection) -> None:
     """Refuse a database that is not migrated."""
     if behind(conn):
+        url = conn.engine.url.set(drivername=conn.dialect.name).render_as_string(hide_password=True)
         raise NotMigrated(
-            f"the database {conn.engine.url.render_as_string(hide_password=True)!r} lacks semel's tables of this "
-            f"release (it has {current(conn) or 'none'}, needed is {REVISIONS[-1]}); run: semel migrate URL"
+            f"the database lacks semel's tables of this release (it has {current(conn) or 'none'}, "
+            f"needed is {REVISIONS[-1]}); run: semel migrate '{url}'"
         )

@@ -33,7 +33,9 @@ def __getattr__(name: str) -> Any:
     try:
         import pytest
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"semel.testing.{name} runs in pytest, which is not installed: pip install pytest") from error
+        raise MissingExtra(
+            f"semel.testing.{name} runs in pytest, which is not installed: pip install pytest"
+        ) from error
     pytest.register_assert_rewrite("semel.testing.rules", "semel.testing.world")  # failures show their values
     from semel.testing import suite, world
 

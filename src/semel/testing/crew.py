@@ -42,7 +42,9 @@ class Crew:
             cls._present = cls()
         return cls._present
 
-    def work(self, world: World, opener: Opener, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def work(
+        self, world: World, opener: Opener, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
         """Call ``job(world, *arguments)`` in one process for each of the arguments; give the answers in order."""
         lines = self._lines[: len(arguments)]
         try:

@@ -23,9 +23,7 @@ from semel.testing.rules.upkeep import Upkeep
 from semel.testing.world import Opener, World
 
 
-class StoreSuite(
-    Claims, Fingerprints, Fences, Ownership, Times, Outcomes, Names, Upkeep, Races, Lifecycle, Faults
-):
+class StoreSuite(Claims, Fingerprints, Fences, Ownership, Times, Outcomes, Names, Upkeep, Races, Lifecycle, Faults):
     """The rules that every store keeps. Derive from it a class named ``Test…`` and say how to open your store::
 
         class TestMyStore(StoreSuite):
@@ -57,9 +55,9 @@ class StoreSuite(
 class SharedStoreSuite(StoreSuite, Shared):
     """The same for a store that several processes share, with the rules that only they can break::
 
-        class TestMyStore(SharedStoreSuite):
-            def opener(self):
-                return partial(MyStore, "mystore://localhost")   # called with clock=…
+    class TestMyStore(SharedStoreSuite):
+        def opener(self):
+            return partial(MyStore, "mystore://localhost")   # called with clock=…
     """
 
     server_clock: ClassVar[bool] = False

@@ -60,9 +60,7 @@ def ask(
 ) -> ClaimRequest:
     """A request for a key, under a new attempt id unless one is given. Times are seconds."""
     attempt = attempt or uuid.uuid4().hex
-    return ClaimRequest(
-        scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done
-    )
+    return ClaimRequest(scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done)
 
 
 def done(value: Any = None, *, kind: Kind = "value", value_ttl: float | None = None) -> Done:

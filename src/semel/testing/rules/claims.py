@@ -1,0 +1,245 @@
+"""What a claim meets: nothing, an owner at work, an outcome, an owner that vanished."""
+
+from __future__ import annotations
+
+from semel.model import Granted, InFlight, Mismatch, Replay, Unknown
+from semel.once.store import Ref
+from semel.testing.world import LEASE, SCOPE, TTL, World, ask, completing, done, releasing, renewing, us
+
+
+class Claims:
+    """Who asks for a key, and what they get."""
+
+    def test_an_absent_key_is_granted(self, world: World) -> None:
+        """Nothing stands in the way: the claim carries what was asked, and both its times count from now."""
+        request = ask("key", scope="scope", fingerprint="1:aa", attempt="me", lease=LEASE, ttl=TTL)
+        (verdict,) = world.claims([request])
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "absent"
+        claim = verdict.claim
+        assert (claim.scope, claim.key, claim.attempt, claim.fingerprint) == ("scope", "key", "me", "1:aa")
+        assert claim.fence > 0
+        assert claim.lease == LEASE
+        assert claim.lease_until_us == world.clock.us + us(LEASE)
+        assert claim.expires_us == world.clock.us + us(TTL)
+
+    def test_get_shows_the_record_of_a_claim(self, world: World) -> None:
+        """The record holds what was claimed, by whom and until when, and the store's time when it was read."""
+        claim = world.granted(fingerprint="1:aa", attempt="me", unknown=True)
+        created = world.clock.us
+        world.clock.advance(1)
+        record = world.record()
+        assert (record.scope, record.key, record.fingerprint, record.attempt) == ("scope", "key", "1:aa", "me")
+        assert (record.state, record.fence, record.unknown) == ("claimed", claim.fence, True)
+        assert (record.created_us, record.lease_us) == (created, us(LEASE))
+        assert (record.lease_until_us, record.expires_us) == (claim.lease_until_us, claim.expires_us)
+        assert record.outcome is None
+        assert record.now_us == world.clock.us
+
+    def test_get_shows_the_record_of_an_outcome(self, world: World) -> None:
+        """A completed record holds its outcome and when it was recorded; the rest is as it was claimed."""
+        claim = world.granted(fingerprint="1:aa")
+        created = world.clock.us
+        world.clock.advance(1)
+        assert world.complete(claim, {"id": 7})
+        record = world.record()
+        assert (record.state, record.fence, record.fingerprint) == ("completed", claim.fence, "1:aa")
+        assert (record.created_us, record.completed_us) == (created, world.clock.us)
+        assert (record.kind, record.expires_us) == ("value", claim.expires_us)
+        assert world.value() == {"id": 7}
+
+    def test_looking_at_a_key_changes_nothing(self, world: World) -> None:
+        """A look is not a claim: the key stays absent, or its record stays as it is."""
+        assert world.get("other") is None
+        assert isinstance(world.claim("other"), Granted)
+        world.granted()
+        with world.untouched():
+            world.clock.advance(1)
+            world.get()
+
+    def test_what_get_gives_belongs_to_the_caller(self, world: World) -> None:
+        """Whoever changes the record that they were given changes nothing in the store."""
+        world.completed(value="mine")
+        with world.untouched():
+            record = world.record()
+            record.data, record.fence, record.state = b"", 0, "claimed"
+
+    def test_a_key_at_work_is_in_flight(self, world: World) -> None:
+        """While the owner's lease lasts nobody else gets the key; the answer names the owner's fence."""
+        claim = world.granted()
+        with world.untouched():
+            verdict = world.claim()
+        assert isinstance(verdict, InFlight)
+        assert verdict.fence == claim.fence
+
+    def test_retry_after_is_positive_and_never_beyond_the_lease(self, world: World) -> None:
+        """It is the time that is left of the lease, down to its last microsecond."""
+        claim = world.granted(lease=10)
+        for left in (10_000_000, 6_543_210, 1_000, 1):
+            world.clock.us = claim.lease_until_us - left
+            verdict = world.claim()
+            assert isinstance(verdict, InFlight)
+            assert 0 < verdict.retry_after <= left / 1e6
+
+    def test_retry_after_follows_a_renewal(self, world: World) -> None:
+        """After a renewal it is the new lease that counts."""
+        claim = world.granted(lease=10)
+        world.clock.advance(9)
+        assert world.renew(claim, 30) is not None
+        verdict = world.claim()
+        assert isinstance(verdict, InFlight)
+        assert 10 < verdict.retry_after <= 30
+
+    def test_a_completed_key_is_replayed(self, world: World) -> None:
+        """Every later caller gets the outcome, with the fence that made it and its times."""
+        claim = world.granted()
+        created = world.clock.us
+        world.clock.advance(1)
+        assert world.complete(claim, {"id": 7})
+        completed = world.clock.us
+        world.clock.advance(1)
+        for _ in range(2):
+            with world.untouched():
+                verdict = world.claim()
+            assert isinstance(verdict, Replay)
+            outcome = verdict.outcome
+            assert outcome.value == {"id": 7}
+            assert (outcome.kind, outcome.fence) == ("value", claim.fence)
+            assert (outcome.created_us, outcome.completed_us, outcome.expires_us) == (
+                created,
+                completed,
+                claim.expires_us,
+            )
+
+    def test_claiming_with_an_outcome_completes_in_one_step(self, world: World) -> None:
+        """Nobody ever sees such a key in flight: it is completed from the start, by its own fence."""
+        claim = world.granted(done=done("marked", kind="seen"))
+        record = world.record()
+        assert (record.state, record.fence) == ("completed", claim.fence)
+        assert record.created_us == record.completed_us == world.clock.us
+        verdict = world.claim()
+        assert isinstance(verdict, Replay)
+        assert (verdict.outcome.kind, verdict.outcome.value) == ("seen", "marked")
+
+    def test_an_outcome_brought_along_replaces_nothing(self, world: World) -> None:
+        """A claim that brings an outcome meets an owner or an older outcome as any claim does."""
+        world.granted("at work")
+        world.completed("done", value="first")
+        with world.untouched("at work"), world.untouched("done"):
+            assert isinstance(world.claim("at work", done=done("second")), InFlight)
+            verdict = world.claim("done", done=done("second"))
+        assert isinstance(verdict, Replay)
+        assert verdict.outcome.value == "first"
+
+    def test_two_claims_of_one_key_in_one_batch_are_judged_in_order(self, world: World) -> None:
+        """The second sees what the first has written, as if it had come a moment later."""
+        first, second, third = world.claims([ask(), ask("other"), ask()])
+        assert isinstance(first, Granted)
+        assert isinstance(second, Granted)
+        assert isinstance(third, InFlight)
+        assert world.record().fence == first.claim.fence
+        first, second = world.claims([ask("marked", done=done(1)), ask("marked", done=done(2))])
+        assert isinstance(first, Granted)
+        assert isinstance(second, Replay)
+        assert second.outcome.value == world.value("marked") == 1
+        first, second = world.claims([ask("print", fingerprint="1:aa"), ask("print", fingerprint="1:bb")])
+        assert isinstance(first, Granted)
+        assert isinstance(second, Mismatch)
+
+    def test_a_batch_takes_a_key_over_once(self, world: World) -> None:
+        """Two claims in one batch of a key whose lease or retention ended: the first gets it, the second does not."""
+        world.granted("abandoned", lease=1)
+        world.completed("expired", ttl=1)
+        world.clock.advance(2)
+        asked = [ask("abandoned"), ask("expired"), ask("expired"), ask("abandoned")]
+        verdicts = world.claims(asked)
+        for key, first, second in (("abandoned", 0, 3), ("expired", 1, 2)):
+            winner = verdicts[first]
+            assert isinstance(winner, Granted)
+            assert winner.reason == key
+            assert winner.claim.attempt == asked[first].attempt
+            assert isinstance(verdicts[second], InFlight)
+            assert world.record(key).fence == winner.claim.fence
+
+    def test_answers_come_in_the_order_of_the_requests(self, world: World) -> None:
+        """Whatever order the store works in, the answers of a batch stand where their requests stood."""
+        lost = world.granted("lost", lease=1, unknown=True)
+        world.clock.advance(2)
+        busy = world.granted("busy")
+        world.completed("done", value="was")
+        world.granted("print", fingerprint="1:aa")
+        keys = ["zz", "busy", "print", "lost", "done", "aa"]
+        verdicts = world.claims([ask(key, fingerprint="1:bb" if key == "print" else "") for key in keys])
+        kinds = [type(verdict) for verdict in verdicts]
+        assert kinds == [Granted, InFlight, Mismatch, Unknown, Replay, Granted]
+        z, in_flight, _, unknown, replay, a = verdicts
+        assert isinstance(z, Granted)
+        assert isinstance(a, Granted)
+        assert (z.claim.key, a.claim.key) == ("zz", "aa")
+        assert isinstance(in_flight, InFlight)
+        assert in_flight.fence == busy.fence
+        assert isinstance(unknown, Unknown)
+        assert unknown.fence == lost.fence
+        assert isinstance(replay, Replay)
+        assert replay.outcome.value == "was"
+
+    def test_a_batch_of_several_hundred_is_one_call_like_any_other(self, world: World) -> None:
+        """Claimed, looked at, renewed, completed, replayed and released by the hundred, each answer in its place."""
+        names = [f"{number * 7919 % 700:03}" for number in range(700)]
+        claims = []
+        for name, verdict in zip(names, world.claims([ask(name) for name in names]), strict=True):
+            assert isinstance(verdict, Granted)
+            assert verdict.claim.key == name
+            claims.append(verdict.claim)
+        store, run = world.store, world.run
+        until = world.clock.us + us(90)
+        assert run(store.renew([renewing(claim, 90) for claim in claims])) == [until] * 700
+        assert run(store.complete([completing(claim, claim.key) for claim in claims[:350]])) == [True] * 350
+        verdicts = world.claims([ask(name) for name in names])
+        values = [verdict.outcome.value for verdict in verdicts[:350] if isinstance(verdict, Replay)]
+        assert values == names[:350]
+        assert all(isinstance(verdict, InFlight) for verdict in verdicts[350:])
+        assert run(store.release([releasing(claim) for claim in claims[350:]])) == [True] * 350
+        records = run(store.get([Ref(SCOPE, name) for name in names]))
+        assert [record and record.key for record in records] == names[:350] + [None] * 350
+
+    def test_a_vanished_owner_is_unknown_where_that_was_asked_for(self, world: World) -> None:
+        """With ``unknown``, from the owner or from the caller, an ended lease is not taken over but told."""
+        by_owner = world.granted("by owner", lease=10, unknown=True)
+        by_caller = world.granted("by caller", lease=10)
+        world.clock.advance(10)
+        with world.untouched("by owner"), world.untouched("by caller"):
+            told = world.claim("by owner")
+            also = world.claim("by caller", unknown=True)
+        assert told == Unknown(by_owner.fence, by_owner.lease_until_us)
+        assert also == Unknown(by_caller.fence, by_caller.lease_until_us)
+        assert world.record("by owner").status == "unknown"
+
+    def test_resolving_takes_what_is_unknown(self, world: World) -> None:
+        """Whoever resolves gets the key under a new fence; while the owner's lease lasts even they do not."""
+        lost = world.granted(lease=10, unknown=True)
+        assert isinstance(world.claim(resolving=True, unknown=True), InFlight)
+        world.clock.advance(10)
+        verdict = world.claim(resolving=True, unknown=True)
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "abandoned"
+        assert verdict.claim.fence > lost.fence
+        assert not world.complete(lost, "late")
+
+    def test_unknown_ends_with_retention(self, world: World) -> None:
+        """A key that nobody resolved is forgotten with its retention, as every other."""
+        claim = world.granted(lease=10, ttl=100, unknown=True)
+        world.clock.us = claim.expires_us
+        assert isinstance(world.claim(), Unknown)
+        world.clock.us = claim.expires_us + 1
+        verdict = world.claim()
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "expired"
+
+    def test_waiting_changes_no_verdict(self, world: World) -> None:
+        """``waiting`` only asks to be told when the owner is done."""
+        claim = world.granted()
+        assert isinstance(world.claim(waiting=True), InFlight)
+        assert world.complete(claim, 1)
+        assert isinstance(world.claim(waiting=True), Replay)
+        assert isinstance(world.claim("new", waiting=True), Granted)

@@ -1,0 +1,163 @@
+"""Requests and replies that are lost on the way: nothing is done twice, and nobody is granted what is not theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from semel.errors import StoreBroken, StoreUnavailable
+from semel.model import Granted, InFlight, Replay
+from semel.testing.faults import FaultyStore
+from semel.testing.rules.lifecycle import Work
+from semel.testing.world import World, ask, completing, done, releasing, renewing, us
+
+
+class Faults:
+    """Every verb may be sent again after its reply was lost, and then answers as the first time."""
+
+    def test_a_claim_is_sent_again(self, world: World) -> None:
+        """Lost on the way there or back, the same request sent again is granted, and nobody else was meanwhile."""
+        for lost in ("lose_request", "lose_reply"):
+            request = ask(lost)
+            first, again = _twice(world, lost, "claim", [request])
+            assert isinstance(first[0], Granted)
+            assert again == first
+            assert isinstance(world.claim(lost), InFlight)
+            assert world.record(lost).fence == first[0].claim.fence
+
+    def test_a_mark_is_sent_again(self, world: World) -> None:
+        """It is this caller's mark, not one that was seen before."""
+        for lost in ("lose_request", "lose_reply"):
+            request = ask(lost, done=done("mine"))
+            first, again = _twice(world, lost, "claim", [request])
+            assert isinstance(first[0], Granted)
+            assert again == first
+            assert isinstance(world.claim(lost, done=done("other")), Replay)
+
+    def test_a_complete_is_sent_again(self, world: World) -> None:
+        """It is True, and the value is the one that was sent."""
+        for lost in ("lose_request", "lose_reply"):
+            claim = world.granted(lost)
+            first, again = _twice(world, lost, "complete", [completing(claim, "value")])
+            assert first == again == [True]
+            assert world.value(lost) == "value"
+
+    def test_a_release_is_sent_again(self, world: World) -> None:
+        """It is True, and the key is absent; it frees nobody else's claim that came in between."""
+        for lost in ("lose_request", "lose_reply"):
+            claim = world.granted(lost)
+            first, again = _twice(world, lost, "release", [releasing(claim)])
+            assert first == again == [True]
+            world.granted(lost)
+            with world.untouched(lost):
+                assert world.release(claim) is False
+
+    def test_a_renewal_is_sent_again(self, world: World) -> None:
+        """It moves the lease, and says to when."""
+        for lost in ("lose_request", "lose_reply"):
+            claim = world.granted(lost)
+            first, again = _twice(world, lost, "renew", [renewing(claim, 90)])
+            assert first == again == [world.clock.us + us(90)]
+            assert world.record(lost).lease_until_us == world.clock.us + us(90)
+
+    def test_a_batch_is_sent_again(self, world: World) -> None:
+        """A batch of everything: each request is answered as the first time."""
+        world.granted("busy")
+        world.completed("done", value=1)
+        requests = [ask("new"), ask("busy"), ask("marked", done=done(2)), ask("done"), ask("new")]
+        first, again = _twice(world, "lose_reply", "claim", requests)
+        assert [type(verdict) for verdict in first] == [Granted, InFlight, Granted, Replay, InFlight]
+        assert again == first
+
+    def test_a_passing_fault_is_not_noticed(self, world: World) -> None:
+        """Lost requests and replies are sent again behind the scenes: the caller sees one grant and one outcome."""
+        for lost in ("lose_request", "lose_reply"):
+            store, work = FaultyStore(world.store), Work(world)
+            once = world.once(store)
+            for verb in ("claim", "complete"):
+                getattr(store, lost)(verb)
+            result = world.run(once.call(lost, work.call))
+            assert (result.value, result.replayed, work.done) == ("value", False, 1)
+            assert store.calls["claim"] == store.calls["complete"] == 2
+            assert world.run(once.call(lost, work.call)).replayed is True
+            assert work.done == 1
+
+    def test_a_passing_fault_marks_no_message_twice(self, world: World) -> None:
+        """A mark whose reply was lost is told as not seen, since this caller is the first."""
+        store = FaultyStore(world.store)
+        once = world.once(store)
+        store.lose_reply("claim")
+        assert world.run(once.check_and_mark("ack_id", "m1")) == "not_seen"
+        assert world.run(once.check_and_mark("ack_id", "m1")) == "seen"
+
+    def test_a_passing_fault_does_not_keep_a_failed_key(self, world: World) -> None:
+        """The release of work that failed is sent again, too: the next caller need not wait for the lease."""
+        store, work = FaultyStore(world.store), Work(world)
+        once = world.once(store)
+        work.error = RuntimeError("no")
+        store.lose_request("release")
+        with pytest.raises(RuntimeError):
+            world.run(once.call("key", work.call))
+        assert world.get("key", "default") is None
+
+    def test_a_store_that_is_away_grants_nothing(self, world: World) -> None:
+        """After trying again for the time it was given, every verb says that the store is away; no work is done."""
+        store, work = FaultyStore(world.store), Work(world)
+        once = world.once(store, retry_for=0.2)
+        claim = world.run(once.claim("held")).claim
+        store.away = True
+        for call in (
+            lambda: once.claim("key"),
+            lambda: once.call("key", work.call),
+            lambda: once.check_and_mark("ack_id", "m1"),
+            lambda: once.complete(claim),
+            lambda: once.renew(claim),
+            lambda: once.release(claim),
+            lambda: once.get("key"),
+        ):
+            with pytest.raises(StoreUnavailable):
+                _run(world, call)
+        assert work.done == 0
+        assert store.calls["get"] >= 2
+        store.away = False
+        assert isinstance(world.run(once.claim("key")), Granted)
+        assert world.run(once.check_and_mark("ack_id", "m1")) == "not_seen"
+        world.run(once.complete(claim, "held on"))
+        assert world.value("held", "default") == "held on"
+
+    def test_an_outcome_that_could_not_be_recorded_is_worked_for_again(self, world: World) -> None:
+        """The caller is told; the key stays in flight until the lease ends, and then the next caller works."""
+        store, work = FaultyStore(world.store), Work(world)
+        once = world.once(store, retry_for=0.1)
+        store.lose_request("complete", 1000)
+        with pytest.raises(StoreUnavailable):
+            world.run(once.call("key", work.call, lease=30, renew=False))
+        sound = world.once()
+        assert isinstance(world.run(sound.claim("key")), InFlight)
+        world.clock.advance(30)
+        assert world.run(sound.call("key", work.call)).replayed is False
+        assert work.done == 2
+
+    def test_a_broken_store_is_not_asked_again(self, world: World) -> None:
+        """Where waiting will not help, the caller is told at once."""
+        store = FaultyStore(world.store, StoreBroken)
+        once = world.once(store)
+        store.lose_request("claim")
+        with pytest.raises(StoreBroken):
+            world.run(once.claim("key"))
+        assert store.calls["claim"] == 1
+
+
+def _twice(world: World, lost: str, verb: str, requests: list[Any]) -> tuple[Any, Any]:
+    """Send the requests through a fault, then again until they have been answered twice."""
+    store = FaultyStore(world.store)
+    getattr(store, lost)(verb)
+    send = getattr(store, verb)
+    with pytest.raises(StoreUnavailable):
+        world.run(send(requests))
+    return world.run(send(requests)), world.run(send(requests))
+
+
+def _run(world: World, call: Any) -> Any:
+    return world.run(call())

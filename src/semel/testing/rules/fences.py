@@ -1,0 +1,173 @@
+"""The fence: a number that only grows, and without which nobody writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from semel.model import Claim, InFlight, Replay
+from semel.testing.world import World, done
+
+
+def _taken_over(world: World) -> Claim:
+    stale = world.granted(lease=10)
+    world.clock.advance(10)
+    world.granted()
+    return stale
+
+
+def _taken_over_and_completed(world: World) -> Claim:
+    stale = world.granted(lease=10)
+    world.clock.advance(10)
+    world.completed(value="new")
+    return stale
+
+
+def _released_and_claimed_anew(world: World) -> Claim:
+    stale = world.granted()
+    assert world.release(stale)
+    world.granted()
+    return stale
+
+
+def _expired_and_claimed_anew(world: World) -> Claim:
+    stale = world.granted(lease=10, ttl=20)
+    world.clock.advance(21)
+    world.granted()
+    return stale
+
+
+def _purged_and_claimed_anew(world: World) -> Claim:
+    stale = world.granted(lease=10, ttl=20)
+    world.clock.advance(21)
+    assert world.purge() == 1
+    world.completed(value="new")
+    return stale
+
+
+def _resolved(world: World) -> Claim:
+    stale = world.granted(lease=10, unknown=True)
+    world.clock.advance(10)
+    world.granted(resolving=True, unknown=True)
+    return stale
+
+
+STALE: tuple[Callable[[World], Claim], ...] = (
+    _taken_over,
+    _taken_over_and_completed,
+    _released_and_claimed_anew,
+    _expired_and_claimed_anew,
+    _purged_and_claimed_anew,
+    _resolved,
+)
+"""Every way in which a fence becomes stale while another one has the key."""
+
+
+class Fences:
+    """Zombies write nothing."""
+
+    def test_the_fence_grows_over_everything_that_can_happen(self, world: World) -> None:
+        """Release, takeover, resolving, expiry and purge: whoever gets the key next has a greater fence."""
+        fences = [(first := world.granted(lease=10)).fence]
+        assert world.release(first)
+        fences.append((released := world.granted(lease=10, unknown=True)).fence)
+        world.clock.us = released.lease_until_us
+        fences.append((resolved := world.granted(resolving=True, lease=10)).fence)
+        world.clock.us = resolved.lease_until_us
+        fences.append((taken := world.granted(lease=10, ttl=20)).fence)
+        assert world.complete(taken)
+        world.clock.us = taken.expires_us + 1
+        fences.append((expired := world.granted(ttl=20, done=done())).fence)
+        world.clock.us = expired.expires_us + 1
+        assert world.purge() == 1
+        fences.append((purged := world.granted(lease=10, ttl=20)).fence)
+        world.clock.us = purged.expires_us + 1
+        assert world.purge() == 1
+        fences.append((again := world.granted()).fence)
+        assert world.release(again)
+        world.purge()
+        fences.append(world.granted().fence)
+        assert all(earlier < later for earlier, later in zip(fences, fences[1:], strict=False)), fences
+
+    def test_the_fence_grows_in_a_store_that_was_emptied(self, world: World) -> None:
+        """After everything in it expired and was purged, a store still knows where it was."""
+        names = [f"key {number}" for number in range(10)]
+        fences = {name: world.granted(name, lease=1, ttl=1).fence for name in names}
+        world.clock.advance(10)
+        assert world.purge() == 10
+        assert all(world.granted(name).fence > fences[name] for name in reversed(names))
+
+    def test_the_fence_grows_while_the_clock_jumps_back(self, world: World) -> None:
+        """A store that was set back in time gives no fence twice, and no key to two owners."""
+        first = world.granted()
+        world.clock.advance(-86400)
+        assert isinstance(world.claim(), InFlight)
+        assert world.release(first)
+        second = world.granted()
+        assert second.fence > first.fence
+        assert world.complete(second, "second")
+        world.clock.advance(-86400)
+        assert isinstance(world.claim(), Replay)
+        third = world.granted("other", lease=10, ttl=20)
+        world.clock.advance(-3600)
+        assert isinstance(world.claim("other"), InFlight)
+        world.clock.us = third.expires_us + 1
+        assert world.granted("other").fence > third.fence
+
+    def test_a_stale_complete_is_refused(self, world: World) -> None:
+        """It answers False and leaves the new owner's record as it is, however the fence became stale."""
+        for story in STALE:
+            self._start_anew(world)
+            stale = story(world)
+            with world.untouched():
+                assert world.complete(stale, "stale") is False, story.__name__
+
+    def test_a_stale_release_is_refused(self, world: World) -> None:
+        """It answers False and does not free the new owner's key, however the fence became stale."""
+        for story in STALE:
+            self._start_anew(world)
+            stale = story(world)
+            with world.untouched():
+                assert world.release(stale) is False, story.__name__
+
+    def test_a_stale_renew_is_refused(self, world: World) -> None:
+        """It answers None and does not move the new owner's lease, however the fence became stale."""
+        for story in STALE:
+            self._start_anew(world)
+            stale = story(world)
+            with world.untouched():
+                assert world.renew(stale, 1000) is None, story.__name__
+
+    def test_a_fence_that_was_never_given_holds_nothing(self, world: World) -> None:
+        """A number greater than the owner's is as stale as a smaller one."""
+        claim = world.granted()
+        forged = _with_fence(claim, claim.fence + 1)
+        with world.untouched():
+            assert world.complete(forged, "forged") is False
+            assert world.release(forged) is False
+            assert world.renew(forged) is None
+
+    def test_a_fence_holds_its_own_key_only(self, world: World) -> None:
+        """The right fence on another key, or in another scope, is the wrong fence."""
+        own, other = world.granted("own"), world.granted("other")
+        with world.untouched("other"):
+            assert world.complete(_with_fence(other, own.fence)) is False
+            assert world.release(_with_fence(other, own.fence)) is False
+            assert world.renew(_with_fence(other, own.fence)) is None
+
+    @staticmethod
+    def _start_anew(world: World) -> None:
+        """Let everything expire that an earlier story left behind."""
+        world.clock.advance(86400)
+
+
+def _with_fence(claim: Claim, fence: int) -> Claim:
+    return Claim(
+        claim.scope,
+        claim.key,
+        fence,
+        claim.attempt,
+        claim.fingerprint,
+        claim.lease,
+        claim.lease_until_us,
+        claim.expires_us,
+    )

@@ -1,0 +1,175 @@
+"""Many callers at the same moment, in threads or in tasks: every key has one owner at a time."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+from semel.model import Claim, Granted, InFlight, Replay, Verdict
+from semel.once.store import Ref
+from semel.testing.world import KEY, SCOPE, World, ask, completing, done, releasing, renewing, us
+
+CALLERS = 64
+
+
+def winners(verdicts: list[Any]) -> list[Claim]:
+    """The claims among the verdicts."""
+    return [verdict.claim for verdict in verdicts if isinstance(verdict, Granted)]
+
+
+def _race(world: World, key: str, **asked: Any) -> list[Verdict]:
+    calls = [partial(world.store.claim, [ask(key, **asked)]) for _ in range(CALLERS)]
+    return [verdict for (verdict,) in world.together(calls)]
+
+
+class Races:
+    """Nobody wins twice, and nobody wins together."""
+
+    def test_of_64_callers_one_gets_the_key(self, world: World) -> None:
+        """All ask for one absent key at once: exactly one is granted, the others find it in flight."""
+        verdicts = _race(world, "key")
+        (winner,) = winners(verdicts)
+        assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
+        assert world.record().fence == winner.fence
+        assert world.complete(winner, "won") is True
+
+    def test_of_64_callers_one_gets_each_of_many_keys(self, world: World) -> None:
+        """All go through the same keys, one by one: each key is granted exactly once."""
+        names = [f"key {number}" for number in range(20)]
+
+        async def claim_each() -> list[Verdict]:
+            return [(await world.store.claim([ask(name)]))[0] for name in names]
+
+        per_caller = world.together([claim_each] * CALLERS)
+        for name, verdicts in zip(names, zip(*per_caller, strict=True), strict=True):
+            (winner,) = winners(list(verdicts))
+            assert world.record(name).fence == winner.fence
+
+    def test_batches_of_the_same_keys_in_any_order_do_not_block_each_other(self, world: World) -> None:
+        """Each caller asks for all the keys in one batch, in its own order: each key is granted exactly once."""
+        names = [f"key {number}" for number in range(50)]
+        shuffle = random.Random(7)  # noqa: S311 -- any order will do, the same on every run
+        orders = [shuffle.sample(names, len(names)) for _ in range(16)]
+        per_caller = world.together([partial(world.store.claim, [ask(name) for name in order]) for order in orders])
+        owners: dict[str, list[Claim]] = {name: [] for name in names}
+        for order, verdicts in zip(orders, per_caller, strict=True):
+            for name, verdict in zip(order, verdicts, strict=True):
+                owners[name] += winners([verdict])
+        for name in names:
+            (owner,) = owners[name]
+            assert world.record(name).fence == owner.fence
+
+    def test_of_64_callers_one_takes_over(self, world: World) -> None:
+        """All find the same ended lease: exactly one gets a new fence, the others wait for it."""
+        lost = world.granted(lease=10, fingerprint="1:aa")
+        world.clock.advance(10)
+        verdicts = _race(world, "key", fingerprint="1:aa")
+        (winner,) = winners(verdicts)
+        assert winner.fence > lost.fence
+        assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
+        assert world.record().fence == winner.fence
+
+    def test_of_64_callers_one_gets_an_expired_key(self, world: World) -> None:
+        """All find the same outcome past its retention: exactly one starts afresh."""
+        old = world.completed(value="old", ttl=10)
+        world.clock.advance(11)
+        (winner,) = winners(_race(world, "key"))
+        assert winner.fence > old.fence
+        assert world.record().fence == winner.fence
+
+    def test_of_64_callers_one_gets_a_released_key(self, world: World) -> None:
+        """All come after a release: exactly one is next."""
+        old = world.granted()
+        assert world.release(old)
+        (winner,) = winners(_race(world, "key"))
+        assert winner.fence > old.fence
+
+    def test_of_64_callers_one_marks(self, world: World) -> None:
+        """All bring an outcome along: one is recorded, and all others are given that one."""
+        calls = [partial(world.store.claim, [ask(done=done(number))]) for number in range(CALLERS)]
+        verdicts = [verdict for (verdict,) in world.together(calls)]
+        (winner,) = (number for number, verdict in enumerate(verdicts) if isinstance(verdict, Granted))
+        others = [verdict.outcome.value for verdict in verdicts if isinstance(verdict, Replay)]
+        assert others == [winner] * (CALLERS - 1)
+
+    def test_of_two_fences_the_newer_completes(self, world: World) -> None:
+        """An owner and the one who took over from it complete at once, again and again: only the newer one can."""
+        stale = world.granted(lease=10)
+        world.clock.advance(10)
+        owner = world.granted()
+        both = [(stale, "stale"), (owner, "new")] * (CALLERS // 2)
+        answers = world.together([partial(world.store.complete, [completing(*each)]) for each in both])
+        assert answers == [[False], [True]] * (CALLERS // 2)
+        assert world.value() == "new"
+
+    def test_an_owner_completes_or_is_taken_over_never_both(self, world: World) -> None:
+        """The lease ended, the owner completes, others ask for the key: one side wins, and the other side is told."""
+        lost = [world.granted(f"key {number}", lease=10) for number in range(16)]
+        world.clock.advance(10)
+        calls: list[Any] = []
+        for claim in lost:
+            calls += [partial(world.store.claim, [ask(claim.key)]) for _ in range(3)]
+            calls.insert(-1, partial(world.store.complete, [completing(claim, "owner")]))
+        answers = [answer for (answer,) in world.together(calls)]
+        for number, claim in enumerate(lost):
+            first, second, completed, third = answers[4 * number : 4 * number + 4]
+            assert len(winners([first, second, third])) == (0 if completed else 1)
+            assert world.record(claim.key).state == ("completed" if completed else "claimed")
+            assert (world.record(claim.key).fence == claim.fence) is completed
+
+    def test_an_owner_renews_or_is_taken_over_never_both(self, world: World) -> None:
+        """The lease ended, the owner renews, others ask for the key: one side wins, and the other side is told."""
+        lost = [world.granted(f"key {number}", lease=10) for number in range(16)]
+        world.clock.advance(10)
+        calls: list[Any] = []
+        for claim in lost:
+            calls += [partial(world.store.claim, [ask(claim.key)]) for _ in range(3)]
+            calls.insert(-1, partial(world.store.renew, [renewing(claim, 30)]))
+        answers = [answer for (answer,) in world.together(calls)]
+        for number, claim in enumerate(lost):
+            first, second, renewed, third = answers[4 * number : 4 * number + 4]
+            assert renewed in (None, world.clock.us + us(30))
+            assert len(winners([first, second, third])) == (1 if renewed is None else 0)
+            assert (world.record(claim.key).fence == claim.fence) is (renewed is not None)
+
+    def test_a_key_passed_from_hand_to_hand_has_one_owner_at_a_time(self, world: World) -> None:
+        """Callers claim and release in turns: at every moment one holds the key, and the fences grow in that order."""
+        held: list[int] = []
+        broken: list[int] = []
+
+        async def take_turns() -> int:
+            turns = 0
+            for _ in range(20):
+                (verdict,) = await world.store.claim([ask()])
+                if isinstance(verdict, Granted):
+                    fence = verdict.claim.fence
+                    held.append(fence)
+                    (record,) = await world.store.get([Ref(SCOPE, KEY)])
+                    if record is None or record.fence != fence or held[-1] != fence:
+                        broken.append(fence)
+                    turns += 1
+                    assert await world.store.release([releasing(verdict.claim)]) == [True]
+            return turns
+
+        assert sum(world.together([take_turns] * 16)) == len(held)
+        assert broken == []
+        assert held == sorted(set(held))
+        assert len(held) > 0
+
+    def test_the_collector_leaves_what_is_claimed_meanwhile(self, world: World) -> None:
+        """Gone records are claimed and purged at once: whoever was granted one still holds it afterwards."""
+        names = [f"key {number}" for number in range(20)]
+        world.claims([ask(name, lease=10, ttl=10) for name in names])
+        world.clock.advance(11)
+        calls: list[Any] = [partial(world.store.claim, [ask(name) for name in names]) for _ in range(8)]
+        calls += [partial(world.store.purge, 5) for _ in range(8)]
+        random.Random(7).shuffle(calls)  # noqa: S311 -- any order will do
+        batches = [answer for answer in world.together(calls) if isinstance(answer, list)]
+        for name, verdicts in zip(names, zip(*batches, strict=True), strict=True):
+            claims = winners(list(verdicts))
+            assert len(claims) <= 1
+            if claims:
+                assert world.record(name).fence == claims[0].fence
+            else:  # every claim came while the collector held the record; now it is quiet
+                assert isinstance(world.claim(name), Granted)

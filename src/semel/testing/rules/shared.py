@@ -1,0 +1,191 @@
+"""Rules that only a store shared by several processes can break."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+from semel.model import Claim, Granted, InFlight, Replay, Verdict
+from semel.once.store import ClaimRequest
+from semel.testing.crew import SIZE, Crew
+from semel.testing.rules.races import winners
+from semel.testing.world import LEASE, Opener, World, ask, completing, us
+
+DAY = 86400.0
+
+
+class Shared:
+    """Processes and clients that share nothing but the store."""
+
+    server_clock: ClassVar[bool]
+    opener: Callable[[], Opener]
+
+    def test_every_client_sees_what_another_wrote(self, world: World) -> None:
+        """A claim belongs to its fence, not to a connection: any client meets it, and its owner may use any."""
+        first, second = world.client(world.clock), world.client(world.clock)
+        claim = first.granted(fingerprint="1:aa")
+        assert isinstance(second.claim(fingerprint="1:aa"), InFlight)
+        assert second.renew(claim, 90) == world.clock.us + us(90)
+        assert second.complete(claim, "done") is True
+        verdict = first.claim(fingerprint="1:aa")
+        assert isinstance(verdict, Replay)
+        assert verdict.outcome.value == "done"
+
+    def test_the_fence_grows_over_all_clients(self, world: World) -> None:
+        """Whichever client claims next gets the greater fence, also after a purge by another."""
+        clients = [world.client(world.clock) for _ in range(3)]
+        fences = []
+        for number in range(9):
+            fences.append(clients[number % 3].granted(lease=1, ttl=1).fence)
+            world.clock.advance(2)
+            if number % 2:
+                assert clients[(number + 1) % 3].purge() == 1
+        assert fences == sorted(set(fences))
+
+    def test_a_waiter_hears_of_what_another_client_ended(self, world: World) -> None:
+        """Told by the store or by asking again: who waits for a key gets its outcome soon after it is there."""
+        owner, waiter = world.once(world.opened(world.clock)), world.once(world.opened(world.clock))
+        verdict = world.run(owner.claim("key"))
+        assert isinstance(verdict, Granted)
+        meet = world.meeting(2)
+
+        async def wait() -> Any:
+            await _settled(meet())
+            return await _settled(waiter.claim("key", wait=30))
+
+        async def end() -> None:
+            await _settled(meet())
+            await _settled(owner.complete(verdict.claim, "ended"))
+
+        waited, _ = world.together([wait, end])
+        assert isinstance(waited, Replay)
+        assert waited.outcome.value == "ended"
+
+    def test_the_stores_own_time_is_no_clients(self, world: World) -> None:
+        """Without a clock time is the server's, so a client whose own clock is wrong agrees with all others.
+
+        A store without a server has the time of its host, which all its clients share.
+        """
+        before = time.time_ns() // 1000
+        client = world.client(None)
+        claim = client.granted(lease=LEASE)
+        if not self.server_clock:
+            assert before + us(LEASE) <= claim.lease_until_us <= time.time_ns() // 1000 + us(LEASE)
+            return
+        true = client.record().now_us
+        for wrong in (10 * DAY, -10 * DAY):
+            with _local_time_off_by(wrong):
+                other = world.client(None)
+                verdict = other.claim()
+                assert isinstance(verdict, InFlight)
+                assert 0 < verdict.retry_after <= LEASE
+                assert abs(other.record().now_us - true) < us(DAY)
+                assert other.granted(f"key {wrong}").lease_until_us < true + us(DAY)
+
+    def test_of_8_processes_one_gets_the_key(self, world: World) -> None:
+        """Processes that share nothing but the store ask for one key: exactly one is granted."""
+        answers = self._apart(world, _claim_each, [([ask()],) for _ in range(SIZE)])
+        verdicts = [verdict for (verdict,) in answers]
+        (winner,) = winners(verdicts)
+        assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == SIZE - 1
+        assert world.record().fence == winner.fence
+
+    def test_of_8_processes_one_gets_each_of_many_keys(self, world: World) -> None:
+        """Absent, expired, released or left by a vanished owner: each key has one new owner, with a greater fence."""
+        old = _left_behind(world, range(12))
+        names = [*old, *(f"absent {number}" for number in range(12))]
+        answers = self._apart(world, _claim_each, [([ask(name) for name in names],) for _ in range(SIZE)])
+        for name, verdicts in zip(names, zip(*answers, strict=True), strict=True):
+            (winner,) = winners(list(verdicts))
+            assert winner.fence > old.get(name, 0)
+            assert world.record(name).fence == winner.fence
+
+    def test_8_processes_share_batches_of_keys(self, world: World) -> None:
+        """Each asks for all the keys in one batch, each in another order: each key is granted exactly once."""
+        old = _left_behind(world, range(20))
+        names = [*old, *(f"absent {number}" for number in range(40))]
+        orders = [names[at:] + names[:at] for at in range(0, 8 * 7, 7)]
+        orders[1::2] = [order[::-1] for order in orders[1::2]]
+        answers = self._apart(world, _claim_batch, [([ask(name) for name in order],) for order in orders])
+        found = [winner for verdicts in answers for winner in winners(verdicts)]
+        assert sorted(winner.key for winner in found) == sorted(names)
+        assert all(world.record(winner.key).fence == winner.fence > old.get(winner.key, 0) for winner in found)
+
+    def test_of_two_fences_in_8_processes_the_newer_completes(self, world: World) -> None:
+        """Zombies and owners complete at once, each in its own process: the zombies are refused, every time."""
+        names = [f"key {number}" for number in range(10)]
+        zombies = [world.granted(name, lease=10) for name in names]
+        world.clock.advance(10)
+        owners = [world.granted(name) for name in names]
+        answers = self._apart(world, _complete_each, [(zombies, "stale"), (owners, "new")] * (SIZE // 2))
+        assert answers == [[False] * 10, [True] * 10] * (SIZE // 2)
+        assert [world.value(name) for name in names] == ["new"] * 10
+
+    def test_work_in_8_processes_is_done_once(self, world: World) -> None:
+        """Each process does the same work under the same keys: one does it, and all get that one's value."""
+        names = [f"order {number}" for number in range(10)]
+        answers = self._apart(world, _work, [(names, f"process {number}") for number in range(SIZE)])
+        for results in zip(*answers, strict=True):
+            values = {value for value, _ in results}
+            assert len(values) == 1
+            assert sum(not replayed for _, replayed in results) == 1
+
+    def _apart(self, world: World, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert world.store is not None  # opened here first, and made ready by one alone
+        return Crew.present().work(world, self.opener(), job, arguments)
+
+
+def _left_behind(world: World, numbers: range) -> dict[str, int]:
+    """Keys whose last owners are gone in various ways, with their fences."""
+    old: dict[str, int] = {}
+    for number in numbers:
+        for kind, lease, ttl in (("expired", 1, 1), ("abandoned", 1, 1000)):
+            old[f"{kind} {number}"] = world.granted(f"{kind} {number}", lease=lease, ttl=ttl).fence
+    world.clock.advance(2)
+    for number in numbers:
+        claim = world.granted(f"released {number}")
+        assert world.release(claim)
+        old[claim.key] = claim.fence
+    return old
+
+
+def _claim_each(world: World, requests: list[ClaimRequest]) -> list[Verdict]:
+    """In a process of its own: claim one after the other."""
+    return [world.claims([_again(request)])[0] for request in requests]
+
+
+def _claim_batch(world: World, requests: list[ClaimRequest]) -> list[Verdict]:
+    """In a process of its own: claim all in one batch."""
+    return world.claims([_again(request) for request in requests])
+
+
+def _again(request: ClaimRequest) -> ClaimRequest:
+    """The same request as an attempt of this process."""
+    return ask(request.key, scope=request.scope)
+
+
+def _complete_each(world: World, claims: list[Claim], value: str) -> list[bool]:
+    """In a process of its own: complete one after the other."""
+    return [world.run(world.store.complete([completing(claim, value)]))[0] for claim in claims]
+
+
+def _work(world: World, names: list[str], value: str) -> list[tuple[str, bool]]:
+    """In a process of its own: do the work under each key, or get what came of it."""
+    once = world.once()
+    results = [world.run(once.call(name, world.working(lambda: value))) for name in names]
+    return [(result.value, result.replayed) for result in results]
+
+
+def _local_time_off_by(seconds: float) -> Any:
+    """This process's wall clock is wrong for a while."""
+    true, true_ns = time.time, time.time_ns
+    return patch.multiple(
+        time, time=lambda: true() + seconds, time_ns=lambda: true_ns() + us(seconds) * 1000
+    )
+
+
+async def _settled(answer: Any) -> Any:
+    return await answer if hasattr(answer, "__await__") else answer

@@ -1,0 +1,204 @@
+"""Two times, exact to the microsecond: the lease, which protects the owner, and retention, which keeps the outcome."""
+
+from __future__ import annotations
+
+import time
+
+from semel.model import Claim, Granted, InFlight, Mismatch, Replay
+from semel.testing.world import PATIENCE, World, ask, us
+
+
+def _gone(world: World) -> Claim:
+    """A claim whose record is past its retention, with no lease left, and not collected."""
+    claim = world.granted(fingerprint="1:aa", lease=10, ttl=100)
+    world.clock.us = claim.expires_us + 1
+    return claim
+
+
+class Times:
+    """Who may do what, and from which microsecond on."""
+
+    def test_a_lease_ends_at_its_end(self, world: World) -> None:
+        """One microsecond before it the key is in flight; at its end, and not later, another may take over."""
+        claim = world.granted(lease=10)
+        world.clock.us = claim.lease_until_us - 1
+        assert isinstance(world.claim(), InFlight)
+        world.clock.us = claim.lease_until_us
+        verdict = world.claim(lease=20, ttl=200)
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "abandoned"
+        taken = verdict.claim
+        assert (taken.lease_until_us, taken.expires_us) == (world.clock.us + us(20), world.clock.us + us(200))
+        assert world.record().created_us == world.clock.us
+
+    def test_retention_ends_after_its_end(self, world: World) -> None:
+        """A key is expired when, and only when, the clock is past its end: not yet at it."""
+        claim = world.completed(value="kept", ttl=100)
+        world.clock.us = claim.expires_us
+        assert isinstance(world.claim(), Replay)
+        assert world.value() == "kept"
+        world.clock.us = claim.expires_us + 1
+        assert world.get() is None
+        verdict = world.claim()
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "expired"
+
+    def test_retention_counts_from_the_claim(self, world: World) -> None:
+        """Completing late does not make the key live longer."""
+        claim = world.granted(ttl=100, lease=90)
+        world.clock.advance(80)
+        assert world.complete(claim, 1)
+        assert world.record().expires_us == claim.expires_us
+        world.clock.us = claim.expires_us + 1
+        assert isinstance(world.claim(), Granted)
+
+    def test_repeats_do_not_extend_retention(self, world: World) -> None:
+        """However often a key is asked for, looked at or completed again, it ends when it was to end."""
+        claim = world.completed(ttl=100)
+        at_work = world.granted("at work", lease=100, ttl=100)
+        for _ in range(9):
+            world.clock.advance(10)
+            assert isinstance(world.claim(ttl=1000), Replay)
+            assert isinstance(world.claim("at work", ttl=1000, lease=1000), InFlight)
+            assert world.complete(claim) is True
+            assert world.record().expires_us == claim.expires_us
+            assert world.record("at work").expires_us == at_work.expires_us
+            assert world.record("at work").lease_until_us == at_work.lease_until_us
+        world.clock.us = claim.expires_us + 1
+        assert world.get() is None
+        assert world.get("at work") is None
+
+    def test_renewing_does_not_extend_retention(self, world: World) -> None:
+        """The lease moves; the end of retention does not."""
+        claim = world.granted(lease=10, ttl=100)
+        world.clock.advance(5)
+        assert world.renew(claim, 50) is not None
+        assert world.record().expires_us == claim.expires_us
+
+    def test_a_renewal_moves_the_end_of_the_lease(self, world: World) -> None:
+        """To so many seconds from now, which it answers; the key is in flight until then."""
+        claim = world.granted(lease=10)
+        world.clock.advance(9)
+        until = world.renew(claim, 10)
+        assert until == world.clock.us + us(10)
+        record = world.record()
+        assert (record.lease_until_us, record.lease_us, record.fence) == (until, us(10), claim.fence)
+        world.clock.us = until - 1
+        assert isinstance(world.claim(), InFlight)
+        world.clock.us = until
+        assert isinstance(world.claim(), Granted)
+
+    def test_a_renewal_may_shorten_the_lease(self, world: World) -> None:
+        """An owner that asks for less gets less."""
+        claim = world.granted(lease=100)
+        assert world.renew(claim, 10) == world.clock.us + us(10)
+        world.clock.advance(10)
+        assert isinstance(world.claim(), Granted)
+
+    def test_a_live_lease_outlives_retention(self, world: World) -> None:
+        """While the owner works the key is not forgotten: not by a claim, a look, a renewal or the collector."""
+        claim = world.granted(fingerprint="1:aa", lease=100, ttl=10)
+        world.clock.us = claim.lease_until_us - 1
+        assert world.purge() == 0
+        assert isinstance(world.claim(fingerprint="1:aa"), InFlight)
+        assert isinstance(world.claim(fingerprint="1:bb"), Mismatch)
+        assert world.record().state == "claimed"
+        assert world.renew(claim, 100) == world.clock.us + us(100)
+        world.clock.advance(99)
+        assert world.purge() == 0
+        assert isinstance(world.claim(fingerprint="1:aa"), InFlight)
+        assert world.complete(claim) is True
+
+    def test_past_retention_the_end_of_the_lease_is_the_end(self, world: World) -> None:
+        """With the lease that protected it the record goes: whoever comes then starts afresh."""
+        claim = world.granted(fingerprint="1:aa", lease=100, ttl=10)
+        world.clock.us = claim.lease_until_us
+        assert world.get() is None
+        assert world.complete(claim) is False
+        verdict = world.claim(fingerprint="1:bb")
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "expired"
+
+    def test_an_outcome_past_retention_protects_nothing(self, world: World) -> None:
+        """Completed under a lease that outlived retention, the record is gone at once."""
+        claim = world.granted(lease=100, ttl=10)
+        world.clock.advance(50)
+        assert world.complete(claim, 1) is True
+        assert world.get() is None
+        assert isinstance(world.claim(), Granted)
+
+    def test_what_is_gone_cannot_be_completed(self, world: World) -> None:
+        """Though nobody collected or claimed it, the record is absent: the answer is False, and it stays absent."""
+        claim = _gone(world)
+        assert world.complete(claim, "late") is False
+        assert world.get() is None
+        assert isinstance(world.claim(), Granted)
+
+    def test_what_is_gone_cannot_be_renewed(self, world: World) -> None:
+        """Though nobody collected or claimed it, the record is absent: the answer is None, and it stays absent."""
+        claim = _gone(world)
+        assert world.renew(claim, 1000) is None
+        assert world.get() is None
+        assert isinstance(world.claim(), Granted)
+
+    def test_releasing_what_is_gone_is_true(self, world: World) -> None:
+        """It is absent, so nothing is left to give back, whichever fence asks."""
+        claim = _gone(world)
+        assert world.release(claim) is True
+        newer = world.granted(lease=10, ttl=100)
+        world.clock.us = newer.expires_us + 1
+        assert world.release(claim) is True
+        assert world.get() is None
+
+    def test_what_is_gone_is_absent_before_and_after_it_is_collected(self, world: World) -> None:
+        """To look and to claim, the collector makes no difference."""
+        _gone(world)
+        assert world.get() is None
+        assert world.purge() == 1
+        assert world.get() is None
+        verdict = world.claim(fingerprint="1:bb")
+        assert isinstance(verdict, Granted)
+        assert world.purge() == 0
+
+    def test_an_attempt_does_not_revive_what_is_gone(self, world: World) -> None:
+        """Sent again after retention, an attempt is a new claim with a new fence."""
+        request = ask(lease=10, ttl=100)
+        (first,) = world.claims([request])
+        assert isinstance(first, Granted)
+        world.clock.us = first.claim.expires_us + 1
+        (again,) = world.claims([request])
+        assert isinstance(again, Granted)
+        assert again.claim.fence > first.claim.fence
+        assert again.claim.expires_us == world.clock.us + us(100)
+
+    def test_a_clock_that_jumps_breaks_no_lease(self, world: World) -> None:
+        """Set back, a key at work stays in flight, and a completed one replays; set right again, all is as before."""
+        claim = world.granted("at work", lease=10)
+        world.completed("done", value=1)
+        world.clock.advance(-7200)
+        verdict = world.claim("at work")
+        assert isinstance(verdict, InFlight)
+        assert verdict.retry_after > 0
+        assert isinstance(world.claim("done"), Replay)
+        assert world.purge() == 0
+        world.clock.advance(7200)
+        assert isinstance(world.claim("at work"), InFlight)
+        assert world.complete(claim, 2) is True
+        assert world.value("done") == 1
+
+    def test_without_a_clock_the_store_has_its_own_time(self, world: World) -> None:
+        """Leases end by themselves, retention too, and what is meant to last lasts."""
+        own = world.client(None)
+        lasting = own.granted("lasting")
+        assert isinstance(own.claim("lasting"), InFlight)
+        short = own.granted("short", lease=0.001)
+        deadline = time.monotonic() + PATIENCE
+        while isinstance(verdict := own.claim("short", ttl=0.001, lease=0.001), InFlight):
+            assert time.monotonic() < deadline, "a lease of a millisecond does not end"
+        assert isinstance(verdict, Granted)
+        assert verdict.claim.fence > short.fence
+        while own.get("short") is not None:
+            assert time.monotonic() < deadline, "retention of a millisecond does not end"
+        assert own.record("lasting").fence == lasting.fence
+        assert own.record("lasting").now_us >= lasting.lease_until_us - us(60)
+        assert own.complete(lasting) is True
