@@ -139,11 +139,15 @@ class HandBatched:
             self._flushing = asyncio.create_task(self._flush())
         return done
 
+    def _columns(self, rows: list[dict[str, Any]]) -> list[Any]:
+        terms = {"now": None, "patience": "1000"}
+        return [terms[name] if name in terms else [row[name] for row in rows] for name in self._names]
+
     async def _flush(self) -> None:
         while self._queue:
             batch, self._queue = self._queue, []
             batch.sort(key=lambda each: each[0]["key"])
-            columns = [None if name == "now" else [row[name] for row, _ in batch] for name in self._names]
+            columns = self._columns([row for row, _ in batch])
             rows = await self._connection.fetch(self._sql, *columns)
             assert len(rows) == len(batch)
             for _, done in batch:
@@ -183,7 +187,7 @@ class HandBatchedClaims(HandBatched):
         while self._queue:
             batch, self._queue = self._queue, []
             batch.sort(key=lambda each: each[0]["key"])
-            columns = [None if name == "now" else [row[name] for row, _ in batch] for name in self._names]
+            columns = self._columns([row for row, _ in batch])
             fences = {row[0]: row[1] for row in await self._connection.fetch(self._sql, *columns)}
             for row, done in batch:
                 done.set_result(fences[row["attempt"]])

@@ -58,8 +58,9 @@ def _is_flat(value: Any) -> bool:
     """True for what MessagePack keeps exactly as it stands; most outcomes are small, flat dicts."""
     if type(value) is not dict:
         return type(value) in _AS_IS
-    for name, item in value.items():  # noqa: SIM110 -- all() with a generator takes three times as long
-        if type(name) is not str or type(item) not in _AS_IS:
+    for name, item in value.items():
+        kind = type(item)
+        if type(name) is not str or (kind not in _AS_IS and (kind is not int or not -(2**63) <= item < 2**64)):
             return False
     return True
 

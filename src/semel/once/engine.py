@@ -104,6 +104,8 @@ class Engine:
         """
         policy = self.policy if on_crash is None else self.policy.but(on_crash=on_crash)
         request = self._request(key, scope, fingerprint, policy, lease, ttl)
+        if wait == 0:
+            return self._note(request, await self._claims(request))
         return self._note(request, await self._settle(request, seconds("wait", wait, zero=True)))
 
     async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
@@ -355,9 +357,10 @@ class Engine:
             self._runtime.spawn(release, "semel-give-back")
 
     def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
-        if self._bound or not self.store.coalesce:
+        if self._bound or self.memory is not None:
             return Direct(verb)
-        return self._runtime.lane(self._patient(verb))
+        patient = self._patient(verb)
+        return self._runtime.lane(patient) if self.store.coalesce else Direct(patient)
 
     def _patient(self, verb: Callable[[A], Awaitable[B]]) -> Callable[[A], Awaitable[B]]:
         """Try again, with growing pauses, while the store is away: every verb may be sent twice."""

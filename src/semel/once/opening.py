@@ -100,12 +100,13 @@ def _redis(url: str, awaited: bool, clock: Clock | None, options: dict[str, Any]
 
 
 def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
-    from semel.once.redis import RedisStore
+    from semel.once.redis import RedisStore, hearing
 
     if awaited != type(client).__module__.startswith("redis.asyncio"):
         raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
     _only(options, "prefix", kind="redis")
-    return RedisStore(client, clock, **options)
+    listener = None if awaited else Listener(hearing(client))
+    return RedisStore(client, clock, listener=listener, **options)
 
 
 def _only(options: dict[str, Any], *known: str, kind: str) -> None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Event
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import URL, Connection, TextClause, exc, text
 
 from semel.errors import StoreUnavailable
-from semel.model import Granted, Held, InFlight, Reason, Record, Verdict
+from semel.model import Held, InFlight, Reason, Record, Verdict
 from semel.once.listener import Hear, Listener
-from semel.once.rules import claim_of, fingerprint_for, gone, grant, judge
+from semel.once.rules import fingerprint_for, gone, granted, judge
 from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
-from semel.sql.engines import POSTGRES_SETTINGS, Database
+from semel.sql.engines import Database
 from semel.sql.failures import LOCK_TIMEOUT, sqlstate
 
 CHANNEL = "semel"
@@ -28,8 +28,13 @@ SEPARATOR = "\x1f"
 
 _ROUNDS = 20
 
+Terms: TypeAlias = dict[str, Any]
+"""What every statement is told: the time, in tests, and how many milliseconds to wait for a lock ("": as set)."""
+
+# For our own statements a lock is waited for a second at most; a user's transaction keeps the user's settings.
 _CLOCK = """clock AS MATERIALIZED (
-  SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us
+  SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us,
+         CASE WHEN CAST(:patience AS text) <> '' THEN set_config('lock_timeout', CAST(:patience AS text), true) END
 )"""
 
 _ASKED = """CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fingerprint AS text[]), CAST(:attempt AS text[]),
@@ -197,15 +202,18 @@ class PostgresStore:
         self._clock = clock
         self._listener = listener
         self._ready = False
+        self._bound = False
 
     def bound_to(self, database: Database) -> PostgresStore:
         """The same keys inside someone's transaction."""
         twin = PostgresStore(database, self._clock)
         twin._ready = self._ready
+        twin._bound = True
         return twin
 
-    def _now(self) -> int | None:
-        return None if self._clock is None else self._clock()
+    def _terms(self) -> Terms:
+        now = None if self._clock is None else self._clock()
+        return {"now": now, "patience": "" if self._bound else "1000"}
 
     async def open(self) -> None:
         """See the contract. Migrations are the operator's decision, so this only checks."""
@@ -216,37 +224,37 @@ class PostgresStore:
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
         """See the contract."""
         await self.open()
-        return await self._database.write(_claim, requests, self._now())
+        return await self._database.write(_claim, requests, self._terms())
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """See the contract."""
         await self.open()
-        return await self._database.write(_renew, requests, self._now())
+        return await self._database.write(_renew, requests, self._terms())
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         """See the contract."""
         await self.open()
-        return await self._database.write(_complete, requests, self._now())
+        return await self._database.write(_complete, requests, self._terms())
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         """See the contract."""
         await self.open()
-        return await self._database.write(_release, requests, self._now())
+        return await self._database.write(_release, requests, self._terms())
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
         await self.open()
-        return await self._database.read(_get, refs, self._now())
+        return await self._database.read(_get, refs, self._terms())
 
     async def purge(self, limit: int) -> int:
         """See the contract."""
         await self.open()
-        return await self._database.write(_purge, limit, self._now())
+        return await self._database.write(_purge, limit, self._terms())
 
     async def stats(self) -> Held:
         """See the contract."""
         await self.open()
-        return await self._database.read(_stats, self._now())
+        return await self._database.read(_stats, self._terms())
 
     def watch(self, ring: Ring) -> None:
         """LISTEN on a connection of its own."""
@@ -260,20 +268,21 @@ class PostgresStore:
         await self._database.close()
 
 
-def _claim(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> list[Verdict]:
+def _claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> list[Verdict]:
     # Sorted by key, so that two batches lock their rows in the same order and never deadlock.
-    order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
-    undecided = {at: requests[at] for at in order}
+    undecided = dict(sorted(enumerate(requests), key=lambda each: (each[1].scope, each[1].key)))
     takeable: dict[int, tuple[Record, Reason]] = {}
     verdicts: dict[int, Verdict] = {}
     for _ in range(_ROUNDS):
-        won = _insert(conn, [request for at, request in undecided.items() if at not in takeable], now)
+        won = _insert(conn, [request for at, request in undecided.items() if at not in takeable], terms)
+        if len(won) == len(requests):
+            return [won[request.attempt] for request in requests]  # all new, as most are
         if takeable:
-            won |= _take(conn, [(undecided[at], *found) for at, found in takeable.items()], now)
+            won |= _take(conn, [(undecided[at], *found) for at, found in takeable.items()], terms)
         verdicts |= {at: won[request.attempt] for at, request in undecided.items() if request.attempt in won}
         undecided = {at: request for at, request in undecided.items() if at not in verdicts}
         if undecided:
-            takeable = _judge(conn, undecided, takeable, verdicts, now)
+            takeable = _judge(conn, undecided, takeable, verdicts, terms)
             undecided = {at: request for at, request in undecided.items() if at not in verdicts}
         if not undecided:
             return [verdicts[at] for at in range(len(requests))]
@@ -285,7 +294,7 @@ def _judge(
     undecided: dict[int, ClaimRequest],
     tried: dict[int, tuple[Record, Reason]],
     verdicts: dict[int, Verdict],
-    now: int | None,
+    terms: Terms,
 ) -> dict[int, tuple[Record, Reason]]:
     """Read what stood in the way and decide what can be decided; answer the records that may be taken.
 
@@ -293,7 +302,7 @@ def _judge(
     """
     if waiting := [request for request in undecided.values() if request.waiting]:
         conn.execute(_AWAIT, _places(waiting))
-    records = _read(conn, undecided.values(), now)
+    records = _read(conn, undecided.values(), terms)
     takeable: dict[int, tuple[Record, Reason]] = {}
     for at, request in undecided.items():
         record = records.get((request.scope, request.key))
@@ -318,47 +327,42 @@ def _busy(request: ClaimRequest) -> InFlight:
     return InFlight(min(1.0, request.lease_us / 1e6))
 
 
-def _insert(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> dict[str, Verdict]:
+def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> dict[str, Verdict]:
     if not requests:
         return {}
     try:
-        rows = conn.execute(_INSERT, _asked(requests, [request.fingerprint for request in requests], now)).all()
+        rows = conn.execute(_INSERT, _asked(requests, [request.fingerprint for request in requests], terms)).all()
     except exc.DBAPIError as error:
         if sqlstate(error) != LOCK_TIMEOUT:
             raise
-        return _insert_around(conn, requests, now)
+        return _insert_around(conn, requests, terms)
     return _granted({request.attempt: (request, None, "absent") for request in requests}, rows)
 
 
-def _insert_around(conn: Connection, requests: Sequence[ClaimRequest], now: int | None) -> dict[str, Verdict]:
+def _insert_around(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> dict[str, Verdict]:
     """Some transaction sits on one of these keys: leave out what exists, insert the rest one by one.
 
     A key that cannot even be inserted alone is being claimed in a transaction that has not committed: in flight.
     """
-    existing = _read(conn, requests, now)
+    existing = _read(conn, requests, terms)
     absent = [request for request in requests if (request.scope, request.key) not in existing]
     if len(absent) == 1 == len(requests):
         return {absent[0].attempt: _busy(absent[0])}
-    conn.execute(text("SET lock_timeout = 50"))
-    try:
-        won: dict[str, Verdict] = {}
-        for request in absent:
-            won |= _insert(conn, [request], now)
-        return won
-    finally:
-        conn.execute(text(f"SET lock_timeout = {POSTGRES_SETTINGS['lock_timeout']}"))
+    hasty = {**terms, "patience": "50"}
+    won: dict[str, Verdict] = {}
+    for request in absent:
+        won |= _insert(conn, [request], hasty)
+    return won
 
 
-def _take(
-    conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]], now: int | None
-) -> dict[str, Verdict]:
+def _take(conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]], terms: Terms) -> dict[str, Verdict]:
     fingerprints = [fingerprint_for(*each) for each in wanted]
     seen = {
         "was_fence": [record.fence for _, record, _ in wanted],
         "was_state": [record.state for _, record, _ in wanted],
         "was_until": [record.lease_until_us for _, record, _ in wanted],
     }
-    rows = conn.execute(_TAKE, _asked([request for request, _, _ in wanted], fingerprints, now) | seen).all()
+    rows = conn.execute(_TAKE, _asked([request for request, _, _ in wanted], fingerprints, terms) | seen).all()
     return _granted({request.attempt: (request, record, reason) for request, record, reason in wanted}, rows)
 
 
@@ -366,15 +370,15 @@ def _granted(asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows:
     won: dict[str, Verdict] = {}
     for attempt, fence, created in rows:
         request, previous, reason = asked[attempt]
-        won[attempt] = Granted(claim_of(grant(request, previous, reason, fence, created)), reason)
+        won[attempt] = granted(request, previous, reason, fence, created)
     return won
 
 
-def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str], now: int | None) -> dict[str, Any]:
+def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str], terms: Terms) -> dict[str, Any]:
     outcomes = [request.done for request in requests]
     return {
         **_places(requests),
-        "now": now,
+        **terms,
         "fingerprint": fingerprints,
         "attempt": [request.attempt for request in requests],
         "unknown": [request.unknown for request in requests],
@@ -393,9 +397,9 @@ def _places(wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[str, Any]:
 
 
 def _read(
-    conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned], now: int | None
+    conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned], terms: Terms
 ) -> dict[tuple[str, str], Record]:
-    rows = conn.execute(_READ, {**_places(set(map(_ref, wanted))), "now": now})
+    rows = conn.execute(_READ, {**_places(set(map(_ref, wanted))), **terms})
     return {(record.scope, record.key): record for record in (Record(*row) for row in rows)}
 
 
@@ -404,53 +408,56 @@ def _ref(wanted: Ref | ClaimRequest | Owned) -> Ref:
 
 
 def _fenced(
-    conn: Connection, statement: TextClause, requests: Sequence[Owned], now: int | None, **columns: list[Any]
+    conn: Connection, statement: TextClause, requests: Sequence[Owned], terms: Terms, **columns: list[Any]
 ) -> dict[tuple[str, str, int], int]:
-    """Run a fenced change in the order of the keys; answer whose fence held, and what it answered."""
-    order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
-    arrays = {name: [column[at] for at in order] for name, column in columns.items()}
-    ordered = [requests[at] for at in order]
-    rows = conn.execute(
-        statement, {**_places(ordered), "fence": [each.fence for each in ordered], "now": now, **arrays}
-    )
-    return {(scope, key, fence): answer for scope, key, fence, answer in rows}
+    """Run a fenced change; answer whose fence held, and what the statement answered for it."""
+    values = {**terms, **_places(requests), "fence": [each.fence for each in requests], **columns}
+    return {(scope, key, fence): answer for scope, key, fence, answer in conn.execute(statement, values)}
 
 
-def _renew(conn: Connection, requests: Sequence[Renew], now: int | None) -> list[int | None]:
-    held = _fenced(conn, _RENEW, requests, now, lease=[each.lease_us for each in requests])
-    records = _read(conn, [each for each in requests if _name(each) not in held], now)
-    return [
-        held[_name(each)]
-        if _name(each) in held
-        else record.lease_until_us
-        if (record := _still(records, each)) is not None and record.state == "claimed"
-        else None
-        for each in requests
-    ]
+def _missed(
+    conn: Connection, requests: Sequence[Owned], held: dict[tuple[str, str, int], int], terms: Terms
+) -> dict[tuple[str, str], Record]:
+    """What there is instead, for the requests whose fence did not hold."""
+    if len(held) == len(requests):
+        return {}
+    return _read(conn, [each for each in requests if _name(each) not in held], terms)
 
 
-def _complete(conn: Connection, requests: Sequence[Complete], now: int | None) -> list[bool]:
+def _renew(conn: Connection, requests: Sequence[Renew], terms: Terms) -> list[int | None]:
+    held = _fenced(conn, _RENEW, requests, terms, lease=[each.lease_us for each in requests])
+    records = _missed(conn, requests, held, terms)
+    return [held[_name(each)] if _name(each) in held else _still_leased(records, each) for each in requests]
+
+
+def _still_leased(records: dict[tuple[str, str], Record], request: Renew) -> int | None:
+    """An owner whose row is locked (it completes in a transaction of its own) has the lease that it had."""
+    record = _still(records, request)
+    return record.lease_until_us if record is not None and record.state == "claimed" else None
+
+
+def _complete(conn: Connection, requests: Sequence[Complete], terms: Terms) -> list[bool]:
     held = _fenced(
         conn,
         _COMPLETE,
         requests,
-        now,
+        terms,
         kind=[each.done.kind for each in requests],
         value=[each.done.data for each in requests],
         value_ttl=[each.done.value_ttl_us for each in requests],
     )
-    missed = [each for each in requests if _name(each) not in held]
-    records = _read(conn, missed, now) if missed else {}
-    return [
-        _name(each) in held or ((record := _still(records, each)) is not None and record.state == "completed")
-        for each in requests
-    ]
+    records = _missed(conn, requests, held, terms)
+    return [_name(each) in held or _completed_by(records, each) for each in requests]
 
 
-def _release(conn: Connection, requests: Sequence[Release], now: int | None) -> list[bool]:
-    held = _fenced(conn, _RELEASE, requests, now)
-    missed = [each for each in requests if _name(each) not in held]
-    records = _read(conn, missed, now) if missed else {}
+def _completed_by(records: dict[tuple[str, str], Record], request: Complete) -> bool:
+    record = _still(records, request)
+    return record is not None and record.state == "completed"
+
+
+def _release(conn: Connection, requests: Sequence[Release], terms: Terms) -> list[bool]:
+    held = _fenced(conn, _RELEASE, requests, terms)
+    records = _missed(conn, requests, held, terms)
     return [
         _name(each) in held or _vacant(records.get((each.scope, each.key))) or _still(records, each) is not None
         for each in requests
@@ -471,18 +478,18 @@ def _still(records: dict[tuple[str, str], Record], request: Owned) -> Record | N
     return record if record is not None and not _vacant(record) and record.fence == request.fence else None
 
 
-def _get(conn: Connection, refs: Sequence[Ref], now: int | None) -> list[Record | None]:
-    records = _read(conn, refs, now)
+def _get(conn: Connection, refs: Sequence[Ref], terms: Terms) -> list[Record | None]:
+    records = _read(conn, refs, terms)
     found = (records.get((ref.scope, ref.key)) for ref in refs)
     return [None if _vacant(record) else record for record in found]
 
 
-def _purge(conn: Connection, limit: int, now: int | None) -> int:
-    removed: int = conn.execute(_PURGE, {"now": now, "most": limit}).rowcount
+def _purge(conn: Connection, limit: int, terms: Terms) -> int:
+    removed: int = conn.execute(_PURGE, {**terms, "most": limit}).rowcount
     if removed < limit:
-        removed += conn.execute(_FADE, {"now": now, "most": limit - removed}).rowcount
+        removed += conn.execute(_FADE, {**terms, "most": limit - removed}).rowcount
     return removed
 
 
-def _stats(conn: Connection, now: int | None) -> Held:
-    return Held(**{row[0]: row[1] for row in conn.execute(_COUNT, {"now": now})})
+def _stats(conn: Connection, terms: Terms) -> Held:
+    return Held(**{row[0]: row[1] for row in conn.execute(_COUNT, {**terms})})

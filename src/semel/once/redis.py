@@ -26,9 +26,9 @@ from redis import exceptions
 
 from semel.bridge import HomeLoop
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
-from semel.model import Granted, Held, Reason, Record, State, Verdict
+from semel.model import Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
-from semel.once.rules import claim_of, fingerprint_for, gone, grant, judge
+from semel.once.rules import fingerprint_for, gone, granted, judge
 from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
 
 T = TypeVar("T")
@@ -169,11 +169,11 @@ return answers
 )
 
 
-def hearing(url: str) -> Hear:
-    """SUBSCRIBE, for the listener's thread."""
+def hearing(client: Any) -> Hear:
+    """SUBSCRIBE, for the listener's thread; the client connects when it begins."""
 
     def hear(channel: str, stopped: Event) -> Iterator[str]:
-        with redis.Redis.from_url(url) as client, client.pubsub(ignore_subscribe_messages=True) as subscription:
+        with client.pubsub(ignore_subscribe_messages=True) as subscription:
             subscription.subscribe(channel)
             while not stopped.is_set():
                 message = subscription.get_message(timeout=0.5)
@@ -194,6 +194,8 @@ class RedisStore:
     ) -> None:
         if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
             raise InvalidRequest(f"the Redis prefix {prefix!r} must be some text without braces, wildcards or spaces")
+        if client.get_encoder().decode_responses:
+            raise InvalidRequest("outcomes are bytes: give a Redis client without decode_responses=True")
         self._client = client
         self._clustered = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
         self._clock = clock
@@ -227,7 +229,7 @@ class RedisStore:
             ):
                 if not isinstance(answer, list):
                     fence = int(answer)
-                    verdicts[at] = Granted(claim_of(grant(request, previous, reason, fence, now)), reason)
+                    verdicts[at] = granted(request, previous, reason, fence, now)
                     continue
                 record = _record(answer, now)
                 verdict = judge(record, request, now)
@@ -454,4 +456,4 @@ def open_url(url: str, awaited: bool, clock: Clock | None, *, prefix: Any = "sem
         raise StoreUnavailable(f"the Redis cluster cannot be reached: {error}") from error
     except ValueError as error:
         raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
-    return RedisStore(client, clock, prefix=prefix, listener=Listener(hearing(plain)))
+    return RedisStore(client, clock, prefix=prefix, listener=Listener(hearing(redis.Redis.from_url(plain))))

@@ -92,6 +92,21 @@ def fingerprint_for(request: ClaimRequest, previous: Record | None, reason: Reas
     return request.fingerprint or inherited
 
 
+def granted(request: ClaimRequest, previous: Record | None, reason: Reason, fence: int, now: int) -> Granted:
+    """The verdict for a request whose record, as :func:`grant` would make it, a store has just written."""
+    claim = Claim(
+        request.scope,
+        request.key,
+        fence,
+        request.attempt,
+        fingerprint_for(request, previous, reason),
+        request.lease_us / 1e6,
+        now + request.lease_us,
+        now + request.ttl_us,
+    )
+    return Granted(claim, reason)
+
+
 def claim_of(record: Record) -> Claim:
     """The claim that owns this record."""
     return Claim(

@@ -22,8 +22,8 @@ from semel.sql.failures import translated
 P = ParamSpec("P")
 R = TypeVar("R")
 
-POSTGRES_SETTINGS = {"jit": "off", "lock_timeout": "1000", "application_name": "semel"}
-"""Short statements gain nothing from JIT; a batch must not hang behind one user's open transaction."""
+POSTGRES_SETTINGS = {"jit": "off", "application_name": "semel"}
+"""Short statements gain nothing from JIT."""
 
 
 class Database(Protocol):
