@@ -7,6 +7,7 @@ themselves, and one statement (one round trip, one commit) serves hundreds of ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
@@ -23,6 +24,8 @@ B_co = TypeVar("B_co", covariant=True)
 Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
 
 LARGEST = 500
+
+_log = logging.getLogger("semel")
 
 
 class Lane(Protocol[A_contra, B_co]):
@@ -45,42 +48,61 @@ class Direct(Generic[A, B]):
 class LoopLane(Generic[A, B]):
     """Coalesces the tasks of one event loop.
 
-    A flush runs in a task of its own, so a caller that is cancelled does not take the others' calls with it, and
-    ``orphaned`` hears the answers that nobody waits for any more.
+    The first caller flushes its own call, the others' leave together in a task of their own, so a caller that is
+    cancelled takes nobody with it. A cancelled call is seen through to its end all the same (every verb may be sent
+    twice), and ``orphaned`` hears the answer that nobody waits for any more.
     """
 
     def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], None] | None = None) -> None:
         self._flush = flush
         self.orphaned = orphaned
         self._waiting: list[tuple[A, asyncio.Future[B]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._busy = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, request: A, /) -> B:
         loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._move_to(loop)
+        if self._busy:
+            return await self._join(loop, request)
+        self._busy = True
+        try:
+            return (await self._flush((request,)))[0]
+        except asyncio.CancelledError:
+            self._spawn(self._see_through(request))
+            raise
+        finally:
+            self._go_on()
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._busy and self._loop is not None and not self._loop.is_closed():
+            raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
+        self._loop, self._busy, self._waiting = loop, False, []
+
+    async def _join(self, loop: asyncio.AbstractEventLoop, request: A) -> B:
         answer: asyncio.Future[B] = loop.create_future()
         self._waiting.append((request, answer))
-        if self._task is None:
-            self._task = loop.create_task(self._drain())
-        elif self._task.get_loop() is not loop:
-            self._waiting.pop()
-            raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
         try:
             return await answer
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None and self.orphaned is not None:
-                self.orphaned(answer.result())  # it was answered and cancelled in the same turn of the loop
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._orphan(answer.result())  # it was answered and cancelled in the same turn of the loop
             raise
 
-    async def _drain(self) -> None:
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
-                await self._send(batch)
-        finally:
-            self._task = None
-            for _, answer in self._waiting:
-                answer.cancel()
-            self._waiting = []
+    def _go_on(self) -> None:
+        """After a flush: send what has gathered, or be idle."""
+        if self._waiting:
+            batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
+            self._spawn(self._send(batch))
+        else:
+            self._busy = False
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _send(self, batch: list[tuple[A, asyncio.Future[B]]]) -> None:
         try:
@@ -89,16 +111,29 @@ class LoopLane(Generic[A, B]):
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
-            return
         except BaseException:
             for _, future in batch:
                 future.cancel()
             raise
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
-            elif self.orphaned is not None:
-                self.orphaned(answer)
+        else:
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result(answer)
+                else:
+                    self._orphan(answer)
+        finally:
+            self._go_on()
+
+    async def _see_through(self, request: A) -> None:
+        """A cancelled flush may or may not have arrived: send it again, and give its answer to nobody."""
+        try:
+            self._orphan((await self._flush((request,)))[0])
+        except SemelError as error:
+            _log.warning("a cancelled call could not be seen through: %s", error)
+
+    def _orphan(self, answer: B) -> None:
+        if self.orphaned is not None:
+            self.orphaned(answer)
 
 
 class _Call(Generic[A, B]):

@@ -3,6 +3,9 @@
 Each statement takes a whole batch as arrays and commits by itself. A claim inserts first, since most keys are new.
 What met an existing row is read in a **second** statement (the first one's snapshot cannot see a row that was
 committed meanwhile), judged by the rules, and, where it may be had, taken by compare-and-set on what was read.
+
+No two batches deadlock: a claim inserts in the order of the keys; completing and releasing touch only rows that nobody
+else may change; and every other statement skips the rows that someone has locked.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ r AS MATERIALIZED (
 ),
 held AS MATERIALIZED (
   SELECT k.scope, k.key FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.was_fence
-  ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED
+  FOR UPDATE OF k SKIP LOCKED
 )
 UPDATE semel_keys k
 SET fingerprint = r.fingerprint, state = r.state, fence = nextval('semel_fence'), attempt = r.attempt,
@@ -86,61 +89,51 @@ _AWAIT = text("""
 WITH held AS MATERIALIZED (
   SELECT k.scope, k.key FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key)
   JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.state = 'claimed' AND NOT k.awaited
-  ORDER BY k.scope, k.key FOR UPDATE OF k SKIP LOCKED
+  FOR UPDATE OF k SKIP LOCKED
 )
 UPDATE semel_keys k SET awaited = true FROM held
 WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'
 """)
 
 
-def _owned(names: str, arrays: str, lock: str, change: str, answer: str) -> TextClause:
-    """A fenced change to the rows that the given owners hold, locked in the order of their keys."""
-    return text(f"""
-WITH {_CLOCK},
-r AS MATERIALIZED (
-  SELECT * FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fence AS bigint[]){arrays})
-  AS r(scope, key, fence{names})
-),
-held AS MATERIALIZED (
-  SELECT k.scope, k.key, r.fence FROM r
-  JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
-  ORDER BY k.scope, k.key {lock}
-),
-changed AS (
-  UPDATE semel_keys k SET {change}
-  FROM clock, held JOIN r ON r.scope = held.scope AND r.key = held.key AND r.fence = held.fence
-  WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
-    AND NOT (k.expires_us < us AND k.lease_until_us <= us)
-  RETURNING k.scope, k.key, k.fence, k.lease_until_us, k.awaited
-)
-SELECT scope, key, fence, {answer} FROM changed
+_OWNED = "CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fence AS bigint[])"
+_HOLDS = """k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
+  AND NOT (k.expires_us < us AND k.lease_until_us <= us)"""
+_NOTIFIED = f"CASE WHEN k.awaited THEN pg_notify('{CHANNEL}', k.scope || chr(31) || k.key) END"
+
+_COMPLETE = text(f"""
+WITH {_CLOCK}
+UPDATE semel_keys k
+SET state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl
+FROM clock, unnest({_OWNED}, CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[]))
+  AS r(scope, key, fence, kind, value, value_ttl)
+WHERE {_HOLDS}
+RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 """)
-
-
-_NOTIFIED = f"CASE WHEN awaited THEN pg_notify('{CHANNEL}', scope || chr(31) || key) END"
-
-_COMPLETE = _owned(
-    ", kind, value, value_ttl",
-    ", CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])",
-    "FOR UPDATE OF k",
-    "state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl",
-    _NOTIFIED,
-)
 
 # A released row stays for a minute: a claim that drew its fence before this one's, and inserts after the row is gone,
 # would make the fence of the key go backwards.
-_RELEASE = _owned(
-    "", "", "FOR UPDATE OF k", "state = 'released', expires_us = least(k.expires_us, us + 60000000)", _NOTIFIED
-)
+_RELEASE = text(f"""
+WITH {_CLOCK}
+UPDATE semel_keys k SET state = 'released', expires_us = least(k.expires_us, us + 60000000)
+FROM clock, unnest({_OWNED}) AS r(scope, key, fence)
+WHERE {_HOLDS}
+RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
+""")
 
 # SKIP LOCKED: an owner that completes in its own open transaction must not hold up everyone's renewal.
-_RENEW = _owned(
-    ", lease",
-    ", CAST(:lease AS bigint[])",
-    "FOR UPDATE OF k SKIP LOCKED",
-    "lease_us = r.lease, lease_until_us = us + r.lease",
-    "lease_until_us",
+_RENEW = text(f"""
+WITH {_CLOCK},
+r AS MATERIALIZED (SELECT * FROM unnest({_OWNED}, CAST(:lease AS bigint[])) AS r(scope, key, fence, lease)),
+held AS MATERIALIZED (
+  SELECT r.* FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.fence
+  FOR UPDATE OF k SKIP LOCKED
 )
+UPDATE semel_keys k SET lease_us = r.lease, lease_until_us = us + r.lease
+FROM clock, held AS r
+WHERE {_HOLDS}
+RETURNING k.scope, k.key, k.fence, k.lease_until_us
+""")
 
 _GONE = "expires_us < us AND NOT (state = 'claimed' AND lease_until_us > us)"
 

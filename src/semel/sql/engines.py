@@ -22,12 +22,16 @@ from semel.sql.failures import translated
 P = ParamSpec("P")
 R = TypeVar("R")
 
-POSTGRES_SETTINGS = {"jit": "off", "application_name": "semel"}
-"""Short statements gain nothing from JIT."""
+POSTGRES_SETTINGS = {"jit": "off", "plan_cache_mode": "force_generic_plan", "application_name": "semel"}
+"""Short statements gain nothing from JIT, nor from a new plan for every batch."""
+
+
+_left_behind: list[Connection | AsyncConnection] = []
+"""Connections of a parent process or of a closed loop: never used again, and never closed from here."""
 
 
 class Database(Protocol):
-    """Runs verbs."""
+    """Runs verbs. Our own engines keep connections out of the pool: to check one out costs as much as to use it."""
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
@@ -53,11 +57,14 @@ class BlockingDatabase:
     def __init__(self, engine: Engine, *, owned: bool = True) -> None:
         self._engine = engine
         self._owned = owned
-        self.after_fork()
+        self._kept: list[Connection] = []
+        self._writing = threading.Lock()
         survive_fork(self)
 
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
+        _left_behind.extend(self._kept)
+        self._kept = []
         self._engine.dispose(close=False)
         self._writing = threading.Lock()
 
@@ -67,8 +74,17 @@ class BlockingDatabase:
             if self._engine.dialect.name == "sqlite":
                 with self._writing, self._engine.begin() as conn:
                     return work(conn, *args, **kwargs)
-            with self._engine.connect() as conn:
-                return work(conn, *args, **kwargs)
+            conn = self._kept.pop() if self._kept else self._engine.connect()
+            try:
+                answer = work(conn, *args, **kwargs)
+            except BaseException:
+                conn.close()
+                raise
+            if self._owned:
+                self._kept.append(conn)
+            else:
+                conn.close()
+            return answer
 
     async def look_and_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
@@ -90,6 +106,8 @@ class BlockingDatabase:
 
     async def close(self) -> None:
         """See Database."""
+        while self._kept:
+            self._kept.pop().close()
         if self._owned:
             self._engine.dispose()
 
@@ -135,25 +153,43 @@ class AsyncDatabase:
     def __init__(self, engine: AsyncEngine, *, owned: bool = True) -> None:
         self._engine = engine
         self._owned = owned
-        self._home = HomeLoop(lambda: engine.sync_engine.dispose(close=False))
+        self._kept: list[AsyncConnection] = []
+        self._home = HomeLoop(self.after_fork)
         survive_fork(self)
 
     def after_fork(self) -> None:
         """See BlockingDatabase."""
+        _left_behind.extend(self._kept)
+        self._kept = []
         self._engine.sync_engine.dispose(close=False)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         self._home.enter()
         with translated():
-            async with self._engine.connect() as conn:
-                return await conn.run_sync(work, *args, **kwargs)
+            conn = self._kept.pop() if self._kept else await self._engine.connect()
+            try:
+                answer = await conn.run_sync(work, *args, **kwargs)
+            except Exception:
+                await conn.close()
+                raise
+            except BaseException:  # cancelled: who knows what the connection was about to say
+                await conn.invalidate()
+                await conn.close()
+                raise
+            if self._owned:
+                self._kept.append(conn)
+            else:
+                await conn.close()
+            return answer
 
     look_and_write = write
     read = write
 
     async def close(self) -> None:
         """See Database."""
+        while self._kept:
+            await self._kept.pop().close()
         if self._owned:
             await self._engine.dispose()
 

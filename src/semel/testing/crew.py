@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from semel.testing.clock import FakeClock
 from semel.testing.world import PATIENCE, Opener, World
 
 SIZE = 8
+
+_IMPORTS = ["pytest", "semel.testing.rules.shared", "semel.once.redis", "semel.once.postgres", "psycopg", "asyncpg"]
+"""What takes a second or two to import, times eight; what is not installed is passed over."""
 
 _READY, _GO, _DONE, _FAILED = "ready", "go", "done", "failed"
 
@@ -23,8 +27,7 @@ class Crew:
     _present: Crew | None = None
 
     def __init__(self) -> None:
-        # Not forked: a store must work in a process that shares nothing but the place where the store's data is.
-        context = get_context("spawn")
+        context = _context()
         self._lines: list[Connection] = []
         self._processes = []
         for number in range(SIZE):
@@ -80,6 +83,15 @@ class Crew:
             process.close()
 
 
+def _context() -> SpawnContext | ForkServerContext:
+    """Processes that inherit nothing of this one; where the system can, forked from one that did the imports."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    return context
+
+
 def _serve(line: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end ends the line
     while True:
@@ -96,7 +108,6 @@ def _one_job(line: Connection) -> None:
     clock = FakeClock()
     clock.us = now
     with World(opener, is_async=is_async, clock=clock) as world:
-        assert world.store is not None  # opened before the word
         line.send((_READY, None))
         line.recv()
         answer = job(world, *arguments)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property, wraps
+from functools import wraps
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -86,18 +86,13 @@ def renewing(claim: Claim, lease: float = LEASE) -> Renew:
 class Client:
     """A store with its verbs as plain calls, whether it blocks or must be awaited."""
 
+    store: Store
+    run: Callable[[Any], Any]
+    """``run(answer)``: the answer; where it is still to come, it is run to its end in the store's own way."""
+
     def __init__(self, store: Store, run: Callable[[Any], Any]) -> None:
-        self._store = store
-        self._run = run
-
-    @property
-    def store(self) -> Store:
-        """The store itself."""
-        return self._store
-
-    def run(self, answer: Any) -> Any:
-        """The answer; where it is still to come, run it to its end."""
-        return self._run(answer)
+        self.store = store
+        self.run = run
 
     def claims(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
         """Claim a batch."""
@@ -179,11 +174,13 @@ class World(Client):
     def __init__(self, opener: Opener, *, is_async: bool = False, clock: FakeClock | None = None) -> None:
         self.clock = clock or FakeClock()
         self.is_async = is_async
+        self.run = self._await if is_async else _block
         self._opener = opener
         self._runner = asyncio.Runner()
         self._opened: list[Any] = []
 
     def __enter__(self) -> Self:
+        self.store = self.opened(self.clock)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -192,11 +189,6 @@ class World(Client):
                 self.run(thing.close())
         finally:
             self._runner.close()
-
-    @cached_property
-    def store(self) -> Store:  # type: ignore[override]  # opened when a rule first asks for it
-        """The store under test, on this world's clock."""
-        return self.opened(self.clock)
 
     def opened(self, clock: Clock | None) -> Store:
         """The store opened (once more) on a clock; None for its own time. It is closed with the world."""
@@ -239,13 +231,8 @@ class World(Client):
 
         return meet
 
-    def run(self, answer: Any) -> Any:
-        """The answer; where it is still to come, run it to its end in the store's own way."""
-        if not isawaitable(answer):
-            return answer
-        if self.is_async:
-            return self._runner.run(_settled(answer))
-        return drive(_settled(answer))
+    def _await(self, answer: Any) -> Any:
+        return self._runner.run(_settled(answer)) if isawaitable(answer) else answer
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """Make all the calls at the same moment, in threads or in tasks, and give their answers in order."""
@@ -274,6 +261,10 @@ class World(Client):
                 return [turn.result() for turn in [pool.submit(one, call) for call in calls]]
         finally:
             sys.setswitchinterval(usual)
+
+
+def _block(answer: Any) -> Any:
+    return drive(_settled(answer)) if isawaitable(answer) else answer
 
 
 async def _settled(answer: Any) -> Any:

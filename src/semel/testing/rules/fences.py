@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+
+from msgspec.structs import replace
 
 from semel.model import Claim, InFlight, Replay
 from semel.testing.world import World, done
@@ -86,7 +89,7 @@ class Fences:
         assert world.release(again)
         world.purge()
         fences.append(world.granted().fence)
-        assert all(earlier < later for earlier, later in zip(fences, fences[1:], strict=False)), fences
+        assert all(earlier < later for earlier, later in pairwise(fences)), fences
 
     def test_the_fence_grows_in_a_store_that_was_emptied(self, world: World) -> None:
         """After everything in it expired and was purged, a store still knows where it was."""
@@ -140,34 +143,24 @@ class Fences:
     def test_a_fence_that_was_never_given_holds_nothing(self, world: World) -> None:
         """A number greater than the owner's is as stale as a smaller one."""
         claim = world.granted()
-        forged = _with_fence(claim, claim.fence + 1)
+        forged = replace(claim, fence=claim.fence + 1)
         with world.untouched():
             assert world.complete(forged, "forged") is False
             assert world.release(forged) is False
             assert world.renew(forged) is None
 
     def test_a_fence_holds_its_own_key_only(self, world: World) -> None:
-        """The right fence on another key, or in another scope, is the wrong fence."""
-        own, other = world.granted("own"), world.granted("other")
-        with world.untouched("other"):
-            assert world.complete(_with_fence(other, own.fence)) is False
-            assert world.release(_with_fence(other, own.fence)) is False
-            assert world.renew(_with_fence(other, own.fence)) is None
+        """Two keys may have fences of the same number: what the owner of one does leaves the other as it is."""
+        verbs: tuple[Callable[[Claim], object], ...] = (world.complete, world.renew, world.release)
+        for number, verb in enumerate(verbs):
+            own, others = world.granted(f"own {number}"), [("other", "scope"), (f"own {number}", "other")]
+            for key, scope in others:
+                world.granted(key, scope=scope)
+            with world.untouched(*others[0]), world.untouched(*others[1]):
+                assert verb(own)
+            self._start_anew(world)
 
     @staticmethod
     def _start_anew(world: World) -> None:
         """Let everything expire that an earlier story left behind."""
         world.clock.advance(86400)
-
-
-def _with_fence(claim: Claim, fence: int) -> Claim:
-    return Claim(
-        claim.scope,
-        claim.key,
-        fence,
-        claim.attempt,
-        claim.fingerprint,
-        claim.lease,
-        claim.lease_until_us,
-        claim.expires_us,
-    )

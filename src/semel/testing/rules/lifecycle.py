@@ -1,4 +1,4 @@
-"""The store as users meet it, through ``Once`` and ``AsyncOnce``: messages that are seen once, work that is done once."""
+"""The store as users meet it, through ``Once`` and ``AsyncOnce``: messages seen once, work done once."""
 
 from __future__ import annotations
 

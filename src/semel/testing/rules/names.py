@@ -77,7 +77,8 @@ class Names:
     def test_names_may_be_long(self, world: World) -> None:
         """255 characters of four bytes each, in key and scope, of which only the last differs."""
         long = "\U0001f600" * 254
-        _all_apart(world, list(product((long + "\U0001f601", long + "\U0001f602"), repeat=2)))
+        two = (long + "\U0001f601", long + "\U0001f602")
+        _all_apart(world, list(product(two, two)))
 
     def test_a_batch_keeps_scopes_apart(self, world: World) -> None:
         """The same key in several scopes, in one batch, each answered for its own scope."""

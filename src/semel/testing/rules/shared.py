@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -134,7 +133,6 @@ class Shared:
             assert sum(not replayed for _, replayed in results) == 1
 
     def _apart(self, world: World, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        assert world.store is not None  # opened here first, and made ready by one alone
         return Crew.present().work(world, self.opener(), job, arguments)
 
 
@@ -182,9 +180,7 @@ def _work(world: World, names: list[str], value: str) -> list[tuple[str, bool]]:
 def _local_time_off_by(seconds: float) -> Any:
     """This process's wall clock is wrong for a while."""
     true, true_ns = time.time, time.time_ns
-    return patch.multiple(
-        time, time=lambda: true() + seconds, time_ns=lambda: true_ns() + us(seconds) * 1000
-    )
+    return patch.multiple(time, time=lambda: true() + seconds, time_ns=lambda: true_ns() + us(seconds) * 1000)
 
 
 async def _settled(answer: Any) -> Any:
