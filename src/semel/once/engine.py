@@ -7,7 +7,6 @@ them together around a piece of work; :mod:`semel.once.calls` only calls the use
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -20,7 +19,6 @@ from semel.errors import (
     KeyReused,
     OriginalFailed,
     OutcomeUnknown,
-    StoreBroken,
     StoreUnavailable,
     Unencodable,
 )
@@ -31,6 +29,7 @@ from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
 from semel.once.counters import Counters, Event, Hook, Stats
 from semel.once.memory import MemoryStore
+from semel.once.patience import patient
 from semel.once.runtime import Runtime
 from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
 from semel.policy import CrashRule, Policy, seconds
@@ -363,25 +362,7 @@ class Engine:
         return self._runtime.lane(patient) if self.store.coalesce else Direct(patient)
 
     def _patient(self, verb: Callable[[A], Awaitable[B]]) -> Callable[[A], Awaitable[B]]:
-        """Try again, with growing pauses, while the store is away: every verb may be sent twice."""
-
-        async def flush(requests: A) -> B:
-            deadline = 0.0
-            pause = 0.05
-            while True:
-                try:
-                    return await verb(requests)
-                except StoreBroken:
-                    raise
-                except StoreUnavailable as error:
-                    deadline = deadline or time.monotonic() + self._retry_for
-                    if time.monotonic() + pause > deadline:
-                        raise
-                    _log.info("the store is away, trying again in %.2f s: %s", pause, error)
-                await self._runtime.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
-                pause = min(pause * 2, 1.0)
-
-        return flush
+        return patient(verb, self._runtime, self._retry_for)
 
 
 _EVENTS: dict[type, str] = {

@@ -53,6 +53,8 @@ class Listener:
                     heard(payload)
                     pause = 0.1
             except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
+                if stopped.is_set():
+                    return
                 _log.warning("cannot hear about ended claims, waiters poll meanwhile: %s", error)
                 stopped.wait(pause)
                 pause = min(pause * 2, 5.0)

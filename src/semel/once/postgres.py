@@ -424,9 +424,14 @@ def _renew(conn: Connection, requests: Sequence[Renew], terms: Terms) -> list[in
 
 
 def _still_leased(records: dict[tuple[str, str], Record], request: Renew) -> int | None:
-    """An owner whose row is locked (it completes in a transaction of its own) has the lease that it had."""
+    """A row that someone has locked was not renewed: its owner, who completes in a transaction, has the lease it had.
+
+    If that is over, whoever holds the lock may be taking the key over.
+    """
     record = _still(records, request)
-    return record.lease_until_us if record is not None and record.state == "claimed" else None
+    if record is None or record.state != "claimed" or record.lease_until_us <= record.now_us:
+        return None
+    return record.lease_until_us
 
 
 def _complete(conn: Connection, requests: Sequence[Complete], terms: Terms) -> list[bool]:
