@@ -15,11 +15,11 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from uuid import UUID
 
 from semel.bridge import drive
-from semel.errors import InvalidRequest, NotDone, OutcomeUnknown, SemelError
+from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError
 from semel.fingerprint import fingerprint
 from semel.model import Claim, Kind, Replay, Result
 from semel.once.asking import Asking, name_of
-from semel.once.engine import Engine, replayed
+from semel.once.engine import Engine
 from semel.policy import Policy
 
 P = ParamSpec("P")
@@ -97,7 +97,9 @@ class Plan(Generic[P, R]):
     def result(self, replay: Replay, asking: Asking) -> Result[Any]:
         """The recorded outcome as a call's result."""
         outcome = replay.outcome
-        value = None if self.kind == "seen" else replayed(outcome)
+        if outcome.kind == "error" and not outcome.gone:
+            raise OriginalFailed(*outcome.value)
+        value = None if self.kind == "seen" else outcome.value
         return Result(value, True, asking.key, asking.scope, outcome.fence)
 
     @cached_property

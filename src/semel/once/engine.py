@@ -17,12 +17,11 @@ from semel.errors import (
     InProgress,
     InvalidRequest,
     KeyReused,
-    OriginalFailed,
     OutcomeUnknown,
     StoreUnavailable,
     Unencodable,
 )
-from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Outcome, Record, Replay, Unknown, Verdict
+from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict
 from semel.once.asking import Asking, name_of, new_attempt, print_of
 from semel.once.background import Collector, Renewer
 from semel.once.batch import Direct, Lane, LoopLane
@@ -372,13 +371,6 @@ _EVENTS: dict[type, str] = {
     Mismatch: "conflict",
     Unknown: "unknown",
 }
-
-
-def replayed(outcome: Outcome) -> Any:
-    """The value to return for a replay; a failure that was kept is raised again."""
-    if outcome.kind == "error" and not outcome.gone:
-        raise OriginalFailed(*outcome.value)
-    return outcome.value
 
 
 def _described(error: Exception) -> list[str]:

@@ -297,10 +297,11 @@ def _judge(
         conn.execute(_AWAIT, _places(waiting))
     records = _read(conn, undecided.values(), terms)
     takeable: dict[int, tuple[Record, Reason]] = {}
+    promised: set[tuple[str, str]] = set()
     for at, request in undecided.items():
         record = records.get((request.scope, request.key))
-        if record is None:
-            continue  # removed since it stood in the way: insert again
+        if record is None or (request.scope, request.key) in promised:
+            continue  # removed since it stood in the way: insert again; or promised: judged after who came first
         answer = judge(record, request, record.now_us)
         if not isinstance(answer, str):
             verdicts[at] = answer
@@ -308,6 +309,7 @@ def _judge(
             verdicts[at] = _busy(request)
         else:
             takeable[at] = (record, answer)
+            promised.add((request.scope, request.key))
     return takeable
 
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import cache
 from inspect import isawaitable
 from threading import Event
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from zlib import crc32
 
 import redis
 import redis.asyncio
+from msgspec import Struct, msgpack
 from redis import exceptions
 
 from semel.bridge import HomeLoop
@@ -29,55 +30,59 @@ from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.model import Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
 from semel.once.rules import fingerprint_for, gone, granted, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
-
-T = TypeVar("T")
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
 
 BUCKETS = 256
 SEPARATOR = "\x1f"
 _ROUNDS = 20
+_encoder = msgpack.Encoder()
 
+# Every script takes the records' names as KEYS; as ARGV the time (in tests), the channel, the batch in MessagePack, and
+# then the outcomes' values, since Redis' MessagePack knows no bytes. It answers the time, then one answer a request.
 _START = """
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
   now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
+local asked = cmsgpack.unpack(ARGV[3])
 local function int(number) return string.format('%.0f', number) end
 local answers = {int(now)}
-local function gone(key)
-  local r = redis.call('HMGET', key, 'state', 'expires_us', 'lease_until_us')
-  return not r[1] or (now > tonumber(r[2]) and not (r[1] == 'claimed' and now < tonumber(r[3])))
+local function owner(key)  -- fence, state, awaited, expires; nothing when the record is gone
+  local r = redis.call('HMGET', key, 'fence', 'state', 'awaited', 'expires_us', 'lease_until_us')
+  if not r[1] or (now > tonumber(r[4]) and not (r[2] == 'claimed' and now < tonumber(r[5]))) then return {} end
+  return r
 end
 local function keep(key, ends)  -- a minute longer than needed, so that "expired" can be told from "absent"
   redis.call('PEXPIRE', key, int(math.ceil((ends - now) / 1000) + 60000))
 end
-local function ring(key, name)
-  if redis.call('HGET', key, 'awaited') then redis.call('PUBLISH', ARGV[2], name) end
+local function finish(key, done, data)
+  redis.call('HSET', key, 'state', 'completed', 'completed_us', int(now), 'kind', done.kind, 'data', data)
+  if done.value_ttl_us then redis.call('HSET', key, 'value_until_us', int(now + done.value_ttl_us)) end
+end
+local function ring(awaited, request)
+  if awaited then redis.call('PUBLISH', ARGV[2], request.scope .. '\\31' .. request.key) end
 end
 """
 _CLAIM = (
     _START
     + """
-for i = 1, #KEYS / 2 do
-  local key, counter, a = KEYS[2 * i - 1], KEYS[2 * i], 3 + (i - 1) * 15
+for i, request in ipairs(asked) do
+  local key, counter, was = KEYS[2 * i - 1], KEYS[2 * i], request.was
   local seen = redis.call('HMGET', key, 'fence', 'state', 'lease_until_us')
-  if not seen[1] or (seen[1] == ARGV[a + 12] and seen[2] == ARGV[a + 13] and seen[3] == ARGV[a + 14]) then
+  if not seen[1] or (was and seen[1] == int(was.fence) and seen[2] == was.state and seen[3] == int(was.until_us)) then
     local fence = math.max(tonumber(redis.call('GET', counter) or 0) + 1, now)
     redis.call('SET', counter, int(fence))
-    local lease, ttl, done = tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), ARGV[a + 7] == 'completed'
-    redis.call('DEL', key)
-    redis.call('HSET', key, 'scope', ARGV[a], 'key', ARGV[a + 1], 'fingerprint', ARGV[a + 2], 'attempt', ARGV[a + 3],
-      'unknown', ARGV[a + 4], 'state', ARGV[a + 7], 'fence', int(fence), 'created_us', int(now),
-      'lease_us', ARGV[a + 5], 'lease_until_us', int(now + lease), 'expires_us', int(now + ttl))
-    if done then
-      redis.call('HSET', key, 'completed_us', int(now), 'kind', ARGV[a + 8], 'data', ARGV[a + 9])
-      if ARGV[a + 10] ~= '' then redis.call('HSET', key, 'value_until_us', int(now + tonumber(ARGV[a + 10]))) end
-    end
-    keep(key, now + math.max(lease, ttl))
+    if seen[1] then redis.call('DEL', key) end
+    redis.call('HSET', key, 'scope', request.scope, 'key', request.key, 'fingerprint', request.fingerprint,
+      'attempt', request.attempt, 'unknown', request.unknown and 1 or 0, 'state', 'claimed', 'fence', int(fence),
+      'created_us', int(now), 'lease_us', int(request.lease_us), 'lease_until_us', int(now + request.lease_us),
+      'expires_us', int(now + request.ttl_us))
+    if request.done then finish(key, request.done, ARGV[3 + i]) end
+    keep(key, now + math.max(request.lease_us, request.ttl_us))
     answers[i + 1] = int(fence)
   else
-    if ARGV[a + 11] == '1' and seen[2] == 'claimed' then redis.call('HSET', key, 'awaited', '1') end
+    if request.waiting and seen[2] == 'claimed' then redis.call('HSET', key, 'awaited', '1') end
     answers[i + 1] = redis.call('HGETALL', key)
   end
 end
@@ -87,19 +92,14 @@ return answers
 _COMPLETE = (
     _START
     + """
-for i, key in ipairs(KEYS) do
-  local a = 3 + (i - 1) * 5
-  local r = redis.call('HMGET', key, 'fence', 'state')
-  if r[1] ~= ARGV[a] or gone(key) then
-    answers[i + 1] = 0
-  else
-    if r[2] == 'claimed' then
-      redis.call('HSET', key, 'state', 'completed', 'completed_us', int(now), 'kind', ARGV[a + 1], 'data', ARGV[a + 2])
-      if ARGV[a + 3] ~= '' then redis.call('HSET', key, 'value_until_us', int(now + tonumber(ARGV[a + 3]))) end
-      ring(key, ARGV[a + 4])
-    end
-    answers[i + 1] = 1
+for i, request in ipairs(asked) do
+  local r = owner(KEYS[i])
+  local ours = r[1] == int(request.fence)
+  if ours and r[2] == 'claimed' then
+    finish(KEYS[i], request.done, ARGV[3 + i])
+    ring(r[3], request)
   end
+  answers[i + 1] = ours and 1 or 0
 end
 return answers
 """
@@ -107,20 +107,14 @@ return answers
 _RELEASE = (
     _START
     + """
-for i, key in ipairs(KEYS) do
-  local a = 3 + (i - 1) * 2
-  local r = redis.call('HMGET', key, 'fence', 'state')
-  if not r[1] or gone(key) then
-    answers[i + 1] = 1
-  elseif r[1] ~= ARGV[a] then
-    answers[i + 1] = 0
-  else
-    if r[2] == 'claimed' then
-      ring(key, ARGV[a + 1])
-      redis.call('DEL', key)
-    end
-    answers[i + 1] = 1
+for i, request in ipairs(asked) do
+  local r = owner(KEYS[i])
+  local ours = r[1] == int(request.fence)
+  if ours and r[2] == 'claimed' then
+    redis.call('DEL', KEYS[i])
+    ring(r[3], request)
   end
+  answers[i + 1] = (ours or not r[1]) and 1 or 0
 end
 return answers
 """
@@ -128,15 +122,13 @@ return answers
 _RENEW = (
     _START
     + """
-for i, key in ipairs(KEYS) do
-  local a = 3 + (i - 1) * 2
-  local r = redis.call('HMGET', key, 'fence', 'state', 'expires_us')
-  if r[1] ~= ARGV[a] or r[2] ~= 'claimed' or gone(key) then
-    answers[i + 1] = false
-  else
-    local ends = now + tonumber(ARGV[a + 1])
-    redis.call('HSET', key, 'lease_us', ARGV[a + 1], 'lease_until_us', int(ends))
-    keep(key, math.max(ends, tonumber(r[3])))
+for i, request in ipairs(asked) do
+  local r = owner(KEYS[i])
+  answers[i + 1] = false
+  if r[1] == int(request.fence) and r[2] == 'claimed' then
+    local ends = now + request.lease_us
+    redis.call('HSET', KEYS[i], 'lease_us', int(request.lease_us), 'lease_until_us', int(ends))
+    keep(KEYS[i], math.max(ends, tonumber(r[4])))
     answers[i + 1] = int(ends)
   end
 end
@@ -155,18 +147,55 @@ _PURGE = (
     + """
 for i, key in ipairs(KEYS) do
   answers[i + 1] = 0
-  if redis.call('EXISTS', key) == 1 then
-    local fades = redis.call('HGET', key, 'value_until_us')
-    if gone(key) then
-      answers[i + 1] = redis.call('DEL', key)
-    elseif fades and now > tonumber(fades) then
-      answers[i + 1] = redis.call('HDEL', key, 'data')
-    end
+  local fades = redis.call('HGET', key, 'value_until_us')
+  if not owner(key)[1] then
+    answers[i + 1] = redis.call('DEL', key)
+  elseif fades and now > tonumber(fades) then
+    answers[i + 1] = redis.call('HDEL', key, 'data')
   end
 end
 return answers
 """
 )
+
+
+class _Was(Struct):
+    """What a record must still be for a claim to replace it."""
+
+    fence: int
+    state: State
+    until_us: int
+
+
+class _Done(Struct):
+    """An outcome without its value, which travels beside it."""
+
+    kind: str
+    value_ttl_us: int | None
+
+
+class _Claim(Struct):
+    """A claim as its script reads it."""
+
+    scope: str
+    key: str
+    fingerprint: str
+    attempt: str
+    lease_us: int
+    ttl_us: int
+    unknown: bool
+    waiting: bool
+    done: _Done | None
+    was: _Was | None
+
+
+class _Complete(Struct):
+    """A completion as its script reads it."""
+
+    scope: str
+    key: str
+    fence: int
+    done: _Done
 
 
 def hearing(client: Any) -> Hear:
@@ -220,23 +249,24 @@ class RedisStore:
         """See the contract."""
         verdicts: dict[int, Verdict] = {}
         undecided = dict(enumerate(requests))
-        seen: dict[int, tuple[Record, Reason]] = {}
+        found: dict[int, tuple[Record | None, Reason]] = dict.fromkeys(undecided, (None, "absent"))
         for _ in range(_ROUNDS):
-            wanted = [(request, *seen.get(at, (None, "absent"))) for at, request in undecided.items()]
-            answers = await self._run(_CLAIM, wanted, self._claim_keys, _claim_args)
-            for (at, request), (_, previous, reason), (answer, now) in zip(
-                list(undecided.items()), wanted, answers, strict=True
-            ):
+            wanted = [_want(request, *found[at]) for at, request in undecided.items()]
+            names = [self._claim_keys(request) for request in undecided.values()]
+            values = [b"" if request.done is None else request.done.data for request in undecided.values()]
+            answers = await self._run(_CLAIM, wanted, names, values)
+            promised: set[tuple[str, str]] = set()
+            for (at, request), (answer, now) in zip(list(undecided.items()), answers, strict=True):
                 if not isinstance(answer, list):
-                    fence = int(answer)
-                    verdicts[at] = granted(request, previous, reason, fence, now)
-                    continue
-                record = _record(answer, now)
-                verdict = judge(record, request, now)
-                if isinstance(verdict, str):
-                    seen[at] = (record, verdict)
-                else:
-                    verdicts[at] = verdict
+                    verdicts[at] = granted(request, *found[at], int(answer), now)
+                elif (request.scope, request.key) not in promised:
+                    record = _record(answer, now)
+                    verdict = judge(record, request, now)
+                    if isinstance(verdict, str):
+                        found[at] = (record, verdict)
+                        promised.add((request.scope, request.key))  # who came later is judged after this one
+                    else:
+                        verdicts[at] = verdict
             undecided = {at: request for at, request in undecided.items() if at not in verdicts}
             if not undecided:
                 return [verdicts[at] for at in range(len(requests))]
@@ -244,22 +274,23 @@ class RedisStore:
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """See the contract."""
-        answers = await self._run(_RENEW, requests, self._key, lambda each: (each.fence, each.lease_us))
+        answers = await self._run(_RENEW, requests, self._names(requests))
         return [None if answer is None else int(answer) for answer, _ in answers]
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         """See the contract."""
-        answers = await self._run(_COMPLETE, requests, self._key, _complete_args)
+        batch = [_Complete(each.scope, each.key, each.fence, _done(each.done)) for each in requests]
+        answers = await self._run(_COMPLETE, batch, self._names(requests), [each.done.data for each in requests])
         return [answer == 1 for answer, _ in answers]
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         """See the contract."""
-        answers = await self._run(_RELEASE, requests, self._key, lambda each: (each.fence, _name(each)))
+        answers = await self._run(_RELEASE, requests, self._names(requests))
         return [answer == 1 for answer, _ in answers]
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
-        answers = await self._run(_GET, refs, self._key, lambda _: ())
+        answers = await self._run(_GET, (), self._names(refs))
         records = (_record(answer, now) if answer else None for answer, now in answers)
         return [None if record is None or gone(record, record.now_us) else record for record in records]
 
@@ -271,7 +302,7 @@ class RedisStore:
                 left = found
                 while left and removed < limit:
                     some, left = left[: limit - removed], left[limit - removed :]
-                    removed += sum(answer for answer, _ in await self._run(_PURGE, some, self._key, lambda _: ()))
+                    removed += sum(answer for answer, _ in await self._run(_PURGE, (), self._names(some)))
                 if removed >= limit:
                     break
         return removed
@@ -280,7 +311,7 @@ class RedisStore:
         """See the contract. Walks over every key under the prefix."""
         count = dict.fromkeys(Held.__struct_fields__, 0)
         async for refs in self._scan(500):
-            for answer, now in await self._run(_GET, refs, self._key, lambda _: ()):
+            for answer, now in await self._run(_GET, (), self._names(refs)):
                 if answer:
                     record = _record(answer, now)
                     count["expired" if gone(record, now) else record.status] += 1
@@ -312,28 +343,30 @@ class RedisStore:
     async def _run(
         self,
         script: str,
-        requests: Sequence[T],
-        keys: Callable[[T], tuple[str, ...]],
-        args: Callable[[T], tuple[str | bytes | int, ...]],
+        batch: Sequence[Struct],
+        names: Sequence[tuple[str, ...]],
+        values: Sequence[bytes] = (),
     ) -> list[tuple[Any, int]]:
         """Run a script over the batch: one call, or one for each bucket of a cluster. Answers carry the time."""
-        answers: list[tuple[Any, int]] = [(None, 0)] * len(requests)
-        for group in self._groups([keys(request) for request in requests]):
-            names = [name for at, own in group for name in own]
-            values = [value for at, _ in group for value in args(requests[at])]
-            now = "" if self._clock is None else self._clock()
+        answers: list[tuple[Any, int]] = [(None, 0)] * len(names)
+        now = "" if self._clock is None else self._clock()
+        for group in self._groups(names):
+            asked = _encoder.encode([batch[at] for at in group] if batch else ())
+            keys = [name for at in group for name in names[at]]
+            data = [values[at] for at in group] if any(values) else ()
             with translated():
-                reply = await self._eval(script, len(names), *names, now, self._channel, *values)
-            for (at, _), answer in zip(group, reply[1:], strict=True):
+                reply = await self._eval(script, len(keys), *keys, now, self._channel, asked, *data)
+            for at, answer in zip(group, reply[1:], strict=True):
                 answers[at] = (answer, int(reply[0]))
         return answers
 
-    def _groups(self, names: list[tuple[str, ...]]) -> list[list[tuple[int, tuple[str, ...]]]]:
+    def _groups(self, names: Sequence[tuple[str, ...]]) -> list[Sequence[int]]:
+        """What may go into one call: everything, or in a cluster what shares a slot."""
         if not self._clustered:
-            return [list(enumerate(names))] if names else []
+            return [range(len(names))] if names else []
         groups = defaultdict(list)
         for at, own in enumerate(names):
-            groups[own[0].split("}", 1)[0]].append((at, own))
+            groups[own[0].split("}", 1)[0]].append(at)
         return list(groups.values())
 
     async def _eval(self, script: str, *arguments: Any) -> Any:
@@ -348,12 +381,15 @@ class RedisStore:
     async def _answer(reply: Any) -> Any:
         return await reply if isawaitable(reply) else reply
 
-    def _key(self, request: Ref | ClaimRequest | Owned) -> tuple[str, ...]:
+    def _key(self, request: Ref | ClaimRequest | Owned) -> str:
         place = f"{len(request.scope)}:{request.scope}:{request.key}"
-        return (f"{self._prefix}:{{{crc32(place.encode()) % BUCKETS}}}:{place}",)
+        return f"{self._prefix}:{{{crc32(place.encode()) % BUCKETS}}}:{place}"
 
-    def _claim_keys(self, wanted: tuple[ClaimRequest, Record | None, Reason]) -> tuple[str, ...]:
-        (name,) = self._key(wanted[0])
+    def _names(self, requests: Sequence[Ref | Owned]) -> list[tuple[str, ...]]:
+        return [(self._key(request),) for request in requests]
+
+    def _claim_keys(self, request: ClaimRequest) -> tuple[str, str]:
+        name = self._key(request)
         return (name, name[: name.index("}") + 1] + ":fence")
 
     def _ref(self, name: bytes | str) -> Ref:
@@ -377,34 +413,23 @@ def _sha(script: str) -> str:
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
-def _claim_args(wanted: tuple[ClaimRequest, Record | None, Reason]) -> tuple[str | bytes | int, ...]:
-    request, previous, reason = wanted
-    done = request.done
-    return (
+def _want(request: ClaimRequest, previous: Record | None, reason: Reason) -> _Claim:
+    return _Claim(
         request.scope,
         request.key,
         fingerprint_for(request, previous, reason),
         request.attempt,
-        int(request.unknown),
         request.lease_us,
         request.ttl_us,
-        "claimed" if done is None else "completed",
-        "" if done is None else done.kind,
-        b"" if done is None else done.data,
-        "" if done is None or done.value_ttl_us is None else done.value_ttl_us,
-        int(request.waiting),
-        *(("", "", "") if previous is None else (previous.fence, previous.state, previous.lease_until_us)),
+        request.unknown,
+        request.waiting,
+        None if request.done is None else _done(request.done),
+        None if previous is None else _Was(previous.fence, previous.state, previous.lease_until_us),
     )
 
 
-def _complete_args(request: Complete) -> tuple[str | bytes | int, ...]:
-    done = request.done
-    fades = "" if done.value_ttl_us is None else done.value_ttl_us
-    return (request.fence, done.kind, done.data, fades, _name(request))
-
-
-def _name(request: Owned) -> str:
-    return f"{request.scope}{SEPARATOR}{request.key}"
+def _done(done: Done) -> _Done:
+    return _Done(done.kind, done.value_ttl_us)
 
 
 def _record(flat: list[bytes], now: int) -> Record:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from msgspec.structs import astuple
 from sqlalchemy import (
@@ -49,7 +50,7 @@ _COMPLETE = (
     f"UPDATE semel_keys SET state = 'completed', completed_us = ?, kind = ?, value = ?, value_until_us = ? {_LIVE}"
 )
 _RENEW = f"UPDATE semel_keys SET lease_us = ?, lease_until_us = ? {_LIVE}"
-_RELEASE = f"DELETE FROM semel_keys {_HELD}"
+_RELEASE = f"DELETE FROM semel_keys {_LIVE}"
 
 _now = bindparam("now", type_=BigInteger)
 _gone = and_(keys.c.expires_us < _now, not_(and_(keys.c.state == "claimed", keys.c.lease_until_us > _now)))
@@ -190,15 +191,8 @@ def _draw(conn: Connection, count: int) -> Iterator[int]:
 def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[int | None]:
     now = clock()
     rows = [(each.lease_us, now + each.lease_us, each.scope, each.key, each.fence, now, now) for each in requests]
-    if conn.exec_driver_sql(_RENEW, rows).rowcount == len(requests):
-        return [now + each.lease_us for each in requests]
-    records = _read(conn, requests)
-    return [
-        record.lease_until_us
-        if (record := _still(records, each, now)) is not None and record.state == "claimed"
-        else None
-        for each in requests
-    ]
+    changed = _change(conn, _RENEW, rows)
+    return [now + each.lease_us if done else None for each, done in zip(requests, changed, strict=True)]
 
 
 def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> list[bool]:
@@ -207,10 +201,10 @@ def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> l
         (now, each.done.kind, each.done.data, _fades(each.done, now), each.scope, each.key, each.fence, now, now)
         for each in requests
     ]
-    if conn.exec_driver_sql(_COMPLETE, rows).rowcount == len(requests):
-        return [True] * len(requests)
-    records = _read(conn, requests)
-    return [_still(records, each, now) is not None for each in requests]
+    return [
+        done or ((record := _live(conn, each, now)) is not None and record.fence == each.fence)
+        for each, done in zip(requests, _change(conn, _COMPLETE, rows), strict=True)
+    ]
 
 
 def _fades(done: Done, now: int) -> int | None:
@@ -218,21 +212,28 @@ def _fades(done: Done, now: int) -> int | None:
 
 
 def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> list[bool]:
-    rows = [(each.scope, each.key, each.fence) for each in requests]
-    if conn.exec_driver_sql(_RELEASE, rows).rowcount == len(requests):
-        return [True] * len(requests)
-    now, records = clock(), _read(conn, requests)
-    found = (records.get((each.scope, each.key)) for each in requests)
+    now = clock()
+    rows = [(each.scope, each.key, each.fence, now, now) for each in requests]
     return [
-        record is None or gone(record, now) or record.fence == each.fence
-        for record, each in zip(found, requests, strict=True)
+        done or (record := _live(conn, each, now)) is None or record.fence == each.fence
+        for each, done in zip(requests, _change(conn, _RELEASE, rows), strict=True)
     ]
 
 
-def _still(records: dict[tuple[str, str], Record], request: Owned, now: int) -> Record | None:
-    """The record, if the request's fence is the one that holds or completed it."""
-    record = records.get((request.scope, request.key))
-    return record if record is not None and record.fence == request.fence and not gone(record, now) else None
+def _change(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) -> list[bool]:
+    """Which of the rows' owners still held their key, and so changed it. Nearly always all of them: tried in one go."""
+    if len(rows) > 1:
+        conn.exec_driver_sql("SAVEPOINT all_at_once")
+        changed: int = conn.exec_driver_sql(statement, rows).rowcount
+        if changed == len(rows):
+            return [True] * len(rows)
+        conn.exec_driver_sql("ROLLBACK TO all_at_once")
+    return [conn.exec_driver_sql(statement, row).rowcount == 1 for row in rows]
+
+
+def _live(conn: Connection, ref: Ref | Owned, now: int) -> Record | None:
+    record = _read(conn, [ref]).get((ref.scope, ref.key))
+    return None if record is None or gone(record, now) else record
 
 
 def _get(conn: Connection, refs: Sequence[Ref], clock: Clock) -> list[Record | None]:

@@ -71,6 +71,10 @@ class SharedStoreSuite(StoreSuite, Shared):
         """
         raise NotImplementedError(f"{type(self).__name__} must say how any process opens its store: def opener(self)")
 
+    def nowhere(self) -> Opener:
+        """The same, for a place where no store answers: a port that is closed, a directory that is not there."""
+        raise NotImplementedError(f"{type(self).__name__} must name a place without a store: def nowhere(self)")
+
     def open(self, clock: Clock | None) -> Store:
         """See StoreSuite."""
         return self.opener()(clock=clock)

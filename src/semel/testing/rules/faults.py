@@ -77,10 +77,10 @@ class Faults:
             once = world.once(store)
             for verb in ("claim", "complete"):
                 getattr(store, lost)(verb)
-            result = world.run(once.call(lost, work.call))
+            result = world.run(once.call(lost, work.call, in_flight="conflict"))
             assert (result.value, result.replayed, work.done) == ("value", False, 1)
             assert store.calls["claim"] == store.calls["complete"] == 2
-            assert world.run(once.call(lost, work.call)).replayed is True
+            assert world.run(once.call(lost, work.call, in_flight="conflict")).replayed is True
             assert work.done == 1
 
     def test_a_passing_fault_marks_no_message_twice(self, world: World) -> None:

@@ -11,50 +11,50 @@ from semel.model import Claim, InFlight, Replay
 from semel.testing.world import World, done
 
 
-def _taken_over(world: World) -> Claim:
-    stale = world.granted(lease=10)
+def _taken_over(world: World, key: str) -> Claim:
+    stale = world.granted(key, lease=10)
     world.clock.advance(10)
-    world.granted()
+    world.granted(key)
     return stale
 
 
-def _taken_over_and_completed(world: World) -> Claim:
-    stale = world.granted(lease=10)
+def _taken_over_and_completed(world: World, key: str) -> Claim:
+    stale = world.granted(key, lease=10)
     world.clock.advance(10)
-    world.completed(value="new")
+    world.completed(key, value="new")
     return stale
 
 
-def _released_and_claimed_anew(world: World) -> Claim:
-    stale = world.granted()
+def _released_and_claimed_anew(world: World, key: str) -> Claim:
+    stale = world.granted(key)
     assert world.release(stale)
-    world.granted()
+    world.granted(key)
     return stale
 
 
-def _expired_and_claimed_anew(world: World) -> Claim:
-    stale = world.granted(lease=10, ttl=20)
+def _expired_and_claimed_anew(world: World, key: str) -> Claim:
+    stale = world.granted(key, lease=10, ttl=20)
     world.clock.advance(21)
-    world.granted()
+    world.granted(key)
     return stale
 
 
-def _purged_and_claimed_anew(world: World) -> Claim:
-    stale = world.granted(lease=10, ttl=20)
+def _purged_and_claimed_anew(world: World, key: str) -> Claim:
+    stale = world.granted(key, lease=10, ttl=20)
     world.clock.advance(21)
     assert world.purge() == 1
-    world.completed(value="new")
+    world.completed(key, value="new")
     return stale
 
 
-def _resolved(world: World) -> Claim:
-    stale = world.granted(lease=10, unknown=True)
+def _resolved(world: World, key: str) -> Claim:
+    stale = world.granted(key, lease=10, unknown=True)
     world.clock.advance(10)
-    world.granted(resolving=True, unknown=True)
+    world.granted(key, resolving=True, unknown=True)
     return stale
 
 
-STALE: tuple[Callable[[World], Claim], ...] = (
+STALE: tuple[Callable[[World, str], Claim], ...] = (
     _taken_over,
     _taken_over_and_completed,
     _released_and_claimed_anew,
@@ -119,25 +119,22 @@ class Fences:
     def test_a_stale_complete_is_refused(self, world: World) -> None:
         """It answers False and leaves the new owner's record as it is, however the fence became stale."""
         for story in STALE:
-            self._start_anew(world)
-            stale = story(world)
-            with world.untouched():
+            stale = story(world, story.__name__)
+            with world.untouched(story.__name__):
                 assert world.complete(stale, "stale") is False, story.__name__
 
     def test_a_stale_release_is_refused(self, world: World) -> None:
         """It answers False and does not free the new owner's key, however the fence became stale."""
         for story in STALE:
-            self._start_anew(world)
-            stale = story(world)
-            with world.untouched():
+            stale = story(world, story.__name__)
+            with world.untouched(story.__name__):
                 assert world.release(stale) is False, story.__name__
 
     def test_a_stale_renew_is_refused(self, world: World) -> None:
         """It answers None and does not move the new owner's lease, however the fence became stale."""
         for story in STALE:
-            self._start_anew(world)
-            stale = story(world)
-            with world.untouched():
+            stale = story(world, story.__name__)
+            with world.untouched(story.__name__):
                 assert world.renew(stale, 1000) is None, story.__name__
 
     def test_a_fence_that_was_never_given_holds_nothing(self, world: World) -> None:
@@ -158,9 +155,4 @@ class Fences:
                 world.granted(key, scope=scope)
             with world.untouched(*others[0]), world.untouched(*others[1]):
                 assert verb(own)
-            self._start_anew(world)
-
-    @staticmethod
-    def _start_anew(world: World) -> None:
-        """Let everything expire that an earlier story left behind."""
-        world.clock.advance(86400)
+            world.clock.advance(86400)  # everything expires, for the next verb

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import pytest
+
+from semel.errors import StoreUnavailable
 from semel.model import Claim, Granted, InFlight, Replay, Verdict
-from semel.once.store import ClaimRequest
+from semel.once.store import ClaimRequest, Ref, Store
 from semel.testing.crew import SIZE, Crew
 from semel.testing.rules.races import winners
-from semel.testing.world import LEASE, Opener, World, ask, completing, us
+from semel.testing.world import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, us
 
 DAY = 86400.0
 
@@ -21,6 +24,7 @@ class Shared:
 
     server_clock: ClassVar[bool]
     opener: Callable[[], Opener]
+    nowhere: Callable[[], Opener]
 
     def test_every_client_sees_what_another_wrote(self, world: World) -> None:
         """A claim belongs to its fence, not to a connection: any client meets it, and its owner may use any."""
@@ -83,6 +87,30 @@ class Shared:
                 assert 0 < verdict.retry_after <= LEASE
                 assert abs(other.record().now_us - true) < us(DAY)
                 assert other.granted(f"key {wrong}").lease_until_us < true + us(DAY)
+
+    def test_a_store_that_cannot_be_reached_says_so(self, world: World) -> None:
+        """Every verb raises StoreUnavailable, and none of them guesses."""
+        claim = world.granted()
+        asked: tuple[Callable[[Store], Any], ...] = (
+            lambda store: store.open(),
+            lambda store: store.claim([ask()]),
+            lambda store: store.renew([renewing(claim)]),
+            lambda store: store.complete([completing(claim)]),
+            lambda store: store.release([releasing(claim)]),
+            lambda store: store.get([Ref(SCOPE, KEY)]),
+            lambda store: store.purge(10),
+            lambda store: store.stats(),
+        )
+        for verb in asked:
+            with pytest.raises(StoreUnavailable):
+                self._ask_nowhere(world, verb)
+
+    def _ask_nowhere(self, world: World, verb: Callable[[Store], Any]) -> None:
+        store = self.nowhere()(clock=world.clock)
+        try:
+            world.run(verb(store))
+        finally:
+            world.run(store.close())
 
     def test_of_8_processes_one_gets_the_key(self, world: World) -> None:
         """Processes that share nothing but the store ask for one key: exactly one is granted."""
