@@ -104,7 +104,13 @@ class Plan(Generic[P, R]):
 
     @cached_property
     def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.function)
+        try:
+            return inspect.signature(self.function)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(
+                f"{_name(self.function)} does not tell its parameters, so its arguments cannot be fingerprinted; "
+                "give key= and fingerprint=False"
+            ) from error
 
     def _of_arguments(self, *args: P.args, **kwargs: P.kwargs) -> str:
         bound = self._signature.bind(*args, **kwargs)

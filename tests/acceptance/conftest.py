@@ -1,0 +1,84 @@
+"""The four stores as empty spaces, and eight processes, for tests that say what every store must do."""
+
+import multiprocessing
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import psycopg
+import pytest
+
+import servers
+from acceptance import jobs
+from acceptance.spaces import SHARED, STORES, Space
+from semel import Once
+from semel.cli import main as semel
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with semel's tables, to be copied: a migration takes longer than most tests."""
+    file = tmp_path_factory.mktemp("migrated") / "semel.db"
+    assert semel(["migrate", f"sqlite:///{file}"]) == 0
+    return file
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: servers.Postgres) -> Iterator[str]:
+    url = postgres_server.database()
+    assert semel(["migrate", url]) == 0
+    yield url
+    postgres_server.drop(url)
+
+
+@pytest.fixture
+def space_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], Space]]:
+    """Makes an empty space on the named store."""
+
+    def make(kind: str) -> Space:
+        url = f"{kind}://"
+        match kind:
+            case "sqlite":
+                file = tmp_path / "semel.db"
+                shutil.copyfile(request.getfixturevalue("migrated_sqlite"), file)
+                url = f"sqlite:///{file}"
+            case "redis":
+                url = request.getfixturevalue("redis_url")
+            case "postgres":
+                url = request.getfixturevalue("migrated_postgres")
+                with psycopg.connect(url, autocommit=True) as connection:
+                    connection.execute("TRUNCATE semel_keys")
+        return Space(kind, url, closing)
+
+    with ExitStack() as closing:
+        yield make
+
+
+@pytest.fixture(params=STORES)
+def space(request: pytest.FixtureRequest, space_of: Callable[[str], Space]) -> Space:
+    """Each of the four stores in turn."""
+    return space_of(request.param)
+
+
+@pytest.fixture(params=SHARED)
+def shared_space(request: pytest.FixtureRequest, space_of: Callable[[str], Space]) -> Space:
+    """Each store that several processes can reach, in turn."""
+    return space_of(request.param)
+
+
+@pytest.fixture
+def once(space: Space) -> Once:
+    """An opened ``Once`` on each of the four stores, on a fake clock, with nothing in it."""
+    return space.open()
+
+
+@pytest.fixture(scope="session")
+def eight_processes() -> Iterator[Executor]:
+    """Eight processes of their own interpreter; see ``together.in_processes``."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        8, mp_context=context, initializer=jobs.prepare, initargs=(context.Barrier(8),)
+    ) as executor:
+        yield executor

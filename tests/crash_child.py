@@ -1,0 +1,95 @@
+"""What the crash test kills: a guarded call in a process of its own that stops, and says so, at a chosen point."""
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import event
+
+from semel import AsyncOnce, Once, Policy, current_claim
+from semel.once.opening import open_store
+from semel.once.store import ClaimRequest, Complete, Store
+from semel.testing import FakeClock
+
+START = 1_700_000_000.0
+LEASE, TTL = 60.0, 600.0
+SCOPE = "crash"
+
+BEFORE_CLAIM, AFTER_CLAIM = "before the claim", "after the claim"
+INSIDE = "inside the function"
+BEFORE_COMPLETE, AFTER_COMPLETE = "before the completion", "after the completion"
+POINTS = [BEFORE_CLAIM, AFTER_CLAIM, INSIDE, BEFORE_COMPLETE, AFTER_COMPLETE]
+
+# SQLite only: everything is written, and the transaction is about to commit.
+CLAIM_UNCOMMITTED, COMPLETE_UNCOMMITTED = "the claim is not committed", "the completion is not committed"
+
+
+class Stop:
+    """Says which point was reached, and at the chosen one waits there for SIGKILL."""
+
+    def __init__(self, point: str, parent: Connection) -> None:
+        self._point = point
+        self._parent = parent
+
+    def at(self, point: str) -> None:
+        if point == self._point:
+            self._parent.send(point)
+            while True:
+                signal.pause()
+
+    def ran(self) -> dict[str, str]:
+        """The guarded function: it works, tells its fence, and may be stopped before it returns."""
+        self._parent.send(current_claim().fence)
+        self.at(INSIDE)
+        return {"by": "the child"}
+
+
+class StoppingStore:
+    """A store that can be stopped before and after each of its writes."""
+
+    def __init__(self, store: Store, stop: Stop) -> None:
+        self._store = store
+        self._stop = stop
+        self._uncommitted = ""
+        event.listen(sqlalchemy.Engine, "commit", lambda _: stop.at(self._uncommitted))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> Any:
+        await self._store.open()  # so that the commit that is stopped is the claim's, not the migration's
+        self._stop.at(BEFORE_CLAIM)
+        self._uncommitted = CLAIM_UNCOMMITTED
+        verdicts = await self._store.claim(requests)
+        self._stop.at(AFTER_CLAIM)
+        return verdicts
+
+    async def complete(self, requests: Sequence[Complete]) -> Any:
+        self._stop.at(BEFORE_COMPLETE)
+        self._uncommitted = COMPLETE_UNCOMMITTED
+        answers = await self._store.complete(requests)
+        self._stop.at(AFTER_COMPLETE)
+        return answers
+
+
+def work_until_killed(
+    url: str, awaited: bool, point: str, policy: Policy, key: str, clock: float, pipe: Connection
+) -> None:
+    """Make one guarded call of ``key``; the parent kills us at ``point``."""
+    stop = Stop(point, pipe)
+    store = StoppingStore(open_store(url, awaited=awaited, clock=FakeClock(clock)), stop)
+    if awaited:
+        asyncio.run(_call(store, stop, policy, key))
+    else:
+        Once(store, collect=False).call(key, stop.ran, scope=SCOPE, policy=policy)
+    pipe.send("ended")
+
+
+async def _call(store: StoppingStore, stop: Stop, policy: Policy, key: str) -> None:
+    async def ran() -> dict[str, str]:
+        return stop.ran()
+
+    await AsyncOnce(store, collect=False).call(key, ran, scope=SCOPE, policy=policy)

@@ -1,0 +1,291 @@
+"""Every example of the README and of docs/ is run, page by page, from top to bottom, in an empty directory.
+
+How an example is written, so that it is checked:
+
+* The ``python`` blocks of a page share one namespace. What is not to be run is a ``text`` block.
+* ``value  # → 5`` compares the value's repr; ``print(value)  # → 5`` what is printed; ``…`` stands for anything.
+* ``charge(order)  # raises KeyReused`` expects the error, ``# raises KeyReused: … other content`` its message, too.
+* In ``sh`` blocks, ``semel …`` is run; ``pip install`` must name extras, and ``./dev`` commands, that exist.
+* While a page runs, the URLs in ``SERVERS``, spelt exactly so, are those of the tests' own servers.
+"""
+
+import ast
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import Engine
+
+import semel
+from semel import IdempotentProcessor, Once, Policy
+
+ROOT = Path(__file__).parents[1]
+PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+Fixture = Callable[[str], str]
+SERVERS: dict[str, Callable[[Fixture], str]] = {
+    "redis://localhost/0": lambda fixture: fixture("redis_url"),
+    "redis+cluster://localhost:7000": lambda fixture: fixture("redis_cluster_url").replace("redis:", "redis+cluster:"),
+    "postgresql://localhost/app": lambda fixture: fixture("postgres_url"),
+    "postgresql+psycopg://localhost/app": lambda fixture: fixture("postgres_url").replace(":", "+psycopg:", 1),
+    "postgresql+asyncpg://localhost/app": lambda fixture: fixture("postgres_url").replace(":", "+asyncpg:", 1),
+}
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"#\s*(→|raises)\s+(.+)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    """A fenced block; its code begins at ``line`` of the page."""
+
+    language: str
+    code: str
+    line: int
+
+
+class Mark(NamedTuple):
+    """What a comment promises."""
+
+    sign: str
+    text: str
+
+    def is_kept_by(self, found: str) -> bool:
+        pattern = ".*".join(re.escape(part) for part in self.text.strip().split("…"))
+        return re.fullmatch(pattern, found, re.DOTALL) is not None
+
+
+class Marks(ast.NodeTransformer):
+    """Makes checks of the marked statements of a piece of code, and notes which of them ran."""
+
+    def __init__(self, code: str) -> None:
+        tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+        self.all = {line: Mark(*found.groups()) for line, text in comments.items() if (found := _MARK.match(text))}
+        self.ran: set[int] = set()
+
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"_check_shows": self._shows, "_check_prints": self._prints, "_check_raises": self._raises}
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        mark = self.all.get(node.end_lineno or 0)
+        if mark is None:
+            return node
+        line = ast.Constant(node.end_lineno)
+        checked: ast.stmt
+        match mark.sign, node.value:
+            case "raises", _:
+                check = ast.Call(ast.Name("_check_raises", ast.Load()), [line], [])
+                checked = ast.With([ast.withitem(check)], [node])
+            case _, ast.Call(ast.Name("print"), arguments, []):
+                checked = ast.Expr(ast.Call(ast.Name("_check_prints", ast.Load()), [line, *arguments], []))
+            case _, value:
+                checked = ast.Expr(ast.Call(ast.Name("_check_shows", ast.Load()), [line, value], []))
+        return ast.fix_missing_locations(ast.copy_location(checked, node))
+
+    def _shows(self, line: int, value: object) -> None:
+        self._keep(line, repr(value))
+
+    def _prints(self, line: int, *values: object) -> None:
+        self._keep(line, " ".join(map(str, values)))
+
+    @contextmanager
+    def _raises(self, line: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 -- whichever it is, it is compared
+            said = f": {error}" if ":" in self.all[line].text else ""
+            self._keep(line, f"{type(error).__name__}{said}")
+        else:
+            pytest.fail(f"line {line}: nothing is raised, promised is {self.all[line].text}")
+
+    def _keep(self, line: int, found: str) -> None:
+        self.ran.add(line)
+        assert self.all[line].is_kept_by(found), f"line {line}: promised {self.all[line].text!r}, found {found!r}"
+
+
+def blocks_of(text: str) -> list[Block]:
+    return [Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _BLOCK.finditer(text)]
+
+
+def run_python(block: Block, name: str, namespace: dict[str, Any]) -> None:
+    code = "\n" * (block.line - 1) + block.code  # so that a traceback names the line of the page
+    marks = Marks(code)
+    namespace |= marks.names
+    exec(compile(marks.visit(ast.parse(code, name)), name, "exec"), namespace)
+    idle = sorted(marks.all.keys() - marks.ran)
+    assert not idle, f"{name}: what the comments in lines {idle} promise is never run, or not a statement by itself"
+
+
+def run_shell(block: Block, name: str) -> None:
+    for number, line in enumerate(block.code.splitlines(), block.line):
+        place = f"{name}, line {number}"
+        match shlex.split(line, comments=True):
+            case []:
+                pass
+            case ["semel", *arguments]:
+                check_command(line, arguments, place)
+            case ["pip", "install", package]:
+                extras = re.findall(r"[\w-]+", package.partition("[")[2])
+                assert set(extras) <= declared_extras(), f"{place}: an extra that does not exist"
+            case ["./dev", command, *_]:
+                said = subprocess.run([ROOT / "dev", "help"], capture_output=True, text=True, check=True).stdout
+                assert re.search(rf"^  {command}\b", said, re.MULTILINE), f"{place}: ./dev has no {command}"
+            case words:
+                pytest.fail(f"{place}: how should {words[0]!r} be checked?")
+
+
+def check_command(line: str, arguments: list[str], place: str) -> None:
+    program = Path(sys.executable).with_name("semel")
+    finished = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, f"{place}: {finished.stderr}"
+    if found := _MARK.search(line):
+        assert Mark(*found.groups()).is_kept_by(finished.stdout.strip()), f"{place}: it printed {finished.stdout!r}"
+
+
+def declared_extras() -> set[str]:
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+@contextmanager
+def closed_at_the_end() -> Iterator[dict[str, Any]]:
+    """A namespace; what a program's end would close is closed."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    yield namespace
+    for value in namespace.values():
+        if isinstance(value, IdempotentProcessor) and isinstance(value.once, Once):
+            value.once.close()
+        elif isinstance(value, Once):
+            value.close()
+        elif isinstance(value, Engine):
+            value.dispose()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_example_of_the_page_runs_and_shows_what_it_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    text = PAGES[name].read_text()
+    for url, server in SERVERS.items():
+        if url in text:
+            text = text.replace(url, server(request.getfixturevalue))
+    monkeypatch.chdir(tmp_path)
+    with closed_at_the_end() as namespace:
+        for block in blocks_of(text):
+            match block.language:
+                case "python":
+                    run_python(block, name, namespace)
+                case "sh":
+                    run_shell(block, name)
+                case other:
+                    assert other in {"text", "sql", "ini"}, f"{name}, line {block.line}: a block without a language"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_of_the_page_leads_somewhere(name: str) -> None:
+    page = PAGES[name]
+    for link in _LINK.findall(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name} links to {link}"
+        if anchor:
+            assert anchor in anchors_of(target.read_text()), f"{name} links to {link}"
+
+
+def anchors_of(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    missing = [name for name in semel.__all__ if not re.search(rf"`{name}\b", REFERENCE)]
+    assert missing == []
+
+
+def test_every_field_and_preset_of_a_policy_is_in_the_reference() -> None:
+    presets = [name for name, value in vars(Policy).items() if isinstance(value, classmethod)]
+    wanted = [f"`{field.name}`" for field in fields(Policy)] + [f"`Policy.{name}()`" for name in presets]
+    assert [word for word in wanted if word not in REFERENCE] == []
+
+
+def signatures() -> Iterator[str]:
+    """Every call that users make, without annotations."""
+    verbs = [name for name, verb in vars(Once).items() if callable(verb) and not name.startswith("_")]
+    yield signature("Once", Once.__init__)
+    yield signature("IdempotentProcessor", IdempotentProcessor.__init__)
+    yield signature("fingerprint", semel.fingerprint)
+    for name in verbs:
+        yield signature(name, getattr(Once, name))
+
+
+def signature(name: str, function: Callable[..., object]) -> str:
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self"
+    ]
+    return f"{name}{inspect.Signature(plain)}".replace("'", '"').replace(".0,", ",").replace("/, ", "")
+
+
+@pytest.mark.parametrize("call", list(signatures()))
+def test_the_reference_gives_the_signature(call: str) -> None:
+    assert f"`{call}`" in REFERENCE
+
+
+def test_a_wrong_promise_is_found() -> None:
+    """The checker itself: each of these pages is wrong in one way."""
+    for code, complaint in (
+        ("1 + 1  # → 3", "promised '3', found '2'"),
+        ("print(1 + 1)  # → 3", "promised '3', found '2'"),
+        ("len([])  # raises TypeError", "nothing is raised"),
+        ("len(5)  # raises KeyError", "promised 'KeyError', found 'TypeError'"),
+        ("len(5)  # raises TypeError: … of a text", "found"),
+        ("if False:\n    len([])  # → 0", "never run"),
+        ("x = 5  # → 5", "not a statement by itself"),
+    ):
+        with pytest.raises((AssertionError, pytest.fail.Exception), match=complaint):
+            run_python(Block("python", code, 1), "page", {})
+
+
+def test_what_runs_in_the_tests_is_what_the_page_shows() -> None:
+    """A promise is checked in functions, in loops and after an await; the dots stand for anything."""
+    code = dedent("""\
+        import asyncio
+        async def give(x): return x
+        async def main():
+            for word in ("ab", "ac"):
+                await give(word)  # → 'a…'
+                print(word, 5)  # → a… 5
+            await give(len(5))  # raises TypeError: object of type 'int' …
+        asyncio.run(main())
+    """)
+    namespace: dict[str, Any] = {}
+    run_python(Block("python", code, 1), "page", namespace)
+    assert "main" in namespace
+
+
+def test_the_two_commands_of_the_readme_are_there_and_can_be_run() -> None:
+    readme = PAGES["README.md"].read_text()
+    for command in ("./dev up", "./dev test"):
+        assert re.search(rf"^{re.escape(command)}\b", readme, re.MULTILINE)
+    assert os.access(ROOT / "dev", os.X_OK)
