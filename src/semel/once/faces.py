@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
-
-from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 from semel.bridge import awaited, blocking, drive
 from semel.errors import InvalidRequest
@@ -20,6 +16,11 @@ from semel.once.opening import Target, join, open_store
 from semel.once.runtime import Loop, Threads
 from semel.once.store import Clock
 from semel.policy import Policy
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.orm import Session
 
 P = ParamSpec("P")
 R = TypeVar("R")

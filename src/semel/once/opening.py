@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import URL
 from sqlalchemy import Engine as SqlEngine
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from semel.errors import InvalidRequest
 from semel.once.listener import Listener
@@ -15,7 +14,10 @@ from semel.once.sqlite import SqliteStore
 from semel.once.store import Clock, Store
 from semel.sql import engines
 
-Target: TypeAlias = str | Store | SqlEngine | AsyncEngine | Any
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+Target: TypeAlias = "str | Store | SqlEngine | AsyncEngine | Any"
 """A URL, a SQLAlchemy engine, a redis-py client, or a store of your own."""
 
 EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://user@host/name"
@@ -23,7 +25,7 @@ EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://use
 
 def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **options: Any) -> Store:
     """The store behind ``target``; ``awaited`` for an event loop. Connects when first used."""
-    if isinstance(target, SqlEngine | AsyncEngine):
+    if type(target).__module__.startswith("sqlalchemy."):
         return _of_engine(target, awaited, clock)
     if isinstance(target, str):
         return _of_url(target, awaited, clock, options)
@@ -62,14 +64,23 @@ def _postgres(url: URL, awaited: bool, clock: Clock | None) -> Store:
 
     database: engines.Database
     if awaited:
-        database = engines.AsyncDatabase(engines.async_postgres_engine(url))
+        from semel.sql.awaited import AsyncDatabase, async_postgres_engine
+
+        database = AsyncDatabase(async_postgres_engine(url))
     else:
         database = engines.BlockingDatabase(engines.postgres_engine(url))
     return PostgresStore(database, clock, Listener(hearing(url)))
 
 
-def _of_engine(engine: SqlEngine | AsyncEngine, awaited: bool, clock: Clock | None) -> Store:
+def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
     """A user's engine: its PostgreSQL pool is shared; a SQLite file is opened anew, with semel's own settings."""
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from semel.once.postgres import PostgresStore, hearing
+    from semel.sql.awaited import AsyncDatabase
+
+    if not isinstance(engine, SqlEngine | AsyncEngine):
+        raise InvalidRequest(f"a store is opened by an engine, not by a {type(engine).__name__}; see on() for sessions")
     kind = engine.dialect.name
     if kind == "sqlite":
         return _sqlite(engine.url, awaited, clock)
@@ -79,12 +90,10 @@ def _of_engine(engine: SqlEngine | AsyncEngine, awaited: bool, clock: Clock | No
         raise InvalidRequest(
             "Once takes a blocking engine (create_engine), AsyncOnce an async one (create_async_engine)"
         )
-    from semel.once.postgres import PostgresStore, hearing
-
     own = engine.execution_options(isolation_level="AUTOCOMMIT")
     database: engines.Database
     if isinstance(own, AsyncEngine):
-        database = engines.AsyncDatabase(own, owned=False)
+        database = AsyncDatabase(own, owned=False)
     else:
         database = engines.BlockingDatabase(own, owned=False)
     return PostgresStore(database, clock, Listener(hearing(engine.url)))
@@ -117,8 +126,9 @@ def _only(options: dict[str, Any], *known: str, kind: str) -> None:
 def join(store: Store, session: Any) -> tuple[Store, bool]:
     """The same kind of store inside the user's own transaction, and whether it must be awaited."""
     from semel.once.postgres import PostgresStore
+    from semel.sql.bound import BoundDatabase
 
-    bound = engines.BoundDatabase(session)
+    bound = BoundDatabase(session)
     if not isinstance(store, SqliteStore | PostgresStore):
         raise InvalidRequest(
             f"on() needs a store that shares a database with you (SQLite or PostgreSQL), not {type(store).__name__}"

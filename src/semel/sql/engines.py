@@ -1,5 +1,5 @@
-"""Ways to run a verb (a plain function over a ``Connection``) on a database: blocking, async, in a thread, or inside
-the user's own transaction. One body of SQL serves all of them.
+"""Ways to run a verb (a plain function over a ``Connection``) on a database: blocking here, or in a thread; awaited and
+inside the user's own transaction in the modules beside. One body of SQL serves all of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
 
-from semel.bridge import HomeLoop, drive
+from semel.bridge import drive
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
 from semel.forks import survive_fork
 from semel.sql.failures import translated
@@ -26,7 +24,7 @@ POSTGRES_SETTINGS = {"jit": "off", "plan_cache_mode": "force_generic_plan", "app
 """Short statements gain nothing from JIT, nor from a new plan for every batch."""
 
 
-_left_behind: list[Connection | AsyncConnection] = []
+left_behind: list[Any] = []
 """Connections of a parent process or of a closed loop: never used again, and never closed from here."""
 
 
@@ -63,7 +61,7 @@ class BlockingDatabase:
 
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
-        _left_behind.extend(self._kept)
+        left_behind.extend(self._kept)
         self._kept = []
         self._engine.dispose(close=False)
         self._writing = threading.Lock()
@@ -147,89 +145,6 @@ class ThreadedDatabase:
         await self._inner.close()
 
 
-class AsyncDatabase:
-    """An async engine."""
-
-    def __init__(self, engine: AsyncEngine, *, owned: bool = True) -> None:
-        self._engine = engine
-        self._owned = owned
-        self._kept: list[AsyncConnection] = []
-        self._home = HomeLoop(self.after_fork)
-        survive_fork(self)
-
-    def after_fork(self) -> None:
-        """See BlockingDatabase."""
-        _left_behind.extend(self._kept)
-        self._kept = []
-        self._engine.sync_engine.dispose(close=False)
-
-    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
-        self._home.enter()
-        with translated():
-            conn = self._kept.pop() if self._kept else await self._engine.connect()
-            try:
-                answer = await conn.run_sync(work, *args, **kwargs)
-            except Exception:
-                await conn.close()
-                raise
-            except BaseException:  # cancelled: who knows what the connection was about to say
-                await conn.invalidate()
-                await conn.close()
-                raise
-            if self._owned:
-                self._kept.append(conn)
-            else:
-                await conn.close()
-            return answer
-
-    look_and_write = write
-    read = write
-
-    async def close(self) -> None:
-        """See Database."""
-        while self._kept:
-            await self._kept.pop().close()
-        if self._owned:
-            await self._engine.dispose()
-
-
-class BoundDatabase:
-    """The user's own connection or session: verbs take part in its transaction and commit or vanish with it."""
-
-    def __init__(self, conn: Connection | Session | AsyncConnection | AsyncSession) -> None:
-        if not isinstance(conn, Connection | Session | AsyncConnection | AsyncSession):
-            raise InvalidRequest(f"on() takes a SQLAlchemy connection or session, not a {type(conn).__name__}")
-        self._conn = conn
-
-    @property
-    def is_async(self) -> bool:
-        """True when it must be awaited."""
-        return isinstance(self._conn, AsyncConnection | AsyncSession)
-
-    @property
-    def dialect(self) -> str:
-        """The database's kind."""
-        bind = self._conn.get_bind() if isinstance(self._conn, Session | AsyncSession) else self._conn
-        return bind.dialect.name
-
-    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
-        with translated():
-            conn = self._conn
-            if isinstance(conn, AsyncSession):
-                conn = await conn.connection()
-            if isinstance(conn, AsyncConnection):
-                return await conn.run_sync(work, *args, **kwargs)
-            return work(conn.connection() if isinstance(conn, Session) else conn, *args, **kwargs)
-
-    look_and_write = write
-    read = write
-
-    async def close(self) -> None:
-        """The user's, not ours."""
-
-
 def postgres_engine(url: URL) -> Engine:
     """A blocking engine over psycopg whose statements commit by themselves."""
     options = " ".join(f"-c {name}={value}" for name, value in POSTGRES_SETTINGS.items())
@@ -241,22 +156,6 @@ def postgres_engine(url: URL) -> Engine:
             pool_reset_on_return=None,
         )
     except ModuleNotFoundError as error:
-        raise missing("postgres", error) from error
-
-
-def async_postgres_engine(url: URL) -> AsyncEngine:
-    """An async engine over asyncpg whose statements commit by themselves."""
-    query = dict(url.query)
-    if "sslmode" in query:  # libpq's name; asyncpg calls it ssl
-        query["ssl"] = query.pop("sslmode")
-    try:
-        return create_async_engine(
-            url.set(drivername="postgresql+asyncpg", query=query),
-            isolation_level="AUTOCOMMIT",
-            connect_args={"server_settings": POSTGRES_SETTINGS, "timeout": 5},
-            pool_reset_on_return=None,
-        )
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
         raise missing("postgres", error) from error
 
 

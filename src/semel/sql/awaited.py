@@ -1,0 +1,80 @@
+"""A verb on an async engine. Apart from the rest, since SQLAlchemy's asyncio part takes as long to import as all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import URL, Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from semel.bridge import HomeLoop
+from semel.forks import survive_fork
+from semel.sql.engines import POSTGRES_SETTINGS, left_behind, missing
+from semel.sql.failures import translated
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AsyncDatabase:
+    """An async engine."""
+
+    def __init__(self, engine: AsyncEngine, *, owned: bool = True) -> None:
+        self._engine = engine
+        self._owned = owned
+        self._kept: list[AsyncConnection] = []
+        self._home = HomeLoop(self.after_fork)
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """See BlockingDatabase."""
+        left_behind.extend(self._kept)
+        self._kept = []
+        self._engine.sync_engine.dispose(close=False)
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        self._home.enter()
+        with translated():
+            conn = self._kept.pop() if self._kept else await self._engine.connect()
+            try:
+                answer = await conn.run_sync(work, *args, **kwargs)
+            except Exception:
+                await conn.close()
+                raise
+            except BaseException:  # cancelled: who knows what the connection was about to say
+                await conn.invalidate()
+                await conn.close()
+                raise
+            if self._owned:
+                self._kept.append(conn)
+            else:
+                await conn.close()
+            return answer
+
+    look_and_write = write
+    read = write
+
+    async def close(self) -> None:
+        """See Database."""
+        while self._kept:
+            await self._kept.pop().close()
+        if self._owned:
+            await self._engine.dispose()
+
+
+def async_postgres_engine(url: URL) -> AsyncEngine:
+    """An async engine over asyncpg whose statements commit by themselves."""
+    query = dict(url.query)
+    if "sslmode" in query:  # libpq's name; asyncpg calls it ssl
+        query["ssl"] = query.pop("sslmode")
+    try:
+        return create_async_engine(
+            url.set(drivername="postgresql+asyncpg", query=query),
+            isolation_level="AUTOCOMMIT",
+            connect_args={"server_settings": POSTGRES_SETTINGS, "timeout": 5},
+            pool_reset_on_return=None,
+        )
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
+        raise missing("postgres", error) from error
