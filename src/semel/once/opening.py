@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sqlalchemy import URL
 from sqlalchemy import Engine as SqlEngine
@@ -32,7 +32,7 @@ def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **o
     if type(target).__module__.startswith("redis."):
         return _of_client(target, awaited, clock, options)
     if hasattr(target, "claim") and hasattr(target, "purge"):
-        return target
+        return cast("Store", target)
     raise InvalidRequest(
         f"a store is opened by a URL ({EXAMPLES}), an engine or a client, not a {type(target).__name__}"
     )
@@ -88,7 +88,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
         raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
         raise InvalidRequest(
-            "Once takes a blocking engine (create_engine), AsyncOnce an async one (create_async_engine)"
+            "Once takes a blocking engine (create_engine), AsyncOnce an async one"
         )
     own = engine.execution_options(isolation_level="AUTOCOMMIT")
     database: engines.Database

@@ -1,4 +1,4 @@
-"""A verb on an async engine. Apart from the rest, since SQLAlchemy's asyncio part takes as long to import as all else."""
+"""A verb on an async engine. Apart from the rest, since SQLAlchemy's asyncio part takes long to import."""
 
 from __future__ import annotations
 

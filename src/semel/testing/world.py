@@ -250,13 +250,11 @@ class World(Client):
         return self._runner.run(gathered())
 
     def _in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        awake: list[bool] = []
+        gate = threading.Barrier(len(calls))
         modules = {kind.__module__ for kind in type(self.store).__mro__}
 
         def one(call: Callable[[], Any]) -> Any:
-            awake.append(True)
-            while len(awake) < len(calls):  # a barrier would wake them one by one, each too late to meet the others
-                time.sleep(0)
+            gate.wait(PATIENCE)
             sys.settrace(_restless(modules))
             try:
                 return self.run(call())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,14 @@ def winners(verdicts: list[Any]) -> list[Claim]:
     return [verdict.claim for verdict in verdicts if isinstance(verdict, Granted)]
 
 
-def _race(world: World, key: str, **asked: Any) -> list[Verdict]:
-    calls = [partial(world.store.claim, [ask(key, **asked)]) for _ in range(CALLERS)]
-    return [verdict for (verdict,) in world.together(calls)]
+def _race(world: World, names: list[str], **asked: Any) -> Iterator[tuple[str, list[Verdict]]]:
+    """All callers go through the keys, one by one; give each key and the verdicts on it."""
+
+    async def claim_each() -> list[Verdict]:
+        return [(await world.store.claim([ask(name, **asked)]))[0] for name in names]
+
+    per_caller = world.together([claim_each] * CALLERS)
+    return zip(names, map(list, zip(*per_caller, strict=True)), strict=True)
 
 
 class Races:
@@ -28,7 +34,7 @@ class Races:
 
     def test_of_64_callers_one_gets_the_key(self, world: World) -> None:
         """All ask for one absent key at once: exactly one is granted, the others find it in flight."""
-        verdicts = _race(world, "key")
+        ((_, verdicts),) = _race(world, ["key"])
         (winner,) = winners(verdicts)
         assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
         assert world.record().fence == winner.fence
@@ -36,14 +42,8 @@ class Races:
 
     def test_of_64_callers_one_gets_each_of_many_keys(self, world: World) -> None:
         """All go through the same keys, one by one: each key is granted exactly once."""
-        names = [f"key {number}" for number in range(20)]
-
-        async def claim_each() -> list[Verdict]:
-            return [(await world.store.claim([ask(name)]))[0] for name in names]
-
-        per_caller = world.together([claim_each] * CALLERS)
-        for name, verdicts in zip(names, zip(*per_caller, strict=True), strict=True):
-            (winner,) = winners(list(verdicts))
+        for name, verdicts in _race(world, [f"key {number}" for number in range(20)]):
+            (winner,) = winners(verdicts)
             assert world.record(name).fence == winner.fence
 
     def test_batches_of_the_same_keys_in_any_order_do_not_block_each_other(self, world: World) -> None:
@@ -62,36 +62,42 @@ class Races:
 
     def test_of_64_callers_one_takes_over(self, world: World) -> None:
         """All find the same ended lease: exactly one gets a new fence, the others wait for it."""
-        lost = world.granted(lease=10, fingerprint="1:aa")
+        lost = {name: world.granted(name, lease=10, fingerprint="1:aa") for name in "abcd"}
         world.clock.advance(10)
-        verdicts = _race(world, "key", fingerprint="1:aa")
-        (winner,) = winners(verdicts)
-        assert winner.fence > lost.fence
-        assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
-        assert world.record().fence == winner.fence
+        for name, verdicts in _race(world, list(lost), fingerprint="1:aa"):
+            (winner,) = winners(verdicts)
+            assert winner.fence > lost[name].fence
+            assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
+            assert world.record(name).fence == winner.fence
 
     def test_of_64_callers_one_gets_an_expired_key(self, world: World) -> None:
         """All find the same outcome past its retention: exactly one starts afresh."""
-        old = world.completed(value="old", ttl=10)
+        old = {name: world.completed(name, value="old", ttl=10) for name in "abcd"}
         world.clock.advance(11)
-        (winner,) = winners(_race(world, "key"))
-        assert winner.fence > old.fence
-        assert world.record().fence == winner.fence
+        for name, verdicts in _race(world, list(old)):
+            (winner,) = winners(verdicts)
+            assert winner.fence > old[name].fence
+            assert world.record(name).fence == winner.fence
 
     def test_of_64_callers_one_gets_a_released_key(self, world: World) -> None:
         """All come after a release: exactly one is next."""
-        old = world.granted()
-        assert world.release(old)
-        (winner,) = winners(_race(world, "key"))
-        assert winner.fence > old.fence
+        old = {name: world.granted(name) for name in "abcd"}
+        assert all(world.release(claim) for claim in old.values())
+        for name, verdicts in _race(world, list(old)):
+            (winner,) = winners(verdicts)
+            assert winner.fence > old[name].fence
 
     def test_of_64_callers_one_marks(self, world: World) -> None:
         """All bring an outcome along: one is recorded, and all others are given that one."""
-        calls = [partial(world.store.claim, [ask(done=done(number))]) for number in range(CALLERS)]
-        verdicts = [verdict for (verdict,) in world.together(calls)]
-        (winner,) = (number for number, verdict in enumerate(verdicts) if isinstance(verdict, Granted))
-        others = [verdict.outcome.value for verdict in verdicts if isinstance(verdict, Replay)]
-        assert others == [winner] * (CALLERS - 1)
+
+        async def mark_each(number: int) -> list[Verdict]:
+            return [(await world.store.claim([ask(name, done=done(number))]))[0] for name in "abcd"]
+
+        per_caller = world.together([partial(mark_each, number) for number in range(CALLERS)])
+        for verdicts in zip(*per_caller, strict=True):
+            (winner,) = (number for number, verdict in enumerate(verdicts) if isinstance(verdict, Granted))
+            others = [verdict.outcome.value for verdict in verdicts if isinstance(verdict, Replay)]
+            assert others == [winner] * (CALLERS - 1)
 
     def test_of_two_fences_the_newer_completes(self, world: World) -> None:
         """An owner and the one who took over from it complete at once, again and again: only the newer one can."""
