@@ -37,9 +37,11 @@ names = count()
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
-    """Children of a small server process that has everything imported; the tests' own threads are not theirs."""
+    """Children of a small process that has imported what they need; the tests' own threads are not theirs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crash_child"])
+    context.set_forkserver_preload(
+        ["pytest", "semel.testing", "semel.once.redis", "semel.once.postgres", "psycopg", "asyncpg", "alembic.command"]
+    )
     return context
 
 

@@ -163,4 +163,5 @@ def test_s1_19_a_live_record_in_progress_is_never_collected(intake: Once, space:
     verdict = intake.claim("slow", scope=SCOPE, fingerprint=request_hash(BODY))
     assert isinstance(verdict, InFlight)
     intake.complete(claim, CREATED)
+    space.clock.advance(1)
     assert intake.purge() == 1, "done, and long past its TTL"

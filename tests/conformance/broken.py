@@ -1,165 +1,39 @@
 """Stores that are wrong on purpose: each breaks one promise, as real systems have done, and names who notices.
 
-They are small changes to one small store that is right (:class:`Sound`), so what is wrong is all there is to see.
+They are small changes to one small store that is right, so what is wrong is all there is to see.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
+from conformance.sound import Sound, wall_clock
 from semel import codec
-from semel.model import Granted, Held, InFlight, Mismatch, Reason, Record, Unknown, Verdict
-from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+from semel.model import Held, InFlight, Mismatch, Reason, Record, Unknown, Verdict
+from semel.once.rules import gone, judge
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew
 
 FOREVER = 2**62
 
 
-class Sound:
-    """A store that is right: a dict under a lock, in steps small enough to break one by one."""
+class Broken(Sound):
+    """A store that breaks a promise, and the rules that notice."""
 
-    coalesce = False
-    expires_itself = False
     is_async: ClassVar[bool] = False
-    caught_by: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.clock: Clock = clock or _wall_clock
-        self.records: dict[Any, Record] = {}
-        self.fence = 0
-        self.lock = threading.RLock()
-
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
-        return (request.scope, request.key)
-
-    def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
-        return judge(record, request, now)
-
-    def next_fence(self, previous: Record | None, now: int) -> int:
-        self.fence += 1
-        return self.fence
-
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
-        record = self.records.get(self.place(request))
-        return None if record is None or gone(record, now) else record
-
-    def write(self, record: Record, done: Done, now: int) -> None:
-        record.state = "completed"
-        record.completed_us, record.kind, record.data = now, done.kind, done.data
-        record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
-
-    async def each(self, one: Callable[[Any, int], Any], requests: Sequence[Any]) -> list[Any]:
-        with self.lock:
-            now = self.clock()
-            return [one(request, now) for request in requests]
-
-    async def open(self) -> None:
-        pass
-
-    async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        return await self.each(self.claim_one, requests)
-
-    def claim_one(self, request: ClaimRequest, now: int) -> Verdict:
-        previous = self.records.get(self.place(request))
-        verdict = self.judge(previous, request, now)
-        return self.take(request, previous, verdict, now) if isinstance(verdict, str) else verdict
-
-    def take(self, request: ClaimRequest, previous: Record | None, reason: Reason, now: int) -> Verdict:
-        record = grant(request, previous, reason, self.next_fence(previous, now), now)
-        if request.done is not None:
-            self.write(record, request.done, now)
-        self.records[self.place(request)] = record
-        return Granted(claim_of(record), reason)
-
-    async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        return await self.each(self.renew_one, requests)
-
-    def renew_one(self, request: Renew, now: int) -> int | None:
-        record = self.live(request, now)
-        if record is None or record.fence != request.fence or record.state != "claimed":
-            return None
-        record.lease_us, record.lease_until_us = request.lease_us, now + request.lease_us
-        return record.lease_until_us
-
-    async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        return await self.each(self.complete_one, requests)
-
-    def complete_one(self, request: Complete, now: int) -> bool:
-        record = self.live(request, now)
-        if record is None or record.fence != request.fence:
-            return False
-        if record.state == "claimed":
-            self.write(record, request.done, now)
-        return True
-
-    async def release(self, requests: Sequence[Release]) -> list[bool]:
-        return await self.each(self.release_one, requests)
-
-    def release_one(self, request: Release, now: int) -> bool:
-        record = self.live(request, now)
-        if record is None or record.fence != request.fence:
-            return record is None
-        if record.state == "claimed":
-            del self.records[self.place(request)]
-        return True
-
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
-        return await self.each(self.get_one, refs)
-
-    def get_one(self, ref: Ref, now: int) -> Record | None:
-        record = self.live(ref, now)
-        return None if record is None else replace(record, now_us=now)
-
-    def doomed(self, record: Record, now: int) -> bool:
-        return gone(record, now)
-
-    async def purge(self, limit: int) -> int:
-        with self.lock:
-            now, removed = self.clock(), 0
-            for place, record in list(self.records.items()):
-                if removed == limit:
-                    break
-                if self.doomed(record, now):
-                    del self.records[place]
-                elif record.data is not None and record.value_until_us is not None and now > record.value_until_us:
-                    record.data = None
-                else:
-                    continue
-                removed += 1
-            return removed
-
-    async def stats(self) -> Held:
-        count = dict.fromkeys(Held.__struct_fields__, 0)
-        with self.lock:
-            now = self.clock()
-            for record in self.records.values():
-                count["expired" if gone(record, now) else replace(record, now_us=now).status] += 1
-        return Held(**count)
-
-    def watch(self, ring: Ring) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+    caught_by: ClassVar[tuple[str, ...]]
 
 
-def _wall_clock() -> int:
-    return time.time_ns() // 1000
+BROKEN: list[type[Broken]] = []
 
 
-BROKEN: list[type[Sound]] = []
-
-
-def caught_by(*rules: str) -> Callable[[type[Sound]], type[Sound]]:
+def caught_by(*rules: str) -> Callable[[type[Broken]], type[Broken]]:
     """This store is broken, and these rules say so."""
 
-    def note(store: type[Sound]) -> type[Sound]:
+    def note(store: type[Broken]) -> type[Broken]:
         store.caught_by = rules
         BROKEN.append(store)
         return store
@@ -173,7 +47,7 @@ def caught_by(*rules: str) -> Callable[[type[Sound]], type[Sound]]:
     "test_of_two_fences_the_newer_completes",
     "test_who_was_taken_over_cannot_record_its_outcome",
 )
-class CompletesWithoutAFence(Sound):
+class CompletesWithoutAFence(Broken):
     """Whoever says it is done is believed: a zombie's outcome replaces the new owner's."""
 
     def complete_one(self, request: Complete, now: int) -> bool:
@@ -186,7 +60,7 @@ class CompletesWithoutAFence(Sound):
 
 
 @caught_by("test_a_stale_release_is_refused", "test_a_release_is_sent_again")
-class ReleasesWithoutAFence(Sound):
+class ReleasesWithoutAFence(Broken):
     """A zombie that gives up frees the key of the new owner."""
 
     def release_one(self, request: Release, now: int) -> bool:
@@ -197,7 +71,7 @@ class ReleasesWithoutAFence(Sound):
 
 
 @caught_by("test_a_stale_renew_is_refused", "test_an_owner_renews_or_is_taken_over_never_both")
-class RenewsWithoutAFence(Sound):
+class RenewsWithoutAFence(Broken):
     """A zombie keeps the new owner's lease alive, and believes that it is its own."""
 
     def renew_one(self, request: Renew, now: int) -> int | None:
@@ -207,10 +81,10 @@ class RenewsWithoutAFence(Sound):
 
 @caught_by(
     "test_of_64_callers_one_gets_each_of_many_keys",
-    "test_of_64_callers_one_takes_over",
-    "test_of_64_callers_one_marks",
+    "test_batches_of_the_same_keys_in_any_order_do_not_block_each_other",
+    "test_a_key_passed_from_hand_to_hand_has_one_owner_at_a_time",
 )
-class ChecksThenActs(Sound):
+class ChecksThenActs(Broken):
     """Looks under the lock, then writes under the lock; in between it has let go."""
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
@@ -226,7 +100,7 @@ class ChecksThenActs(Sound):
 
 
 @caught_by("test_of_64_callers_one_gets_the_key", "test_of_64_callers_one_takes_over", "test_of_64_callers_one_marks")
-class AwaitsBetweenCheckAndAct(Sound):
+class AwaitsBetweenCheckAndAct(Broken):
     """Looks, awaits, writes: nothing else runs meanwhile, its author thought."""
 
     is_async = True
@@ -243,7 +117,7 @@ class AwaitsBetweenCheckAndAct(Sound):
 
 
 @caught_by("test_of_64_callers_one_takes_over", "test_an_owner_completes_or_is_taken_over_never_both")
-class TakesOverWhateverIsThere(Sound):
+class TakesOverWhateverIsThere(Broken):
     """Inserts atomically; but what it found abandoned it overwrites without looking whether that still stands."""
 
     is_async = True
@@ -261,7 +135,7 @@ class TakesOverWhateverIsThere(Sound):
 
 
 @caught_by("test_two_claims_of_one_key_in_one_batch_are_judged_in_order", "test_a_batch_takes_a_key_over_once")
-class JudgesABatchAllAtOnce(Sound):
+class JudgesABatchAllAtOnce(Broken):
     """Reads all records of a batch first, so two claims of one key in it are both granted."""
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
@@ -280,7 +154,7 @@ class JudgesABatchAllAtOnce(Sound):
     "test_a_batch_of_several_hundred_is_one_call_like_any_other",
     "test_a_batch_keeps_scopes_apart",
 )
-class AnswersInTheOrderOfTheKeys(Sound):
+class AnswersInTheOrderOfTheKeys(Broken):
     """Sorts a batch so that two never deadlock, and forgets to sort the answers back."""
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
@@ -288,7 +162,7 @@ class AnswersInTheOrderOfTheKeys(Sound):
 
 
 @caught_by("test_the_owners_verbs_answer_each_request_for_itself")
-class AnswersForTheWholeBatch(Sound):
+class AnswersForTheWholeBatch(Broken):
     """One UPDATE, one row count: if anything changed, everybody is told that it worked."""
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
@@ -300,7 +174,7 @@ class AnswersForTheWholeBatch(Sound):
     "test_a_mark_expires_exactly_and_is_renewed",
     "test_unknown_ends_with_retention",
 )
-class NeverForgets(Sound):
+class NeverForgets(Broken):
     """Leaves expiry to the collector: until it comes, an expired key answers as ever."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -313,7 +187,7 @@ class NeverForgets(Sound):
     "test_what_is_gone_cannot_be_renewed",
     "test_what_is_gone_is_absent_before_and_after_it_is_collected",
 )
-class ShowsWhatIsGone(Sound):
+class ShowsWhatIsGone(Broken):
     """A claim knows about expiry; the other verbs were forgotten."""
 
     def live(self, request: Ref | Owned, now: int) -> Record | None:
@@ -321,7 +195,7 @@ class ShowsWhatIsGone(Sound):
 
 
 @caught_by("test_retention_ends_after_its_end", "test_a_mark_expires_exactly_and_is_renewed")
-class ExpiresAMomentEarly(Sound):
+class ExpiresAMomentEarly(Broken):
     """Expired when the clock reaches the end, instead of when it is past it."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -329,7 +203,7 @@ class ExpiresAMomentEarly(Sound):
 
 
 @caught_by("test_a_lease_ends_at_its_end", "test_a_renewal_moves_the_end_of_the_lease")
-class LeasesEndAMomentLate(Sound):
+class LeasesEndAMomentLate(Broken):
     """In flight when the clock is at the end of the lease, instead of until then."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -337,7 +211,7 @@ class LeasesEndAMomentLate(Sound):
 
 
 @caught_by("test_a_lease_ends_at_its_end", "test_only_the_same_fingerprint_takes_over")
-class LeasesNeverEnd(Sound):
+class LeasesNeverEnd(Broken):
     """A crash leaves the key locked until retention ends."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -348,7 +222,7 @@ class LeasesNeverEnd(Sound):
 @caught_by(
     "test_a_key_at_work_is_in_flight", "test_of_64_callers_one_gets_the_key", "test_a_key_at_work_is_in_progress"
 )
-class KnowsNoLease(Sound):
+class KnowsNoLease(Broken):
     """SET without NX: the last one to come has the key."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -357,7 +231,7 @@ class KnowsNoLease(Sound):
 
 
 @caught_by("test_a_lease_ends_at_its_end", "test_retention_ends_after_its_end", "test_get_shows_the_record_of_a_claim")
-class UsesItsOwnClock(Sound):
+class UsesItsOwnClock(Broken):
     """Takes a clock and does not look at it."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -365,23 +239,23 @@ class UsesItsOwnClock(Sound):
 
 
 @caught_by("test_the_stores_own_time_is_no_clients")
-class UsesTheClientsClock(Sound):
+class UsesTheClientsClock(Broken):
     """Says that its time is a server's, and sends the client's along."""
 
 
 @caught_by("test_without_a_clock_the_store_has_its_own_time")
-class StandsStillWithoutAClock(Sound):
+class StandsStillWithoutAClock(Broken):
     """Reads the time once, when it is opened."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        opened = _wall_clock()
+        opened = wall_clock()
         super().__init__(clock or (lambda: opened))
 
 
 @caught_by(
     "test_a_completed_record_is_never_overwritten", "test_what_was_marked_in_one_step_is_never_overwritten_either"
 )
-class OverwritesTheOutcome(Sound):
+class OverwritesTheOutcome(Broken):
     """The last outcome wins, so two callers of one key get two answers."""
 
     def complete_one(self, request: Complete, now: int) -> bool:
@@ -393,7 +267,7 @@ class OverwritesTheOutcome(Sound):
 
 
 @caught_by("test_falsy_values_replay_as_themselves", "test_every_value_replays_as_itself")
-class LosesFalsyValues(Sound):
+class LosesFalsyValues(Broken):
     """``if value:`` instead of ``if value is not None``."""
 
     def write(self, record: Record, done: Done, now: int) -> None:
@@ -406,7 +280,7 @@ class LosesFalsyValues(Sound):
 
 
 @caught_by("test_bytes_are_stored_as_they_are", "test_values_replay_exactly")
-class StoresText(Sound):
+class StoresText(Broken):
     """Keeps the outcome in a text column."""
 
     def write(self, record: Record, done: Done, now: int) -> None:
@@ -418,7 +292,7 @@ class StoresText(Sound):
     "test_the_fence_grows_in_a_store_that_was_emptied",
     "test_a_stale_complete_is_refused",
 )
-class CountsFencesInTheRecord(Sound):
+class CountsFencesInTheRecord(Broken):
     """The fence is the record's last one plus one: gone with the record, it starts again."""
 
     def next_fence(self, previous: Record | None, now: int) -> int:
@@ -426,7 +300,7 @@ class CountsFencesInTheRecord(Sound):
 
 
 @caught_by("test_the_fence_grows_while_the_clock_jumps_back", "test_the_fence_grows_over_everything_that_can_happen")
-class TakesTheTimeAsFence(Sound):
+class TakesTheTimeAsFence(Broken):
     """Time only grows, its author thought."""
 
     def next_fence(self, previous: Record | None, now: int) -> int:
@@ -438,7 +312,7 @@ class TakesTheTimeAsFence(Sound):
     "test_a_mismatch_lasts_until_retention_ends",
     "test_a_batch_takes_over_by_the_first_fingerprint_that_may",
 )
-class LetsOtherContentTakeOver(Sound):
+class LetsOtherContentTakeOver(Broken):
     """After the lease the key is free for anyone, and what was asked first is forgotten."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -448,7 +322,7 @@ class LetsOtherContentTakeOver(Sound):
 
 
 @caught_by("test_another_fingerprint_is_a_mismatch", "test_a_key_with_other_content_is_refused")
-class LooksAtTheKeyOnly(Sound):
+class LooksAtTheKeyOnly(Broken):
     """Never compares what was asked."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -456,7 +330,7 @@ class LooksAtTheKeyOnly(Sound):
 
 
 @caught_by("test_fingerprints_of_two_versions_are_not_compared", "test_a_newer_version_takes_over_an_older_one")
-class ComparesAllVersions(Sound):
+class ComparesAllVersions(Broken):
     """A new release computes fingerprints anew, and every key in flight is a mismatch."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -467,7 +341,7 @@ class ComparesAllVersions(Sound):
 
 
 @caught_by("test_who_takes_over_without_a_fingerprint_inherits_it")
-class ForgetsTheFingerprintOnTakeover(Sound):
+class ForgetsTheFingerprintOnTakeover(Broken):
     """A taker-over without a fingerprint opens the key to all content."""
 
     def take(self, request: ClaimRequest, previous: Record | None, reason: Reason, now: int) -> Verdict:
@@ -479,7 +353,7 @@ class ForgetsTheFingerprintOnTakeover(Sound):
     "test_unknown_ends_with_retention",
     "test_an_unknown_outcome_waits_for_someone_who_knows",
 )
-class RunsUnknownWorkAgain(Sound):
+class RunsUnknownWorkAgain(Broken):
     """Takes over what was to be told as unknown."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -494,7 +368,7 @@ class RunsUnknownWorkAgain(Sound):
     "test_a_passing_fault_is_not_noticed",
     "test_a_passing_fault_marks_no_message_twice",
 )
-class KnowsNoAttempts(Sound):
+class KnowsNoAttempts(Broken):
     """A claim whose reply was lost finds itself in the way."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -504,7 +378,7 @@ class KnowsNoAttempts(Sound):
 @caught_by(
     "test_releasing_again_changes_nothing", "test_a_release_is_sent_again", "test_releasing_what_is_gone_is_true"
 )
-class ReleasesOnce(Sound):
+class ReleasesOnce(Broken):
     """A release whose reply was lost is told that its claim is lost."""
 
     def release_one(self, request: Release, now: int) -> bool:
@@ -512,7 +386,7 @@ class ReleasesOnce(Sound):
 
 
 @caught_by("test_a_complete_is_sent_again", "test_a_completed_record_is_never_overwritten")
-class CompletesOnce(Sound):
+class CompletesOnce(Broken):
     """A complete whose reply was lost is told that its claim is lost."""
 
     def complete_one(self, request: Complete, now: int) -> bool:
@@ -521,7 +395,7 @@ class CompletesOnce(Sound):
 
 
 @caught_by("test_releasing_what_one_completed_changes_nothing")
-class ReleasesOutcomes(Sound):
+class ReleasesOutcomes(Broken):
     """A release that comes late deletes the outcome of its own work."""
 
     def release_one(self, request: Release, now: int) -> bool:
@@ -535,7 +409,7 @@ class ReleasesOutcomes(Sound):
 @caught_by(
     "test_scopes_never_collide", "test_a_batch_keeps_scopes_apart", "test_each_type_of_message_has_its_own_space"
 )
-class IgnoresTheScope(Sound):
+class IgnoresTheScope(Broken):
     """One space for everybody's keys."""
 
     def place(self, request: Ref | ClaimRequest | Owned) -> Any:
@@ -543,7 +417,7 @@ class IgnoresTheScope(Sound):
 
 
 @caught_by("test_no_separator_joins_two_scopes")
-class JoinsScopeAndKey(Sound):
+class JoinsScopeAndKey(Broken):
     """``f"{scope}:{key}"``, and a tenant may choose both."""
 
     def place(self, request: Ref | ClaimRequest | Owned) -> Any:
@@ -551,7 +425,7 @@ class JoinsScopeAndKey(Sound):
 
 
 @caught_by("test_names_are_compared_exactly")
-class ComparesNamesLoosely(Sound):
+class ComparesNamesLoosely(Broken):
     """A database whose text knows no case and no spaces at the end."""
 
     def place(self, request: Ref | ClaimRequest | Owned) -> Any:
@@ -559,7 +433,7 @@ class ComparesNamesLoosely(Sound):
 
 
 @caught_by("test_names_may_be_long")
-class CutsLongNames(Sound):
+class CutsLongNames(Broken):
     """VARCHAR(255), in bytes."""
 
     def place(self, request: Ref | ClaimRequest | Owned) -> Any:
@@ -567,7 +441,7 @@ class CutsLongNames(Sound):
 
 
 @caught_by("test_repeats_do_not_extend_retention")
-class ExtendsRetentionByRepeats(Sound):
+class ExtendsRetentionByRepeats(Broken):
     """Every repeat renews the key's time, so that a client which retries often enough keeps it for ever."""
 
     def claim_one(self, request: ClaimRequest, now: int) -> Verdict:
@@ -577,7 +451,7 @@ class ExtendsRetentionByRepeats(Sound):
 
 
 @caught_by("test_retention_counts_from_the_claim")
-class CountsRetentionFromTheOutcome(Sound):
+class CountsRetentionFromTheOutcome(Broken):
     """The time to live begins anew when the work is done."""
 
     def write(self, record: Record, done: Done, now: int) -> None:
@@ -586,7 +460,7 @@ class CountsRetentionFromTheOutcome(Sound):
 
 
 @caught_by("test_renewing_does_not_extend_retention")
-class ExtendsRetentionByRenewals(Sound):
+class ExtendsRetentionByRenewals(Broken):
     """A renewal moves both ends."""
 
     def renew_one(self, request: Renew, now: int) -> int | None:
@@ -601,7 +475,7 @@ class ExtendsRetentionByRenewals(Sound):
     "test_retry_after_is_positive_and_never_beyond_the_lease",
     "test_a_key_at_work_is_in_progress",
 )
-class SaysToRetryLater(Sound):
+class SaysToRetryLater(Broken):
     """A fixed ``retry_after``, longer than what is left of the lease."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -610,7 +484,7 @@ class SaysToRetryLater(Sound):
 
 
 @caught_by("test_retry_after_is_positive_and_never_beyond_the_lease")
-class SaysToRetryAtOnce(Sound):
+class SaysToRetryAtOnce(Broken):
     """Whole seconds, rounded down: at the end clients retry in a tight loop."""
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -619,7 +493,7 @@ class SaysToRetryAtOnce(Sound):
 
 
 @caught_by("test_purge_removes_only_what_is_gone", "test_a_live_lease_outlives_retention")
-class PurgesWhatIsAtWork(Sound):
+class PurgesWhatIsAtWork(Broken):
     """The collector looks at retention only, and takes the key away from an owner that works."""
 
     def doomed(self, record: Record, now: int) -> bool:
@@ -627,7 +501,7 @@ class PurgesWhatIsAtWork(Sound):
 
 
 @caught_by("test_purge_removes_only_what_is_gone", "test_stats_count_what_is_held")
-class PurgesTheAbandoned(Sound):
+class PurgesTheAbandoned(Broken):
     """The collector takes ended leases for ended records, and with them the fingerprint that guards the key."""
 
     def doomed(self, record: Record, now: int) -> bool:
@@ -635,7 +509,7 @@ class PurgesTheAbandoned(Sound):
 
 
 @caught_by("test_purge_is_bounded", "test_fading_values_is_bounded_too")
-class PurgesEverythingAtOnce(Sound):
+class PurgesEverythingAtOnce(Broken):
     """One DELETE for a million rows."""
 
     async def purge(self, limit: int) -> int:
@@ -643,7 +517,7 @@ class PurgesEverythingAtOnce(Sound):
 
 
 @caught_by("test_the_collector_leaves_what_is_claimed_meanwhile")
-class PurgesWhatItSawBefore(Sound):
+class PurgesWhatItSawBefore(Broken):
     """Looks for what is gone, awaits, and deletes by key: also what was claimed in between."""
 
     is_async = True
@@ -660,7 +534,7 @@ class PurgesWhatItSawBefore(Sound):
     "test_a_tombstone_goes_with_its_key",
     "test_a_value_that_was_not_kept_is_not_made_again",
 )
-class PurgesKeysWithTheirValues(Sound):
+class PurgesKeysWithTheirValues(Broken):
     """When the value's time is over the whole record goes, and the work is done again."""
 
     def doomed(self, record: Record, now: int) -> bool:
@@ -668,7 +542,7 @@ class PurgesKeysWithTheirValues(Sound):
 
 
 @caught_by("test_what_get_gives_belongs_to_the_caller")
-class HandsOutItsOwnRecords(Sound):
+class HandsOutItsOwnRecords(Broken):
     """Whoever looks at a record holds the store's own."""
 
     def get_one(self, ref: Ref, now: int) -> Record | None:
@@ -679,7 +553,7 @@ class HandsOutItsOwnRecords(Sound):
 
 
 @caught_by("test_stats_count_what_is_held", "test_purge_removes_what_is_gone")
-class CountsWhatIsGone(Sound):
+class CountsWhatIsGone(Broken):
     """The count looks at the state, not at the clock."""
 
     async def stats(self) -> Held:
@@ -688,7 +562,7 @@ class CountsWhatIsGone(Sound):
 
 
 @caught_by("test_a_renewal_moves_the_end_of_the_lease", "test_a_live_lease_outlives_retention")
-class SaysThatItRenewed(Sound):
+class SaysThatItRenewed(Broken):
     """Answers a renewal and writes nothing."""
 
     def renew_one(self, request: Renew, now: int) -> int | None:
@@ -698,7 +572,7 @@ class SaysThatItRenewed(Sound):
 
 
 @caught_by("test_an_ended_lease_is_still_the_owners_while_nobody_wants_it")
-class DropsLateOwners(Sound):
+class DropsLateOwners(Broken):
     """An owner that is a moment late loses work that nobody else wanted."""
 
     def live(self, request: Ref | Owned, now: int) -> Record | None:

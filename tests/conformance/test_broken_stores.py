@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.broken import BROKEN, Sound, UsesTheClientsClock
+from conformance.broken import BROKEN, Broken, UsesTheClientsClock
+from conformance.sound import Sound
 from semel.once.memory import MemoryStore
 from semel.once.store import Clock, Store
 from semel.testing import SharedStoreSuite, StoreSuite
@@ -38,7 +39,7 @@ def suite_of(make: Callable[[Clock | None], Store], *, is_async: bool) -> StoreS
     return Suite()
 
 
-def suite_of_broken(store: type[Sound]) -> StoreSuite:
+def suite_of_broken(store: type[Broken]) -> StoreSuite:
     if store is not UsesTheClientsClock:
         return suite_of(store, is_async=store.is_async)
 
@@ -60,12 +61,12 @@ def test_a_sound_store_keeps_every_rule(make: Callable[[Clock | None], Store], i
 
 
 @pytest.mark.parametrize("store", BROKEN, ids=lambda store: store.__name__)
-def test_a_broken_store_is_caught(store: type[Sound]) -> None:
+def test_a_broken_store_is_caught(store: type[Broken]) -> None:
     assert [rule for rule in store.caught_by if keeps(suite_of_broken(store), rule)] == []
 
 
 @pytest.mark.parametrize("store", BROKEN, ids=lambda store: store.__name__)
-def test_a_broken_store_works_at_first_sight(store: type[Sound]) -> None:
+def test_a_broken_store_works_at_first_sight(store: type[Broken]) -> None:
     """It is broken in one point: what anyone would try first works, so only the rules tell."""
     suite = suite_of_broken(store)
     with suite.new_world() as world:

@@ -142,6 +142,7 @@ class MemoryStore:
             record.data = done.data
             if done.value_ttl_us is not None:
                 record.value_until_us = now + done.value_ttl_us
+            if done.value_ttl_us is not None or now > record.expires_us:
                 self._file(record, record.expires_us)
         return True
 

@@ -87,9 +87,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
     if kind != "postgresql":
         raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
-        raise InvalidRequest(
-            "Once takes a blocking engine (create_engine), AsyncOnce an async one"
-        )
+        raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
     own = engine.execution_options(isolation_level="AUTOCOMMIT")
     database: engines.Database
     if isinstance(own, AsyncEngine):

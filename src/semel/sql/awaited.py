@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from semel.bridge import HomeLoop
 from semel.forks import survive_fork
-from semel.sql.engines import POSTGRES_SETTINGS, left_behind, missing
+from semel.sql.engines import KEPT, POSTGRES_SETTINGS, left_behind, missing
 from semel.sql.failures import translated
 
 P = ParamSpec("P")
@@ -42,24 +42,29 @@ class AsyncDatabase:
                 answer = await conn.run_sync(work, *args, **kwargs)
             except Exception:
                 await conn.close()
+                await self._let_go()  # where one connection broke, the others may have, too
                 raise
             except BaseException:  # cancelled: who knows what the connection was about to say
                 await conn.invalidate()
                 await conn.close()
                 raise
-            if self._owned:
+            if self._owned and len(self._kept) < KEPT:
                 self._kept.append(conn)
             else:
                 await conn.close()
             return answer
+
+    async def _let_go(self) -> None:
+        kept, self._kept = self._kept, []
+        for conn in kept:
+            await conn.close()
 
     look_and_write = write
     read = write
 
     async def close(self) -> None:
         """See Database."""
-        while self._kept:
-            await self._kept.pop().close()
+        await self._let_go()
         if self._owned:
             await self._engine.dispose()
 

@@ -24,6 +24,9 @@ POSTGRES_SETTINGS = {"jit": "off", "plan_cache_mode": "force_generic_plan", "app
 """Short statements gain nothing from JIT, nor from a new plan for every batch."""
 
 
+KEPT = 4
+"""How many connections an engine of our own keeps out of its pool, ready for the next verb."""
+
 left_behind: list[Any] = []
 """Connections of a parent process or of a closed loop: never used again, and never closed from here."""
 
@@ -72,17 +75,26 @@ class BlockingDatabase:
             if self._engine.dialect.name == "sqlite":
                 with self._writing, self._engine.begin() as conn:
                     return work(conn, *args, **kwargs)
-            conn = self._kept.pop() if self._kept else self._engine.connect()
+            try:
+                conn = self._kept.pop()
+            except IndexError:
+                conn = self._engine.connect()
             try:
                 answer = work(conn, *args, **kwargs)
             except BaseException:
                 conn.close()
+                self._let_go()  # where one connection broke, the others may have, too
                 raise
-            if self._owned:
+            if self._owned and len(self._kept) < KEPT:
                 self._kept.append(conn)
             else:
                 conn.close()
             return answer
+
+    def _let_go(self) -> None:
+        kept, self._kept = self._kept, []
+        for conn in kept:
+            conn.close()
 
     async def look_and_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
@@ -104,8 +116,7 @@ class BlockingDatabase:
 
     async def close(self) -> None:
         """See Database."""
-        while self._kept:
-            self._kept.pop().close()
+        self._let_go()
         if self._owned:
             self._engine.dispose()
 

@@ -255,11 +255,12 @@ class World(Client):
 
         def one(call: Callable[[], Any]) -> Any:
             gate.wait(PATIENCE)
+            usual = sys.gettrace()
             sys.settrace(_restless(modules))
             try:
                 return self.run(call())
             finally:
-                sys.settrace(None)
+                sys.settrace(usual)
 
         with ThreadPoolExecutor(len(calls)) as pool:
             return [turn.result() for turn in [pool.submit(one, call) for call in calls]]

@@ -1,0 +1,144 @@
+"""A small store that is right, for others to be broken versions of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from semel.model import Granted, Held, Reason, Record, Verdict
+from semel.once.rules import claim_of, gone, grant, judge
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+
+
+class Sound:
+    """A store that is right: a dict under a lock, in steps small enough to break one by one."""
+
+    coalesce = False
+    expires_itself = False
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or wall_clock
+        self.records: dict[Any, Record] = {}
+        self.fence = 0
+        self.lock = threading.RLock()
+
+    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+        return (request.scope, request.key)
+
+    def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        return judge(record, request, now)
+
+    def next_fence(self, previous: Record | None, now: int) -> int:
+        self.fence += 1
+        return self.fence
+
+    def live(self, request: Ref | Owned, now: int) -> Record | None:
+        record = self.records.get(self.place(request))
+        return None if record is None or gone(record, now) else record
+
+    def write(self, record: Record, done: Done, now: int) -> None:
+        record.state = "completed"
+        record.completed_us, record.kind, record.data = now, done.kind, done.data
+        record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
+
+    async def each(self, one: Callable[[Any, int], Any], requests: Sequence[Any]) -> list[Any]:
+        with self.lock:
+            now = self.clock()
+            return [one(request, now) for request in requests]
+
+    async def open(self) -> None:
+        pass
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+        return await self.each(self.claim_one, requests)
+
+    def claim_one(self, request: ClaimRequest, now: int) -> Verdict:
+        previous = self.records.get(self.place(request))
+        verdict = self.judge(previous, request, now)
+        return self.take(request, previous, verdict, now) if isinstance(verdict, str) else verdict
+
+    def take(self, request: ClaimRequest, previous: Record | None, reason: Reason, now: int) -> Verdict:
+        record = grant(request, previous, reason, self.next_fence(previous, now), now)
+        if request.done is not None:
+            self.write(record, request.done, now)
+        self.records[self.place(request)] = record
+        return Granted(claim_of(record), reason)
+
+    async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
+        return await self.each(self.renew_one, requests)
+
+    def renew_one(self, request: Renew, now: int) -> int | None:
+        record = self.live(request, now)
+        if record is None or record.fence != request.fence or record.state != "claimed":
+            return None
+        record.lease_us, record.lease_until_us = request.lease_us, now + request.lease_us
+        return record.lease_until_us
+
+    async def complete(self, requests: Sequence[Complete]) -> list[bool]:
+        return await self.each(self.complete_one, requests)
+
+    def complete_one(self, request: Complete, now: int) -> bool:
+        record = self.live(request, now)
+        if record is None or record.fence != request.fence:
+            return False
+        if record.state == "claimed":
+            self.write(record, request.done, now)
+        return True
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        return await self.each(self.release_one, requests)
+
+    def release_one(self, request: Release, now: int) -> bool:
+        record = self.live(request, now)
+        if record is None or record.fence != request.fence:
+            return record is None
+        if record.state == "claimed":
+            del self.records[self.place(request)]
+        return True
+
+    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+        return await self.each(self.get_one, refs)
+
+    def get_one(self, ref: Ref, now: int) -> Record | None:
+        record = self.live(ref, now)
+        return None if record is None else replace(record, now_us=now)
+
+    def doomed(self, record: Record, now: int) -> bool:
+        return gone(record, now)
+
+    async def purge(self, limit: int) -> int:
+        with self.lock:
+            now, removed = self.clock(), 0
+            for place, record in list(self.records.items()):
+                if removed == limit:
+                    break
+                if self.doomed(record, now):
+                    del self.records[place]
+                elif record.data is not None and record.value_until_us is not None and now > record.value_until_us:
+                    record.data = None
+                else:
+                    continue
+                removed += 1
+            return removed
+
+    async def stats(self) -> Held:
+        count = dict.fromkeys(Held.__struct_fields__, 0)
+        with self.lock:
+            now = self.clock()
+            for record in self.records.values():
+                count["expired" if gone(record, now) else replace(record, now_us=now).status] += 1
+        return Held(**count)
+
+    def watch(self, ring: Ring) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def wall_clock() -> int:
+    return time.time_ns() // 1000
