@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -75,21 +76,31 @@ class StoppingStore:
         return answers
 
 
-def work_until_killed(
-    url: str, awaited: bool, point: str, policy: Policy, key: str, clock: float, pipe: Connection
-) -> None:
-    """Make one guarded call of ``key``; the parent kills us at ``point``."""
-    stop = Stop(point, pipe)
-    store = StoppingStore(open_store(url, awaited=awaited, clock=FakeClock(clock)), stop)
-    if awaited:
-        asyncio.run(_call(store, stop, policy, key))
+@dataclass(frozen=True)
+class Victim:
+    """The call that a child is to make, and where it is to stop."""
+
+    url: str
+    awaited: bool
+    point: str
+    policy: Policy
+    key: str
+    clock: float
+
+
+def work_until_killed(victim: Victim, parent: Connection) -> None:
+    """Make one guarded call; the parent kills us when we say that the point is reached."""
+    stop = Stop(victim.point, parent)
+    store = StoppingStore(open_store(victim.url, awaited=victim.awaited, clock=FakeClock(victim.clock)), stop)
+    if victim.awaited:
+        asyncio.run(_call(store, stop, victim))
     else:
-        Once(store, collect=False).call(key, stop.ran, scope=SCOPE, policy=policy)
-    pipe.send("ended")
+        Once(store, collect=False).call(victim.key, stop.ran, scope=SCOPE, policy=victim.policy)
+    parent.send("ended")
 
 
-async def _call(store: StoppingStore, stop: Stop, policy: Policy, key: str) -> None:
+async def _call(store: StoppingStore, stop: Stop, victim: Victim) -> None:
     async def ran() -> dict[str, str]:
         return stop.ran()
 
-    await AsyncOnce(store, collect=False).call(key, ran, scope=SCOPE, policy=policy)
+    await AsyncOnce(store, collect=False).call(victim.key, ran, scope=SCOPE, policy=victim.policy)

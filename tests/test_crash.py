@@ -8,7 +8,6 @@ from multiprocessing.context import ForkServerContext
 import pytest
 
 import crash_child
-import servers
 from crash_child import (
     AFTER_CLAIM,
     AFTER_COMPLETE,
@@ -22,16 +21,16 @@ from crash_child import (
     SCOPE,
     START,
     TTL,
+    Victim,
 )
 from semel import InProgress, NotDone, Once, OutcomeUnknown, Policy, current_claim
-from semel.cli import main as semel_command
 from semel.testing import FakeClock
+from store_urls import SHARED_KINDS, StoreUrls, store_urls
 
 RETAKE = Policy(lease=LEASE, ttl=TTL, in_flight="conflict")
 UNKNOWN = RETAKE.but(on_crash="unknown")
 PATIENCE = 60
 
-STORES = ["sqlite", "redis", "postgres"]
 names = count()
 
 
@@ -46,17 +45,9 @@ def processes() -> ForkServerContext:
 
 
 @pytest.fixture(scope="module")
-def urls(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: servers.Redis, postgres_server: servers.Postgres
-) -> Iterator[dict[str, str]]:
-    postgres_url = postgres_server.database()
-    assert semel_command(["migrate", postgres_url]) == 0
-    yield {
-        "sqlite": f"sqlite:///{tmp_path_factory.mktemp('crash') / 'semel.db'}",
-        "redis": redis_server.database(),
-        "postgres": postgres_url,
-    }
-    postgres_server.drop(postgres_url)
+def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
+    with store_urls(request) as urls:
+        yield urls
 
 
 class Case:
@@ -75,7 +66,7 @@ class Case:
         ours, theirs = self.processes.Pipe()
         child = self.processes.Process(
             target=crash_child.work_until_killed,
-            args=(self.url, awaited, point, policy, self.key, self.clock.us / 1e6, theirs),
+            args=(Victim(self.url, awaited, point, policy, self.key, self.clock.us / 1e6), theirs),
         )
         child.start()
         theirs.close()
@@ -106,13 +97,13 @@ class Case:
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest, urls: dict[str, str], processes: ForkServerContext) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, urls: StoreUrls, processes: ForkServerContext) -> Iterator[Case]:
     case = Case(urls[request.param], processes)
     yield case
     case.once.close()
 
 
-ON_EVERY_STORE = pytest.mark.parametrize("case", STORES, indirect=True)
+ON_EVERY_STORE = pytest.mark.parametrize("case", SHARED_KINDS, indirect=True)
 BOTH_FORMS = pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "async"])
 BOTH_POLICIES = pytest.mark.parametrize("policy", [RETAKE, UNKNOWN], ids=["retake", "unknown"])
 
@@ -261,13 +252,12 @@ def test_a_hook_that_says_not_done_lets_the_function_run(case: Case) -> None:
 
 @ON_EVERY_STORE
 def test_a_hook_that_fails_leaves_the_outcome_unknown(case: Case) -> None:
-    answers = [ConnectionError("the bank does not answer"), {"by": "the hook, later"}]
+    failures = [ConnectionError("the bank does not answer")]
 
     def look() -> dict[str, str]:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if failures:
+            raise failures.pop()
+        return {"by": "the hook, later"}
 
     guarded = case.once.guard(scope=SCOPE, key=lambda: case.key, fingerprint=False, reconcile=look, policy=UNKNOWN)(
         case.work

@@ -14,21 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-import servers
 from semel import Granted, InFlight, Mismatch, Record, Replay, Unknown, Verdict
 from semel.bridge import drive
-from semel.cli import main as semel_command
 from semel.once.memory import MemoryStore
 from semel.once.opening import open_store
 from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
 from semel.testing import FakeClock
+from store_urls import SHARED_KINDS, store_urls
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 SECOND = 1_000_000
 START = 1_700_000_000.0
-FORMS = [f"{kind}-{form}" for kind in ("sqlite", "redis", "postgres") for form in ("blocking", "async")]
+FORMS = [f"{kind}-{form}" for kind in SHARED_KINDS for form in ("blocking", "async")]
 
 # Redis drops records by its own clock a minute after their end, so no time here is shorter than the test takes.
 LEASES = [60 * SECOND, 120 * SECOND, 600 * SECOND]
@@ -40,7 +39,7 @@ KEYS = ["a", "b", "ключ {0}:*"]
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a batch of claims, still without its scope. ``again`` sends an earlier one once more, as it was."""
+    """One request of a batch of claims. ``again``: instead, an earlier one is sent once more, as it was."""
 
     key: str
     scope: int
@@ -240,7 +239,7 @@ class Comparison:
         """Fewer than the limit means that nothing is left."""
         total = 0
         while True:
-            removed = side.run(side.store.purge(limit))
+            removed: int = side.run(side.store.purge(limit))
             assert removed <= limit
             total += removed
             if removed < limit:
@@ -284,22 +283,12 @@ class Place:
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     kind, form = request.param.split("-")
     clock = FakeClock(START)
     with ExitStack() as cleanup:
-        if kind == "sqlite":
-            url = f"sqlite:///{tmp_path_factory.mktemp('model') / 'semel.db'}"
-        elif kind == "redis":
-            url = request.getfixturevalue("redis_server").database()
-        else:
-            server: servers.Postgres = request.getfixturevalue("postgres_server")
-            url = server.database()
-            cleanup.callback(server.drop, url)
-            assert semel_command(["migrate", url]) == 0
-        run: Run = drive
-        if form == "async":
-            run = cleanup.enter_context(asyncio.Runner()).run
+        url = cleanup.enter_context(store_urls(request))[kind]
+        run: Run = cleanup.enter_context(asyncio.Runner()).run if form == "async" else drive
         store = open_store(url, awaited=form == "async", clock=clock)
         cleanup.callback(lambda: run(store.close()))
         yield Place(store, run, clock, keeps_released=kind == "postgres")

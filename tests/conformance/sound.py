@@ -1,11 +1,11 @@
-"""A small store that is right, for others to be broken versions of."""
+"""A small store that is right, and what makes another one a broken version of it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -142,3 +142,24 @@ class Sound:
 
 def wall_clock() -> int:
     return time.time_ns() // 1000
+
+
+class Broken(Sound):
+    """A store that breaks a promise, and the rules that notice."""
+
+    is_async: ClassVar[bool] = False
+    caught_by: ClassVar[tuple[str, ...]]
+
+
+BROKEN: list[type[Broken]] = []
+
+
+def caught_by(*rules: str) -> Callable[[type[Broken]], type[Broken]]:
+    """This store is broken, and these rules say so."""
+
+    def note(store: type[Broken]) -> type[Broken]:
+        store.caught_by = rules
+        BROKEN.append(store)
+        return store
+
+    return note

@@ -23,7 +23,8 @@ A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
 
-LARGEST = 500
+LARGEST = 128
+"""Calls in a flush. More would save little; and of two groups one can be at work here while the other's is in the store."""
 
 _log = logging.getLogger("semel")
 
@@ -48,9 +49,10 @@ class Direct(Generic[A, B]):
 class LoopLane(Generic[A, B]):
     """Coalesces the tasks of one event loop.
 
-    The first caller flushes its own call, the others' leave together in a task of their own, so a caller that is
-    cancelled takes nobody with it. A cancelled call is seen through to its end all the same (every verb may be sent
-    twice), and ``orphaned`` hears the answer that nobody waits for any more.
+    A caller who is alone flushes its own call at once. In a crowd every flush begins a turn of the loop later, in a
+    task of its own: so all who are ready gather first, and a caller that is cancelled takes nobody with it. A
+    cancelled call is seen through to its end all the same (every verb may be sent twice), and ``orphaned`` hears the
+    answer that nobody waits for any more.
     """
 
     def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], None] | None = None) -> None:
@@ -59,13 +61,14 @@ class LoopLane(Generic[A, B]):
         self._waiting: list[tuple[A, asyncio.Future[B]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._busy = False
+        self._crowded = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, request: A, /) -> B:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
-        if self._busy:
+        if self._busy or self._crowded:
             return await self._join(loop, request)
         self._busy = True
         try:
@@ -77,6 +80,7 @@ class LoopLane(Generic[A, B]):
             self._go_on()
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A loop that is closed has left its calls unanswered: begin anew in this one."""
         if self._busy and self._loop is not None and not self._loop.is_closed():
             raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
         self._loop, self._busy, self._waiting = loop, False, []
@@ -84,6 +88,9 @@ class LoopLane(Generic[A, B]):
     async def _join(self, loop: asyncio.AbstractEventLoop, request: A) -> B:
         answer: asyncio.Future[B] = loop.create_future()
         self._waiting.append((request, answer))
+        if not self._busy:
+            self._busy = True
+            self._go_on()
         try:
             return await answer
         except asyncio.CancelledError:
@@ -94,8 +101,7 @@ class LoopLane(Generic[A, B]):
     def _go_on(self) -> None:
         """After a flush: send what has gathered, or be idle."""
         if self._waiting:
-            batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
-            self._spawn(self._send(batch))
+            self._spawn(self._send())
         else:
             self._busy = False
 
@@ -104,7 +110,9 @@ class LoopLane(Generic[A, B]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send(self, batch: list[tuple[A, asyncio.Future[B]]]) -> None:
+    async def _send(self) -> None:
+        batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
+        self._crowded = len(batch) > 1
         try:
             answers = await self._flush([request for request, _ in batch])
         except Exception as error:  # noqa: BLE001 -- it goes to everyone whose call was in the batch

@@ -296,8 +296,8 @@ class Engine:
             name_of("key", key),
             print_of(fingerprint),
             new_attempt(),
-            round((policy.lease if lease is None else seconds("lease", lease)) * 1e6),
-            round((policy.ttl if ttl is None else seconds("ttl", ttl)) * 1e6),
+            round(policy.lease * 1e6) if lease is None else round(seconds("lease", lease) * 1e6),
+            round(policy.ttl * 1e6) if ttl is None else round(seconds("ttl", ttl) * 1e6),
             policy.on_crash == "unknown",
         )
 

@@ -10,7 +10,7 @@ else may change; and every other statement skips the rows that someone has locke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Event
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from semel.errors import StoreUnavailable
 from semel.model import Held, InFlight, Reason, Record, Verdict
 from semel.once.listener import Hear, Listener
 from semel.once.rules import fingerprint_for, gone, granted, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
 from semel.sql.engines import Database
 from semel.sql.failures import LOCK_TIMEOUT, sqlstate
@@ -34,7 +34,7 @@ _ROUNDS = 20
 Terms: TypeAlias = dict[str, Any]
 """What every statement is told: the time, in tests, and how many milliseconds to wait for a lock ("": as set)."""
 
-# For our own statements a lock is waited for a second at most; a user's transaction keeps the user's settings.
+# Our own statements wait for a lock no longer than a fifth of a second; a user's transaction keeps the user's settings.
 _CLOCK = """clock AS MATERIALIZED (
   SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us,
          CASE WHEN CAST(:patience AS text) <> '' THEN set_config('lock_timeout', CAST(:patience AS text), true) END
@@ -206,7 +206,7 @@ class PostgresStore:
 
     def _terms(self) -> Terms:
         now = None if self._clock is None else self._clock()
-        return {"now": now, "patience": "" if self._bound else "1000"}
+        return {"now": now, "patience": "" if self._bound else "200"}
 
     async def open(self) -> None:
         """See the contract. Migrations are the operator's decision, so this only checks."""
@@ -263,7 +263,7 @@ class PostgresStore:
 
 def _claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> list[Verdict]:
     # Sorted by key, so that two batches lock their rows in the same order and never deadlock.
-    undecided = dict(sorted(enumerate(requests), key=lambda each: (each[1].scope, each[1].key)))
+    undecided = dict(sorted(enumerate(requests), key=_by_key)) if len(requests) > 1 else {0: requests[0]}
     takeable: dict[int, tuple[Record, Reason]] = {}
     verdicts: dict[int, Verdict] = {}
     for _ in range(_ROUNDS):
@@ -280,6 +280,10 @@ def _claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> 
         if not undecided:
             return [verdicts[at] for at in range(len(requests))]
     raise StoreUnavailable(f"a key changed hands {_ROUNDS} times while it was being claimed; try again")
+
+
+def _by_key(numbered: tuple[int, ClaimRequest]) -> tuple[str, str]:
+    return (numbered[1].scope, numbered[1].key)
 
 
 def _judge(
@@ -370,24 +374,31 @@ def _granted(asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows:
 
 
 def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str], terms: Terms) -> dict[str, Any]:
-    outcomes = [request.done for request in requests]
     return {
-        **_places(requests),
         **terms,
+        **_places(requests),
         "fingerprint": fingerprints,
         "attempt": [request.attempt for request in requests],
         "unknown": [request.unknown for request in requests],
         "lease": [request.lease_us for request in requests],
         "ttl": [request.ttl_us for request in requests],
-        "state": ["claimed" if done is None else "completed" for done in outcomes],
-        "kind": ["" if done is None else done.kind for done in outcomes],
-        "value": [None if done is None else done.data for done in outcomes],
-        "value_ttl": [None if done is None else done.value_ttl_us for done in outcomes],
+        **_outcomes([request.done for request in requests]),
     }
 
 
-def _places(wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[str, Any]:
-    wanted = list(wanted)
+def _outcomes(dones: list[Done | None]) -> dict[str, list[Any]]:
+    if not any(dones):
+        many = len(dones)
+        return {"state": ["claimed"] * many, "kind": [""] * many, "value": [None] * many, "value_ttl": [None] * many}
+    return {
+        "state": ["claimed" if done is None else "completed" for done in dones],
+        "kind": ["" if done is None else done.kind for done in dones],
+        "value": [None if done is None else done.data for done in dones],
+        "value_ttl": [None if done is None else done.value_ttl_us for done in dones],
+    }
+
+
+def _places(wanted: Collection[Ref | ClaimRequest | Owned]) -> dict[str, Any]:
     return {"scope": [ref.scope for ref in wanted], "key": [ref.key for ref in wanted]}
 
 
@@ -414,14 +425,12 @@ def _missed(
     conn: Connection, requests: Sequence[Owned], held: dict[tuple[str, str, int], int], terms: Terms
 ) -> dict[tuple[str, str], Record]:
     """What there is instead, for the requests whose fence did not hold."""
-    if len(held) == len(requests):
-        return {}
     return _read(conn, [each for each in requests if _name(each) not in held], terms)
 
 
 def _renew(conn: Connection, requests: Sequence[Renew], terms: Terms) -> list[int | None]:
     held = _fenced(conn, _RENEW, requests, terms, lease=[each.lease_us for each in requests])
-    records = _missed(conn, requests, held, terms)
+    records = _missed(conn, requests, held, terms) if len(held) < len(requests) else {}
     return [held[_name(each)] if _name(each) in held else _still_leased(records, each) for each in requests]
 
 
@@ -446,6 +455,8 @@ def _complete(conn: Connection, requests: Sequence[Complete], terms: Terms) -> l
         value=[each.done.data for each in requests],
         value_ttl=[each.done.value_ttl_us for each in requests],
     )
+    if len(held) == len(requests):
+        return [True] * len(requests)
     records = _missed(conn, requests, held, terms)
     return [_name(each) in held or _completed_by(records, each) for each in requests]
 
@@ -457,6 +468,8 @@ def _completed_by(records: dict[tuple[str, str], Record], request: Complete) -> 
 
 def _release(conn: Connection, requests: Sequence[Release], terms: Terms) -> list[bool]:
     held = _fenced(conn, _RELEASE, requests, terms)
+    if len(held) == len(requests):
+        return [True] * len(requests)
     records = _missed(conn, requests, held, terms)
     return [
         _name(each) in held or _vacant(records.get((each.scope, each.key))) or _still(records, each) is not None

@@ -20,9 +20,16 @@ from semel.sql.failures import translated
 P = ParamSpec("P")
 R = TypeVar("R")
 
-POSTGRES_SETTINGS = {"jit": "off", "plan_cache_mode": "force_generic_plan", "application_name": "semel"}
-"""Short statements gain nothing from JIT, nor from a new plan for every batch."""
-
+POSTGRES_SETTINGS = {
+    "application_name": "semel",
+    "jit": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+"""Every hot statement looks keys up by the primary key. It is planned once, not for every batch; and a plan made while
+the table was empty must not scan it when it has grown."""
 
 KEPT = 4
 """How many connections an engine of our own keeps out of its pool, ready for the next verb."""

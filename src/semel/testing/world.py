@@ -23,6 +23,7 @@ from semel.bridge import drive
 from semel.model import Claim, Granted, Held, Kind, Record, Verdict
 from semel.once.faces import AsyncOnce, Once
 from semel.once.store import ClaimRequest, Clock, Complete, Done, Ref, Release, Renew, Store
+from semel.policy import Policy
 from semel.testing.clock import FakeClock
 
 R = TypeVar("R")
@@ -204,8 +205,12 @@ class World(Client):
         return Client(self.opened(clock), self.run)
 
     def once(self, store: Store | None = None, **options: Any) -> Any:
-        """``Once`` or ``AsyncOnce`` over the store, as the store wants it; run what its verbs answer."""
-        face = (AsyncOnce if self.is_async else Once)(store or self.store, collect=False, **options)
+        """``Once`` or ``AsyncOnce`` over the store, as the store wants it; :attr:`run` what its verbs answer.
+
+        Calls that meet a key at work are told at once, unless they ask to wait.
+        """
+        kind = AsyncOnce if self.is_async else Once
+        face = kind(store or self.store, policy=Policy(in_flight="conflict"), collect=False, **options)
         self._opened.append(face)
         return face
 

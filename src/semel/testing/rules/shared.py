@@ -201,7 +201,7 @@ def _complete_each(world: World, claims: list[Claim], value: str) -> list[bool]:
 def _work(world: World, names: list[str], value: str) -> list[tuple[str, bool]]:
     """In a process of its own: do the work under each key, or get what came of it."""
     once = world.once()
-    results = [world.run(once.call(name, world.working(lambda: value))) for name in names]
+    results = [world.run(once.call(name, world.working(lambda: value), in_flight="wait")) for name in names]
     return [(result.value, result.replayed) for result in results]
 
 

@@ -1,0 +1,592 @@
+"""Concurrent calls leave together: fewer round trips, the right answer to each caller, and nobody harmed by another."""
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable, Verdict
+from semel.once.batch import LARGEST
+from semel.once.memory import MemoryStore
+from semel.once.store import ClaimRequest, Complete, Release
+
+PATIENCE = 60
+"""Seconds after which something that should have happened counts as hanging."""
+
+
+class FarStore(MemoryStore):
+    """Memory that is a round trip away: every claim passes a gate, and every batch is noted."""
+
+    coalesce = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[str]] = []
+        self.others: list[tuple[str, int]] = []
+        self.errors: dict[str, Exception] = {}
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+        self.batches.append([request.key for request in requests])
+        await self.gate()
+        for request in requests:
+            if request.key in self.errors:
+                raise self.errors[request.key]
+        return await super().claim(requests)
+
+    async def complete(self, requests: Sequence[Complete]) -> list[bool]:
+        self.others.append(("complete", len(requests)))
+        return await super().complete(requests)
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        self.others.append(("release", len(requests)))
+        return await super().release(requests)
+
+    async def gate(self) -> None:
+        """Nothing to wait for."""
+
+
+class ThreadGate(FarStore):
+    """Holds up each batch until the test lets it pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = threading.Semaphore(0)
+        self.passes = threading.Semaphore(0)
+
+    async def gate(self) -> None:
+        self.arrived.release()
+        assert self.passes.acquire(timeout=PATIENCE)
+
+    def wait_for_a_batch(self) -> None:
+        assert self.arrived.acquire(timeout=PATIENCE)
+
+    def let_pass(self, batches: int = 1) -> None:
+        self.passes.release(batches)
+
+
+class LoopGate(FarStore):
+    """The same for an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = asyncio.Semaphore(0)
+        self.passes = asyncio.Semaphore(0)
+
+    async def gate(self) -> None:
+        self.arrived.release()
+        await self.passes.acquire()
+
+    async def wait_for_a_batch(self) -> None:
+        await asyncio.wait_for(self.arrived.acquire(), PATIENCE)
+
+    def let_pass(self, batches: int = 1) -> None:
+        for _ in range(batches):
+            self.passes.release()
+
+
+def gathered(once: Once, number: int) -> Callable[[], bool]:
+    """True when so many threads wait for the next batch."""
+    lane: Any = once._engine._claims
+    return lambda: len(lane._waiting) == number
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Nobody signals that a thread has fallen asleep, so look."""
+    pause = threading.Event()
+    for _ in range(PATIENCE * 100):
+        if happened():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never happened")
+
+
+@contextmanager
+def crowd(size: int) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(size) as threads:
+        yield threads
+
+
+def granted(verdict: object) -> Claim:
+    assert isinstance(verdict, Granted)
+    return verdict.claim
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lone_call_leaves_at_once_by_itself() -> None:
+    store = FarStore()
+    once = Once(store, collect=False)
+    for key in ("a", "b", "c"):
+        granted(once.claim(key))
+    assert store.batches == [["a"], ["b"], ["c"]]
+
+
+def test_threads_that_come_meanwhile_leave_together() -> None:
+    """64 calls: the first alone, the 63 that gathered behind it in one flush; each gets its own answer."""
+    store = ThreadGate()
+    once = Once(store, collect=False)
+    with crowd(64) as threads:
+        first = threads.submit(once.claim, "key 0")
+        store.wait_for_a_batch()
+        others = [threads.submit(once.claim, f"key {number}") for number in range(1, 64)]
+        until(gathered(once, 63))
+        store.let_pass(2)
+        verdicts = [call.result(PATIENCE) for call in [first, *others]]
+    assert [len(batch) for batch in store.batches] == [1, 63]
+    assert [granted(verdict).key for verdict in verdicts] == [f"key {number}" for number in range(64)]
+
+
+def test_a_batch_has_a_largest_size() -> None:
+    store = ThreadGate()
+    once = Once(store, collect=False)
+    number = LARGEST + 20
+    with crowd(number) as threads:
+        calls = [threads.submit(once.claim, f"key {at}") for at in range(number)]
+        store.wait_for_a_batch()
+        until(gathered(once, number - 1))
+        store.let_pass(3)
+        keys = [granted(call.result(PATIENCE)).key for call in calls]
+    assert sorted(keys) == sorted(f"key {at}" for at in range(number))
+    assert [len(batch) for batch in store.batches] == [1, LARGEST, 19]
+
+
+def test_calls_of_one_key_in_one_batch_have_one_winner() -> None:
+    store = ThreadGate()
+    once = Once(store, collect=False)
+    with crowd(33) as threads:
+        calls = [threads.submit(once.claim, "first")]
+        store.wait_for_a_batch()
+        calls = [threads.submit(once.claim, "wanted by all") for _ in range(32)]
+        until(gathered(once, 32))
+        store.let_pass(2)
+        kinds = [type(call.result(PATIENCE)) for call in calls]
+    assert kinds.count(Granted) == 1
+    assert kinds.count(InFlight) == 31
+
+
+def test_an_error_goes_to_its_batch_and_no_further() -> None:
+    store = ThreadGate()
+    store.errors["bad"] = SemelError("this batch failed")
+    once = Once(store, collect=False)
+    with crowd(8) as threads:
+        first = threads.submit(once.claim, "first")
+        store.wait_for_a_batch()
+        batch = [threads.submit(once.claim, key) for key in ("a", "bad", "b")]
+        until(gathered(once, 3))
+        store.let_pass()
+        store.wait_for_a_batch()
+        after = [threads.submit(once.claim, key) for key in ("c", "d")]
+        until(gathered(once, 2))
+        store.let_pass(2)
+        granted(first.result(PATIENCE))
+        for call in batch:
+            with pytest.raises(SemelError, match="this batch failed"):
+                call.result(PATIENCE)
+        assert [granted(call.result(PATIENCE)).key for call in after] == ["c", "d"]
+
+
+def test_a_store_that_raises_what_it_should_not_leaves_the_lane_usable() -> None:
+    """Not every error is ours; whatever it is, the callers of the batch get it, and the next call goes through."""
+    store = FarStore()
+    store.errors["bad"] = ZeroDivisionError("a bug in the store")
+    once = Once(store, collect=False)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            once.claim("bad")
+        granted(once.claim("good"))
+        once.release(granted(once.claim("another")) if once.get("another") is None else claim_of(once, "another"))
+        del store.errors["bad"]
+        once.release(granted(once.claim("bad")))
+        once.release(claim_of(once, "good"))
+        store.errors["bad"] = ZeroDivisionError("a bug in the store")
+
+
+def claim_of(once: Once, key: str) -> Claim:
+    record = once.get(key)
+    assert record is not None
+    return Claim(record.scope, key, record.fence, record.attempt, "", 60, record.lease_until_us, record.expires_us)
+
+
+def test_no_thread_works_for_the_others_for_ever() -> None:
+    """A leader flushes the batch with its own call and is done, however many come after."""
+    store = ThreadGate()
+    once = Once(store, collect=False)
+    with crowd(8) as threads:
+        first = threads.submit(once.claim, "first")
+        store.wait_for_a_batch()
+        second = [threads.submit(once.claim, f"second {number}") for number in range(3)]
+        until(gathered(once, 3))
+        store.let_pass()
+        granted(first.result(PATIENCE))  # while the second batch is still held up
+        store.wait_for_a_batch()
+        assert not any(call.done() for call in second)
+        store.let_pass()
+        assert all(granted(call.result(PATIENCE)) for call in second)
+
+
+def test_a_leader_that_is_interrupted_hands_over() -> None:
+    """Ctrl-C in the thread that carries the others' calls: they are told to try again, and the next call leads."""
+    store = ThreadGate()
+    once = Once(store, collect=False)
+
+    def interrupt_after_gathering() -> None:
+        until(gathered(once, 4))
+        store.passes = InterruptedSemaphore()
+        signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+
+    class InterruptedSemaphore(threading.Semaphore):
+        def __init__(self) -> None:
+            super().__init__(0)
+
+    with crowd(5) as threads:
+        others: list[Future[Verdict]] = []
+
+        def gather() -> None:
+            store.wait_for_a_batch()
+            others.extend(threads.submit(once.claim, f"other {number}") for number in range(4))
+            until(gathered(once, 4))
+            store.let_pass()  # the first batch; the second one is led by one of the others
+            store.wait_for_a_batch()
+            store.let_pass()
+
+        gathering = threads.submit(gather)
+        with pytest.raises(KeyboardInterrupt):
+            claim_interrupted(once, store)
+        gathering.result(PATIENCE)
+        verdicts = [call.result(PATIENCE) for call in others]
+    assert [granted(verdict).key for verdict in verdicts] == [f"other {number}" for number in range(4)]
+    granted(passing(once, store, "afterwards"))
+
+
+def claim_interrupted(once: Once, store: ThreadGate) -> None:
+    """The main thread leads a batch of its own; a signal handler raises in the middle of its flush."""
+
+    async def interrupted() -> None:
+        store.arrived.release()
+        assert store.passes.acquire(timeout=PATIENCE)
+        signal.raise_signal(signal.SIGINT)
+
+    store.gate = once_only(store, interrupted)  # type: ignore[method-assign]
+    once.claim("interrupted")
+
+
+def once_only(store: ThreadGate, first: Callable[[], Any]) -> Callable[[], Any]:
+    usual = store.gate
+
+    async def gate() -> None:
+        store.gate = usual  # type: ignore[method-assign]
+        await first()
+
+    return gate
+
+
+def passing(once: Once, store: ThreadGate, key: str) -> Verdict:
+    store.let_pass()
+    return once.claim(key)
+
+
+def test_who_waits_and_is_interrupted_leaves_without_harm() -> None:
+    """Ctrl-C in a thread that only waits for its turn: it goes, and everyone else is served."""
+    store = ThreadGate()
+    once = Once(store, collect=False)
+    with crowd(4) as threads:
+        first = threads.submit(once.claim, "first")
+        store.wait_for_a_batch()
+        others = [threads.submit(once.claim, f"other {number}") for number in range(2)]
+        until(gathered(once, 2))
+
+        def interrupt() -> None:
+            until(gathered(once, 3))
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+
+        interrupting = threads.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            once.claim("interrupted")
+        interrupting.result(PATIENCE)
+        assert gathered(once, 2)()
+        store.let_pass(2)
+        assert [granted(call.result(PATIENCE)).key for call in [first, *others]] == ["first", "other 0", "other 1"]
+    assert ["interrupted"] not in store.batches
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_that_come_meanwhile_leave_together() -> None:
+    async def scenario() -> None:
+        store = FarStore()
+        async with AsyncOnce(store, collect=False) as once:
+            verdicts = await asyncio.gather(*(once.claim(f"key {number}") for number in range(256)))
+            assert [granted(verdict).key for verdict in verdicts] == [f"key {number}" for number in range(256)]
+            assert sum(len(batch) for batch in store.batches) == 256
+            assert len(store.batches) <= 4
+
+            await asyncio.gather(*(once.complete(granted(verdict), 7) for verdict in verdicts))
+            completed = [size for verb, size in store.others if verb == "complete"]
+            assert sum(completed) == 256
+            assert len(completed) <= 4
+            replays = await asyncio.gather(*(once.claim(f"key {number}") for number in range(256)))
+            assert all(isinstance(replay, Replay) for replay in replays)
+
+    asyncio.run(scenario())
+
+
+def test_a_lone_task_leaves_at_once_by_itself() -> None:
+    async def scenario() -> list[list[str]]:
+        store = FarStore()
+        async with AsyncOnce(store, collect=False) as once:
+            for key in ("a", "b", "c"):
+                granted(await once.claim(key))
+        return store.batches
+
+    assert asyncio.run(scenario()) == [["a"], ["b"], ["c"]]
+
+
+def test_a_task_batch_has_a_largest_size_too() -> None:
+    async def scenario() -> None:
+        store = FarStore()
+        number = 2 * LARGEST + 20
+        async with AsyncOnce(store, collect=False) as once:
+            verdicts = await asyncio.gather(*(once.claim(f"key {at}") for at in range(number)))
+        assert [granted(verdict).key for verdict in verdicts] == [f"key {at}" for at in range(number)]
+        assert max(len(batch) for batch in store.batches) <= LARGEST
+
+    asyncio.run(scenario())
+
+
+def test_guarded_calls_of_many_tasks_are_all_answered() -> None:
+    """Claims and outcomes of the same tasks cross each other in their lanes; nobody is left waiting."""
+
+    async def scenario() -> None:
+        store = FarStore()
+        ran: list[str] = []
+
+        async def work(key: str) -> str:
+            await asyncio.sleep(0)
+            ran.append(key)
+            return key
+
+        async def call_all(once: AsyncOnce, caller: int) -> list[str]:
+            keys = [name for at in range(6) for name in (f"{caller} {at}", f"shared {at}")]
+            return [(await once.call(key, lambda key=key: work(key))).value for key in keys]  # type: ignore[misc]
+
+        async with AsyncOnce(store, collect=False) as once:
+            answers = await asyncio.wait_for(
+                asyncio.gather(*(call_all(once, caller) for caller in range(64))), PATIENCE
+            )
+        for caller, values in enumerate(answers):
+            assert values == [name for at in range(6) for name in (f"{caller} {at}", f"shared {at}")]
+        assert len(ran) == len(set(ran)) == 64 * 6 + 6
+
+    asyncio.run(scenario())
+
+
+def test_an_error_goes_to_the_tasks_of_its_batch_and_no_further() -> None:
+    async def scenario() -> None:
+        store = LoopGate()
+        store.errors["bad"] = SemelError("this batch failed")
+        once = AsyncOnce(store, collect=False)
+        first = asyncio.create_task(once.claim("first"))
+        await store.wait_for_a_batch()
+        batch = [asyncio.create_task(once.claim(key)) for key in ("a", "bad", "b")]
+        await turns()
+        store.let_pass()
+        await store.wait_for_a_batch()
+        after = [asyncio.create_task(once.claim(key)) for key in ("c", "d")]
+        await turns()
+        store.let_pass(2)
+        granted(await first)
+        for error in await asyncio.gather(*batch, return_exceptions=True):
+            assert isinstance(error, SemelError)
+        assert [granted(await task).key for task in after] == ["c", "d"]
+        assert store.batches == [["first"], ["a", "bad", "b"], ["c", "d"]]
+
+    asyncio.run(scenario())
+
+
+async def turns(number: int = 5) -> None:
+    """Let the other tasks run until they wait for something."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("who", ["the first", "one of the others"])
+def test_a_cancelled_task_takes_nobody_with_it_and_its_claim_is_given_back(who: str) -> None:
+    """Its call may be on the way already: what it is granted there is released, and the key is free again."""
+
+    async def scenario() -> None:
+        store = LoopGate()
+        once = AsyncOnce(store, collect=False)
+        first = asyncio.create_task(once.claim("first"))
+        await store.wait_for_a_batch()
+        others = {key: asyncio.create_task(once.claim(key)) for key in ("a", "b", "c")}
+        await turns()
+        victim, key = (first, "first") if who == "the first" else (others.pop("b"), "b")
+        if who != "the first":
+            store.let_pass()
+            await store.wait_for_a_batch()  # the batch with the victim's call is on its way
+        victim.cancel()
+        store.let_pass(10)
+        with pytest.raises(asyncio.CancelledError):
+            await victim
+        for name, task in others.items():
+            assert granted(await task).key == name
+        await asyncio.wait_for(freed(once, key), PATIENCE)
+        granted(await once.claim(key))
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+async def freed(once: AsyncOnce, key: str) -> None:
+    while await once.get(key) is not None:
+        await asyncio.sleep(0)
+
+
+def test_a_task_that_is_cancelled_in_the_turn_of_its_answer_gives_its_claim_back() -> None:
+    async def scenario() -> None:
+        store = LoopGate()
+        once = AsyncOnce(store, collect=False)
+        first = asyncio.create_task(once.claim("first"))
+        await store.wait_for_a_batch()
+        victim = asyncio.create_task(once.claim("victim"))
+        await turns()
+        store.let_pass()
+        await store.wait_for_a_batch()
+
+        usual = store.gate
+
+        async def gate() -> None:
+            await usual()
+            asyncio.get_running_loop().call_soon(victim.cancel)  # runs before the answered task does
+
+        store.gate = gate  # type: ignore[method-assign]
+        granted(await first)
+        store.let_pass(10)
+        again = asyncio.create_task(once.claim("again"))
+        with pytest.raises(asyncio.CancelledError):
+            await victim
+        granted(await again)
+        await asyncio.wait_for(freed(once, "victim"), PATIENCE)
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_completion_is_seen_through() -> None:
+    """The work is done; that its caller went away is no reason to forget the outcome."""
+
+    async def scenario() -> None:
+        store = FarStore()
+        reached, passes = asyncio.Event(), asyncio.Event()
+        usual = store.complete
+
+        async def complete(requests: Sequence[Complete]) -> list[bool]:
+            reached.set()
+            await passes.wait()
+            return await usual(requests)
+
+        store.complete = complete  # type: ignore[method-assign]
+        once = AsyncOnce(store, collect=False)
+        claim = granted(await once.claim("key"))
+        completing = asyncio.create_task(once.complete(claim, 7))
+        await reached.wait()
+        completing.cancel()
+        passes.set()
+        with pytest.raises(asyncio.CancelledError):
+            await completing
+        await asyncio.wait_for(completed(once, "key"), PATIENCE)
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+async def completed(once: AsyncOnce, key: str) -> None:
+    while not isinstance(await once.claim(key), Replay):
+        await asyncio.sleep(0)
+
+
+def test_cancelled_work_gives_its_key_back() -> None:
+    """The guarded function itself is cancelled: the key is free for the next caller at once."""
+
+    async def scenario() -> None:
+        once = AsyncOnce(FarStore(), collect=False)
+        started = asyncio.Event()
+
+        async def work() -> int:
+            started.set()
+            await asyncio.Event().wait()
+            return 7
+
+        task = asyncio.create_task(once.call("key", work))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await once.get("key") is None
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+def test_two_event_loops_at_once_are_refused() -> None:
+    """Its connections belong to one loop; the other is told to make its own."""
+    store = ThreadGate()
+    once = AsyncOnce(store, collect=False)
+    with crowd(1) as threads:
+        there = threads.submit(asyncio.run, once.claim("there"))
+        store.wait_for_a_batch()
+        with pytest.raises(SemelError, match="another event loop; make one for each loop"):
+            asyncio.run(once.claim("here"))
+        store.let_pass()
+        granted(there.result(PATIENCE))
+
+
+def test_one_event_loop_after_the_other_is_fine() -> None:
+    once = AsyncOnce(FarStore(), collect=False)
+    for key in ("a", "b"):
+        granted(asyncio.run(once.claim(key)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loop_that_ends_in_the_middle_of_a_call_leaves_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    """Ctrl-C, a failed neighbour: asyncio.run cancels what is under way, and nothing complains about it afterwards."""
+
+    async def scenario() -> None:
+        store = LoopGate()
+        once = AsyncOnce(store, collect=False)
+        tasks = [asyncio.create_task(once.claim(f"key {number}")) for number in range(3)]
+        await store.wait_for_a_batch()
+        await turns()
+        assert not any(task.done() for task in tasks)
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_store_that_is_away_tells_everyone_in_the_batch() -> None:
+    async def scenario() -> None:
+        store = LoopGate()
+        store.errors["a"] = StoreUnavailable("gone")
+        once = AsyncOnce(store, collect=False, retry_for=0)
+        first = asyncio.create_task(once.claim("first"))
+        await store.wait_for_a_batch()
+        batch = [asyncio.create_task(once.claim(key)) for key in ("a", "b")]
+        await turns()
+        store.let_pass(2)
+        granted(await first)
+        answers = await asyncio.gather(*batch, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
+        assert await once.get("b") is None
+
+    asyncio.run(scenario())
