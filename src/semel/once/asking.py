@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from semel.errors import InvalidRequest
 from semel.forks import survive_fork
-from semel.model import Kind
+from semel.model import Claim, Granted, Kind
 from semel.policy import Policy
 
 LONGEST = 255
@@ -29,6 +29,14 @@ class Asking(Struct):
     kind: Kind = "value"
     renew: bool = True
     reconciling: bool = False
+
+
+def claim_in(given: object) -> Claim:
+    """The claim, if it is one."""
+    if isinstance(given, Claim):
+        return given
+    hint = "pass its .claim" if isinstance(given, Granted) else "a Granted verdict has it as .claim"
+    raise InvalidRequest(f"a claim is needed here, not {type(given).__name__}; {hint}")
 
 
 def name_of(what: str, name: object) -> str:

@@ -24,7 +24,7 @@ B_co = TypeVar("B_co", covariant=True)
 Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
 
 LARGEST = 128
-"""Calls in a flush. More would save little; and of two groups one can be at work here while the other's is in the store."""
+"""Calls in a flush. More would save little, and of two groups one is at work here while the other's is in the store."""
 
 _log = logging.getLogger("semel")
 

@@ -68,6 +68,8 @@ class Plan(Generic[P, R]):
         for name, given in (("key", key), ("data", data), ("reconcile", reconcile)):
             if given is not None and not callable(given):
                 raise InvalidRequest(f"{name}= is a function of the arguments, not {given!r:.80}")
+        if not isinstance(fingerprint, bool) and not callable(fingerprint):
+            raise InvalidRequest(f"fingerprint= is True, False or a function of the arguments, not {fingerprint!r:.80}")
         self.function = function
         self.policy = policy
         self.scope = name_of("scope", _name(function) if scope is None else scope)

@@ -22,7 +22,7 @@ from semel.errors import (
     Unencodable,
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict
-from semel.once.asking import Asking, name_of, new_attempt, print_of
+from semel.once.asking import Asking, claim_in, name_of, new_attempt, print_of
 from semel.once.background import Collector, Renewer
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
@@ -112,17 +112,20 @@ class Engine:
         Raises :class:`Unencodable` for a value that cannot replay exactly, after giving the claim back, and
         :class:`ClaimLost` when the key was taken over.
         """
+        claim = claim_in(claim)
         kept = self.policy.value_ttl if value_ttl is None else seconds("value_ttl", value_ttl)
         await self._complete(claim, "value", value, kept)
 
     async def release(self, claim: Claim) -> None:
         """Give the key back undone; the next caller starts afresh."""
+        claim = claim_in(claim)
         if not await self._releases(Release(claim.scope, claim.key, claim.fence)):
             raise _lost(claim, "release")
         self._bell.ring(claim.scope, claim.key)
 
     async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
         """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
+        claim = claim_in(claim)
         length = seconds("lease", claim.lease if lease is None else lease)
         until = await self._renews(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
         if until is None:

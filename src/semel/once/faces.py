@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overlo
 from semel.bridge import awaited, blocking, drive
 from semel.errors import InvalidRequest
 from semel.model import Result
+from semel.once.asking import name_of
 from semel.once.calls import AsyncGuarded, Guarded, Plan, invoke, invoke_async, is_async, run
 from semel.once.counters import Hook
 from semel.once.engine import DEFAULT_SCOPE, Engine
@@ -185,7 +186,14 @@ class Once(Face):
         """
         chosen = self._policy(policy, changes)
         return self._decorator(
-            Guarded, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data
+            Guarded,
+            chosen,
+            scope=name_of("scope", key_type),
+            key=key,
+            fingerprint=False,
+            renew=renew,
+            kind="seen",
+            data=data,
         )
 
     def call(
@@ -202,7 +210,9 @@ class Once(Face):
         """Run a piece of work once for this key, or give what came of it."""
         _want(work, awaited=False)
         chosen = self._policy(policy, changes)
-        plan = Plan(work, chosen, scope=scope, key=lambda: key, fingerprint=lambda: fingerprint, renew=renew)
+        plan = Plan(
+            work, chosen, scope=name_of("scope", scope), key=lambda: key, fingerprint=lambda: fingerprint, renew=renew
+        )
         return drive(run(self._engine, invoke, plan, (), {}))
 
     def on(self, session: Connection | Session) -> Once:
@@ -210,7 +220,11 @@ class Once(Face):
         return Once._over(self._joined(session, is_async=False))
 
     def __enter__(self) -> Self:
-        self.open()
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -291,7 +305,14 @@ class AsyncOnce(Face):
         """As :meth:`Once.consumer`, for an ``async def``."""
         chosen = self._policy(policy, changes)
         return self._decorator(
-            AsyncGuarded, chosen, scope=key_type, key=key, fingerprint=False, renew=renew, kind="seen", data=data
+            AsyncGuarded,
+            chosen,
+            scope=name_of("scope", key_type),
+            key=key,
+            fingerprint=False,
+            renew=renew,
+            kind="seen",
+            data=data,
         )
 
     async def call(
@@ -307,7 +328,9 @@ class AsyncOnce(Face):
     ) -> Result[R]:
         """As :meth:`Once.call`, for an ``async def``."""
         chosen = self._policy(policy, changes)
-        plan = Plan(work, chosen, scope=scope, key=lambda: key, fingerprint=lambda: fingerprint, renew=renew)
+        plan = Plan(
+            work, chosen, scope=name_of("scope", scope), key=lambda: key, fingerprint=lambda: fingerprint, renew=renew
+        )
         return await run(self._engine, invoke_async, plan, (), {})
 
     def on(self, session: AsyncConnection | AsyncSession) -> AsyncOnce:
@@ -315,7 +338,11 @@ class AsyncOnce(Face):
         return AsyncOnce._over(self._joined(session, is_async=True))
 
     async def __aenter__(self) -> Self:
-        await self.open()
+        try:
+            await self.open()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

@@ -64,8 +64,10 @@ def _postgres(url: URL, awaited: bool, clock: Clock | None) -> Store:
 
     database: engines.Database
     if awaited:
-        from semel.sql.awaited import AsyncDatabase, async_postgres_engine
-
+        try:
+            from semel.sql.awaited import AsyncDatabase, async_postgres_engine
+        except ImportError as error:  # SQLAlchemy's word for greenlet missing
+            raise engines.missing("postgres", error) from error
         database = AsyncDatabase(async_postgres_engine(url))
     else:
         database = engines.BlockingDatabase(engines.postgres_engine(url))

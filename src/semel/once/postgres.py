@@ -210,43 +210,46 @@ class PostgresStore:
 
     async def open(self) -> None:
         """See the contract. Migrations are the operator's decision, so this only checks."""
+        await self._database.read(migrate.require)
+        self._ready = True
+
+    async def _prepare(self) -> None:
         if not self._ready:
-            await self._database.read(migrate.require)
-            self._ready = True
+            await self.open()
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_claim, requests, self._terms())
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_renew, requests, self._terms())
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_complete, requests, self._terms())
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_release, requests, self._terms())
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.read(_get, refs, self._terms())
 
     async def purge(self, limit: int) -> int:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_purge, limit, self._terms())
 
     async def stats(self) -> Held:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.read(_stats, self._terms())
 
     def watch(self, ring: Ring) -> None:

@@ -90,45 +90,48 @@ class SqliteStore:
 
     async def open(self) -> None:
         """Make the tables on the first start of an embedded file; see the contract."""
+        await self._database.look_and_write(_make_ready)
+        self._ready = True
+
+    async def _prepare(self) -> None:
         if not self._ready:
-            await self._database.write(_make_ready)
-            self._ready = True
+            await self.open()
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
         """See the contract. What is done, or being done, is told without waiting for whoever writes to the file."""
-        await self.open()
+        await self._prepare()
         if self._bound:
             return await self._database.write(_claim_writing, requests, self._clock)
         return await self._database.look_and_write(_claim, requests, self._clock)
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_renew, requests, self._clock)
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_complete, requests, self._clock)
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_release, requests, self._clock)
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.read(_get, refs, self._clock)
 
     async def purge(self, limit: int) -> int:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.write(_purge, limit, self._clock())
 
     async def stats(self) -> Held:
         """See the contract."""
-        await self.open()
+        await self._prepare()
         return await self._database.read(_stats, self._clock())
 
     def watch(self, ring: Ring) -> None:
