@@ -59,8 +59,7 @@ def suite_of_broken(store: type[Broken]) -> StoreSuite:
     return Suite()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "tasks"])
-@pytest.mark.parametrize("make", [MemoryStore, Sound])
+@pytest.mark.parametrize(("make", "is_async"), [(MemoryStore, False), (Sound, False), (Sound, True)])
 def test_a_sound_store_keeps_every_rule(make: Callable[[Clock | None], Store], is_async: bool) -> None:
     suite = suite_of(make, is_async=is_async)
     assert [rule for rule in RULES if not keeps(suite, rule)] == []

@@ -253,7 +253,8 @@ class RedisStore:
         for _ in range(_ROUNDS):
             wanted = [_want(request, *found[at]) for at, request in undecided.items()]
             names = [self._claim_keys(request) for request in undecided.values()]
-            values = [b"" if request.done is None else request.done.data for request in undecided.values()]
+            dones = [request.done for request in undecided.values()]
+            values = [b"" if done is None else done.data for done in dones] if any(dones) else ()
             answers = await self._run(_CLAIM, wanted, names, values)
             promised: set[tuple[str, str]] = set()
             for (at, request), (answer, now) in zip(list(undecided.items()), answers, strict=True):
@@ -353,7 +354,7 @@ class RedisStore:
         for group in self._groups(names):
             asked = _encoder.encode([batch[at] for at in group] if batch else ())
             keys = [name for at in group for name in names[at]]
-            data = [values[at] for at in group] if any(values) else ()
+            data = [values[at] for at in group] if values else ()
             with translated():
                 reply = await self._eval(script, len(keys), *keys, now, self._channel, asked, *data)
             for at, answer in zip(group, reply[1:], strict=True):

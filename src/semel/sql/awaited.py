@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -70,16 +71,20 @@ class AsyncDatabase:
 
 
 def async_postgres_engine(url: URL) -> AsyncEngine:
-    """An async engine over asyncpg whose statements commit by themselves."""
-    query = dict(url.query)
-    if "sslmode" in query:  # libpq's name; asyncpg calls it ssl
+    """An async engine over asyncpg whose statements commit by themselves. Takes the URL that libpq takes."""
+    query = {name: value if isinstance(value, str) else value[-1] for name, value in url.query.items()}
+    settings = POSTGRES_SETTINGS | dict(re.findall(r"(?:-c\s*|--)(\w+)=(\S+)", query.pop("options", "")))
+    if "application_name" in query:
+        settings["application_name"] = query.pop("application_name")
+    timeout = float(query.pop("connect_timeout", 5))
+    if "sslmode" in query:
         query["ssl"] = query.pop("sslmode")
     try:
         return create_async_engine(
             url.set(drivername="postgresql+asyncpg", query=query),
             isolation_level="AUTOCOMMIT",
-            connect_args={"server_settings": POSTGRES_SETTINGS, "timeout": 5},
+            connect_args={"server_settings": settings, "timeout": timeout},
             pool_reset_on_return=None,
         )
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
+    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
         raise missing("postgres", error) from error

@@ -165,12 +165,14 @@ class ThreadedDatabase:
 
 def postgres_engine(url: URL) -> Engine:
     """A blocking engine over psycopg whose statements commit by themselves."""
-    options = " ".join(f"-c {name}={value}" for name, value in POSTGRES_SETTINGS.items())
+    query = dict(url.query)
+    ours = " ".join(f"-c {name}={value}" for name, value in POSTGRES_SETTINGS.items())
+    options = f"{ours} {query.pop('options', '')}".strip()
     try:
         return create_engine(
-            url.set(drivername="postgresql+psycopg"),
+            url.set(drivername="postgresql+psycopg", query={"connect_timeout": "5", **query}),
             isolation_level="AUTOCOMMIT",
-            connect_args={"options": options, "connect_timeout": 5},
+            connect_args={"options": options},
             pool_reset_on_return=None,
         )
     except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ LEASE, TTL = 60.0, 3600.0
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
 
-_RESTLESSNESS = 0.1
+_RESTLESSNESS = 0.35
 """How likely a thread in a race is to let another one run, at each line of the store's own code."""
 
 
