@@ -94,8 +94,6 @@ def thread_rate(pair: Callable[[str], None], pairs: int, threads: int) -> float:
     return pairs / (time.perf_counter() - start)
 
 
-# -- PostgreSQL ----------------------------------------------------------------------------------------------------
-
 ONE_CLAIM = """
 INSERT INTO by_hand (key, state, lease_until, expires)
 VALUES ($1, 'claimed', now() + interval '60 seconds', now() + interval '1 day')
@@ -259,9 +257,6 @@ async def median_latency(pair: Callable[[str], Awaitable[None]]) -> float:
     return median(times)
 
 
-# -- Redis ---------------------------------------------------------------------------------------------------------
-
-
 def redis_rows(url: str) -> Iterator[Row]:
     yield from asyncio.run(_redis_rows(url))
     yield from peer_rows(url)
@@ -372,9 +367,6 @@ async def header_row(url: str) -> Row:
     return Row("Redis, 64 tasks, claim + complete, against asgi-idempotency-header's backend", ratios, 1)
 
 
-# -- SQLite and memory ---------------------------------------------------------------------------------------------
-
-
 def sqlite_rows(folder: Path) -> Iterator[Row]:
     path = folder / "hand.db"
     with sqlite3.connect(path) as setup:
@@ -423,9 +415,6 @@ def memory_rows() -> Iterator[Row]:
                 once.check_and_mark("ack_id", key, {"status": "ok"})
             rates.append(2 * len(keys) / (time.perf_counter() - start) / 1000)
     yield Row("memory, check_and_mark, thousands a second in one thread (half new, half seen)", rates, 300)
-
-
-# -- growth --------------------------------------------------------------------------------------------------------
 
 
 def fill_postgres(dsn: str, many: int) -> None:

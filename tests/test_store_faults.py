@@ -170,32 +170,29 @@ def test_a_server_that_comes_back_in_time_is_waited_for(own: Stoppable, awaited:
 def test_a_server_that_stays_away_grants_nothing(own: Stoppable, awaited: bool) -> None:
     """Every verb says so when its patience ends; when the server is back, the same object goes on."""
     done, held, new = own.key(), own.key(), own.key()
-    ran: list[str] = []
-    with calling(own.url, awaited, retry_for=0.2) as caller:
+    with calling(own.url, awaited, retry_for=0.08) as caller:
         caller.work(done, 7)
         claim = granted(caller.claim(held))
         own.server.stop()
         try:
-            for ask in (
+            asks: list[Callable[[], Any]] = [
                 lambda: caller.claim(new),
                 lambda: caller.complete(claim, 9),
                 lambda: caller.renew(claim),
                 lambda: caller.release(claim),
                 lambda: caller.get(done),
-                lambda: caller.work(done, ran.append("worked")),
+                lambda: caller.work(done, "again"),
                 lambda: caller.check_and_mark("type", new),
                 caller.open,
                 caller.purge,
                 caller.stats,
-            ):
+            ]
+            for ask in asks:
                 with pytest.raises(StoreUnavailable):
                     ask()
         finally:
             own.server.start()
-        with calling(own.url, awaited) as patient:  # every connection that died is found out in one call
-            patient.open()
-        recovered = calling_until(lambda: caller.get(new))
-        assert recovered is None
+        assert calling_until(lambda: caller.get(new)) is None
         caller.complete(claim, 9)
         assert caller.work(held, "again") == 9
         assert caller.work(done, "again") == 7
@@ -339,7 +336,7 @@ def test_an_open_policy_works_without_protection_while_the_store_is_away(own: St
 
 
 def test_an_open_policy_gives_the_value_even_if_it_cannot_be_recorded(own: Stoppable) -> None:
-    """The store goes away while the function runs: under "open" that is no reason to fail a caller whose work is done."""
+    """The store goes away while the function runs: under "open" the caller, whose work is done, gets its value."""
 
     def stop_and_work() -> int:
         own.server.stop()
@@ -440,7 +437,8 @@ def test_a_file_locked_by_another_process_grants_nothing(sqlite_url: str, awaite
         held = granted(caller.claim("held"))
         with file_held(sqlite_url):
             assert caller.get("done").status == "completed"  # readers are not held up
-            for ask in (lambda: caller.claim("new"), lambda: caller.complete(held, 8)):
+            asks: list[Callable[[], Any]] = [lambda: caller.claim("new"), lambda: caller.complete(held, 8)]
+            for ask in asks:
                 with pytest.raises(StoreUnavailable, match="locked"):
                     ask()
         caller.complete(held, 8)
@@ -507,7 +505,7 @@ def test_two_batches_in_opposite_order_do_not_deadlock(urls: StoreUrls) -> None:
     async def hammer(once: AsyncOnce, order: list[str]) -> list[Any]:
         claims = await asyncio.gather(*(once.claim(key, lease=0.001) for key in order))
         mine = [verdict.claim for verdict in claims if isinstance(verdict, Granted)]
-        return await asyncio.gather(*(once.complete(claim, 1) for claim in mine), return_exceptions=True)
+        return list(await asyncio.gather(*(once.complete(claim, 1) for claim in mine), return_exceptions=True))
 
     async def scenario() -> list[Any]:
         async with AsyncOnce(urls["postgres"]) as one, AsyncOnce(urls["postgres"]) as two:
@@ -549,7 +547,7 @@ def test_fences_grow_over_a_server_that_lost_its_data(own_redis: Stoppable) -> N
         with pytest.raises(SemelError):
             once.complete(lost, "stale")
         once.complete(new, "fresh")
-        assert once.call(key, int).value == "fresh"
+        assert once.call(key, str).value == "fresh"
 
 
 @BOTH_FORMS

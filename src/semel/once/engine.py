@@ -78,12 +78,10 @@ class Engine:
         self._gets = self._lane(store.get)
         if isinstance(self._claims, LoopLane):
             self._claims.orphaned = self._give_back
-        needs_collector = not store.expires_itself or policy.value_ttl is not None
-        self._collects = collect and needs_collector and not self._bound
+        self._may_collect = collect and not self._bound
+        self._collects = self._may_collect and not store.expires_itself
         self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge), self.counters)
         self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
-
-    # -- the verbs -------------------------------------------------------------------------------------------
 
     async def claim(
         self,
@@ -219,8 +217,6 @@ class Engine:
         self._renewer.stop()
         await self.store.close()
 
-    # -- around a piece of work ------------------------------------------------------------------------------
-
     async def begin(self, asking: Asking) -> Granted | Replay | None:
         """The claim to work under, or the outcome to replay; None to work unprotected, where the policy says so.
 
@@ -281,8 +277,6 @@ class Engine:
         """Let the claim lapse: nobody renews it any more."""
         self._renewer.forget(claim)
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _request(  # noqa: PLR0917 -- private, and called with names where it is not plain
         self,
         key: str,
@@ -292,7 +286,8 @@ class Engine:
         lease: float | None = None,
         ttl: float | None = None,
     ) -> ClaimRequest:
-        if self._collects and not self._collector.running:
+        collects = self._collects or (self._may_collect and policy.value_ttl is not None)
+        if collects and not self._collector.running:
             self._collector.start()
         return ClaimRequest(
             name_of("scope", scope),

@@ -256,25 +256,24 @@ class World(Client):
 
     def _in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
         gate = threading.Barrier(len(calls))
-        modules = {kind.__module__ for kind in type(self.store).__mro__}
 
         def one(call: Callable[[], Any]) -> Any:
             gate.wait(PATIENCE)
-            usual = sys.gettrace()
-            sys.settrace(_restless(modules))
-            try:
+            with _restless(self.store):
                 return self.run(call())
-            finally:
-                sys.settrace(usual)
 
         with ThreadPoolExecutor(len(calls)) as pool:
             return [turn.result() for turn in [pool.submit(one, call) for call in calls]]
 
 
-def _restless(modules: set[str]) -> Callable[[FrameType, str, Any], Any]:
-    """A tracer that lets other threads run in the middle of the store's code: left alone, a thread would mostly run
-    through, and what is not atomic would go unseen for years.
+@contextmanager
+def _restless(store: Store) -> Iterator[None]:
+    """Let other threads run in the middle of the store's code, again and again.
+
+    A thread that does not wait for anything mostly runs through, and what is not atomic would go unseen for years.
+    A store with round trips needs no such help: its threads wait for each of them.
     """
+    modules = set() if store.coalesce else {kind.__module__ for kind in type(store).__mro__}
 
     def enter(frame: FrameType, _event: str, _arg: Any) -> Any:
         return give_way if frame.f_globals.get("__name__") in modules else None
@@ -284,7 +283,12 @@ def _restless(modules: set[str]) -> Callable[[FrameType, str, Any], Any]:
             time.sleep(0)
         return give_way
 
-    return enter
+    usual = sys.gettrace()
+    sys.settrace(enter if modules else usual)
+    try:
+        yield
+    finally:
+        sys.settrace(usual)
 
 
 def _block(answer: Any) -> Any:
