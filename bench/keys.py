@@ -25,8 +25,8 @@ from typing import Any
 import asyncpg
 import redis
 import redis.asyncio
-import servers
 
+import servers
 from semel import AsyncOnce, Granted, Once
 from semel.cli import main as semel_command
 from semel.once import postgres as semel_postgres
@@ -225,7 +225,7 @@ async def _postgres_rows(url: str) -> list[Row]:
         assert await claims_connection.fetchrow(ONE_CLAIM, key)
         assert await claims_connection.fetchrow(ONE_COMPLETE, key, b"\x81\xa2id\x07")
 
-    against_batched, against_usual, latency = [], [], []
+    against_batched, against_usual = [], []
     async with AsyncOnce(url, collect=False) as once:
         ours = semel_pair(once)
         for pair in (ours, batched, usual):
@@ -235,8 +235,7 @@ async def _postgres_rows(url: str) -> list[Row]:
             against_batched.append(mine / await rate(batched, 8000, TASKS))
             mine_again = await rate(ours, 8000, TASKS)
             against_usual.append(mine_again / await rate(usual, 3000, TASKS))
-        for _ in range(ROUNDS):
-            latency.append(await median_latency(ours) / await median_latency(bare))
+        latency = [await median_latency(ours) / await median_latency(bare) for _ in range(ROUNDS)]
     await pool.close()
     await claims_connection.close()
     await completes_connection.close()
@@ -421,8 +420,9 @@ def fill_postgres(dsn: str, many: int) -> None:
     async def fill() -> None:
         connection = await asyncpg.connect(dsn)
         await connection.execute(
-            """INSERT INTO semel_keys SELECT 'default', md5(n::text), '', 'completed', n, n::text, false, false, t, 0, t,
-               t + 86400000000 + n, t, 'value', '\\x81a2696407', NULL
+            """INSERT INTO semel_keys
+               SELECT 'default', md5(n::text), '', 'completed', n, n::text, false, false, t, 0, t,
+                      t + 86400000000 + n, t, 'value', '\\x81a2696407', NULL
                FROM generate_series(1, $1::int) n, (SELECT (extract(epoch FROM now()) * 1000000)::bigint AS t) clock""",
             many,
         )
@@ -437,7 +437,8 @@ def fill_sqlite(path: Path, many: int) -> None:
     now = time.time_ns() // 1000
     with sqlite3.connect(path) as connection:
         connection.executemany(
-            "INSERT INTO semel_keys VALUES ('default', ?, '', 'completed', ?, ?, 0, 0, ?, 0, ?, ?, ?, 'value', ?, NULL)",
+            "INSERT INTO semel_keys "
+            "VALUES ('default', ?, '', 'completed', ?, ?, 0, 0, ?, 0, ?, ?, ?, 'value', ?, NULL)",
             (
                 (os.urandom(16).hex(), n, str(n), now, now, now + 86_400_000_000 + n, now, b"\x81\xa2id\x07")
                 for n in range(many)

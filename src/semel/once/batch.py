@@ -74,7 +74,7 @@ class LoopLane(Generic[A, B]):
         try:
             return (await self._flush((request,)))[0]
         except asyncio.CancelledError:
-            self._spawn(self._see_through(request))
+            await self._see_through(request)
             raise
         finally:
             self._go_on()
@@ -99,16 +99,14 @@ class LoopLane(Generic[A, B]):
             raise
 
     def _go_on(self) -> None:
-        """After a flush: send what has gathered, or be idle."""
+        """After a flush: send what has gathered and is still wanted, or be idle."""
+        self._waiting = [(request, answer) for request, answer in self._waiting if not answer.done()]
         if self._waiting:
-            self._spawn(self._send())
+            task = asyncio.get_running_loop().create_task(self._send())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
             self._busy = False
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
         batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
@@ -133,11 +131,12 @@ class LoopLane(Generic[A, B]):
             self._go_on()
 
     async def _see_through(self, request: A) -> None:
-        """A cancelled flush may or may not have arrived: send it again, and give its answer to nobody."""
+        """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
         try:
-            self._orphan((await self._flush((request,)))[0])
-        except SemelError as error:
-            _log.warning("a cancelled call could not be seen through: %s", error)
+            async with asyncio.timeout(1):
+                self._orphan((await self._flush((request,)))[0])
+        except (SemelError, TimeoutError) as error:
+            _log.warning("a cancelled call could not be seen through: %s", error or "no answer in a second")
 
     def _orphan(self, answer: B) -> None:
         if self.orphaned is not None:
