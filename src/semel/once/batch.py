@@ -55,7 +55,7 @@ class LoopLane(Generic[A, B]):
     answer that nobody waits for any more.
     """
 
-    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], None] | None = None) -> None:
+    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
         self._flush = flush
         self.orphaned = orphaned
         self._waiting: list[tuple[A, asyncio.Future[B]]] = []
@@ -95,7 +95,7 @@ class LoopLane(Generic[A, B]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self._orphan(answer.result())  # it was answered and cancelled in the same turn of the loop
+                await self._orphan(answer.result())  # it was answered and cancelled in the same turn of the loop
             raise
 
     def _go_on(self) -> None:
@@ -122,11 +122,14 @@ class LoopLane(Generic[A, B]):
                 future.cancel()
             raise
         else:
+            abandoned = []
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     future.set_result(answer)
                 else:
-                    self._orphan(answer)
+                    abandoned.append(answer)
+            for answer in abandoned:
+                await self._orphan(answer)
         finally:
             self._go_on()
 
@@ -134,13 +137,13 @@ class LoopLane(Generic[A, B]):
         """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
         try:
             async with asyncio.timeout(1):
-                self._orphan((await self._flush((request,)))[0])
+                await self._orphan((await self._flush((request,)))[0])
         except (SemelError, TimeoutError) as error:
-            _log.warning("a cancelled call could not be seen through: %s", error or "no answer in a second")
+            _log.warning("a cancelled call could not be seen through: %s", str(error) or "no answer in a second")
 
-    def _orphan(self, answer: B) -> None:
+    async def _orphan(self, answer: B) -> None:
         if self.orphaned is not None:
-            self.orphaned(answer)
+            await self.orphaned(answer)
 
 
 class _Call(Generic[A, B]):

@@ -342,15 +342,14 @@ class Engine:
         if self._on_event is not None:
             self._on_event(Event(name, scope, key, reason))
 
-    def _give_back(self, verdict: Verdict) -> None:
+    async def _give_back(self, verdict: Verdict) -> None:
         """A caller was cancelled while its claim was on the way: nobody will work on it."""
         if isinstance(verdict, Granted):
             claim = verdict.claim
-
-            async def release() -> None:
-                await self._releases(Release(claim.scope, claim.key, claim.fence))
-
-            self._runtime.spawn(release, "semel-give-back")
+            try:
+                await self.store.release([Release(claim.scope, claim.key, claim.fence)])
+            except StoreUnavailable as error:
+                _log.warning("a cancelled claim on %r in %r was not given back: %s", claim.key, claim.scope, error)
 
     def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
         if self._bound or self.memory is not None:
