@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from msgspec.structs import replace
 
 from conformance.sound import Broken, caught_by
+from semel.errors import StoreUnavailable
 from semel.model import InFlight, Mismatch, Reason, Record, Unknown, Verdict
 from semel.once.rules import judge
-from semel.once.store import ClaimRequest, Owned, Ref
+from semel.once.store import ClaimRequest, Clock, Owned, Ref
 
 
 @caught_by(
@@ -94,6 +98,26 @@ class JudgesABatchAllAtOnce(Broken):
                 self.take(request, previous, verdict, now) if isinstance(verdict, str) else verdict
                 for request, previous, verdict in zip(requests, found, judged, strict=True)
             ]
+
+
+@caught_by(
+    "test_batches_of_the_same_keys_in_any_order_do_not_block_each_other",
+    "test_the_owners_batches_in_any_order_do_not_block_each_other",
+)
+class LocksInTheOrderOfTheBatch(Broken):
+    """Locks key by key, as they come: two batches with the same keys wait for each other, until one gives up."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__(clock)
+        self.locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
+
+    async def each(self, one: Callable[[Any, int], Any], requests: Sequence[Any]) -> list[Any]:
+        with ExitStack() as held:
+            for place in dict.fromkeys(map(self.place, requests)):
+                if not self.locks[place].acquire(timeout=0.2):
+                    raise StoreUnavailable("a deadlock")
+                held.callback(self.locks[place].release)
+            return await super().each(one, requests)
 
 
 @caught_by(

@@ -52,6 +52,14 @@ class ExpiresAMomentEarly(Broken):
         return judge(record and replace(record, expires_us=record.expires_us - 1), request, now)
 
 
+@caught_by("test_an_owner_may_act_until_retention_ends")
+class ForgetsOwnersAMomentEarly(Broken):
+    """A claim knows when retention ends; to the owner's verbs it ends a microsecond earlier."""
+
+    def live(self, request: Ref | Owned, now: int) -> Record | None:
+        return super().live(request, now if isinstance(request, Ref) else now + 1)
+
+
 @caught_by("test_a_lease_ends_at_its_end", "test_a_renewal_moves_the_end_of_the_lease")
 class LeasesEndAMomentLate(Broken):
     """In flight when the clock is at the end of the lease, instead of until then."""

@@ -4,8 +4,8 @@ Each statement takes a whole batch as arrays and commits by itself. A claim inse
 What met an existing row is read in a **second** statement (the first one's snapshot cannot see a row that was
 committed meanwhile), judged by the rules, and, where it may be had, taken by compare-and-set on what was read.
 
-No two batches deadlock: a claim inserts in the order of the keys; completing and releasing touch only rows that nobody
-else may change; and every other statement skips the rows that someone has locked.
+No two batches deadlock: what waits for locks takes them in the order of the keys, and every other statement skips the
+rows that someone has locked.
 """
 
 from __future__ import annotations
@@ -419,9 +419,12 @@ def _ref(wanted: Ref | ClaimRequest | Owned) -> Ref:
 def _fenced(
     conn: Connection, statement: TextClause, requests: Sequence[Owned], terms: Terms, **columns: list[Any]
 ) -> dict[tuple[str, str, int], int]:
-    """Run a fenced change; answer whose fence held, and what the statement answered for it."""
-    values = {**terms, **_places(requests), "fence": [each.fence for each in requests], **columns}
-    return {(scope, key, fence): answer for scope, key, fence, answer in conn.execute(statement, values)}
+    """Run a fenced change, in the order of the keys; answer whose fence held, and what the statement answered."""
+    values = {**_places(requests), "fence": [each.fence for each in requests], **columns}
+    if len(requests) > 1:
+        order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
+        values = {name: [column[at] for at in order] for name, column in values.items()}
+    return {(scope, key, fence): answer for scope, key, fence, answer in conn.execute(statement, terms | values)}
 
 
 def _missed(

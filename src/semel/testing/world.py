@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from inspect import isawaitable
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from msgspec.structs import replace
 
@@ -25,8 +25,6 @@ from semel.once.faces import AsyncOnce, Once
 from semel.once.store import ClaimRequest, Clock, Complete, Done, Ref, Release, Renew, Store
 from semel.policy import Policy
 from semel.testing.clock import FakeClock
-
-R = TypeVar("R")
 
 KEY, SCOPE = "key", "scope"
 LEASE, TTL = 60.0, 3600.0
@@ -183,10 +181,17 @@ class World(Client):
         self._opened: list[Any] = []
 
     def __enter__(self) -> Self:
-        self.store = self.opened(self.clock)
+        try:
+            self.store = self.opened(self.clock)
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         try:
             for thing in reversed(self._opened):
                 self.run(thing.close())
@@ -239,7 +244,7 @@ class World(Client):
         return meet
 
     def _await(self, answer: Any) -> Any:
-        return self._runner.run(_settled(answer)) if isawaitable(answer) else answer
+        return self._runner.run(settled(answer)) if isawaitable(answer) else answer
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """Make all the calls at the same moment, in threads or in tasks, and give their answers in order."""
@@ -249,7 +254,7 @@ class World(Client):
     def _in_tasks(self, calls: list[Callable[[], Any]]) -> list[Any]:
         async def gathered() -> list[Any]:
             async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_settled(call())) for call in calls]
+                tasks = [group.create_task(settled(call())) for call in calls]
             return [task.result() for task in tasks]
 
         return self._runner.run(gathered())
@@ -292,8 +297,9 @@ def _restless(store: Store) -> Iterator[None]:
 
 
 def _block(answer: Any) -> Any:
-    return drive(_settled(answer)) if isawaitable(answer) else answer
+    return drive(settled(answer)) if isawaitable(answer) else answer
 
 
-async def _settled(answer: Any) -> Any:
+async def settled(answer: Any) -> Any:
+    """The answer, awaited where it must be."""
     return await answer if isawaitable(answer) else answer

@@ -60,6 +60,24 @@ class Races:
             (owner,) = owners[name]
             assert world.record(name).fence == owner.fence
 
+    def test_the_owners_batches_in_any_order_do_not_block_each_other(self, world: World) -> None:
+        """Batches that were sent again while the first ones were on their way meet each other, in other orders."""
+        names = [f"key {number}" for number in range(50)]
+        claims = [
+            verdict.claim for verdict in world.claims([ask(name) for name in names]) if isinstance(verdict, Granted)
+        ]
+        orders = [random.Random(number).sample(claims, 50) for number in range(16)]  # noqa: S311 -- any order will do
+        store, until = world.store, world.clock.us + us(90)
+        renewals = [partial(store.renew, [renewing(claim, 90) for claim in order]) for order in orders]
+        answered = {answer for answers in world.together(renewals) for answer in answers}
+        assert answered <= {until, claims[0].lease_until_us}  # moved here, or by another that was about to
+        assert {world.record(name).lease_until_us for name in names} == {until}
+        completions = [partial(store.complete, [completing(claim, claim.key) for claim in order]) for order in orders]
+        assert world.together(completions) == [[True] * 50] * 16
+        releases = [partial(store.release, [releasing(claim) for claim in order]) for order in orders]
+        assert world.together(releases) == [[True] * 50] * 16
+        assert [world.value(name) for name in names] == names
+
     def test_of_64_callers_one_takes_over(self, world: World) -> None:
         """All find the same ended lease: exactly one gets a new fence, the others wait for it."""
         lost = {name: world.granted(name, lease=10, fingerprint="1:aa") for name in "ab"}

@@ -14,7 +14,7 @@ from semel.model import Claim, Granted, InFlight, Replay, Verdict
 from semel.once.store import ClaimRequest, Ref, Store
 from semel.testing.crew import SIZE, Crew
 from semel.testing.rules.races import winners
-from semel.testing.world import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, us
+from semel.testing.world import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, settled, us
 
 DAY = 86400.0
 
@@ -56,12 +56,12 @@ class Shared:
         meet = world.meeting(2)
 
         async def wait() -> Any:
-            await _settled(meet())
-            return await _settled(waiter.claim("key", wait=30))
+            await settled(meet())
+            return await settled(waiter.claim("key", wait=30))
 
         async def end() -> None:
-            await _settled(meet())
-            await _settled(owner.complete(verdict.claim, "ended"))
+            await settled(meet())
+            await settled(owner.complete(verdict.claim, "ended"))
 
         waited, _ = world.together([wait, end])
         assert isinstance(waited, Replay)
@@ -209,7 +209,3 @@ def _local_time_off_by(seconds: float) -> Any:
     """This process's wall clock is wrong for a while."""
     true, true_ns = time.time, time.time_ns
     return patch.multiple(time, time=lambda: true() + seconds, time_ns=lambda: true_ns() + us(seconds) * 1000)
-
-
-async def _settled(answer: Any) -> Any:
-    return await answer if hasattr(answer, "__await__") else answer

@@ -128,6 +128,22 @@ class Times:
         assert world.get() is None
         assert isinstance(world.claim(), Granted)
 
+    def test_an_owner_may_act_until_retention_ends(self, world: World) -> None:
+        """At its last microsecond the record is there: its fence completes, renews and releases; a stale one cannot."""
+        claims = {name: world.granted(name, lease=10, ttl=100) for name in ("completes", "renews", "releases")}
+        stale = world.granted("taken over", lease=10, ttl=100)
+        world.clock.us = stale.lease_until_us
+        world.granted("taken over", lease=10, ttl=90)
+        world.clock.us = stale.expires_us
+        assert world.release(stale) is False
+        assert world.complete(claims["completes"], "in time") is True
+        assert world.value("completes") == "in time"
+        assert world.renew(claims["renews"], 10) == world.clock.us + us(10)
+        assert world.release(claims["releases"]) is True
+        verdict = world.claim("releases")
+        assert isinstance(verdict, Granted)
+        assert verdict.reason == "absent"
+
     def test_what_is_gone_cannot_be_completed(self, world: World) -> None:
         """Though nobody collected or claimed it, the record is absent: the answer is False, and it stays absent."""
         claim = _gone(world)
