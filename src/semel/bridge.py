@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from semel.errors import SemelError
+from semel.forks import survive_fork
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +33,11 @@ class HomeLoop:
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
         self._loop: asyncio.AbstractEventLoop | None = None
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """No loop of the parent runs here."""
+        self._loop = None
 
     def enter(self) -> None:
         """Call it before the connections are used."""

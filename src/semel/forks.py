@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
 
@@ -11,10 +11,22 @@ class Forkable(Protocol):
     """Something that knows how to start anew in a child process."""
 
     def after_fork(self) -> None:
-        """Forget what belongs to the parent, without closing it there."""
+        """In the child: forget what belongs to the parent, without closing it there."""
+
+
+@runtime_checkable
+class Quiescent(Protocol):
+    """Something that must also be at rest at the moment of the fork."""
+
+    def before_fork(self) -> None:
+        """In the parent: come to rest."""
+
+    def after_fork_in_parent(self) -> None:
+        """In the parent: go on."""
 
 
 _alive: WeakSet[Forkable] = WeakSet()
+_resting: list[Quiescent] = []
 
 
 def survive_fork(thing: Forkable) -> None:
@@ -22,10 +34,23 @@ def survive_fork(thing: Forkable) -> None:
     _alive.add(thing)
 
 
+def _before() -> None:
+    for thing in list(_alive):
+        if isinstance(thing, Quiescent):
+            thing.before_fork()
+            _resting.append(thing)
+
+
+def _in_parent() -> None:
+    while _resting:
+        _resting.pop().after_fork_in_parent()
+
+
 def _in_child() -> None:
+    _resting.clear()
     for thing in list(_alive):
         thing.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

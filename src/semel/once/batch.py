@@ -58,6 +58,11 @@ class LoopLane(Generic[A, B]):
     def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
         self._flush = flush
         self.orphaned = orphaned
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Start idle: the tasks that were waiting exist only in the parent."""
         self._waiting: list[tuple[A, asyncio.Future[B]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._busy = False

@@ -218,6 +218,10 @@ class Guarded(Generic[P, R]):
         """The value, and whether it was replayed, under which key."""
         return drive(run(self._engine, invoke, self._plan, self._first + args, kwargs))
 
+    def __reduce__(self) -> str:
+        """Pickled by its name, as functions are."""
+        return self._plan.function.__qualname__
+
     def __get__(self, instance: object, owner: type | None = None) -> Guarded[..., R]:
         """Guard methods, too."""
         return self if instance is None else Guarded(self._engine, self._plan, (instance,))
@@ -237,6 +241,10 @@ class AsyncGuarded(Generic[P, R]):
     async def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """The value, and whether it was replayed, under which key."""
         return await run(self._engine, invoke_async, self._plan, self._first + args, kwargs)
+
+    def __reduce__(self) -> str:
+        """Pickled by its name, as functions are."""
+        return self._plan.function.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> AsyncGuarded[..., R]:
         """Guard methods, too."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import cache
 from inspect import isawaitable
@@ -27,6 +27,7 @@ from redis import exceptions
 
 from semel.bridge import HomeLoop
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
+from semel.forks import survive_fork
 from semel.model import Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
 from semel.once.rules import fingerprint_for, gone, granted, judge
@@ -219,8 +220,15 @@ class RedisStore:
     expires_itself = True
 
     def __init__(
-        self, client: Any, clock: Clock | None = None, *, prefix: Any = "semel", listener: Listener | None = None
+        self,
+        client: Any,
+        clock: Clock | None = None,
+        *,
+        prefix: Any = "semel",
+        listener: Listener | None = None,
+        connect: Callable[[], Any] | None = None,
     ) -> None:
+        """``connect`` makes such a client anew, for a child process."""
         if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
             raise InvalidRequest(f"the Redis prefix {prefix!r} must be some text without braces, wildcards or spaces")
         if client.get_encoder().decode_responses:
@@ -233,6 +241,28 @@ class RedisStore:
         self._listener = listener
         asynchronous = type(client).__module__.startswith("redis.asyncio")
         self._home = HomeLoop(self._forget_connections) if asynchronous else None
+        self._connect = connect
+        self._stale = False
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """The parent's connections are the parent's, and a lost thread may have held a lock of their pool."""
+        self._stale = True
+
+    def _here(self) -> Any:
+        """The client, fit for this process and this loop."""
+        if self._stale:
+            self._stale = False
+            if self._connect is not None:
+                self._client = self._connect()
+            elif not self._clustered:
+                pool = self._client.connection_pool
+                self._client.connection_pool = type(pool)(
+                    connection_class=pool.connection_class, **pool.connection_kwargs
+                )
+        if self._home is not None:
+            self._home.enter()
+        return self._client
 
     def _forget_connections(self) -> None:
         if not self._clustered:
@@ -240,10 +270,8 @@ class RedisStore:
 
     async def open(self) -> None:
         """See the contract."""
-        if self._home is not None:
-            self._home.enter()
         with translated():
-            await self._answer(self._client.ping())
+            await self._answer(self._here().ping())
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
         """See the contract."""
@@ -322,7 +350,7 @@ class RedisStore:
         """Every record under the prefix, in lists of at most ``size``."""
         found: list[Ref] = []
         with translated():
-            async for name in _each(self._client.scan_iter(match=f"{self._prefix}:{{*}}:*:*", count=500)):
+            async for name in _each(self._here().scan_iter(match=f"{self._prefix}:{{*}}:*:*", count=500)):
                 found.append(self._ref(name))
                 if len(found) == size:
                     yield found
@@ -371,12 +399,11 @@ class RedisStore:
         return list(groups.values())
 
     async def _eval(self, script: str, *arguments: Any) -> Any:
-        if self._home is not None:
-            self._home.enter()
+        client = self._here()
         try:
-            return await self._answer(self._client.evalsha(_sha(script), *arguments))
+            return await self._answer(client.evalsha(_sha(script), *arguments))
         except exceptions.NoScriptError:
-            return await self._answer(self._client.eval(script, *arguments))
+            return await self._answer(client.eval(script, *arguments))
 
     @staticmethod
     async def _answer(reply: Any) -> Any:
@@ -472,14 +499,15 @@ def open_url(url: str, awaited: bool, clock: Clock | None, *, prefix: Any = "sem
     clustered = url.startswith(("redis+cluster:", "rediss+cluster:"))
     plain = url.replace("+cluster", "", 1) if clustered else url
     world: Any = redis.asyncio if awaited else redis
-    try:
-        client = (world.RedisCluster if clustered else world.Redis).from_url(
-            plain, socket_timeout=5, socket_connect_timeout=5
-        )
-    except exceptions.AuthenticationError as error:
-        raise StoreBroken(f"Redis refused the user or the password: {error}") from error
-    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:  # a cluster client connects now
-        raise StoreUnavailable(f"the Redis cluster cannot be reached: {error}") from error
-    except ValueError as error:
-        raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
-    return RedisStore(client, clock, prefix=prefix, listener=Listener(hearing(redis.Redis.from_url(plain))))
+    kind = world.RedisCluster if clustered else world.Redis
+
+    def connect() -> Any:
+        try:
+            return kind.from_url(plain, socket_timeout=5, socket_connect_timeout=5)
+        except ValueError as error:
+            raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
+
+    with translated():  # a blocking cluster client connects at once
+        client = connect()
+    listener = Listener(hearing(redis.Redis.from_url(plain)))
+    return RedisStore(client, clock, prefix=prefix, listener=listener, connect=connect)

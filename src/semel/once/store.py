@@ -116,7 +116,8 @@ class Store(Protocol):
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         """Move each lease's end to ``now + lease`` and answer it; None when the fence no longer holds the key.
 
-        A lease that ended is renewed as long as nobody took the key over.
+        A lease that ended is renewed as long as nobody took the key over. Where the owner itself has the record locked,
+        in a transaction that is about to complete it, the answer may be the live lease that it has.
         """
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:

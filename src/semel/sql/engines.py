@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -66,20 +67,41 @@ class BlockingDatabase:
         self._engine = engine
         self._owned = owned
         self._kept: list[Connection] = []
-        self._writing = threading.Lock()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._held: list[threading.Lock] = []
         survive_fork(self)
+
+    def before_fork(self) -> None:
+        """No connection to a SQLite file may be open across a fork.
+
+        SQLite notes in the process's memory which locks it has on a file: a child would inherit the notes, not the
+        locks. So the fork waits until nobody uses one, but not forever.
+        """
+        if self._is_sqlite:
+            self._held = [lock for lock in (self._writing, self._reading) if lock.acquire(timeout=5)]
+            self._engine.dispose()
+
+    def after_fork_in_parent(self) -> None:
+        """Connect anew when needed."""
+        while self._held:
+            self._held.pop().release()
 
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
         left_behind.extend(self._kept)
         self._kept = []
         self._engine.dispose(close=False)
-        self._writing = threading.Lock()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._held = []
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return self._engine.dialect.name == "sqlite"
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database. SQLite has one writer: threads queue here instead of spinning on the file's lock."""
         with translated():
-            if self._engine.dialect.name == "sqlite":
+            if self._is_sqlite:
                 with self._writing, self._engine.begin() as conn:
                     return work(conn, *args, **kwargs)
             try:
@@ -115,7 +137,7 @@ class BlockingDatabase:
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
-        with translated(), self._looking() as conn:
+        with translated(), self._reading if self._is_sqlite else nullcontext(), self._looking() as conn:
             return work(conn, *args, **kwargs)
 
     def _looking(self) -> Connection:

@@ -1,0 +1,137 @@
+"""The `semel` command: what it prints, how it ends, and never a traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+import servers
+from semel import Once
+from semel.cli import main
+
+USAGE, FAILURE = 2, 1
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def semel(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command itself, as a shell would start it."""
+    program = Path(sys.executable).with_name("semel")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_migrates(sqlite_url: str) -> None:
+    done = semel("migrate", sqlite_url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "migrated from nothing to 0001\n", "")
+    with Once(sqlite_url) as once:
+        assert once.call("key", lambda: 7).value == 7
+
+
+def test_the_module_is_the_same_command(sqlite_url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "semel.cli", "migrate", sqlite_url, "--json"],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {"before": None, "after": "0001"}
+
+
+def test_json_is_for_programs(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(["migrate", postgres_url, "--json"]) for _ in range(2)] == [0, 0]
+    out, err = told(capsys)
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"before": None, "after": "0001"},
+        {"before": "0001", "after": "0001"},
+    ]
+    assert err == ""
+
+
+def test_the_short_name_of_postgresql_is_understood(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", postgres_url.replace("postgresql://", "postgres://", 1)]) == 0
+    with Once(postgres_url) as once:
+        assert once.call("key", lambda: 7).value == 7
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_url_with_a_driver_is_understood(postgres_url: str, driver: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The URL of a user's own engine."""
+    url = make_url(postgres_url).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
+    assert main(["migrate", url]) == 0
+
+
+BAD_URLS = {
+    "not a URL": ("nonsense", "not a URL"),
+    "empty": ("", "not a URL"),
+    "an unknown kind": ("mysql://user:hunter2@host/name", "mysql"),
+    "Redis": ("redis://localhost/0", "redis"),
+    "memory": ("memory://", "memory"),
+    "SQLite without a file": ("sqlite://", "file"),
+    "a port that is none": ("postgresql://user:hunter2@host:port/name", "URL"),
+    "a server that is not there": ("postgresql://user:hunter2@127.0.0.1:1/name", "127.0.0.1"),
+    "a directory that does not exist": ("sqlite:////does/not/exist/semel.db", "unable to open"),
+}
+
+
+@pytest.mark.parametrize(("url", "expected"), BAD_URLS.values(), ids=BAD_URLS.keys())
+def test_what_cannot_be_migrated_is_said_in_one_line(
+    url: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback, no password, exit code 1."""
+    assert main(["migrate", url]) == FAILURE
+    out, err = told(capsys)
+    assert out == ""
+    assert err.startswith("semel: ")
+    assert expected in err
+    assert err.count("\n") == 1
+    assert "hunter2" not in err
+
+
+def test_a_file_that_is_no_database_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    letter = tmp_path / "letter.txt"
+    letter.write_text("Dear reader, " * 1000)
+    assert main(["migrate", f"sqlite:///{letter}"]) == FAILURE
+    assert "not a database" in told(capsys)[1]
+    assert letter.read_text().startswith("Dear reader")
+
+
+def test_a_database_that_does_not_exist_is_said_in_one_line(
+    postgres_server: servers.Postgres, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = make_url(postgres_server.url).set(database="missing").render_as_string(hide_password=False)
+    assert main(["migrate", url]) == FAILURE
+    out, err = told(capsys)
+    assert "missing" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["migrate"], ["fly"], ["migrate", "sqlite:///x.db", "y"], ["migrate", "--fast"]]
+)
+def test_a_mistake_in_its_use_shows_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == USAGE
+    assert "usage: semel" in told(capsys)[1]
+
+
+def test_help_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["migrate", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert "migrate" in told(capsys)[0]
+
+
+def test_a_failure_in_a_shell_has_no_traceback(tmp_path: Path) -> None:
+    done = semel("migrate", f"sqlite:///{tmp_path / 'missing' / 'semel.db'}")
+    assert done.returncode == FAILURE
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("semel: ")

@@ -1,0 +1,208 @@
+"""The schema is brought up by migrations: to what the code expects, once, however many ask for it at once."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
+
+from semel import Granted, NotMigrated, Once, SemelError
+from semel.cli import main as semel_command
+from semel.sql import migrate, schema
+
+PATIENCE = 60
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty database of each kind."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Engine]:
+    parts = make_url(url)
+    if parts.get_backend_name() == "postgresql":
+        parts = parts.set(drivername="postgresql+psycopg")
+    engine = create_engine(parts)
+    yield engine
+    engine.dispose()
+
+
+def belongs(conn: Connection) -> Callable[..., bool]:
+    """PostgreSQL draws fences from a sequence, SQLite from a table of one row."""
+
+    def include(thing: object, name: str | None, kind: str, *_: Any) -> bool:
+        return not (kind == "table" and name == "semel_fence_counter" and conn.dialect.name == "postgresql")
+
+    return include
+
+
+def test_a_migrated_database_is_what_the_code_expects(url: str, engine: Engine) -> None:
+    """Alembic, asked for what is still missing, finds nothing."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.connect() as conn:
+        options = {
+            "compare_type": True,
+            "compare_server_default": True,
+            "version_table": schema.VERSION_TABLE,
+            "include_object": belongs(conn),
+        }
+        context = MigrationContext.configure(conn, opts=options)
+        assert compare_metadata(context, schema.metadata) == []
+        sequences = inspect(conn).get_sequence_names() if conn.dialect.name == "postgresql" else ["semel_fence"]
+        assert sequences == ["semel_fence"]
+        assert migrate.current(conn) == schema.REVISIONS[-1]
+
+
+def test_the_list_of_revisions_is_the_chain_of_migrations() -> None:
+    """What `behind` trusts is what Alembic would run."""
+    config = Config()
+    config.set_main_option("script_location", "semel.sql:migrations")
+    config.set_main_option("path_separator", "os")
+    chain = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    assert tuple(reversed(chain)) == schema.REVISIONS
+
+
+def test_a_second_migration_changes_nothing(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [semel_command(["migrate", url]) for _ in range(2)] == [0, 0]
+    assert capsys.readouterr().out.splitlines() == ["migrated from nothing to 0001", "already at 0001"]
+
+
+def test_keys_survive_a_second_migration(url: str) -> None:
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        once.call("key", lambda: 7)
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        assert once.call("key", int).value == 7
+
+
+def test_many_processes_may_migrate_at_once(url: str) -> None:
+    """A rolling deployment: each one starts with `semel migrate`, and each one succeeds."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "semel.cli", "migrate", url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(4)
+    ]
+    told = [process.communicate(timeout=PATIENCE) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, told
+    lines = sorted(out.decode().strip() for out, _ in told)
+    assert lines == ["already at 0001"] * 3 + ["migrated from nothing to 0001"]
+
+
+FIRST_START = """
+import sys
+from semel import Once
+with Once(sys.argv[1]) as once:
+    print(once.call("key", lambda: sys.argv[2]).value)
+"""
+
+
+def test_a_new_file_is_made_ready_by_whoever_is_first(sqlite_url: str) -> None:
+    """The embedded default needs no command: four processes start on a file that does not exist, and agree."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_START, sqlite_url, str(number)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for number in range(4)
+    ]
+    told = [process.communicate(timeout=PATIENCE) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, told
+    assert len({out for out, _ in told}) == 1
+
+
+def test_a_new_file_is_made_ready_by_whichever_thread_is_first(sqlite_url: str) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        stores = [Once(sqlite_url, collect=False) for _ in range(8)]
+        calls = [threads.submit(once.call, "key", lambda at=at: at) for at, once in enumerate(stores)]
+        assert len({call.result(PATIENCE).value for call in calls}) == 1
+    for once in stores:
+        once.close()
+
+
+def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -> None:
+    """Nothing of semel's is left in between, and everything works afterwards."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.begin() as conn:
+        config = Config()
+        config.set_main_option("script_location", "semel.sql:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        command.downgrade(config, "base")
+    with engine.connect() as conn:
+        assert [name for name in inspect(conn).get_table_names() if name != schema.VERSION_TABLE] == []
+        if conn.dialect.name == "postgresql":
+            assert inspect(conn).get_sequence_names() == []
+        with pytest.raises(NotMigrated):
+            migrate.require(conn)
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        assert isinstance(once.claim("key"), Granted)
+
+
+def test_a_newer_database_is_accepted(url: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a rolling deployment the database is migrated first, while the old release still runs."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.begin() as conn:
+        conn.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'"))
+    with Once(url) as once:
+        assert isinstance(once.claim("key"), Granted)
+    capsys.readouterr()
+
+    assert semel_command(["migrate", url]) in (0, 1)  # there is nothing that the old release could do; it says so
+    said = capsys.readouterr()
+    assert "9999" in said.out + said.err
+    assert "Traceback" not in said.err
+    with engine.connect() as conn:
+        assert migrate.current(conn) == "9999"
+
+
+def test_users_tables_are_left_alone(url: str, engine: Engine) -> None:
+    """A user's own schema, and own Alembic, live in the same database."""
+    with engine.begin() as conn:
+        conn.execute(text("CREATE TABLE orders (id integer)"))
+        conn.execute(text("CREATE TABLE alembic_version (version_num varchar(32))"))
+        conn.execute(text("INSERT INTO alembic_version VALUES ('theirs')"))
+    assert semel_command(["migrate", url]) == 0
+    with engine.connect() as conn:
+        assert conn.scalar(text("SELECT version_num FROM alembic_version")) == "theirs"
+        assert {"orders", "semel_keys"} <= set(inspect(conn).get_table_names())
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(postgres_url: str) -> None:
+    """It is one transaction: a name that is taken stops it, and it can be run again when the name is free."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("CREATE SEQUENCE semel_fence")
+        assert semel_command(["migrate", postgres_url]) == 1
+        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+        assert tables == []
+        connection.execute("DROP SEQUENCE semel_fence")
+    assert semel_command(["migrate", postgres_url]) == 0
+
+
+def test_a_schema_chosen_in_the_url_is_where_the_tables_go(postgres_url: str) -> None:
+    """libpq's `options` are the user's; semel adds its own to them."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA tenant")
+    url = make_url(postgres_url).update_query_dict({"options": "-csearch_path=tenant"})
+    address = url.render_as_string(hide_password=False)
+    assert semel_command(["migrate", address]) == 0
+    with psycopg.connect(postgres_url) as connection:
+        found = connection.execute("SELECT schemaname FROM pg_tables WHERE tablename = 'semel_keys'").fetchall()
+        assert found == [("tenant",)]
+    with Once(address) as once:
+        assert once.call("key", lambda: 7).value == 7
+    with pytest.raises(SemelError), Once(postgres_url):
+        pass
