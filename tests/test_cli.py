@@ -106,7 +106,7 @@ def test_a_database_that_does_not_exist_is_said_in_one_line(
 ) -> None:
     url = make_url(postgres_server.url).set(database="missing").render_as_string(hide_password=False)
     assert main(["migrate", url]) == FAILURE
-    out, err = told(capsys)
+    _, err = told(capsys)
     assert "missing" in err
     assert err.count("\n") == 1
 

@@ -40,27 +40,53 @@ _CLOCK = """clock AS MATERIALIZED (
          CASE WHEN CAST(:patience AS text) <> '' THEN set_config('lock_timeout', CAST(:patience AS text), true) END
 )"""
 
-_ASKED = """CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fingerprint AS text[]), CAST(:attempt AS text[]),
-  CAST(:unknown AS boolean[]), CAST(:lease AS bigint[]), CAST(:ttl AS bigint[]), CAST(:state AS text[]),
-  CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[])"""
-_ASKED_NAMES = "scope, key, fingerprint, attempt, unknown, lease, ttl, state, kind, value, value_ttl"
+_ASKED = {
+    "scope": "text",
+    "key": "text",
+    "fingerprint": "text",
+    "attempt": "text",
+    "unknown": "boolean",
+    "lease": "bigint",
+    "ttl": "bigint",
+    "state": "text",
+    "kind": "text",
+    "value": "bytea",
+    "value_ttl": "bigint",
+}
+_OWNED = {"scope": "text", "key": "text", "fence": "bigint"}
+_OUTCOME = {"kind": "text", "value": "bytea", "value_ttl": "bigint"}
 
-_INSERT = text(f"""
+
+def _many(columns: dict[str, str]) -> str:
+    """A batch as rows ``r``, from an array for each column."""
+    arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
+    return f"unnest({arrays}) AS r({', '.join(columns)})"
+
+
+def _one(columns: dict[str, str]) -> str:
+    """A batch of one as the row ``r``: a caller who is alone does not pay for arrays."""
+    return f"(SELECT {', '.join(f'CAST(:{name} AS {kind}) AS {name}' for name, kind in columns.items())}) AS r"
+
+
+def _insert_from(rows: str) -> TextClause:
+    return text(f"""
 WITH {_CLOCK}
 INSERT INTO semel_keys (scope, key, fingerprint, state, fence, attempt, unknown, awaited, created_us, lease_us,
                         lease_until_us, expires_us, completed_us, kind, value, value_until_us)
 SELECT r.scope, r.key, r.fingerprint, r.state, nextval('semel_fence'), r.attempt, r.unknown, false, us, r.lease,
        us + r.lease, us + r.ttl, CASE r.state WHEN 'completed' THEN us ELSE 0 END, r.kind, r.value, us + r.value_ttl
-FROM clock, unnest({_ASKED}) AS r({_ASKED_NAMES})
+FROM clock, {rows}
 ON CONFLICT DO NOTHING
 RETURNING attempt, fence, created_us
 """)
 
+
+_INSERT, _INSERT_ONE = _insert_from(_many(_ASKED)), _insert_from(_one(_ASKED))
+
 _TAKE = text(f"""
 WITH {_CLOCK},
 r AS MATERIALIZED (
-  SELECT * FROM unnest({_ASKED}, CAST(:was_fence AS bigint[]), CAST(:was_state AS text[]), CAST(:was_until AS bigint[]))
-  AS r({_ASKED_NAMES}, was_fence, was_state, was_until)
+  SELECT * FROM {_many({**_ASKED, "was_fence": "bigint", "was_state": "text", "was_until": "bigint"})}
 ),
 held AS MATERIALIZED (
   SELECT k.scope, k.key FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.was_fence
@@ -96,27 +122,30 @@ WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'
 """)
 
 
-_OWNED = "CAST(:scope AS text[]), CAST(:key AS text[]), CAST(:fence AS bigint[])"
 _HOLDS = """k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
   AND NOT (k.expires_us < us AND k.lease_until_us <= us)"""
 _NOTIFIED = f"CASE WHEN k.awaited THEN pg_notify('{CHANNEL}', k.scope || chr(31) || k.key) END"
 
-_COMPLETE = text(f"""
+
+def _complete_from(rows: str) -> TextClause:
+    return text(f"""
 WITH {_CLOCK}
 UPDATE semel_keys k
 SET state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl
-FROM clock, unnest({_OWNED}, CAST(:kind AS text[]), CAST(:value AS bytea[]), CAST(:value_ttl AS bigint[]))
-  AS r(scope, key, fence, kind, value, value_ttl)
+FROM clock, {rows}
 WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 """)
+
+
+_COMPLETE, _COMPLETE_ONE = _complete_from(_many(_OWNED | _OUTCOME)), _complete_from(_one(_OWNED | _OUTCOME))
 
 # A released row stays for a minute: a claim that drew its fence before this one's, and inserts after the row is gone,
 # would make the fence of the key go backwards.
 _RELEASE = text(f"""
 WITH {_CLOCK}
 UPDATE semel_keys k SET state = 'released', expires_us = least(k.expires_us, us + 60000000)
-FROM clock, unnest({_OWNED}) AS r(scope, key, fence)
+FROM clock, {_many(_OWNED)}
 WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 """)
@@ -124,7 +153,7 @@ RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 # SKIP LOCKED: an owner that completes in its own open transaction must not hold up everyone's renewal.
 _RENEW = text(f"""
 WITH {_CLOCK},
-r AS MATERIALIZED (SELECT * FROM unnest({_OWNED}, CAST(:lease AS bigint[])) AS r(scope, key, fence, lease)),
+r AS MATERIALIZED (SELECT * FROM {_many({**_OWNED, "lease": "bigint"})}),
 held AS MATERIALIZED (
   SELECT r.* FROM r JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key AND k.fence = r.fence
   FOR UPDATE OF k SKIP LOCKED
@@ -333,7 +362,9 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
     if not requests:
         return {}
     try:
-        rows = conn.execute(_INSERT, _asked(requests, [request.fingerprint for request in requests], terms)).all()
+        asked = _asked(requests, [request.fingerprint for request in requests])
+        alone = len(requests) == 1
+        rows = conn.execute(_INSERT_ONE if alone else _INSERT, terms | (_first(asked) if alone else asked)).all()
     except exc.DBAPIError as error:
         if sqlstate(error) != LOCK_TIMEOUT:
             raise
@@ -364,7 +395,7 @@ def _take(conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]
         "was_state": [record.state for _, record, _ in wanted],
         "was_until": [record.lease_until_us for _, record, _ in wanted],
     }
-    rows = conn.execute(_TAKE, _asked([request for request, _, _ in wanted], fingerprints, terms) | seen).all()
+    rows = conn.execute(_TAKE, terms | _asked([request for request, _, _ in wanted], fingerprints) | seen).all()
     return _granted({request.attempt: (request, record, reason) for request, record, reason in wanted}, rows)
 
 
@@ -376,9 +407,12 @@ def _granted(asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows:
     return won
 
 
-def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str], terms: Terms) -> dict[str, Any]:
+def _first(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    return {name: column[0] for name, column in columns.items()}
+
+
+def _asked(requests: Sequence[ClaimRequest], fingerprints: list[str]) -> dict[str, list[Any]]:
     return {
-        **terms,
         **_places(requests),
         "fingerprint": fingerprints,
         "attempt": [request.attempt for request in requests],
@@ -420,8 +454,10 @@ def _fenced(
     conn: Connection, statement: TextClause, requests: Sequence[Owned], terms: Terms, **columns: list[Any]
 ) -> dict[tuple[str, str, int], int]:
     """Run a fenced change, in the order of the keys; answer whose fence held, and what the statement answered."""
-    values = {**_places(requests), "fence": [each.fence for each in requests], **columns}
-    if len(requests) > 1:
+    values: dict[str, Any] = {**_places(requests), "fence": [each.fence for each in requests], **columns}
+    if statement is _COMPLETE and len(requests) == 1:
+        statement, values = _COMPLETE_ONE, _first(values)
+    elif len(requests) > 1:
         order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
         values = {name: [column[at] for at in order] for name, column in values.items()}
     return {(scope, key, fence): answer for scope, key, fence, answer in conn.execute(statement, terms | values)}
