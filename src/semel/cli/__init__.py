@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 
-from semel.errors import InvalidRequest, SemelError
+from sqlalchemy import Engine
+
+from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.sql import engines, migrate
 from semel.sql.failures import translated
 
@@ -48,9 +51,20 @@ def _migrate(address: str) -> tuple[str | None, str | None]:
         case other:
             raise InvalidRequest(f"{other!r} has no tables to migrate; give a postgresql:// or sqlite:/// URL")
     try:
-        with translated(), engine.begin() as conn:
-            before = migrate.current(conn)
-            migrate.upgrade(conn)
-            return before, migrate.current(conn)
+        return _upgrade(engine)
     finally:
         engine.dispose()
+
+
+def _upgrade(engine: Engine, patience: float = 30.0) -> tuple[str | None, str | None]:
+    """Migrate, and wait for others who are at it."""
+    started = time.monotonic()
+    while True:
+        try:
+            with translated(), engine.begin() as conn:
+                return migrate.upgrade(conn)
+        except StoreBroken:
+            raise
+        except StoreUnavailable:
+            if engine.dialect.name != "sqlite" or time.monotonic() > started + patience:
+                raise

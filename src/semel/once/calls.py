@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from uuid import UUID
 
 from semel.bridge import drive
-from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError
+from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.model import Claim, Kind, Replay, Result
 from semel.once.asking import Asking, name_of
@@ -118,9 +118,19 @@ class Plan(Generic[P, R]):
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named = dict(bound.arguments)
-        if next(iter(named), None) in ("self", "cls"):
-            del named[next(iter(named))]
-        return fingerprint(named, exclude=self._exclude)
+        if isinstance(named.get("cls"), type):
+            named["cls"] = f"{named['cls'].__module__}.{named['cls'].__qualname__}"
+        if self._key is not None:
+            named.pop("self", None)  # the key says which one is meant
+        try:
+            return fingerprint(named, exclude=self._exclude)
+        except Unfingerprintable as error:
+            if str(error).startswith("$.self"):
+                raise InvalidRequest(
+                    f"{_name(self.function)} is a method, and which object it belongs to cannot be told from it; "
+                    "give key=lambda self, …: …"
+                ) from error
+            raise
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -96,7 +96,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
         database = AsyncDatabase(own, owned=False)
     else:
         database = engines.BlockingDatabase(own, owned=False)
-    return PostgresStore(database, clock, Listener(hearing(engine.url)))
+    return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=engines.LOCK_WAIT)
 
 
 def _redis(url: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:

@@ -34,7 +34,8 @@ _ROUNDS = 20
 Terms: TypeAlias = dict[str, Any]
 """What every statement is told: the time, in tests, and how many milliseconds to wait for a lock ("": as set)."""
 
-# Our own statements wait for a lock no longer than a fifth of a second; a user's transaction keeps the user's settings.
+# A statement waits for a lock no longer than a fifth of a second: our own connections are set so, on a user's pool each
+# statement says so for itself, and a user's transaction keeps the user's settings.
 _CLOCK = """clock AS MATERIALIZED (
   SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us,
          CASE WHEN CAST(:patience AS text) <> '' THEN set_config('lock_timeout', CAST(:patience AS text), true) END
@@ -219,23 +220,29 @@ class PostgresStore:
     expires_itself = False
     dialect = "postgresql"
 
-    def __init__(self, database: Database, clock: Clock | None = None, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Clock | None = None,
+        listener: Listener | None = None,
+        *,
+        patience: str = "",
+    ) -> None:
         self._database = database
+        self._patience = patience
         self._clock = clock
         self._listener = listener
         self._ready = False
-        self._bound = False
 
     def bound_to(self, database: Database) -> PostgresStore:
         """The same keys inside someone's transaction."""
         twin = PostgresStore(database, self._clock)
         twin._ready = self._ready
-        twin._bound = True
         return twin
 
     def _terms(self) -> Terms:
         now = None if self._clock is None else self._clock()
-        return {"now": now, "patience": "" if self._bound else "200"}
+        return {"now": now, "patience": self._patience}
 
     async def open(self) -> None:
         """See the contract. Migrations are the operator's decision, so this only checks."""

@@ -21,8 +21,12 @@ from semel.sql.failures import translated
 P = ParamSpec("P")
 R = TypeVar("R")
 
+LOCK_WAIT = "200"
+"""Milliseconds: a batch must not hang behind one user's open transaction."""
+
 POSTGRES_SETTINGS = {
     "application_name": "semel",
+    "lock_timeout": LOCK_WAIT,
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",

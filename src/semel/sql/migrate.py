@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+import threading
+
 from sqlalchemy import Connection, inspect, text
 
 from semel.errors import NotMigrated
+from semel.forks import survive_fork
 from semel.sql.schema import REVISIONS, VERSION_TABLE
 
 _LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrations wait for each other
 
 
-def upgrade(conn: Connection) -> None:
-    """Run the missing migrations in the connection's transaction."""
+def upgrade(conn: Connection) -> tuple[str | None, str | None]:
+    """Run the missing migrations in the connection's transaction; answer the version before and after.
+
+    Migrations of one database wait for each other. A database of a newer release is left as it is.
+    """
     from alembic import command
     from alembic.config import Config
 
     if conn.dialect.name == "postgresql":
+        conn.execute(text("SET LOCAL lock_timeout = '30s'"))
         conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    config = Config()
-    config.set_main_option("script_location", "semel.sql:migrations")
-    config.set_main_option("path_separator", "os")
-    config.attributes["connection"] = conn
-    command.upgrade(config, "head")
+    before = current(conn)
+    if behind(conn):
+        config = Config()
+        config.set_main_option("script_location", "semel.sql:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        with _alembic.lock:
+            command.upgrade(config, "head")
+    return before, current(conn)
+
+
+class _Alembic:
+    """Alembic keeps what it is doing in a module: one migration at a time in a process."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Whoever held it stayed in the parent."""
+        self.lock = threading.Lock()
+
+
+_alembic = _Alembic()
 
 
 def current(conn: Connection) -> str | None:
