@@ -200,12 +200,17 @@ def test_methods_are_guarded_too(once: Once) -> None:
 def test_two_instances_are_not_one(once: Once) -> None:
     """Without a key function the arguments decide, and who `self` is matters: it is not passed over in silence."""
     guarded: Any = once.guard(Account.charge)
-    try:
-        results = [guarded(Account(1), 5), guarded(Account(2), 5)]
-    except SemelError as error:
-        assert "key=" in str(error)
-    else:
-        assert results == [[1, 5], [2, 5]]
+    assert [guarded(Account(1), 5), guarded(Account(2), 5)] == [[1, 5], [2, 5]]
+
+
+def test_an_instance_that_cannot_be_told_apart_asks_for_a_key(once: Once) -> None:
+    class Opaque:
+        @once.guard
+        def charge(self, amount: int) -> int:
+            return amount
+
+    with pytest.raises(InvalidRequest, match="key=lambda self"):
+        Opaque().charge(5)
 
 
 def test_partials_and_callable_objects_are_guarded_too(once: Once) -> None:
