@@ -1,9 +1,7 @@
 """A process is killed between any two steps of a guarded call: the next caller sees what the policy promises."""
 
-import multiprocessing
 from collections.abc import Iterator
 from itertools import count
-from multiprocessing.context import ForkServerContext
 
 import pytest
 
@@ -23,25 +21,14 @@ from crash_child import (
     TTL,
     Victim,
 )
+from programs import PATIENCE, processes
 from semel import InProgress, NotDone, Once, OutcomeUnknown, Policy, current_claim
 from semel.testing import FakeClock
 from store_urls import SHARED_KINDS, StoreUrls, store_urls
 
 RETAKE = Policy(lease=LEASE, ttl=TTL, in_flight="conflict")
 UNKNOWN = RETAKE.but(on_crash="unknown")
-PATIENCE = 60
-
 names = count()
-
-
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Children of a small process that has imported what they need; the tests' own threads are not theirs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["pytest", "semel.testing", "semel.once.redis", "semel.once.postgres", "psycopg", "asyncpg", "alembic.command"]
-    )
-    return context
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +40,8 @@ def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
 class Case:
     """A key of its own, its next callers, and the children that die on it."""
 
-    def __init__(self, url: str, processes: ForkServerContext) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.processes = processes
         self.clock = FakeClock(START)
         self.once = Once(url, clock=self.clock, collect=False)
         self.key = f"key {next(names)}"
@@ -63,8 +49,8 @@ class Case:
 
     def killed(self, point: str, policy: Policy, *, awaited: bool = False) -> int | None:
         """Kill a child when it has reached the point; the fence under which its function ran, if it did."""
-        ours, theirs = self.processes.Pipe()
-        child = self.processes.Process(
+        ours, theirs = processes.Pipe()
+        child = processes.Process(
             target=crash_child.work_until_killed,
             args=(Victim(self.url, awaited, point, policy, self.key, self.clock.us / 1e6), theirs),
         )
@@ -97,8 +83,8 @@ class Case:
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest, urls: StoreUrls, processes: ForkServerContext) -> Iterator[Case]:
-    case = Case(urls[request.param], processes)
+def case(request: pytest.FixtureRequest, urls: StoreUrls) -> Iterator[Case]:
+    case = Case(urls[request.param])
     yield case
     case.once.close()
 

@@ -1,11 +1,8 @@
 """A process forks with an open store: parent and child go on, each with connections and locks of its own.
 
-The forks happen in a Python of their own: a fork of the tests' process would copy all that the tests have open.
+The forks happen in processes of their own: a fork of the tests' own would copy all that the tests have open.
 """
 
-import json
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from itertools import count
@@ -13,19 +10,18 @@ from typing import Any
 
 import pytest
 
+from programs import outcome
 from store_urls import KINDS, SHARED_KINDS, StoreUrls, store_urls
 
 names = count()
 
 PREAMBLE = """
-import asyncio, json, os, signal, sys, threading, warnings
+import asyncio, json, os, signal, threading, warnings
 warnings.simplefilter("ignore")  # Python warns of every fork with threads; that it works is what is tested here
 from semel import AsyncOnce, Granted, InFlight, Once, Replay, current_claim
 
-url, mark = sys.argv[1:]
-
 def in_child(work):
-    '''Fork; what `work` gives in the child, as JSON. A child that hangs is ended by its alarm.'''
+    # Fork; what `work` gives in the child, as JSON. A child that hangs is ended by its alarm.
     answers, tells = os.pipe()
     child = os.fork()
     if not child:
@@ -52,16 +48,8 @@ def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
 
 
 def run(program: str, url: str) -> Any:
-    """Run a program that prints JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(program), url, f"fork {next(names)}"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """What the program tells."""
+    return outcome(PREAMBLE + textwrap.dedent(program), url=url, mark=f"fork {next(names)}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +67,7 @@ def test_parent_and_child_both_go_on(urls: StoreUrls, kind: str) -> None:
         ])
         parent = [once.call(key(name), lambda: "parent").value for name in ("before", "child", "grandchild", "after")]
         once.close()
-        print(json.dumps([child, parent]))
+        tell([child, parent])
         """,
         urls[kind],
     )
@@ -115,7 +103,7 @@ def test_a_fork_in_the_middle_of_a_crowd_hangs_nobody(urls: StoreUrls, kind: str
         for thread in threads:
             thread.join(30)
         replayed = [once.call(key(f"thread {number} {at}"), lambda: "lost").value == at for number, at in done[:200]]
-        print(json.dumps([children, all(replayed), len(replayed) > 8, any(thread.is_alive() for thread in threads)]))
+        tell([children, all(replayed), len(replayed) > 8, any(thread.is_alive() for thread in threads)])
         """,
         urls[kind],
     )
@@ -133,7 +121,7 @@ def test_parent_and_child_are_rivals_like_any_others(urls: StoreUrls, kind: str)
         for at in range(3):
             child = in_child(lambda: type(once.claim(key(f"wanted {at}"))).__name__)
             kinds.append([child, type(once.claim(key(f"wanted {at}"))).__name__])
-        print(json.dumps(kinds))
+        tell(kinds)
         """,
         urls[kind],
     )
@@ -161,7 +149,7 @@ def test_no_connection_is_shared(urls: StoreUrls, kind: str) -> None:
             from semel.bridge import drive
             return drive(number())
 
-        print(json.dumps([connection(), in_child(connection), in_child(connection), connection()]))
+        tell([connection(), in_child(connection), in_child(connection), connection()])
         """,
         urls[kind],
     )
@@ -195,7 +183,7 @@ def test_what_the_child_does_stays_done_when_the_parent_has_closed(urls: StoreUr
         os.waitpid(child, 0)
         with Once(url) as other:
             values = [other.call(key(name), lambda: "lost").value for name in ("while open", "after the close")]
-        print(json.dumps(values))
+        tell(values)
         """,
         urls[kind],
     )
@@ -209,7 +197,7 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
         from semel.once.memory import MemoryStore
 
         def holding(lock):
-            '''Another thread takes the lock and keeps it.'''
+            # Another thread takes the lock and keeps it.
             held, leave = threading.Event(), threading.Event()
             def hold():
                 with lock:
@@ -227,18 +215,17 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
             "memory": (memory, memory._engine.store._lock),
             "bell": (file, file._engine._bell._lock),
             "lane": (file, file._engine._claims._lock),
-            "writer": (file, file._engine.store._database._writing),
         }
         for name, (once, lock) in locks.items():
             leave = holding(lock)
             answers.append(in_child(lambda: once.call(key(name), lambda: name).value))
             leave.set()
             assert once.call(key(f"{name} in the parent"), lambda: name).value == name
-        print(json.dumps(answers))
+        tell(answers)
         """,
         urls["sqlite"],
     )
-    assert told == ["memory", "bell", "lane", "writer"]
+    assert told == ["memory", "bell", "lane"]
 
 
 def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
@@ -277,7 +264,7 @@ def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
         store.go_on.set()
         for thread in threads:
             thread.join(30)
-        print(json.dumps([child, answers]))
+        tell([child, answers])
         """,
         "memory://",
     )
@@ -302,7 +289,7 @@ def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) ->
                 threading.Event().wait(0.01)
             return child
 
-        print(json.dumps([once.call(key("long"), work, lease=0.6).value, once.call(key("long"), int).replayed]))
+        tell([once.call(key("long"), work, lease=0.6).value, once.call(key("long"), int).replayed])
         """,
         urls[kind],
     )
@@ -324,7 +311,7 @@ def test_a_waiter_in_the_child_is_woken_by_a_listener_of_its_own(urls: StoreUrls
             verdict = once.claim(key("a"), wait=0.2)
             return [type(verdict).__name__, once._engine.store._listener._thread.is_alive()]
 
-        print(json.dumps(in_child(child)))
+        tell(in_child(child))
         """,
         urls[kind],
     )
@@ -355,7 +342,7 @@ def test_an_async_store_is_forked_too(urls: StoreUrls, kind: str, where: str) ->
             told = asyncio.run(inside())
         else:
             told = [asyncio.run(call("before")), in_child(child), asyncio.run(call("after"))]
-        print(json.dumps(told))
+        tell(told)
         """,
         urls[kind],
     )
@@ -375,12 +362,9 @@ def test_a_pool_of_forked_workers_does_each_thing_once(urls: StoreUrls, kind: st
         def who(number):
             return [number, os.getpid()]
 
-        def ask(number):
-            return who(number)
-
         with multiprocessing.get_context("fork").Pool(4) as pool:
-            answers = pool.map(ask, [number % 10 for number in range(60)], chunksize=1)
-        print(json.dumps(answers))
+            answers = pool.map(who, [number % 10 for number in range(60)], chunksize=1)
+        tell(answers)
         """,
         urls[kind],
     )

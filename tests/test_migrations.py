@@ -1,9 +1,8 @@
 """The schema is brought up by migrations: to what the code expects, once, however many ask for it at once."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import psycopg
@@ -15,6 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
+from programs import Program
 from semel import Granted, NotMigrated, Once, SemelError
 from semel.cli import main as semel_command
 from semel.sql import migrate, schema
@@ -90,37 +90,40 @@ def test_keys_survive_a_second_migration(url: str) -> None:
 
 def test_many_processes_may_migrate_at_once(url: str) -> None:
     """A rolling deployment: each one starts with `semel migrate`, and each one succeeds."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "semel.cli", "migrate", url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(4)
-    ]
-    told = [process.communicate(timeout=PATIENCE) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, told
-    lines = sorted(out.decode().strip() for out, _ in told)
-    assert lines == ["already at 0001"] * 3 + ["migrated from nothing to 0001"]
+    assert sorted(at_once(MIGRATE, url)) == [[0, "already at 0001"]] * 3 + [[0, "migrated from nothing to 0001"]]
 
+
+MIGRATE = """
+import contextlib, io
+from semel.cli import main
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    tell("ready")
+    hear()
+    tell([main(["migrate", url]), said.getvalue().strip()])
+"""
 
 FIRST_START = """
-import sys
 from semel import Once
-with Once(sys.argv[1]) as once:
-    print(once.call("key", lambda: sys.argv[2]).value)
+tell("ready")
+hear()
+with Once(url) as once:
+    tell(once.call("key", lambda: number).value)
 """
+
+
+def at_once(source: str, url: str) -> list[Any]:
+    """What four processes tell that start to work at the same moment."""
+    with ExitStack() as stack:
+        programs = [stack.enter_context(Program(source, url=url, number=number)) for number in range(4)]
+        assert [program.hear() for program in programs] == ["ready"] * 4
+        for program in programs:
+            program.tell()
+        return [program.hear() for program in programs]
 
 
 def test_a_new_file_is_made_ready_by_whoever_is_first(sqlite_url: str) -> None:
     """The embedded default needs no command: four processes start on a file that does not exist, and agree."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST_START, sqlite_url, str(number)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for number in range(4)
-    ]
-    told = [process.communicate(timeout=PATIENCE) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, told
-    assert len({out for out, _ in told}) == 1
+    assert len(set(at_once(FIRST_START, sqlite_url))) == 1
 
 
 def test_a_new_file_is_made_ready_by_whichever_thread_is_first(sqlite_url: str) -> None:

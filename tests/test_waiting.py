@@ -4,8 +4,6 @@ Where it matters that a waiter was woken, polling is made so slow that a poll ca
 """
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import redis
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.orm import Session
 
+from programs import Program
 from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, InProgress, KeyReused, Once, Replay, Unknown
 from semel.once import engine
 from semel.once.memory import MemoryStore
@@ -273,41 +272,29 @@ def test_two_objects_over_one_memory_store_wake_each_other() -> None:
 # -- across processes ------------------------------------------------------------------------------------------------
 
 OWNER = """
-import sys
 from semel import Granted, Once
-url, key, end = sys.argv[1:]
 with Once(url) as once:
     verdict = once.claim(key)
     assert isinstance(verdict, Granted)
-    print("claimed", flush=True)
-    sys.stdin.readline()
+    tell("claimed")
+    hear()
     once.complete(verdict.claim, 7) if end == "complete" else once.release(verdict.claim)
-    print("ended", flush=True)
-    sys.stdin.readline()
+    tell("ended")
+    hear()
 """
 
 
 @contextmanager
 def owner(url: str, key: str, end: str) -> Iterator[Callable[[], None]]:
     """Another process holds the key, and ends its claim when told to."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, url, key, end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "claimed\n"
+    with Program(OWNER, url=url, key=key, end=end) as program:
+        assert program.hear() == "claimed"
 
-        def tell() -> None:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "ended\n"
+        def end_the_claim() -> None:
+            program.tell()
+            assert program.hear() == "ended"
 
-        try:
-            yield tell
-        finally:
-            process.communicate("\n\n", timeout=PATIENCE)
+        yield end_the_claim
 
 
 def hears(kind: str, url: str) -> bool:
@@ -321,6 +308,12 @@ def hears(kind: str, url: str) -> bool:
             "AND datname = current_database() AND state = 'idle' AND query LIKE 'LISTEN%'"
         ).fetchone()
     return row is not None and row[0] > 0
+
+
+def unheard(kind: str, urls: StoreUrls) -> str:
+    """The URL, when nobody listens there any more: a listener that was stopped ends in its own time."""
+    until(lambda: not hears(kind, urls[kind]))
+    return urls[kind]
 
 
 def marked(kind: str, url: str, key: str) -> bool:
@@ -337,7 +330,7 @@ def marked(kind: str, url: str, key: str) -> bool:
 @pytest.mark.parametrize("end", ["complete", "release"])
 @pytest.mark.usefixtures("no_polling")
 def test_a_thread_is_woken_by_another_process(urls: StoreUrls, kind: str, key: str, end: str) -> None:
-    url = urls[kind]
+    url = unheard(kind, urls)
     with Once(url) as once, ThreadPoolExecutor(1) as thread, owner(url, key, end) as end_the_claim:
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
         until(lambda: hears(kind, url) and marked(kind, url, key))
@@ -349,7 +342,7 @@ def test_a_thread_is_woken_by_another_process(urls: StoreUrls, kind: str, key: s
 @pytest.mark.parametrize("end", ["complete", "release"])
 @pytest.mark.usefixtures("no_polling")
 def test_a_task_is_woken_by_another_process(urls: StoreUrls, kind: str, key: str, end: str) -> None:
-    url = urls[kind]
+    url = unheard(kind, urls)
 
     async def scenario(end_the_claim: Callable[[], None]) -> None:
         async with AsyncOnce(url) as once:
@@ -389,7 +382,7 @@ def test_a_ring_that_was_missed_is_made_up_for_by_looking(
 
 @pytest.mark.usefixtures("no_polling")
 def test_a_completion_in_a_users_transaction_wakes_waiters_when_it_commits(urls: StoreUrls, key: str) -> None:
-    url = urls["postgres"]
+    url = unheard("postgres", urls)
     database = create_engine(make_url(url).set(drivername="postgresql+psycopg"))
     with Once(url) as once, ThreadPoolExecutor(1) as thread, Session(database) as session:
         claim = granted(once.claim(key))

@@ -1,0 +1,95 @@
+"""Programs in processes of their own, started in no time: forked from a small process that has imported what they need.
+
+    with Program("tell(hear() + one)", one=1) as program:
+        program.tell(7)
+        assert program.hear() == 8
+
+The process it is forked from has no threads and nothing open, so a program starts as clean as a new Python.
+"""
+
+import multiprocessing
+import sys
+import textwrap
+import traceback
+from multiprocessing.connection import Connection
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+PATIENCE = 60
+"""Seconds after which a program that says nothing counts as hanging."""
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(
+    [
+        "pytest",
+        "semel.testing",
+        "semel.once.redis",
+        "semel.once.postgres",
+        "semel.sql.awaited",
+        "psycopg",
+        "asyncpg",
+        "alembic.command",
+        "sqlalchemy.dialects.postgresql.asyncpg",
+        "sqlalchemy.dialects.postgresql.psycopg",
+    ]
+)
+
+
+class Failed(Exception):
+    """What a program raised, with its traceback as text."""
+
+
+class Program:
+    """Python source that finds the given names, and `tell` and `hear` to talk with the test."""
+
+    def __init__(self, source: str, **given: Any) -> None:
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=play, args=(textwrap.dedent(source), given, theirs))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pipe.close()
+        self._process.join(0 if kind else PATIENCE)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+    def tell(self, value: Any = None) -> None:
+        self._pipe.send(value)
+
+    def hear(self) -> Any:
+        """What the program tells next."""
+        if not self._pipe.poll(PATIENCE):
+            raise Failed("the program hangs")
+        good, said = self._pipe.recv()
+        if not good:
+            raise Failed(said)
+        return said
+
+
+def play(source: str, given: dict[str, Any], pipe: Connection) -> None:
+    """Run it, in the child."""
+
+    def hear() -> Any:
+        try:
+            return pipe.recv()
+        except EOFError:
+            raise SystemExit from None  # the test has gone
+
+    program = sys.modules["program"] = ModuleType("program")  # a module, so that its functions can be pickled
+    vars(program).update(given, tell=lambda value=None: pipe.send((True, value)), hear=hear)
+    try:
+        exec(compile(source, "<program>", "exec"), vars(program))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        raise
+
+
+def outcome(source: str, **given: Any) -> Any:
+    """What a program tells before it ends."""
+    with Program(source, **given) as program:
+        return program.hear()
