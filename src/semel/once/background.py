@@ -9,6 +9,7 @@ import logging
 import random
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from semel.errors import SemelError
@@ -24,7 +25,7 @@ BATCH = 1000
 """How many records one step of the collector removes at the most."""
 
 
-class Background:
+class Background(ABC):
     """A loop that calls ``tick`` and sleeps as long as it says."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
@@ -61,13 +62,13 @@ class Background:
         if self._signal is not None:
             self._signal.set()
 
+    @abstractmethod
     def pause(self) -> float:
         """Seconds to sleep before the next tick."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def tick(self) -> None:
         """One piece of work."""
-        raise NotImplementedError
 
 
 async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
