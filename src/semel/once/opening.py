@@ -90,7 +90,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
         raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
         raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
-    own = engine.execution_options(isolation_level="AUTOCOMMIT")
+    own = engine.execution_options(isolation_level="AUTOCOMMIT", **{engines.COMMITS: True})
     database: engines.Database
     if isinstance(own, AsyncEngine):
         database = AsyncDatabase(own, owned=False)

@@ -22,7 +22,7 @@ from semel.once.listener import Hear, Listener
 from semel.once.rules import fingerprint_for, gone, granted, judge
 from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
-from semel.sql.engines import Database
+from semel.sql.engines import Database, fetch
 from semel.sql.failures import LOCK_TIMEOUT, sqlstate
 
 CHANNEL = "semel"
@@ -371,7 +371,7 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
     try:
         asked = _asked(requests, [request.fingerprint for request in requests])
         alone = len(requests) == 1
-        rows = conn.execute(_INSERT_ONE if alone else _INSERT, terms | (_first(asked) if alone else asked)).all()
+        rows = fetch(conn, _INSERT_ONE if alone else _INSERT, terms | (_first(asked) if alone else asked))
     except exc.DBAPIError as error:
         if sqlstate(error) != LOCK_TIMEOUT:
             raise
@@ -467,7 +467,7 @@ def _fenced(
     elif len(requests) > 1:
         order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
         values = {name: [column[at] for at in order] for name, column in values.items()}
-    return {(scope, key, fence): answer for scope, key, fence, answer in conn.execute(statement, terms | values)}
+    return {(scope, key, fence): answer for scope, key, fence, answer in fetch(conn, statement, terms | values)}
 
 
 def _missed(

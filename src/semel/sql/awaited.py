@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from semel.bridge import HomeLoop
 from semel.forks import survive_fork
-from semel.sql.engines import KEPT, POSTGRES_SETTINGS, left_behind, missing
+from semel.sql.engines import COMMITS, KEPT, POSTGRES_SETTINGS, left_behind, missing
 from semel.sql.failures import translated
 
 P = ParamSpec("P")
@@ -85,6 +85,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
             isolation_level="AUTOCOMMIT",
             connect_args={"server_settings": settings, "timeout": timeout},
             pool_reset_on_return=None,
+            execution_options={COMMITS: True},
         )
     except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
         raise missing("postgres", error) from error

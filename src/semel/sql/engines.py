@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Dialect, Engine, TextClause, create_engine, event, exc, make_url
 
 from semel.bridge import drive
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
@@ -20,6 +20,9 @@ from semel.sql.failures import translated
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+COMMITS = "semel_commits"
+"""The mark of a connection whose statements commit by themselves."""
 
 LOCK_WAIT = "200"
 """Milliseconds: a batch must not hang behind one user's open transaction."""
@@ -189,6 +192,39 @@ class ThreadedDatabase:
         await self._inner.close()
 
 
+def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Sequence[Any]:
+    """The rows of a hot statement, past SQLAlchemy's result objects, which cost a lone caller as much as the rest.
+
+    Only on connections whose statements commit by themselves; in a user's transaction it is an ordinary execute.
+    """
+    if not conn.get_execution_options().get(COMMITS):
+        return conn.execute(statement, values).all()
+    sql, names = _compiled(statement, conn.dialect)
+    cursor = conn.connection.cursor()
+    try:
+        cursor.execute(sql, values if names is None else tuple(values[name] for name in names))
+        return list(cursor.fetchall())
+    except conn.dialect.loaded_dbapi.Error as error:
+        lost = conn.dialect.is_disconnect(error, conn.connection.dbapi_connection, cursor)
+        if lost:
+            conn.invalidate(error)
+        raise exc.DBAPIError.instance(
+            sql, values, error, conn.dialect.loaded_dbapi.Error, connection_invalidated=lost, dialect=conn.dialect
+        ) from error
+
+
+_texts: dict[tuple[TextClause, str], tuple[str, list[str] | None]] = {}
+
+
+def _compiled(statement: TextClause, dialect: Dialect) -> tuple[str, list[str] | None]:
+    """The statement as the driver wants it, and the order of its values if it wants them in order."""
+    found = _texts.get((statement, dialect.driver))
+    if found is None:
+        compiled = statement.compile(dialect=dialect)
+        found = _texts[statement, dialect.driver] = (str(compiled), compiled.positiontup)
+    return found
+
+
 def postgres_engine(url: URL) -> Engine:
     """A blocking engine over psycopg whose statements commit by themselves."""
     query = dict(url.query)
@@ -200,6 +236,7 @@ def postgres_engine(url: URL) -> Engine:
             isolation_level="AUTOCOMMIT",
             connect_args={"options": options},
             pool_reset_on_return=None,
+            execution_options={COMMITS: True},
         )
     except ModuleNotFoundError as error:
         raise missing("postgres", error) from error
