@@ -12,7 +12,7 @@ from sqlalchemy import event
 
 from semel import AsyncOnce, Once, Policy, current_claim
 from semel.once.opening import open_store
-from semel.once.store import ClaimRequest, Complete, Store
+from semel.once.store import ClaimRequest, Complete, Store, Together
 from semel.testing import FakeClock
 
 START = 1_700_000_000.0
@@ -61,19 +61,33 @@ class StoppingStore:
         return getattr(self._store, name)
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> Any:
+        return await self._at_claim(self._store.claim, requests)
+
+    async def _at_claim(self, verb: Any, requests: Sequence[Any]) -> Any:
         await self._store.open()  # so that the commit that is stopped is the claim's, not the migration's
         self._stop.at(BEFORE_CLAIM)
         self._uncommitted = CLAIM_UNCOMMITTED
-        verdicts = await self._store.claim(requests)
+        verdicts = await verb(requests)
         self._stop.at(AFTER_CLAIM)
         return verdicts
 
     async def complete(self, requests: Sequence[Complete]) -> Any:
+        return await self._at_complete(self._store.complete, requests)
+
+    async def _at_complete(self, verb: Any, requests: Sequence[Any]) -> Any:
         self._stop.at(BEFORE_COMPLETE)
         self._uncommitted = COMPLETE_UNCOMMITTED
-        answers = await self._store.complete(requests)
+        answers = await verb(requests)
         self._stop.at(AFTER_COMPLETE)
         return answers
+
+
+class StoppingTogether(StoppingStore):
+    """The same for a store that takes its verbs together."""
+
+    async def together(self, requests: Sequence[Any]) -> Any:
+        stopping = self._at_claim if isinstance(requests[0], ClaimRequest) else self._at_complete
+        return await stopping(self._store.together, requests)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,8 @@ class Victim:
 def work_until_killed(victim: Victim, parent: Connection) -> None:
     """Make one guarded call; the parent kills us when we say that the point is reached."""
     stop = Stop(victim.point, parent)
-    store = StoppingStore(open_store(victim.url, awaited=victim.awaited, clock=FakeClock(victim.clock)), stop)
+    opened = open_store(victim.url, awaited=victim.awaited, clock=FakeClock(victim.clock))
+    store = StoppingTogether(opened, stop) if isinstance(opened, Together) else StoppingStore(opened, stop)
     if victim.awaited:
         asyncio.run(_call(store, stop, victim))
     else:

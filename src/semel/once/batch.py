@@ -154,12 +154,12 @@ class LoopLane(Generic[A, B]):
 class _Call(Generic[A, B]):
     """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
 
-    __slots__ = ("answer", "error", "gate", "leads", "next", "request")
+    __slots__ = ("answer", "error", "gate", "last", "leads", "next", "request")
 
     def __init__(self, request: A) -> None:
         self.request = request
         self.gate = threading.Lock()
-        self.leads = False
+        self.leads = self.last = False
         self.next: _Call[A, B] | None = None
         self.answer: B | None = None
         self.error: BaseException | None = None
@@ -168,8 +168,9 @@ class _Call(Generic[A, B]):
 class ThreadLane(Generic[A, B]):
     """Coalesces the threads of a process: the first caller carries the calls of those who come meanwhile.
 
-    A leader flushes one batch, which holds its own call, and then hands the lead to the first who waits, so no
-    thread works for the others forever.
+    A leader flushes one batch, which holds its own call, so no thread works for the others forever. Then those it
+    served wake one another, and the last of them hands the lead to the first who waits by then: a new leader at work
+    among the waking would be one more to fight for the interpreter, and its batch would be small.
     """
 
     def __init__(self, flush: Flush[A, B]) -> None:
@@ -216,11 +217,13 @@ class ThreadLane(Generic[A, B]):
             raise
         self._pass_on(call)
 
-    @staticmethod
-    def _pass_on(call: _Call[A, B]) -> None:
-        """Each one wakes the next, so that a crowd does not fight for the interpreter all at once."""
+    def _pass_on(self, call: _Call[A, B]) -> None:
+        """Each one wakes the next, never all at once."""
         if call.next is not None:
             call.next.gate.release()
+        elif call.last:
+            with self._lock:
+                self._hand_over()
 
     def _lead(self, own: _Call[A, B]) -> None:
         with self._lock:
@@ -238,12 +241,14 @@ class ThreadLane(Generic[A, B]):
             for call, answer in zip(batch, answers, strict=True):
                 call.answer = answer
         finally:
-            with self._lock:
-                self._hand_over()
             for call, following in pairwise(others):
                 call.next = following
             if others:
+                others[-1].last = True
                 others[0].gate.release()
+            else:
+                with self._lock:
+                    self._hand_over()
 
     def _hand_over(self) -> None:
         if self._waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from semel import codec
 from semel.errors import (
@@ -30,7 +30,7 @@ from semel.once.counters import Counters, Event, Hook, Stats
 from semel.once.memory import MemoryStore
 from semel.once.patience import patient
 from semel.once.runtime import Runtime
-from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
+from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store, Together
 from semel.policy import CrashRule, Policy, seconds
 
 A = TypeVar("A")
@@ -71,10 +71,13 @@ class Engine:
         self._bound = bound_to is not None
         self._on_event: Hook | None = on_event if bound_to is None else bound_to._on_event
         self._bell = Bell()
-        self._claims = self._lane(store.claim)
-        self._completes = self._lane(store.complete)
-        self._releases = self._lane(store.release)
-        self._renews = self._lane(store.renew)
+        together: Lane[Any, Any] | None = None
+        if issubclass(type(store), Together) and not self._bound:  # the class: a wrapper may pass on what it has not
+            together = self._lane(cast("Together", store).together)
+        self._claims: Lane[ClaimRequest, Verdict] = together or self._lane(store.claim)
+        self._completes: Lane[Complete, bool] = together or self._lane(store.complete)
+        self._releases: Lane[Release, bool] = together or self._lane(store.release)
+        self._renews: Lane[Renew, int | None] = together or self._lane(store.renew)
         self._gets = self._lane(store.get)
         if isinstance(self._claims, LoopLane):
             self._claims.orphaned = self._give_back
@@ -342,7 +345,7 @@ class Engine:
         if self._on_event is not None:
             self._on_event(Event(name, scope, key, reason))
 
-    async def _give_back(self, verdict: Verdict) -> None:
+    async def _give_back(self, verdict: object) -> None:
         """A caller was cancelled while its claim was on the way: nobody will work on it."""
         if isinstance(verdict, Granted):
             claim = verdict.claim

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 from msgspec.structs import astuple
 from sqlalchemy import (
@@ -119,6 +119,13 @@ class SqliteStore:
         await self._prepare()
         return await self._database.write(_release, requests, self._clock)
 
+    async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
+        """See Together."""
+        await self._prepare()
+        if all(type(each) is ClaimRequest for each in requests):
+            return await self._database.look_and_write(_claim, cast("Sequence[ClaimRequest]", requests), self._clock)
+        return await self._database.write(_together, requests, self._clock)
+
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
         await self._prepare()
@@ -191,11 +198,25 @@ def _draw(conn: Connection, count: int) -> Iterator[int]:
     return iter(range(last - count + 1, last + 1))
 
 
+def _together(conn: Connection, requests: Sequence[ClaimRequest | Owned], clock: Clock) -> list[Any]:
+    answers: list[Any] = [None] * len(requests)
+    for kind, verb in _VERBS.items():
+        places = [place for place, request in enumerate(requests) if type(request) is kind]
+        if places:
+            for place, answer in zip(places, verb(conn, [requests[place] for place in places], clock), strict=True):
+                answers[place] = answer
+    return answers
+
+
 def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[int | None]:
     now = clock()
     rows = [(each.lease_us, now + each.lease_us, each.scope, each.key, each.fence, now, now) for each in requests]
-    changed = _change(conn, _RENEW, rows)
-    return [now + each.lease_us if done else None for each, done in zip(requests, changed, strict=True)]
+    if _all_changed(conn, _RENEW, rows):
+        return [now + each.lease_us for each in requests]
+    return [
+        now + each.lease_us if record and record.fence == each.fence and record.state == "claimed" else None
+        for each, record in zip(requests, _found(conn, requests, now), strict=True)
+    ]
 
 
 def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> list[bool]:
@@ -204,10 +225,10 @@ def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> l
         (now, each.done.kind, each.done.data, _fades(each.done, now), each.scope, each.key, each.fence, now, now)
         for each in requests
     ]
-    return [
-        done or ((record := _live(conn, each, now)) is not None and record.fence == each.fence)
-        for each, done in zip(requests, _change(conn, _COMPLETE, rows), strict=True)
-    ]
+    if _all_changed(conn, _COMPLETE, rows):
+        return [True] * len(rows)
+    found = _found(conn, requests, now)
+    return [record is not None and record.fence == each.fence for each, record in zip(requests, found, strict=True)]
 
 
 def _fades(done: Done, now: int) -> int | None:
@@ -216,27 +237,33 @@ def _fades(done: Done, now: int) -> int | None:
 
 def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> list[bool]:
     now = clock()
-    rows = [(each.scope, each.key, each.fence, now, now) for each in requests]
+    if _all_changed(conn, _RELEASE, [(each.scope, each.key, each.fence, now, now) for each in requests]):
+        return [True] * len(requests)
+    found = _found(conn, requests, now)
+    return [record is None or record.fence == each.fence for each, record in zip(requests, found, strict=True)]
+
+
+def _all_changed(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) -> bool:
+    """Whether all the rows' owners still held their keys, as nearly always."""
+    changed: int = conn.exec_driver_sql(statement, rows).rowcount
+    return changed == len(rows)
+
+
+def _found(conn: Connection, wanted: Sequence[Owned], now: int) -> list[Record | None]:
+    """What each one's key holds after the change: its own work, also where its retention had ended before."""
+    records = _read(conn, wanted)
+    found = (records.get((each.scope, each.key)) for each in wanted)
     return [
-        done or (record := _live(conn, each, now)) is None or record.fence == each.fence
-        for each, done in zip(requests, _change(conn, _RELEASE, rows), strict=True)
+        None if record is None or (gone(record, now) and record.completed_us != now) else record for record in found
     ]
 
 
-def _change(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) -> list[bool]:
-    """Which of the rows' owners still held their key, and so changed it. Nearly always all of them: tried in one go."""
-    if len(rows) > 1:
-        conn.exec_driver_sql("SAVEPOINT all_at_once")
-        changed: int = conn.exec_driver_sql(statement, rows).rowcount
-        if changed == len(rows):
-            return [True] * len(rows)
-        conn.exec_driver_sql("ROLLBACK TO all_at_once")
-    return [conn.exec_driver_sql(statement, row).rowcount == 1 for row in rows]
-
-
-def _live(conn: Connection, ref: Ref | Owned, now: int) -> Record | None:
-    record = _read(conn, [ref]).get((ref.scope, ref.key))
-    return None if record is None or gone(record, now) else record
+_VERBS: dict[type, Callable[..., list[Any]]] = {
+    Complete: _complete,
+    Release: _release,
+    Renew: _renew,
+    ClaimRequest: _claim,
+}
 
 
 def _get(conn: Connection, refs: Sequence[Ref], clock: Clock) -> list[Record | None]:

@@ -1,7 +1,8 @@
 """The contract between the engine and a store: few verbs, each atomic per key, each taking a batch.
 
 The docstrings here are the specification; :mod:`semel.testing` is the same in executable form. A store is one
-class that keeps them all: there are no optional verbs.
+class that keeps them all: there are no optional verbs. (A store with one writer may also take its verbs mixed, in one
+transaction: see :class:`Together`. It is a matter of speed alone.)
 
 Verbs are ``async`` in shape. A *blocking* store never suspends (it does its work and returns), so the engine can
 drive it without an event loop; an *async* store suspends as it likes. Every verb answers in the order of its batch.
@@ -18,7 +19,7 @@ Rules that hold for all verbs:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
@@ -150,3 +151,11 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Give back connections and threads. May be repeated."""
+
+
+@runtime_checkable
+class Together(Protocol):
+    """A store where a commit costs more than all the verbs in it."""
+
+    async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
+        """Carry out verbs of every kind in one transaction, each answered as its own verb answers it."""
