@@ -9,16 +9,17 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from semel import codec
-from semel.errors import OutcomeGone
+from semel.errors import InvalidRequest, OutcomeGone
 
 R = TypeVar("R")
 
 State: TypeAlias = Literal["claimed", "completed", "released"]
 Kind: TypeAlias = str
-"""What an outcome is: ``value``, ``error`` or ``seen``; later doors add their own (a response, a run)."""
+"""What an outcome is: ``value``, ``error``, ``seen`` or ``response``."""
 Reason: TypeAlias = Literal["absent", "expired", "abandoned"]
 """Why a claim was granted: no record, a record past its retention, or an owner whose lease ended."""
 
@@ -53,6 +54,38 @@ class Claim(Struct, frozen=True, gc=False):
         return moment(self.expires_us)
 
 
+class Response(Struct, frozen=True, array_like=True):
+    """An HTTP response as an outcome. ``body`` is None where it was too large to be kept.
+
+    A handler that completes its claim in its own transaction gives it to ``complete`` as the value.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]] = []
+    body: bytes | None = b""
+
+    def __post_init__(self) -> None:
+        """Refuse headers that could not be sent."""
+        if not all(type(name) is bytes and type(value) is bytes for name, value in self.headers):
+            raise InvalidRequest('a response\'s headers are pairs of bytes, such as (b"content-type", b"text/plain")')
+
+    @classmethod
+    def json(cls, content: Any, status: int = 200) -> Response:
+        """The content as JSON."""
+        return cls(status, [(b"content-type", b"application/json")], msgspec.json.encode(content))
+
+
+_responses = msgspec.msgpack.Decoder(Response)
+_packer = msgspec.msgpack.Encoder()
+
+
+def packed(kind: Kind, value: Any) -> tuple[Kind, bytes]:
+    """An outcome as it is stored: its kind, and its bytes."""
+    if type(value) is Response:
+        return "response", _packer.encode(value)
+    return kind, codec.encode(value)
+
+
 class Outcome(Struct, frozen=True, gc=False):
     """What every later caller of a key gets."""
 
@@ -71,7 +104,7 @@ class Outcome(Struct, frozen=True, gc=False):
                 f"this work was done at {self.completed_at:%Y-%m-%d %H:%M:%S} UTC and will not be done again, "
                 "but its result was kept for a shorter time than its key (value_ttl)"
             )
-        return codec.decode(self.data)
+        return _responses.decode(self.data) if self.kind == "response" else codec.decode(self.data)
 
     @property
     def gone(self) -> bool:

@@ -11,10 +11,19 @@ InFlightRule = Literal["wait", "conflict", "reference"]
 ErrorRule = Literal["release", "keep"]
 CrashRule = Literal["retake", "unknown"]
 FailureRule = Literal["closed", "open"]
+Dialect = Literal["intake", "ietf", "stripe"]
+TombstoneRule = Literal["gone", "conflict"]
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
-_WORDS = {"in_flight": InFlightRule, "on_error": ErrorRule, "on_crash": CrashRule, "store_failure": FailureRule}
+_WORDS = {
+    "in_flight": InFlightRule,
+    "on_error": ErrorRule,
+    "on_crash": CrashRule,
+    "store_failure": FailureRule,
+    "dialect": Dialect,
+    "tombstone": TombstoneRule,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,12 @@ class Policy:
 
     purge_every: float | None = None
     """Seconds between two clean-ups of expired keys; None: a tenth of ``ttl``, at most a minute."""
+
+    dialect: Dialect = "intake"
+    """Over HTTP: which keys are valid, how a refusal looks, and which responses count as failures."""
+
+    tombstone: TombstoneRule = "gone"
+    """Over HTTP: a key whose response is no longer stored answers 410 Gone or 409 Conflict."""
 
     def __post_init__(self) -> None:
         for name in ("ttl", "lease", "wait"):
@@ -100,12 +115,12 @@ class Policy:
     @classmethod
     def ietf(cls) -> Policy:
         """The IETF draft on the Idempotency-Key header: 24 hours, a duplicate in flight is a conflict."""
-        return cls(in_flight="conflict")
+        return cls(in_flight="conflict", dialect="ietf")
 
     @classmethod
     def stripe(cls) -> Policy:
         """Stripe's rules: 24 hours, every outcome is kept once the work began, failures too."""
-        return cls(in_flight="conflict", on_error="keep")
+        return cls(in_flight="conflict", on_error="keep", dialect="stripe")
 
 
 def seconds(what: str, value: object, *, zero: bool = False) -> float:

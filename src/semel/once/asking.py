@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from itertools import count
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -16,11 +17,16 @@ from semel.policy import Policy
 LONGEST = 255
 """Characters of a key or a scope: within every store's index, whatever the characters."""
 
+Door: TypeAlias = Literal["function", "message", "http"]
+
 _FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Asking(Struct):
-    """One call of a guarded function: under which key, by which policy, and what its outcome is called."""
+    """One piece of work: under which key, by which policy, what its outcome is called, and where it came in.
+
+    Events are counted by ``door`` and by ``label``, where the scope itself has too many values to count by.
+    """
 
     key: str
     scope: str
@@ -29,6 +35,8 @@ class Asking(Struct):
     kind: Kind = "value"
     renew: bool = True
     reconciling: bool = False
+    door: Door = "function"
+    label: str = ""
 
 
 def claim_in(given: object) -> Claim:

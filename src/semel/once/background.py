@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from semel.errors import SemelError
 from semel.forks import survive_fork
-from semel.model import Claim
+from semel.model import Claim, Held
 from semel.once.counters import Counters
 from semel.once.runtime import Runtime, Signal
-from semel.once.store import Renew
+from semel.once.store import Complete, Done, Renew
 
 _log = logging.getLogger("semel")
 
@@ -109,7 +109,7 @@ class Collector(Background):
         while True:
             removed = await self._purge(BATCH)
             total += removed
-            self._counters.purged += removed
+            self._counters.cleaned(removed)
             if removed < BATCH:
                 break
         if total:
@@ -172,3 +172,70 @@ class Renewer(Background):
                     claim.scope,
                     claim.fence,
                 )
+
+
+class Finisher(Background):
+    """Records outcomes that could not be recorded because the store was away, and keeps their leases until it has."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        complete: Callable[[Sequence[Complete]], Awaitable[list[bool]]],
+        renewer: Renewer,
+    ) -> None:
+        super().__init__(runtime, "semel-finisher")
+        self._complete = complete
+        self._renewer = renewer
+        self._owed: dict[Claim, Done] = {}
+
+    def after_fork(self) -> None:
+        """What the parent owes is not the child's to record."""
+        super().after_fork()
+        self._owed = {}
+
+    def owe(self, claim: Claim, done: Done) -> None:
+        """Record it as soon as possible."""
+        self._owed[claim] = done
+        self._renewer.watch(claim)
+        self.start()
+
+    def pause(self) -> float:
+        """See Background."""
+        return 1.0
+
+    async def tick(self) -> None:
+        """See Background."""
+        owed = list(self._owed.items())
+        answers = await self._complete([Complete(c.scope, c.key, c.fence, done) for c, done in owed])
+        for (claim, _), recorded in zip(owed, answers, strict=True):
+            del self._owed[claim]
+            self._renewer.forget(claim)
+            if not recorded:
+                said = (
+                    "the outcome of %r in %r (fence %d) was never recorded: someone took over while the store was away"
+                )
+                _log.warning(said, claim.key, claim.scope, claim.fence)
+        if not self._owed:
+            self.stop()
+
+
+class Sampler(Background):
+    """Looks at times what the store holds, for those who want to be told."""
+
+    def __init__(
+        self, runtime: Runtime, interval: float, stats: Callable[[], Awaitable[Held]], counters: Counters
+    ) -> None:
+        super().__init__(runtime, "semel-sampler")
+        self._interval = interval
+        self._stats = stats
+        self._counters = counters
+        self._slept = False
+
+    def pause(self) -> float:
+        """See Background. The first look comes soon."""
+        pause, self._slept = self._interval if self._slept else min(1.0, self._interval), True
+        return pause * random.uniform(0.9, 1.1)  # noqa: S311 -- jitter, not a secret
+
+    async def tick(self) -> None:
+        """See Background."""
+        self._counters.holds(await self._stats())

@@ -11,29 +11,44 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial, update_wrapper
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 from uuid import UUID
 
 from semel.bridge import drive
 from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.model import Claim, Kind, Replay, Result
-from semel.once.asking import Asking, name_of
+from semel.once.asking import Asking, Door, name_of
 from semel.once.engine import Engine
 from semel.policy import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+D = TypeVar("D")
 
 _current: ContextVar[Claim] = ContextVar("semel_current_claim")
 
 
-def current_claim() -> Claim:
-    """The claim that the running guarded call works under; its ``fence`` goes with every write outside."""
+@overload
+def current_claim() -> Claim: ...
+
+
+@overload
+def current_claim(default: D, /) -> Claim | D: ...
+
+
+def current_claim(*default: Any) -> Any:
+    """The claim that the running work is done under; its ``fence`` goes with every write outside.
+
+    Where there is none (a request without a key), the default is answered, if one is given.
+    """
     try:
-        return _current.get()
+        return _current.get(*default)
     except LookupError:
-        raise SemelError("current_claim() has no answer here: it is for code that runs inside a guarded call") from None
+        raise SemelError(
+            "current_claim() has no answer here: it is for code that runs inside a guarded call or a request with a "
+            "key; current_claim(None) asks whether there is one"
+        ) from None
 
 
 @contextmanager
@@ -88,7 +103,8 @@ class Plan(Generic[P, R]):
         else:
             print_ = self._of_arguments(*args, **kwargs) if self._fingerprint or self._key is None else ""
         key = print_ if self._key is None else _text(self._key(*args, **kwargs))
-        return Asking(key, self.scope, print_, self.policy, self.kind, self.renew)
+        door: Door = "message" if self.kind == "seen" else "function"
+        return Asking(key, self.scope, print_, self.policy, self.kind, self.renew, door=door)
 
     def keep(self, value: R, *args: P.args, **kwargs: P.kwargs) -> Any:
         """What is recorded: the value, or for messages the data that is kept for audit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from semel import codec
@@ -21,12 +22,12 @@ from semel.errors import (
     StoreUnavailable,
     Unencodable,
 )
-from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict
-from semel.once.asking import Asking, claim_in, name_of, new_attempt, print_of
-from semel.once.background import Collector, Renewer
+from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
+from semel.once.asking import Asking, Door, claim_in, name_of, new_attempt, print_of
+from semel.once.background import Collector, Finisher, Renewer, Sampler
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
-from semel.once.counters import Counters, Event, Hook, Stats
+from semel.once.counters import Counters, Hook, Stats
 from semel.once.memory import MemoryStore
 from semel.once.patience import patient
 from semel.once.runtime import Runtime
@@ -69,7 +70,6 @@ class Engine:
         self._runtime = runtime
         self._retry_for = seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None
-        self._on_event: Hook | None = on_event if bound_to is None else bound_to._on_event
         self._bell = Bell()
         together: Lane[Any, Any] | None = None
         if issubclass(type(store), Together) and not self._bound:  # the class: a wrapper may pass on what it has not
@@ -85,6 +85,16 @@ class Engine:
         self._collects = self._may_collect and not store.expires_itself
         self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge), self.counters)
         self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
+        self._finisher = Finisher(runtime, self._patient(store.complete), self._renewer)
+        self._sampler: Sampler | None = None
+        if on_event is not None:
+            self.hear(on_event)
+
+    def hear(self, hook: Hook) -> None:
+        """Tell the hook of every event from now on."""
+        every = self.counters.hear(hook)
+        if every is not None and self._sampler is None:
+            self._sampler = Sampler(self._runtime, seconds("sample_every", every), self.store.stats, self.counters)
 
     async def claim(
         self,
@@ -172,7 +182,7 @@ class Engine:
         request = self._request(message_id, key_type, "", policy, None, ttl)
         request.done = Done("seen", codec.encode(data), _us(policy.value_ttl))
         try:
-            verdict = self._note(request, await self._claims(request))
+            verdict = self._note(request, await self._claims(request), "message")
         except StoreUnavailable:
             if policy.store_failure == "closed":
                 raise
@@ -192,12 +202,12 @@ class Engine:
             name_of("scope", key_type), name_of("key", message_id), codec.encode(data), ttl_us, self._value_ttl_us
         )
         if answer == "seen":
-            self._count("hit", key_type, message_id)
+            self.counters.note("hit", key_type, message_id, "", "message")
             return "seen"
         if isinstance(answer, str):
-            self._count("miss", key_type, message_id, answer)
+            self.counters.note("miss", key_type, message_id, answer, "message")
             return "not_seen"
-        self._count(_EVENTS[type(answer)], key_type, message_id)
+        self.counters.note(_EVENTS[type(answer)], key_type, message_id, "", "message")
         if isinstance(answer, Unknown):
             raise _unknown(key_type, message_id)
         return "seen"
@@ -218,6 +228,9 @@ class Engine:
         """Stop what runs in the background and give back the store's connections."""
         self._collector.stop()
         self._renewer.stop()
+        self._finisher.stop()
+        if self._sampler is not None:
+            self._sampler.stop()
         await self.store.close()
 
     async def begin(self, asking: Asking) -> Granted | Replay | None:
@@ -225,41 +238,50 @@ class Engine:
 
         Every other verdict is an error for the caller of a function.
         """
+        verdict = await self.admit(asking)
+        match verdict:
+            case InFlight(retry_after):
+                said = f"the key {asking.key!r} in {asking.scope!r} is being worked on; retry in {retry_after:.1f} s"
+                raise InProgress(said, retry_after)
+            case Mismatch():
+                said = f"the key {asking.key!r} in {asking.scope!r} was used with other content"
+                raise KeyReused(f"{said}; use a new key for new work")
+            case Unknown():
+                raise _unknown(asking.scope, asking.key)
+        return verdict
+
+    async def admit(self, asking: Asking) -> Verdict | None:
+        """The verdict on a piece of work, whose lease is renewed from now on where it is granted.
+
+        None to work unprotected, where the policy says so.
+        """
         policy = asking.policy
         request = self._request(asking.key, asking.scope, asking.fingerprint, policy)
         request.resolving = asking.reconciling
         try:
-            verdict = self._note(request, await self._settle(request, policy.wait if policy.in_flight == "wait" else 0))
+            verdict = await self._settle(request, policy.wait if policy.in_flight == "wait" else 0)
         except StoreUnavailable as error:
             if policy.store_failure == "closed":
                 raise
             _log.warning("working on %r in %r without protection: %s", asking.key, asking.scope, error)
             return None
-        match verdict:
-            case Granted(claim):
-                if asking.renew and not self._bound:
-                    self._renewer.watch(claim)
-                return verdict
-            case Replay():
-                return verdict
-            case InFlight(retry_after):
-                said = f"the key {request.key!r} in {request.scope!r} is being worked on; retry in {retry_after:.1f} s"
-                raise InProgress(said, retry_after)
-            case Mismatch():
-                said = f"the key {request.key!r} in {request.scope!r} was used with other content"
-                raise KeyReused(f"{said}; use a new key for new work")
-            case Unknown():
-                raise _unknown(request.scope, request.key)
+        self._note(request, verdict, asking.door, asking.label)
+        if asking.renew and isinstance(verdict, Granted) and not self._bound:
+            self._renewer.watch(verdict.claim)
+        return verdict
 
     async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
-        """Record the value that the work returned."""
+        """Record the value that the work returned. If the store is away, it is recorded as soon as it is back."""
         self._renewer.forget(claim)
+        done = await self._done(claim, asking.kind, value, asking.policy.value_ttl)
         try:
-            await self._complete(claim, asking.kind, value, asking.policy.value_ttl)
+            await self._record(claim, done)
         except StoreUnavailable as error:
+            if not self._bound:
+                self._finisher.owe(claim, done)
             if asking.policy.store_failure == "closed":
                 raise
-            _log.warning("the outcome of %r in %r could not be recorded: %s", asking.key, asking.scope, error)
+            _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
 
     async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> None:
         """The work raised: give the key back, or keep the failure, as the policy says.
@@ -292,6 +314,8 @@ class Engine:
         collects = self._collects or (self._may_collect and policy.value_ttl is not None)
         if collects and not self._collector.running:
             self._collector.start()
+        if self._sampler is not None and not self._sampler.running:
+            self._sampler.start()
         return ClaimRequest(
             name_of("scope", scope),
             name_of("key", key),
@@ -322,28 +346,26 @@ class Engine:
                 pause = min(pause * 2, _LAST_POLL)
 
     async def _complete(self, claim: Claim, kind: Kind, value: Any, value_ttl: float | None) -> None:
+        await self._record(claim, await self._done(claim, kind, value, value_ttl))
+
+    async def _done(self, claim: Claim, kind: Kind, value: Any, value_ttl: float | None) -> Done:
         try:
-            data = codec.encode(value)
+            kind, data = packed(kind, value)
         except Unencodable:
             await self.release(claim)
             raise
-        await self._record(claim, Done(kind, data, _us(value_ttl)))
+        return Done(kind, data, _us(value_ttl))
 
     async def _record(self, claim: Claim, done: Done) -> None:
         if not await self._completes(Complete(claim.scope, claim.key, claim.fence, done)):
             raise _lost(claim, "complete")
         self._bell.ring(claim.scope, claim.key)
 
-    def _note(self, request: ClaimRequest, verdict: Verdict) -> Verdict:
+    def _note(self, request: ClaimRequest, verdict: Verdict, door: Door = "function", label: str = "") -> Verdict:
         """Count the verdict, once, where all calls pass."""
         reason = verdict.reason if isinstance(verdict, Granted) else ""
-        self._count(_EVENTS[type(verdict)], request.scope, request.key, reason)
+        self.counters.note(_EVENTS[type(verdict)], request.scope, request.key, reason, door, label)
         return verdict
-
-    def _count(self, name: str, scope: str, key: str, reason: str = "") -> None:
-        self.counters.add(name, scope, reason)
-        if self._on_event is not None:
-            self._on_event(Event(name, scope, key, reason))
 
     async def _give_back(self, verdict: object) -> None:
         """A caller was cancelled while its claim was on the way: nobody will work on it."""
@@ -361,7 +383,9 @@ class Engine:
         return self._runtime.lane(patient) if self.store.coalesce else Direct(patient)
 
     def _patient(self, verb: Callable[[A], Awaitable[B]]) -> Callable[[A], Awaitable[B]]:
-        return patient(verb, self._runtime, self._retry_for)
+        name = getattr(verb, "__name__", "<lambda>")
+        took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
+        return patient(verb, self._runtime, self._retry_for, took)
 
 
 _EVENTS: dict[type, str] = {

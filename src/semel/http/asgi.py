@@ -1,0 +1,258 @@
+"""The door for ASGI apps: Starlette, FastAPI, Litestar, Django and every other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, TypeAlias, Unpack
+
+from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreUnavailable
+from semel.http.body import Body
+from semel.http.door import Door, Options, Recorder, Request
+from semel.model import Claim, Granted, Response
+from semel.once.asking import Asking
+from semel.once.calls import working_under
+from semel.once.faces import AsyncOnce
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger("semel")
+
+
+class IdempotencyMiddleware:
+    """Every request with an idempotency key is carried out once; whoever repeats it gets the first one's response.
+
+    ``once`` is a store's URL or an :class:`AsyncOnce`. Without the key, and for other methods than ``methods``,
+    nothing changes. See :class:`~semel.http.door.Options`.
+    """
+
+    def __init__(self, app: App, once: Any, **options: Unpack[Options]) -> None:
+        self.app = app
+        self._door = Door(AsyncOnce, once, options)
+        self._header = self._door.header.lower().encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        door = self._door
+        if scope["type"] == "http":
+            if scope["method"] in door.methods:
+                header = self._header
+                values = [value for name, value in scope["headers"] if name == header]
+                if (values or door.required) and (door.everywhere or door.covers(scope["path"])):
+                    await self._serve(values, scope, receive, send)
+                    return
+            elif door.status_path is not None and await self._tell_status(scope, send):
+                return
+        elif scope["type"] == "lifespan" and door.owned:
+            await self._live(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    async def _serve(self, values: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
+        door = self._door
+        key = door.key([value.decode("latin-1") for value in values]) if values else door.missing()
+        if isinstance(key, Response):
+            await _answer(send, key)
+            return
+        body = Body(door.body_in_memory)
+        try:
+            admitted = await self._admit(key, scope, receive, body)
+            if isinstance(admitted, Response):
+                await _answer(send, admitted)
+            elif isinstance(admitted, _Exchange):
+                await admitted.run(self.app, scope, send)
+            elif admitted:
+                await self.app(scope, _Upload(body, receive), send)
+        finally:
+            body.close()
+
+    async def _admit(self, key: str, scope: Scope, receive: Receive, body: Body) -> Response | _Exchange | bool:
+        """The answer to the request, or how to carry it out; True: without protection, False: not at all."""
+        door = self._door
+        request = _request(scope)
+        try:
+            if not await _read(body, receive):
+                return False  # the client left before its request was whole, and nobody is there to be told
+            asking = door.ask(key, request, body)
+            verdict = await door.engine.admit(asking)
+        except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
+            _log.warning("a request with the key %r was refused: %s", key, error)
+            return door.unavailable(key)
+        if verdict is None:
+            return True
+        if isinstance(verdict, Granted):
+            return _Exchange(door, verdict.claim, asking, _Upload(body, receive))
+        return door.answer(verdict, key, request)
+
+    async def _tell_status(self, scope: Scope, send: Send) -> bool:
+        door = self._door
+        asked = door.status_asked(_request(scope))
+        if asked is None:
+            return False
+        where, key = asked
+        try:
+            record = await door.once.get(key, scope=where)
+            await _answer(send, door.status(record, key))
+        except StoreUnavailable:
+            await _answer(send, door.unavailable(key))
+        except InvalidRequest:
+            await _answer(send, door.invalid(key))
+        return True
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app's life: open our store when it starts, close it when it ends."""
+        once = self._door.once
+        first: list[Message] = [await receive()]
+        try:
+            await once.open()
+        except StoreUnavailable as error:
+            _log.warning("the store of idempotency keys is away: %s", error)
+        except SemelError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+
+        async def hear() -> Message:
+            return first.pop() if first else await receive()
+
+        async def say(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                await once.close()
+            await send(message)
+
+        await self.app(scope, hear, say)
+
+
+class _Upload:
+    """The body again, for the app. Then it waits, and hears that the client left when ``over`` is set."""
+
+    def __init__(self, body: Body, receive: Receive) -> None:
+        self._chunks: Iterator[bytes] = body.chunks()
+        self._left = body.size
+        self._receive = receive
+        self.sent = False
+        self.hidden: asyncio.Event | None = None
+
+    async def __call__(self) -> Message:
+        if not self.sent:
+            chunk = next(self._chunks, b"")
+            self._left -= len(chunk)
+            self.sent = self._left <= 0
+            return {"type": "http.request", "body": chunk, "more_body": not self.sent}
+        if self.hidden is not None:
+            await self.hidden.wait()
+        return await self._receive()
+
+
+class _Exchange:
+    """One request that is carried out under a claim.
+
+    The response passes through while it is noted. What would tell the client that it is complete (the last byte of a
+    known length, or the end of the stream) is held back until the outcome is stored. A client that leaves does not
+    stop the app: its retry gets the response.
+    """
+
+    def __init__(self, door: Door[AsyncOnce], claim: Claim, asking: Asking, upload: _Upload) -> None:
+        self._door, self._claim, self._asking, self._upload = door, claim, asking, upload
+        self._recorder = Recorder(door, claim)
+        self._held: list[Message] = []
+        self._passed = self._settled = self._replaced = self._deaf = False
+
+    async def run(self, app: App, scope: Scope, send: Send) -> None:
+        """Call the app, and see that its claim is settled, whatever it does."""
+        self._send = send
+        self._upload.hidden = asyncio.Event()
+        extensions = {name: each for name, each in (scope.get("extensions") or {}).items() if name not in _BYPASSES}
+        engine = self._door.engine
+        try:
+            with working_under(self._claim):
+                await app({**scope, "extensions": extensions}, self._upload, self._pass)
+        except BaseException as error:
+            if not self._settled:
+                await engine.fail(self._claim, self._asking, error)
+            raise
+        if not self._settled and self._recorder.over:
+            await self._settle()  # it was carried out; that the client did not wait for the end changes nothing
+        elif not self._settled:
+            await engine.fail(self._claim, self._asking, RuntimeError("the app ended without a whole response"))
+            await self._forward()
+
+    async def _pass(self, message: Message) -> None:
+        """What the app sends."""
+        match message["type"]:
+            case "http.response.start":
+                headers = self._recorder.begin(message["status"], message.get("headers", ()))
+                self._held.append({**message, "headers": headers})
+            case "http.response.body":
+                self._held.append(message)
+                complete = self._recorder.add(message.get("body", b""))
+                if self._recorder.over and self._upload.hidden is not None:
+                    self._upload.hidden.set()  # it will not be kept, so there is no reason to finish it for nobody
+                if not message.get("more_body", False):
+                    await self._settle()
+                    await self._forward()
+                elif not complete:
+                    await self._forward()
+            case _:
+                await self._send(message)
+
+    async def _settle(self) -> None:
+        """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
+        engine, key = self._door.engine, self._asking.key
+        self._settled = True
+        if self._upload.hidden is not None:
+            self._upload.hidden.set()
+        if not self._door.keeps(self._recorder.status):
+            await engine.fail(self._claim, self._asking, RuntimeError(f"status {self._recorder.status}"))
+            return
+        try:
+            await engine.finish(self._claim, self._asking, self._recorder.response)
+        except (StoreUnavailable, ClaimLost) as error:
+            _log.warning("the response of the request with the key %r is withheld: %s", key, error)
+            if self._passed:
+                raise  # half of it is with the client; the server breaks the connection, which says enough
+            answer = self._door.lost(key) if isinstance(error, ClaimLost) else self._door.unavailable(key)
+            self._held = list(_messages(answer))
+
+    async def _forward(self) -> None:
+        held, self._held = self._held, []
+        for message in held:
+            self._passed = True
+            if not self._deaf:
+                try:
+                    await self._send(message)
+                except OSError:
+                    self._deaf = True  # the client left
+
+
+_BYPASSES = frozenset(("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers"))
+"""Ways to send a response that pass no bytes through here; without them, apps send the bytes."""
+
+
+def _request(scope: Scope) -> Request:
+    return Request(scope["method"], scope["path"], scope.get("query_string", b""), dict(scope))
+
+
+async def _read(body: Body, receive: Receive) -> bool:
+    """Take in the whole body; False when the client left before the end."""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return False
+        body.add(message.get("body", b""))
+        if not message.get("more_body", False):
+            return True
+
+
+def _messages(response: Response) -> Iterator[Message]:
+    yield {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    yield {"type": "http.response.body", "body": response.body or b""}
+
+
+async def _answer(send: Send, response: Response) -> None:
+    for message in _messages(response):
+        await send(message)

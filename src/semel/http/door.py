@@ -1,0 +1,321 @@
+"""What both doors share: their options, and the decisions that need no socket."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import translate
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from urllib.parse import parse_qs, quote
+
+from msgspec import Struct
+
+from semel.errors import InvalidRequest
+from semel.http.body import Body
+from semel.http.dialects import DIALECTS, refuse
+from semel.http.protocol import (
+    BadKey,
+    expires_header,
+    kept_headers,
+    key_of,
+    operation_of,
+    print_of_bytes,
+    print_of_json,
+    replay,
+    scope_of,
+)
+from semel.model import Claim, InFlight, Mismatch, Record, Replay, Response, Unknown, Verdict
+from semel.once.asking import Asking, name_of
+from semel.once.counters import Hook
+from semel.once.faces import AsyncOnce, Once
+from semel.policy import HOUR, Policy
+
+Face = TypeVar("Face", Once, AsyncOnce)
+Context: TypeAlias = dict[str, Any]
+"""What the server knows of the request: ASGI's scope, or WSGI's environ."""
+
+PRESETS = ("intake", "jobs", "runs", "router", "processor", "ietf", "stripe")
+RETRY_SOON = 1.0
+
+
+class Options(TypedDict, total=False):
+    """What a middleware can be told."""
+
+    policy: Policy | str | None
+    """A policy, or a preset's name; without it ``Policy.intake()``."""
+
+    ttl: float | None
+    """Seconds for which a key is kept, instead of the policy's."""
+
+    methods: Iterable[str]
+    """Which requests may have a key; others are left alone. POST without it."""
+
+    paths: str | Iterable[str] | Callable[[str], bool] | None
+    """Which paths: patterns such as ``/api/*``, or a function of the path; all without it."""
+
+    exclude: str | Iterable[str]
+    """Patterns of paths that are left alone."""
+
+    header: str
+    """The header that holds the key."""
+
+    required: bool
+    """A request without a key is refused."""
+
+    tenant: Callable[[Context], Any] | None
+    """Whose request it is, from ASGI's scope or WSGI's environ: tenants never meet each other's keys."""
+
+    scope: str | Callable[[Context], str] | None
+    """What keys belong to, instead of method and path. A function with the same scope meets the same keys."""
+
+    fingerprint: Literal["body", "json"] | Callable[[Context, bytes], str]
+    """What makes two requests the same: the bytes, the JSON content, or what the function makes of them."""
+
+    max_response_bytes: int | None
+    """Larger responses are delivered but not kept; their key is never carried out again."""
+
+    body_in_memory: int
+    """Larger request bodies wait in a temporary file; 1 MiB without it."""
+
+    status_path: str | None
+    """Under which path a GET tells what is known of a key; nowhere without it."""
+
+    name: str
+    """What metrics call this door's requests."""
+
+    on_event: Hook | None
+    """Hears every event; see ``docs/metrics.md``."""
+
+
+class Request(Struct):
+    """What a door sees of a request before its body."""
+
+    method: str
+    path: str
+    query: bytes
+    context: Context
+
+
+class Door(Generic[Face]):
+    """The options of a middleware, checked, and what follows from them."""
+
+    def __init__(self, face: type[Face], once: Any, options: Options) -> None:
+        if unknown := options.keys() - Options.__annotations__.keys():
+            known = ", ".join(sorted(Options.__annotations__))
+            raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of the middleware; it has {known}")
+        policy, paths, exclude = options.get("policy"), options.get("paths"), options.get("exclude", ())
+        scope, fingerprint, on_event = options.get("scope"), options.get("fingerprint", "body"), options.get("on_event")
+        self.policy = _policy(policy, options.get("ttl"))
+        self.dialect = DIALECTS[self.policy.dialect]
+        self.methods = frozenset(
+            _text("methods", method).upper() for method in _several("methods", options.get("methods", ("POST",)))
+        )
+        self.header = _text("header", options.get("header", "Idempotency-Key"))
+        self.required = options.get("required", False)
+        self.max_response_bytes = _size("max_response_bytes", options.get("max_response_bytes"))
+        self.body_in_memory = _size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
+        self.status_path = (options.get("status_path") or "").rstrip("/") or None
+        self._tenant = _function("tenant", options.get("tenant"))
+        self._scope = name_of("scope", scope) if isinstance(scope, str) else _function("scope", scope)
+        self._fingerprint = fingerprint
+        if fingerprint not in ("body", "json") and not callable(fingerprint):
+            raise InvalidRequest(
+                f'fingerprint= is "body", "json" or a function of request and body, not {fingerprint!r}'
+            )
+        self.covers = _matcher(paths, exclude)
+        self.everywhere = paths is None and not _several("exclude", exclude)
+        self._name = name_of("name", options.get("name", "http"))
+        self.owned = not isinstance(once, Once | AsyncOnce)
+        if self.owned:
+            self.once: Face = face(once, policy=self.policy, on_event=on_event)
+        elif not isinstance(once, face):
+            raise InvalidRequest(f"this middleware takes {face.__name__} or a URL, not {type(once).__name__}")
+        else:
+            self.once = once
+            if on_event is not None:
+                self.once._engine.hear(on_event)
+        self.engine = self.once._engine
+
+    def key(self, values: Sequence[str]) -> str | Response:
+        """The key of a request, or the refusal of one that has none."""
+        try:
+            return key_of(values, self.dialect)
+        except BadKey as bad:
+            return self.invalid(bad.shown)
+
+    def invalid(self, shown: str) -> Response:
+        """The refusal of what cannot be a key."""
+        return refuse(self.policy, "invalid", shown)
+
+    def missing(self) -> Response:
+        """The refusal of a request without the key that is required."""
+        return refuse(self.policy, "missing", None)
+
+    def incomplete(self, key: str) -> Response:
+        """The refusal of a request whose body ended early."""
+        return refuse(self.policy, "incomplete", key)
+
+    def unavailable(self, key: str) -> Response:
+        """The refusal while the store, or the disk for large bodies, cannot be used."""
+        return refuse(self.policy, "unavailable", key, retry_after=RETRY_SOON)
+
+    def lost(self, key: str) -> Response:
+        """What a request is told whose claim was taken over while it worked: the other one's answer will count."""
+        return refuse(self.policy, "processing", key, retry_after=RETRY_SOON)
+
+    def ask(self, key: str, request: Request, body: Body) -> Asking:
+        """What the request asks of the engine."""
+        if self._fingerprint == "body":
+            print_ = print_of_bytes(body.digest, request.query)
+        elif self._fingerprint == "json":
+            print_ = print_of_json(body.whole(), body.digest, request.query)
+        else:
+            print_ = self._fingerprint(request.context, body.whole())
+        scope = self.scope_of(request.context, request.method, request.path)
+        return Asking(key, scope, print_, self.policy, "response", door="http", label=self._name)
+
+    def scope_of(self, context: Context, method: str, path: str) -> str:
+        """The scope of a request's key."""
+        name = self._scope
+        operation = operation_of(method, path) if name is None else name if isinstance(name, str) else name(context)
+        return scope_of(None if self._tenant is None else self._tenant(context), operation)
+
+    def answer(self, verdict: Verdict, key: str, request: Request) -> Response:
+        """What a request gets that is not carried out."""
+        match verdict:
+            case Replay(outcome):
+                return replay(outcome, self.policy, key)
+            case InFlight(retry_after):
+                url = self._status_url(key, request)
+                return refuse(self.policy, "processing", key, retry_after=retry_after, status_url=url)
+            case Mismatch():
+                return refuse(self.policy, "conflict", key)
+            case Unknown():
+                return refuse(self.policy, "unknown", key, status_url=self._status_url(key, request))
+        raise AssertionError(verdict)
+
+    def keeps(self, status: int) -> bool:
+        """Whether a response is the key's outcome, or a failure after which the request may be tried again."""
+        return status < self.dialect.fails_from or self.policy.on_error == "keep"
+
+    def _status_url(self, key: str, request: Request) -> str | None:
+        if self.status_path is None:
+            return None
+        return f"{self.status_path}/{request.method}{quote(request.path)}?key={quote(key, safe='')}"
+
+    def status_asked(self, request: Request) -> tuple[str, str] | None:
+        """Scope and key that a request for ``status_path`` asks about; None when it is not one."""
+        if request.method != "GET" or not request.path.startswith(f"{self.status_path}/"):
+            return None
+        method, _, rest = request.path.removeprefix(f"{self.status_path}/").partition("/")
+        keys = parse_qs(request.query.decode("latin-1")).get("key", [])
+        return (self.scope_of(request.context, method, f"/{rest}"), keys[0]) if len(keys) == 1 else None
+
+    @staticmethod
+    def status(record: Record | None, key: str) -> Response:
+        """What is known of a key."""
+        if record is None:
+            return Response.json({"idempotency_key": key, "status": "absent"}, 404)
+        said = {
+            "idempotency_key": key,
+            "status": record.status,
+            "created_at": record.created_at,
+            "expires_at": record.expires_at,
+            "lease_left": record.lease_left,
+        }
+        return Response.json(said)
+
+
+class Recorder:
+    """Notes a response while it passes."""
+
+    def __init__(self, door: Door[Any], claim: Claim) -> None:
+        self._limit = door.max_response_bytes
+        self._expires = expires_header(claim.expires_us)
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._length: int | None = None
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The response starts; the headers to send."""
+        self.status = status
+        self.headers = [(name, value) for name, value in headers]
+        found = [value for name, value in self.headers if name.lower() == b"content-length"]
+        self._length = int(found[0]) if found and found[0].isdigit() else None
+        return [*self.headers, self._expires]
+
+    def add(self, chunk: bytes) -> bool:
+        """Note a chunk; True when the client would have all with it, so that it must wait for the outcome."""
+        self._size += len(chunk)
+        if self._limit is None or self._size <= self._limit:
+            self._parts.append(bytes(chunk))
+        else:
+            self._parts.clear()
+        return self._length is not None and self._size >= self._length
+
+    @property
+    def over(self) -> bool:
+        """The response is larger than what is kept."""
+        return self._limit is not None and self._size > self._limit
+
+    @property
+    def response(self) -> Response:
+        """What is stored."""
+        return Response(self.status, kept_headers(self.headers), None if self.over else b"".join(self._parts))
+
+
+def _policy(policy: Policy | str | None, ttl: float | None) -> Policy:
+    if policy is None:
+        return Policy.intake(HOUR if ttl is None else ttl)
+    if isinstance(policy, str):
+        if policy not in PRESETS:
+            raise InvalidRequest(f"{policy!r} is not a preset; there are {', '.join(PRESETS)}")
+        policy = getattr(Policy, policy)()
+    if not isinstance(policy, Policy):
+        raise InvalidRequest(f"policy= takes a Policy or a preset's name, not {policy!r:.80}")
+    if policy.in_flight == "reference":
+        raise InvalidRequest('in_flight="reference" is for jobs and runs; a request can "wait" or "conflict"')
+    return policy.but(ttl=ttl)
+
+
+def _matcher(paths: Any, exclude: Any) -> Callable[[str], bool]:
+    if callable(paths):
+        wanted: Callable[[str], Any] = paths
+    else:
+        wanted = _globs("paths", ("*",) if paths is None else paths)
+    unwanted = _globs("exclude", exclude)
+    return lambda path: bool(wanted(path)) and not unwanted(path)
+
+
+def _globs(what: str, patterns: Any) -> Callable[[str], Any]:
+    texts = [translate(_text(what, pattern)) for pattern in _several(what, patterns)]
+    return re.compile("|".join(texts) if texts else "(?!)").fullmatch
+
+
+def _several(what: str, given: Any) -> tuple[Any, ...]:
+    if isinstance(given, str):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise InvalidRequest(f"{what}= takes a text or several, not {given!r:.80}") from None
+
+
+def _text(what: str, given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(f"{what}= takes text, not {given!r:.80}")
+    return given
+
+
+def _function(what: str, given: Any) -> Any:
+    if given is not None and not callable(given):
+        raise InvalidRequest(f"{what}= takes a function of the request, not {given!r:.80}")
+    return given
+
+
+def _size(what: str, given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise InvalidRequest(f"{what}= takes a number of bytes, not {given!r:.80}")
+    return given

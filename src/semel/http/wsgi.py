@@ -1,0 +1,281 @@
+"""The door for WSGI apps: Flask, Django and every other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, TypeAlias, Unpack
+
+from semel.bridge import drive
+from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
+from semel.http.body import CHUNK, Body
+from semel.http.dialects import phrase
+from semel.http.door import Door, Options, Recorder, Request
+from semel.model import Claim, Granted, Response
+from semel.once.asking import Asking
+from semel.once.calls import working_under
+from semel.once.faces import Once
+
+Environ: TypeAlias = dict[str, Any]
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None] | None
+Start: TypeAlias = Callable[..., Callable[[bytes], object]]
+App: TypeAlias = Callable[[Environ, Start], Iterable[bytes]]
+
+_log = logging.getLogger("semel")
+
+
+class IdempotencyMiddleware:
+    """Every request with an idempotency key is carried out once; whoever repeats it gets the first one's response.
+
+    ``once`` is a store's URL or a :class:`Once`. Without the key, and for other methods than ``methods``, nothing
+    changes. See :class:`~semel.http.door.Options`.
+    """
+
+    def __init__(self, app: App, once: Any, **options: Unpack[Options]) -> None:
+        self.app = app
+        self._door = Door(Once, once, options)
+        self._header = f"HTTP_{self._door.header.upper().replace('-', '_')}"
+
+    def close(self) -> None:
+        """Close the store, if it was opened here."""
+        if self._door.owned:
+            self._door.once.close()
+
+    def __call__(self, environ: Environ, start_response: Start) -> Iterable[bytes]:
+        """Serve one request."""
+        door = self._door
+        method = environ["REQUEST_METHOD"]
+        if method in door.methods:
+            value = environ.get(self._header)
+            if (value is not None or door.required) and (door.everywhere or door.covers(_path(environ))):
+                return self._serve(value, environ, start_response)
+        elif method == "GET" and door.status_path is not None:
+            status = self._status(environ)
+            if status is not None:
+                return _answer(start_response, status)
+        return self.app(environ, start_response)
+
+    def _serve(self, value: str | None, environ: Environ, start_response: Start) -> Iterable[bytes]:
+        door = self._door
+        key = door.missing() if value is None else door.key([value])
+        if isinstance(key, Response):
+            return _answer(start_response, key)
+        body = Body(door.body_in_memory)
+        try:
+            admitted = self._admit(key, environ, body)
+        except BaseException:
+            body.close()
+            raise
+        if isinstance(admitted, Response):
+            body.close()
+            return _answer(start_response, admitted)
+        changed = {**environ, "wsgi.input": body.file(), "CONTENT_LENGTH": str(body.size)}
+        if admitted is None:
+            return self.app(changed, start_response)
+        return _Exchange(door, *admitted, body).run(self.app, changed, start_response)
+
+    def _admit(self, key: str, environ: Environ, body: Body) -> Response | tuple[Claim, Asking] | None:
+        """The answer to the request, or the claim to carry it out under; None: without protection."""
+        door = self._door
+        request = _request(environ)
+        try:
+            if not _read(body, environ):
+                return door.incomplete(key)
+            asking = door.ask(key, request, body)
+            verdict = drive(door.engine.admit(asking))
+        except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
+            _log.warning("a request with the key %r was refused: %s", key, error)
+            return door.unavailable(key)
+        if verdict is None:
+            return None
+        if isinstance(verdict, Granted):
+            return verdict.claim, asking
+        return door.answer(verdict, key, request)
+
+    def _status(self, environ: Environ) -> Response | None:
+        door = self._door
+        asked = door.status_asked(_request(environ))
+        if asked is None:
+            return None
+        scope, key = asked
+        try:
+            return door.status(door.once.get(key, scope=scope), key)
+        except StoreUnavailable:
+            return door.unavailable(key)
+        except InvalidRequest:
+            return door.invalid(key)
+
+
+class _Exchange:
+    """One request that is carried out under a claim; also the response's iterable, which the server reads and closes.
+
+    As at the ASGI door, chunks pass through while they are noted, and what would complete the response is held back
+    until the outcome is stored. When the server closes us early (the client left), the rest is read all the same.
+    """
+
+    def __init__(self, door: Door[Once], claim: Claim, asking: Asking, body: Body) -> None:
+        self._door, self._claim, self._asking, self._body = door, claim, asking, body
+        self._recorder = Recorder(door, claim)
+        self._started: tuple[str, list[tuple[str, str]], ExcInfo] | None = None
+        self._chunks: Iterator[bytes] = iter(())
+        self._close: Callable[[], object] | None = None
+        self._held: list[bytes] = []
+        self._passed = self._settled = False
+
+    def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
+        """Call the app as far as its first chunk."""
+        self._start_response = start_response
+        try:
+            with working_under(self._claim):
+                answer = app(environ, self._start)
+                self._close = getattr(answer, "close", None)
+                self._chunks = iter(answer)
+            self._advance()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return self
+
+    def _start(
+        self, status: str, headers: list[tuple[str, str]], exc_info: ExcInfo = None
+    ) -> Callable[[bytes], object]:
+        if exc_info and self._passed and exc_info[1] is not None:
+            raise exc_info[1]
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        sent = self._recorder.begin(int(status[:3]), pairs)
+        self._started = (status, [(name.decode("latin-1"), value.decode("latin-1")) for name, value in sent], exc_info)
+        return self._write
+
+    def _write(self, chunk: bytes) -> None:
+        """WSGI's old way to send: it is noted and sent with the next chunk of the iterable."""
+        self._recorder.add(chunk)
+        self._held.append(chunk)
+
+    def _advance(self) -> None:
+        """Take chunks from the app until something may leave, or the outcome is stored."""
+        while not self._settled:
+            with working_under(self._claim):
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                self._settle()
+            elif chunk:
+                self._held.append(chunk)
+                if not self._recorder.add(chunk):
+                    return
+
+    def _settle(self) -> None:
+        """Store the outcome. What cannot be stored is not said to be done."""
+        engine, key = self._door.engine, self._asking.key
+        if self._started is None:
+            raise RuntimeError("the app ended without calling start_response")
+        self._settled = True
+        if not self._door.keeps(self._recorder.status):
+            drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {self._recorder.status}")))
+            return
+        try:
+            drive(engine.finish(self._claim, self._asking, self._recorder.response))
+        except (StoreUnavailable, ClaimLost) as error:
+            _log.warning("the response of the request with the key %r is withheld: %s", key, error)
+            if self._passed:
+                raise  # half of it is with the client; the server breaks the connection, which says enough
+            answer = self._door.lost(key) if isinstance(error, ClaimLost) else self._door.unavailable(key)
+            self._started = (*_head(answer), None)
+            self._held = [answer.body or b""]
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._settled:
+            self._settled = True
+            drive(self._door.engine.fail(self._claim, self._asking, error))
+        self._end()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if not self._held:
+            if self._settled:
+                self._begin()
+                raise StopIteration
+            try:
+                self._advance()
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            if not self._held:
+                self._begin()
+                raise StopIteration
+        self._begin()
+        chunk, self._held = b"".join(self._held), []
+        return chunk
+
+    def _begin(self) -> None:
+        """Send the head, once."""
+        if not self._passed and self._started is not None:
+            self._passed = True
+            status, headers, exc_info = self._started
+            self._start_response(status, headers, *([exc_info] if exc_info else []))
+
+    def close(self) -> None:
+        """The server is done with us: finish for the retry what the client did not wait for."""
+        try:
+            while not self._settled and not self._recorder.over:
+                self._held = []
+                self._advance()
+            if not self._settled:
+                self._settle()  # too large to be kept: it was carried out, and that is all there is to say
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        close, self._close = self._close, None
+        try:
+            if close is not None:
+                close()
+        finally:
+            self._body.close()
+
+
+def _request(environ: Environ) -> Request:
+    query = environ.get("QUERY_STRING", "").encode("latin-1", "replace")
+    return Request(environ["REQUEST_METHOD"], _path(environ), query, environ)
+
+
+def _path(environ: Environ) -> str:
+    """The whole path, as text: WSGI has the bytes in latin-1's clothes."""
+    path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
+    return path.encode("latin-1", "replace").decode("utf-8", "replace")
+
+
+def _read(body: Body, environ: Environ) -> bool:
+    """Take in the whole body; False when it ended before its length, or never had a sensible one."""
+    stream = environ["wsgi.input"]
+    length = environ.get("CONTENT_LENGTH") or ""
+    if not length and environ.get("wsgi.input_terminated"):
+        while chunk := stream.read(CHUNK):
+            body.add(chunk)
+        return True
+    if not length:
+        return True
+    if not (length.isascii() and length.isdigit()):
+        return False
+    left = int(length)
+    while left > 0:
+        chunk = stream.read(min(CHUNK, left))
+        if not chunk:
+            return False
+        left -= len(chunk)
+        body.add(chunk)
+    return True
+
+
+def _head(response: Response) -> tuple[str, list[tuple[str, str]]]:
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers]
+    return phrase(response.status), headers
+
+
+def _answer(start_response: Start, response: Response) -> list[bytes]:
+    start_response(*_head(response))
+    return [response.body or b""]
