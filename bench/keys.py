@@ -25,6 +25,7 @@ from typing import Any
 import asyncpg
 import redis
 import redis.asyncio
+from table import Row, show
 
 import servers
 from semel import AsyncOnce, Granted, Once
@@ -39,29 +40,6 @@ numbers = count()
 def fresh(many: int) -> list[str]:
     """Keys that were never used."""
     return [f"{os.urandom(6).hex()}-{next(numbers)}" for _ in range(many)]
-
-
-class Row:
-    """One line of the table: how we compare, and what is asked, if anything is."""
-
-    def __init__(
-        self, what: str, ratios: list[float], required: float | None, *, at_most: bool = False, note: str = ""
-    ) -> None:
-        self.what, self.required, self.at_most, self.note = what, required, at_most, note
-        self.ratio = median(ratios)
-        self.spread = (min(ratios), max(ratios))
-
-    @property
-    def ok(self) -> bool:
-        if self.required is None:
-            return True
-        return self.ratio <= self.required if self.at_most else self.ratio >= self.required
-
-    def __str__(self) -> str:
-        asked = "" if self.required is None else f"{'<=' if self.at_most else '>='} {self.required:g}"
-        said = "" if self.required is None else "yes" if self.ok else "NO"
-        low, high = self.spread
-        return f"| {self.what} | {self.ratio:.2f} ({low:.2f} to {high:.2f}) | {asked} | {said} | {self.note} |"
 
 
 async def rate(pair: Callable[[str], Awaitable[None]], pairs: int, tasks: int) -> float:
@@ -499,34 +477,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", nargs="*", help="postgres, redis, sqlite, memory, growth; all without it")
     chosen = parser.parse_args().part or ["memory", "sqlite", "redis", "postgres", "growth"]
-    rows: list[Row] = []
-
-    def show(found: Iterator[Row]) -> None:
-        for row in found:
-            rows.append(row)
-            print(row, flush=True)
-
-    print("| what | ratio (lowest to highest round) | required | ok | absolute |\n|---|---|---|---|---|", flush=True)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-bench-")))
-        if "memory" in chosen:
-            show(memory_rows())
-        if "sqlite" in chosen:
-            show(sqlite_rows(folder))
-        if "redis" in chosen:
-            show(redis_rows(stack.enter_context(servers.redis()).url))
-        if "postgres" in chosen or "growth" in chosen:
-            server = stack.enter_context(servers.postgres(durable=True))
-            if "postgres" in chosen:
-                url = server.database()
-                semel_command(["migrate", url])
-                show(postgres_rows(url))
-            if "growth" in chosen:
-                show(growth_rows(server, folder))
-    missed = sum(not row.ok for row in rows)
-    asked = sum(row.required is not None for row in rows)
-    print(f"\n{asked - missed} of {asked} rows as required")
-    return 1 if missed else 0
+        return show(rows(chosen, stack))
+
+
+def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-bench-")))
+    if "memory" in chosen:
+        yield from memory_rows()
+    if "sqlite" in chosen:
+        yield from sqlite_rows(folder)
+    if "redis" in chosen:
+        yield from redis_rows(stack.enter_context(servers.redis()).url)
+    if "postgres" in chosen or "growth" in chosen:
+        server = stack.enter_context(servers.postgres(durable=True))
+        if "postgres" in chosen:
+            url = server.database()
+            semel_command(["migrate", url])
+            yield from postgres_rows(url)
+        if "growth" in chosen:
+            yield from growth_rows(server, folder)
 
 
 if __name__ == "__main__":

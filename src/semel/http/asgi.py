@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias, Unpack
 
+from urllib.parse import unquote_to_bytes
+
 from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreUnavailable
 from semel.http.body import Body
 from semel.http.door import Door, Options, Recorder, Request
@@ -202,15 +204,15 @@ class _Exchange:
 
     async def _settle(self) -> None:
         """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
-        engine, key = self._door.engine, self._asking.key
+        engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
         if self._upload.hidden is not None:
             self._upload.hidden.set()
-        if not self._door.keeps(self._recorder.status):
-            await engine.fail(self._claim, self._asking, RuntimeError(f"status {self._recorder.status}"))
+        if not self._door.keeps(response.status):
+            await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
             return
         try:
-            await engine.finish(self._claim, self._asking, self._recorder.response)
+            await engine.finish(self._claim, self._asking, response)
         except (StoreUnavailable, ClaimLost) as error:
             _log.warning("the response of the request with the key %r is withheld: %s", key, error)
             if self._passed:
@@ -234,7 +236,10 @@ _BYPASSES = frozenset(("http.response.pathsend", "http.response.zerocopysend", "
 
 
 def _request(scope: Scope) -> Request:
-    return Request(scope["method"], scope["path"], scope.get("query_string", b""), dict(scope))
+    path = scope["path"]
+    if "\ufffd" in path and scope.get("raw_path"):  # the server could not decode it: tell such paths apart all the same
+        path = unquote_to_bytes(scope["raw_path"]).decode("utf-8", "surrogateescape")
+    return Request(scope["method"], path, scope.get("query_string", b""), dict(scope))
 
 
 async def _read(body: Body, receive: Receive) -> bool:

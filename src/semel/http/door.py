@@ -201,7 +201,7 @@ class Door(Generic[Face]):
     def _status_url(self, key: str, request: Request) -> str | None:
         if self.status_path is None:
             return None
-        return f"{self.status_path}/{request.method}{quote(request.path)}?key={quote(key, safe='')}"
+        return f"{self.status_path}/{request.method}{quote(request.path, errors='surrogatepass')}?key={quote(key, safe='')}"
 
     def status_asked(self, request: Request) -> tuple[str, str] | None:
         """Scope and key that a request for ``status_path`` asks about; None when it is not one."""
@@ -239,15 +239,23 @@ class Recorder:
         self.headers: list[tuple[bytes, bytes]] = []
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """The response starts; the headers to send."""
-        self.status = status
+        """The response starts; the headers to send. What no server could send is refused, so that it is not kept."""
+        if type(status) is not int or not 200 <= status <= 599:
+            raise ValueError(f"the app sent the status {status!r}; it must be a whole number from 200 to 599")
         self.headers = [(name, value) for name, value in headers]
+        if not all(isinstance(part, bytes) for pair in self.headers for part in pair):
+            raise TypeError("the app sent a header that is not a pair of bytes")
+        self.status = status
         found = [value for name, value in self.headers if name.lower() == b"content-length"]
         self._length = int(found[0]) if found and found[0].isdigit() else None
         return [*self.headers, self._expires]
 
     def add(self, chunk: bytes) -> bool:
         """Note a chunk; True when the client would have all with it, so that it must wait for the outcome."""
+        if not self.status:
+            raise RuntimeError("the app sent a part of the response before its start")
+        if not isinstance(chunk, bytes | bytearray | memoryview):
+            raise TypeError(f"the app sent {type(chunk).__name__} instead of bytes")
         self._size += len(chunk)
         if self._limit is None or self._size <= self._limit:
             self._parts.append(bytes(chunk))

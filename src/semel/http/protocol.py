@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from email.utils import formatdate
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
 import msgspec
@@ -41,6 +41,8 @@ _NOT_REPLAYED = frozenset(
 )
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
 _ESCAPED = re.compile(r"\\(.)")
+_COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # outside quotes
+_LONGEST_SAID = 2048
 _BODILESS = frozenset((204, 304))
 
 
@@ -54,28 +56,33 @@ class BadKey(Exception):
 
 def key_of(values: Sequence[str], dialect: Dialect) -> str:
     """The key in the header's values: bare, or quoted as RFC 8941 has it. Said twice alike, it counts once."""
-    value = values[0]
-    if len(values) == 1 and dialect.bare.fullmatch(value):
-        return value
-    shown = ", ".join(values)[:LONGEST]
-    found = {_unquoted(part, dialect, shown) for value in values for part in _parts(value)}
-    if len(found) != 1:
-        raise BadKey(shown)
-    return found.pop()
+    if len(values) == 1 and dialect.bare.fullmatch(values[0]):
+        return values[0]
+    said = ", ".join(values)
+    if len(said) > _LONGEST_SAID:
+        raise BadKey(said[:LONGEST])
+    found = {_unquoted(part, dialect) for value in values for part in _parts(value)}
+    if len(found) != 1 or None in found:
+        raise BadKey(said[:LONGEST])
+    return cast("str", found.pop())
 
 
 def _parts(value: str) -> list[str]:
     """Servers may join two headers of one name with a comma; inside quotes it belongs to the key."""
-    return [value] if value.startswith('"') else [part.strip() for part in value.split(",")]
+    value = value.strip(" \t")
+    if _QUOTED.fullmatch(value):
+        return [value]
+    return [part.strip(" \t") for part in _COMMA.split(value)]
 
 
-def _unquoted(value: str, dialect: Dialect, shown: str) -> str:
+def _unquoted(value: str, dialect: Dialect) -> str | None:
     if dialect.bare.fullmatch(value):
         return value
     quoted = _QUOTED.fullmatch(value)
-    if quoted is None or not dialect.keys.fullmatch(key := _ESCAPED.sub(r"\1", quoted[1])):
-        raise BadKey(shown)
-    return key
+    if quoted is None:
+        return None
+    key = _ESCAPED.sub(r"\1", quoted[1])
+    return key if dialect.keys.fullmatch(key) else None
 
 
 def scope_of(tenant: object, name: str) -> str:
@@ -92,21 +99,35 @@ def operation_of(method: str, path: str) -> str:
 
 
 def print_of_bytes(digest: bytes, query: bytes) -> str:
-    """Version 0 of a fingerprint: SHA-256 of the body as it came, and of the query where there is one."""
-    return f"0:{digest.hex()}" if not query else f"0:{hashlib.sha256(query + b' ' + digest).hexdigest()}"
+    """Version 0 of a fingerprint: SHA-256 of the body as it came, with the query where there is one."""
+    return f"0:{_with_query(digest, query).hex()}"
 
 
 def print_of_json(body: bytes, digest: bytes, query: bytes) -> str:
-    """The fingerprint of the content whatever its layout; of the bytes, where they are not JSON."""
+    """The fingerprint of the content whatever its layout; of the bytes, where they are not plain JSON."""
     try:
-        content = json.loads(body, parse_constant=_not_json)
-        return fingerprint([query.decode("latin-1"), content] if query else content)
+        content = json.loads(body, parse_constant=_not_json, object_pairs_hook=_named_once)
+        digest = bytes.fromhex(fingerprint(content).removeprefix("1:"))
     except (ValueError, RecursionError, Unfingerprintable):
-        return print_of_bytes(digest, query)
+        pass
+    return f"1:{_with_query(digest, query).hex()}"
+
+
+def _with_query(digest: bytes, query: bytes) -> bytes:
+    """Another function than SHA-256, so that no body without a query has the same."""
+    return hashlib.blake2b(digest + query, digest_size=32).digest() if query else digest
 
 
 def _not_json(constant: str) -> NoReturn:
     raise ValueError(constant)
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are unique: which of two alike would count is up to the handler's parser."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -22,6 +22,7 @@ ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | 
 Start: TypeAlias = Callable[..., Callable[[bytes], object]]
 App: TypeAlias = Callable[[Environ, Start], Iterable[bytes]]
 
+_END: Any = object()
 _log = logging.getLogger("semel")
 
 
@@ -156,25 +157,26 @@ class _Exchange:
         """Take chunks from the app until something may leave, or the outcome is stored."""
         while not self._settled:
             with working_under(self._claim):
-                chunk = next(self._chunks, None)
-            if chunk is None:
+                chunk = next(self._chunks, _END)
+            if chunk is _END:
                 self._settle()
+            elif self._recorder.add(chunk):
+                self._held.append(chunk)
             elif chunk:
                 self._held.append(chunk)
-                if not self._recorder.add(chunk):
-                    return
+                return
 
     def _settle(self) -> None:
         """Store the outcome. What cannot be stored is not said to be done."""
-        engine, key = self._door.engine, self._asking.key
         if self._started is None:
             raise RuntimeError("the app ended without calling start_response")
+        engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if not self._door.keeps(self._recorder.status):
-            drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {self._recorder.status}")))
+        if not self._door.keeps(response.status):
+            drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
             return
         try:
-            drive(engine.finish(self._claim, self._asking, self._recorder.response))
+            drive(engine.finish(self._claim, self._asking, response))
         except (StoreUnavailable, ClaimLost) as error:
             _log.warning("the response of the request with the key %r is withheld: %s", key, error)
             if self._passed:
@@ -246,7 +248,7 @@ def _request(environ: Environ) -> Request:
 def _path(environ: Environ) -> str:
     """The whole path, as text: WSGI has the bytes in latin-1's clothes."""
     path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-    return path.encode("latin-1", "replace").decode("utf-8", "replace")
+    return path.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
 
 
 def _read(body: Body, environ: Environ) -> bool:
@@ -259,7 +261,7 @@ def _read(body: Body, environ: Environ) -> bool:
         return True
     if not length:
         return True
-    if not (length.isascii() and length.isdigit()):
+    if not (length.isascii() and length.isdigit()) or len(length) > 18:
         return False
     left = int(length)
     while left > 0:
