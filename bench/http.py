@@ -94,7 +94,7 @@ def measure(port: int, how: str, name: str, pipe: object) -> None:
             line = request(None)
             requests = iter(lambda: line, None)
         case "replays":
-            requests = keyed("again", again=500)()
+            requests = keyed(f"again{port}", again=500)()
         case _:
             requests = keyed(name)()
     speed, statuses = load(port, requests, CONNECTIONS, REQUESTS)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias, Unpack
-
 from urllib.parse import unquote_to_bytes
 
 from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreUnavailable
@@ -42,14 +41,14 @@ class IdempotencyMiddleware:
         """Serve one connection."""
         door = self._door
         if scope["type"] == "http":
+            if door.status_path is not None and await self._tell_status(scope, send):
+                return
             if scope["method"] in door.methods:
                 header = self._header
                 values = [value for name, value in scope["headers"] if name == header]
                 if (values or door.required) and (door.everywhere or door.covers(scope["path"])):
                     await self._serve(values, scope, receive, send)
                     return
-            elif door.status_path is not None and await self._tell_status(scope, send):
-                return
         elif scope["type"] == "lifespan" and door.owned:
             await self._live(scope, receive, send)
             return
@@ -192,22 +191,26 @@ class _Exchange:
             case "http.response.body":
                 self._held.append(message)
                 complete = self._recorder.add(message.get("body", b""))
-                if self._recorder.over and self._upload.hidden is not None:
-                    self._upload.hidden.set()  # it will not be kept, so there is no reason to finish it for nobody
+                if self._recorder.over:
+                    self._reveal()  # it will not be kept, so there is no reason to finish it for nobody
                 if not message.get("more_body", False):
                     await self._settle()
                     await self._forward()
+                    self._reveal()
                 elif not complete:
                     await self._forward()
             case _:
                 await self._send(message)
 
+    def _reveal(self) -> None:
+        """From now on the app may hear that the client left."""
+        if self._upload.hidden is not None:
+            self._upload.hidden.set()
+
     async def _settle(self) -> None:
         """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if self._upload.hidden is not None:
-            self._upload.hidden.set()
         if not self._door.keeps(response.status):
             await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
             return

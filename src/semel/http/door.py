@@ -201,7 +201,8 @@ class Door(Generic[Face]):
     def _status_url(self, key: str, request: Request) -> str | None:
         if self.status_path is None:
             return None
-        return f"{self.status_path}/{request.method}{quote(request.path, errors='surrogatepass')}?key={quote(key, safe='')}"
+        path = quote(request.path, errors="surrogatepass")
+        return f"{self.status_path}/{request.method}{path}?key={quote(key, safe='')}"
 
     def status_asked(self, request: Request) -> tuple[str, str] | None:
         """Scope and key that a request for ``status_path`` asks about; None when it is not one."""
@@ -246,6 +247,7 @@ class Recorder:
         if not all(isinstance(part, bytes) for pair in self.headers for part in pair):
             raise TypeError("the app sent a header that is not a pair of bytes")
         self.status = status
+        self._parts, self._size = [], 0
         found = [value for name, value in self.headers if name.lower() == b"content-length"]
         self._length = int(found[0]) if found and found[0].isdigit() else None
         return [*self.headers, self._expires]

@@ -47,14 +47,14 @@ class IdempotencyMiddleware:
         """Serve one request."""
         door = self._door
         method = environ["REQUEST_METHOD"]
+        if method == "GET" and door.status_path is not None:
+            status = self._status(environ)
+            if status is not None:
+                return _answer(start_response, status)
         if method in door.methods:
             value = environ.get(self._header)
             if (value is not None or door.required) and (door.everywhere or door.covers(_path(environ))):
                 return self._serve(value, environ, start_response)
-        elif method == "GET" and door.status_path is not None:
-            status = self._status(environ)
-            if status is not None:
-                return _answer(start_response, status)
         return self.app(environ, start_response)
 
     def _serve(self, value: str | None, environ: Environ, start_response: Start) -> Iterable[bytes]:
@@ -73,7 +73,7 @@ class IdempotencyMiddleware:
             return _answer(start_response, admitted)
         changed = {**environ, "wsgi.input": body.file(), "CONTENT_LENGTH": str(body.size)}
         if admitted is None:
-            return self.app(changed, start_response)
+            return _then(self.app(changed, start_response), body.close)
         return _Exchange(door, *admitted, body).run(self.app, changed, start_response)
 
     def _admit(self, key: str, environ: Environ, body: Body) -> Response | tuple[Claim, Asking] | None:
@@ -122,7 +122,7 @@ class _Exchange:
         self._chunks: Iterator[bytes] = iter(())
         self._close: Callable[[], object] | None = None
         self._held: list[bytes] = []
-        self._passed = self._settled = False
+        self._passed = self._settled = self._whole = False
 
     def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
         """Call the app as far as its first chunk."""
@@ -132,6 +132,7 @@ class _Exchange:
                 answer = app(environ, self._start)
                 self._close = getattr(answer, "close", None)
                 self._chunks = iter(answer)
+                self._whole = isinstance(answer, list | tuple)
             self._advance()
         except BaseException as error:
             self._give_up(error)
@@ -143,6 +144,9 @@ class _Exchange:
     ) -> Callable[[bytes], object]:
         if exc_info and self._passed and exc_info[1] is not None:
             raise exc_info[1]
+        if self._started is not None and not exc_info:
+            raise RuntimeError("the app called start_response twice")
+        self._held = []
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         sent = self._recorder.begin(int(status[:3]), pairs)
         self._started = (status, [(name.decode("latin-1"), value.decode("latin-1")) for name, value in sent], exc_info)
@@ -160,11 +164,20 @@ class _Exchange:
                 chunk = next(self._chunks, _END)
             if chunk is _END:
                 self._settle()
-            elif self._recorder.add(chunk):
+                self._tell_length()
+            elif self._recorder.add(chunk) or self._whole:
                 self._held.append(chunk)
             elif chunk:
                 self._held.append(chunk)
                 return
+
+    def _tell_length(self) -> None:
+        """Servers count a list for the app; here they no longer see that it was one."""
+        if self._whole and self._started is not None and self._recorder.status not in (204, 304):
+            status, headers, exc_info = self._started
+            if not any(name.lower() == "content-length" for name, _ in headers):
+                headers = [*headers, ("Content-Length", str(sum(map(len, self._held))))]
+            self._started = (status, headers, exc_info)
 
     def _settle(self) -> None:
         """Store the outcome. What cannot be stored is not said to be done."""
@@ -256,21 +269,42 @@ def _read(body: Body, environ: Environ) -> bool:
     stream = environ["wsgi.input"]
     length = environ.get("CONTENT_LENGTH") or ""
     if not length and environ.get("wsgi.input_terminated"):
-        while chunk := stream.read(CHUNK):
+        while chunk := _next(stream, CHUNK):
             body.add(chunk)
-        return True
+        return chunk is not None
     if not length:
         return True
     if not (length.isascii() and length.isdigit()) or len(length) > 18:
         return False
     left = int(length)
     while left > 0:
-        chunk = stream.read(min(CHUNK, left))
+        chunk = _next(stream, min(CHUNK, left))
         if not chunk:
             return False
         left -= len(chunk)
         body.add(chunk)
     return True
+
+
+def _next(stream: Any, size: int) -> bytes | None:
+    """Some bytes; none at the end, None when the connection broke."""
+    try:
+        chunk: bytes = stream.read(size)
+    except OSError:
+        return None
+    return chunk
+
+
+def _then(chunks: Iterable[bytes], end: Callable[[], None]) -> Iterator[bytes]:
+    """The app's own chunks, and something to do at the end."""
+    try:
+        yield from chunks
+    finally:
+        try:
+            if hasattr(chunks, "close"):
+                chunks.close()
+        finally:
+            end()
 
 
 def _head(response: Response) -> tuple[str, list[tuple[str, str]]]:

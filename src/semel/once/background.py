@@ -6,6 +6,7 @@ Both sleep in the background of their world (a daemon thread or a task), hold th
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 import weakref
@@ -21,6 +22,7 @@ from semel.once.store import Complete, Done, Renew
 
 _log = logging.getLogger("semel")
 
+_SOON = 0.02
 BATCH = 1000
 """How many records one step of the collector removes at the most."""
 
@@ -102,6 +104,7 @@ class Collector(Background):
     async def tick(self) -> None:
         """See Background."""
         await self.collect()
+        self._counters.warn()
 
     async def collect(self) -> int:
         """Remove everything that is gone; answer how much it was."""
@@ -113,7 +116,7 @@ class Collector(Background):
             if removed < BATCH:
                 break
         if total:
-            _log.debug("purged %d expired keys", total, extra={"purged": total})
+            _log.debug("purged %d expired keys", total, extra={"event": "cleanup", "purged": total})
         return total
 
 
@@ -187,6 +190,7 @@ class Finisher(Background):
         self._complete = complete
         self._renewer = renewer
         self._owed: dict[Claim, Done] = {}
+        self._pause = _SOON
 
     def after_fork(self) -> None:
         """What the parent owes is not the child's to record."""
@@ -196,12 +200,23 @@ class Finisher(Background):
     def owe(self, claim: Claim, done: Done) -> None:
         """Record it as soon as possible."""
         self._owed[claim] = done
+        self._pause = _SOON
         self._renewer.watch(claim)
         self.start()
 
+    async def end(self) -> None:
+        """Stop, after a last try."""
+        self.stop()
+        if self._owed:
+            try:
+                await self.tick()
+            except SemelError as error:
+                _log.warning("%d outcomes could not be recorded: %s", len(self._owed), error)
+
     def pause(self) -> float:
         """See Background."""
-        return 1.0
+        pause, self._pause = self._pause, min(2 * self._pause, 1.0)
+        return pause
 
     async def tick(self) -> None:
         """See Background."""
@@ -220,16 +235,19 @@ class Finisher(Background):
 
 
 class Sampler(Background):
-    """Looks at times what the store holds, for those who want to be told."""
+    """Looks at times what the store holds, for those who want to be told, and whether there is something to warn of."""
 
-    def __init__(
-        self, runtime: Runtime, interval: float, stats: Callable[[], Awaitable[Held]], counters: Counters
-    ) -> None:
+    def __init__(self, runtime: Runtime, stats: Callable[[], Awaitable[Held]], counters: Counters) -> None:
         super().__init__(runtime, "semel-sampler")
-        self._interval = interval
+        self._interval = math.inf
         self._stats = stats
         self._counters = counters
         self._slept = False
+
+    def look_every(self, interval: float) -> None:
+        """Look at least so often."""
+        self._interval = min(self._interval, interval)
+        self.nudge()
 
     def pause(self) -> float:
         """See Background. The first look comes soon."""
@@ -239,3 +257,4 @@ class Sampler(Background):
     async def tick(self) -> None:
         """See Background."""
         self._counters.holds(await self._stats())
+        self._counters.warn()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from inspect import iscoroutinefunction
 from typing import Literal, TypeAlias
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
+from semel.errors import InvalidRequest
 from semel.model import Held
 
 DAY = 86400.0
+MOST_SCOPES = 1000
 OTHERS = "(other)"
 """The scope under which events are counted once there are too many scopes."""
 
@@ -104,26 +107,27 @@ class Stats(Struct, frozen=True):
     @property
     def warnings(self) -> list[str]:
         """What an operator should look at."""
-        found = []
+        return [said for _, said in self.findings()]
+
+    def findings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
+        """The warnings, each with what it is about: its kind, the door and the scope."""
         for (door, scope), counts in self.doors.items():
-            if door == "http" and counts.calls >= 100 and counts.hit_rate < 0.5:
-                found.append(
-                    f"{scope}: {counts.hit_rate:.1%} of requests with a key were replays (below 50 %): "
-                    "look whether clients send a key anew with every retry"
-                )
-            if door != "http" and counts.calls >= 100 and counts.replay_rate > 0.05:
-                found.append(
-                    f"{scope}: {counts.replay_rate:.1%} of calls are replays (over 5 %): "
-                    "something upstream retries too eagerly"
-                )
-            if counts.calls >= 1000 and counts.hits == 0 and self.since >= 7 * DAY:
-                found.append(
-                    f"{scope}: not one replay in {counts.calls} calls over {self.since / DAY:.0f} days: "
-                    "check that retries really send the same key"
-                )
-            if counts.unknown:
-                found.append(f"{scope}: {counts.unknown} calls met a key whose outcome is unknown: resolve them")
-        return found
+            for kind, said in _findings(door, counts, self.since):
+                yield (kind, door, scope), f"{scope}: {said}"
+
+
+def _findings(door: str, counts: Counts, since: float) -> Iterator[tuple[str, str]]:
+    rate = f"{counts.hit_rate:.1%}"
+    if door == "http" and counts.calls >= 100 and counts.hit_rate < 0.5:
+        said = f"{rate} of requests with a key were replays (below 50 %): "
+        yield "low_hit_rate", said + "look whether clients send a key anew with every retry"
+    if door != "http" and counts.calls >= 100 and counts.replay_rate > 0.05:
+        yield "high_replay_rate", f"{rate} of calls are replays (over 5 %): something upstream retries too eagerly"
+    if counts.calls >= 1000 and counts.hits == 0 and since >= 7 * DAY:
+        said = f"not one replay in {counts.calls} calls over {since / DAY:.0f} days: "
+        yield "never_replayed", said + "check that retries really send the same key"
+    if counts.unknown:
+        yield "unknown_outcomes", f"{counts.unknown} calls met a key whose outcome is unknown: resolve them"
 
 
 class Counters:
@@ -132,21 +136,30 @@ class Counters:
     Beyond ``most_scopes`` scopes the rest is counted together, so memory stays bounded.
     """
 
-    def __init__(self, *, most_scopes: int = 1000, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, most_scopes: int = MOST_SCOPES, clock: Callable[[], float] = time.monotonic) -> None:
         self._tally: dict[tuple[str, str, str, str], int] = {}
-        self._most = most_scopes
+        self._scopes = Scopes(most_scopes)
         self._clock = clock
         self._started = clock()
         self.purged = 0
         self._hooks: list[Hook] = []
         self._meters: list[Hook] = []
+        self._complained: set[tuple[int, str]] = set()
+        self._warned: dict[tuple[str, str, str], object] = {}
 
     def hear(self, hook: Hook) -> float | None:
-        """Tell the hook of every event from now on; answers how often it wants to know what the store holds."""
-        self._hooks.append(hook)
+        """Tell the hook of every event from now on, once however often it is given.
+
+        Answers how often it wants to know what the store holds.
+        """
+        given: object = hook
+        if not callable(given) or iscoroutinefunction(given):
+            raise InvalidRequest(f"on_event= takes a plain function of an event, not {given!r:.80}")
         every: float | None = getattr(hook, "sample_every", None)
-        if every is not None:
-            self._meters.append(hook)
+        if hook not in self._hooks:
+            self._hooks.append(hook)
+            if every is not None:
+                self._meters.append(hook)
         return every
 
     def note(  # noqa: PLR0917 -- called for every call of every function, and names cost
@@ -162,30 +175,27 @@ class Counters:
             known = {"event": name, "door": door, "scope": scope, "key": key, "reason": reason}
             _log.log(level, "%s: key %r in %r", name, key, scope, extra=known)
         if self._hooks:
-            _tell(self._hooks, Event(name, scope, key, reason, door, label))
+            self._tell(self._hooks, Event(name, scope, key, reason, door, label))
 
     def _add(self, name: str, door: str, label: str, reason: str) -> None:
-        scopes = {known for _, _, known, _ in self._tally.copy()}
-        if label not in scopes and len(scopes) >= self._most:
-            label = OTHERS
-        place = (name, door, label, reason)
+        place = (name, door, self._scopes.known(label), reason)
         self._tally[place] = self._tally.get(place, 0) + 1
 
     def cleaned(self, removed: int) -> None:
         """The collector removed so many keys."""
         self.purged += removed
         if removed:
-            _tell(self._hooks, Event("cleanup", value=removed))
+            self._tell(self._hooks, Event("cleanup", value=removed))
 
     def took(self, verb: str, seconds: float) -> None:
         """The store answered."""
         if self._meters:
-            _tell(self._meters, Event("store", reason=verb, value=seconds))
+            self._tell(self._meters, Event("store", reason=verb, value=seconds))
 
     def holds(self, held: Held) -> None:
         """The store was looked through."""
         for state, number in asdict(held).items():
-            _tell(self._meters, Event("held", reason=state, value=number))
+            self._tell(self._meters, Event("held", reason=state, value=number))
 
     def snapshot(self, held: Held) -> Stats:
         """Everything so far."""
@@ -196,10 +206,46 @@ class Counters:
                 counts.add(name, reason, number)
         return Stats(held, scopes, self.purged, self._clock() - self._started, doors)
 
+    def warn(self) -> None:
+        """Say in the log what an operator should look at: once, until it is over and begins anew."""
+        found = dict(self.snapshot(Held()).findings())
+        mine = object()
+        for about, said in found.items():
+            if self._warned.setdefault(about, mine) is mine:
+                kind, door, scope = about
+                _log.warning("%s", said, extra={"event": "warning", "door": door, "scope": scope, "reason": kind})
+        for about in list(self._warned):
+            if about not in found:
+                self._warned.pop(about, None)
 
-def _tell(hooks: list[Hook], event: Event) -> None:
-    for hook in hooks:
-        try:
-            hook(event)
-        except Exception:  # noqa: BLE001 -- whatever a hook does, it must not break the work it hears of
-            _log.exception("on_event failed; the work goes on")
+    def _tell(self, hooks: list[Hook], event: Event) -> None:
+        for hook in hooks:
+            try:
+                hook(event)
+            except Exception as error:  # noqa: BLE001 -- whatever a hook does, it must not break the work it hears of
+                self._complain(hook, error)
+
+    def _complain(self, hook: Hook, error: Exception) -> None:
+        """Log the hook's failure; the same kind of it only once, since it would come with every event."""
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        if (id(hook), kind) not in self._complained:
+            self._complained.add((id(hook), kind))
+            said = "on_event failed; the work goes on, and the next %s of this hook will not be logged"
+            _log.error(said, kind, exc_info=error, extra={"event": "hook_failed", "reason": kind})
+
+
+class Scopes:
+    """The names to count by: the first so many that come are known, the rest is counted together."""
+
+    def __init__(self, most: int = MOST_SCOPES) -> None:
+        self._most = most
+        self._known: set[str] = set()
+
+    def known(self, label: str) -> str:
+        """The name itself, or ``(other)``."""
+        if label in self._known:
+            return label
+        if len(self._known) >= self._most:
+            return OTHERS
+        self._known.add(label)
+        return label

@@ -93,8 +93,10 @@ class Engine:
     def hear(self, hook: Hook) -> None:
         """Tell the hook of every event from now on."""
         every = self.counters.hear(hook)
-        if every is not None and self._sampler is None:
-            self._sampler = Sampler(self._runtime, seconds("sample_every", every), self.store.stats, self.counters)
+        if every is not None:
+            if self._sampler is None:
+                self._sampler = Sampler(self._runtime, self.store.stats, self.counters)
+            self._sampler.look_every(seconds("sample_every", every))
 
     async def claim(
         self,
@@ -197,6 +199,8 @@ class Engine:
         """``check_and_mark`` in memory, without the machinery for stores that are a round trip away."""
         if self._collects and not self._collector.running:
             self._collector.start()
+        if self._sampler is not None and not self._sampler.running:
+            self._sampler.start()
         ttl_us = self._ttl_us if ttl is None else round(seconds("ttl", ttl) * 1e6)
         answer = memory.mark(
             name_of("scope", key_type), name_of("key", message_id), codec.encode(data), ttl_us, self._value_ttl_us
@@ -228,7 +232,7 @@ class Engine:
         """Stop what runs in the background and give back the store's connections."""
         self._collector.stop()
         self._renewer.stop()
-        self._finisher.stop()
+        await self._finisher.end()
         if self._sampler is not None:
             self._sampler.stop()
         await self.store.close()
@@ -271,15 +275,20 @@ class Engine:
         return verdict
 
     async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
-        """Record the value that the work returned. If the store is away, it is recorded as soon as it is back."""
+        """Record the value that the work returned.
+
+        If the store is away, or the caller is cancelled meanwhile, it is recorded as soon as it can be.
+        """
         self._renewer.forget(claim)
         done = await self._done(claim, asking.kind, value, asking.policy.value_ttl)
         try:
             await self._record(claim, done)
-        except StoreUnavailable as error:
+        except ClaimLost:
+            raise
+        except BaseException as error:
             if not self._bound:
                 self._finisher.owe(claim, done)
-            if asking.policy.store_failure == "closed":
+            if asking.policy.store_failure == "closed" or not isinstance(error, StoreUnavailable):
                 raise
             _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
 

@@ -86,6 +86,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
             connect_args={"server_settings": settings, "timeout": timeout},
             pool_reset_on_return=None,
             execution_options={COMMITS: True},
+            hide_parameters=True,
         )
     except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
         raise missing("postgres", error) from error

@@ -209,7 +209,13 @@ def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Se
         if lost:
             conn.invalidate(error)
         raise exc.DBAPIError.instance(
-            sql, values, error, conn.dialect.loaded_dbapi.Error, connection_invalidated=lost, dialect=conn.dialect
+            sql,
+            values,
+            error,
+            conn.dialect.loaded_dbapi.Error,
+            hide_parameters=True,
+            connection_invalidated=lost,
+            dialect=conn.dialect,
         ) from error
 
 
@@ -237,6 +243,7 @@ def postgres_engine(url: URL) -> Engine:
             connect_args={"options": options},
             pool_reset_on_return=None,
             execution_options={COMMITS: True},
+            hide_parameters=True,
         )
     except ModuleNotFoundError as error:
         raise missing("postgres", error) from error
@@ -246,7 +253,9 @@ def sqlite_engine(url: URL) -> Engine:
     """An engine on a file, durable (WAL, synchronous=FULL), in transactions that take the write lock at once."""
     if not url.database or ":memory:" in url.database or "memory" in str(url.query.get("mode", "")):
         raise InvalidRequest("SQLite needs a file, such as sqlite:///semel.db; for memory use memory://")
-    engine = create_engine(url.set(drivername="sqlite+pysqlite"), connect_args={"check_same_thread": False})
+    engine = create_engine(
+        url.set(drivername="sqlite+pysqlite"), connect_args={"check_same_thread": False}, hide_parameters=True
+    )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine

@@ -1,0 +1,37 @@
+"""What the metrics are called, whatever system they go to, and what they mean."""
+
+from __future__ import annotations
+
+from semel.policy import MINUTE, seconds
+
+SAMPLE_EVERY = MINUTE
+"""Seconds between two looks at what the store holds."""
+
+COUNTED = {
+    "hit": "hit",
+    "miss": "miss",
+    "conflict": "conflict",
+    "collision": "processing_collision",
+    "unknown": "unknown",
+}
+"""The counters of what happens to keys, by the event's name."""
+
+MEANINGS = {
+    "hit": "Calls that got the outcome of an earlier one",
+    "miss": "Calls that were carried out, by reason: the key was absent, expired or abandoned by its owner",
+    "conflict": "Calls whose key was used before with other content",
+    "processing_collision": "Calls whose key was being worked on",
+    "unknown": "Calls whose key's owner vanished with nobody knowing whether its work happened",
+    "cleanup": "Expired keys that were removed",
+    "replay_ratio": "Hits among hits and misses, since the start",
+    "store": "Seconds until the store answered, by verb",
+    "keys_held": "Keys in the store, by state",
+}
+
+BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bounds of the store's histogram, in seconds: from a file nearby to a server that is restarting."""
+
+
+def interval(sample_every: float | None) -> float | None:
+    """Checked; None: the hook does not want to hear of the store."""
+    return None if sample_every is None else seconds("sample_every", sample_every)

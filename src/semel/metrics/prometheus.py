@@ -1,0 +1,128 @@
+"""Metrics for Prometheus, through prometheus-client: ``Once(url, on_event=PrometheusMetrics())``."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+from threading import Lock
+from weakref import WeakKeyDictionary
+
+from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, SAMPLE_EVERY, interval
+from semel.once.counters import MOST_SCOPES, Event, Scopes
+from semel.sql.engines import missing
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client.registry import Collector
+except ModuleNotFoundError as error:
+    raise missing("prometheus", error) from error
+
+PLACE = ("door", "scope")
+
+
+class PrometheusMetrics:
+    """A hook that counts in a registry. Hooks on one registry add to the same metrics.
+
+    Scopes beyond ``most_scopes`` are counted together. With ``sample_every=None`` it does not hear of the store.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry = REGISTRY,
+        sample_every: float | None = SAMPLE_EVERY,
+        *,
+        most_scopes: int = MOST_SCOPES,
+    ) -> None:
+        self.sample_every = interval(sample_every)
+        self._to = _instruments(registry)
+        self._scopes = Scopes(most_scopes)
+
+    def __call__(self, event: Event) -> None:
+        """Count it."""
+        match event.name:
+            case "cleanup":
+                self._to.cleanup.inc(event.value)
+            case "store":
+                self._to.store.labels(event.reason).observe(event.value)
+            case "held":
+                self._to.held.labels(event.reason).set(event.value)
+            case "miss":
+                self._to.counters["miss"].labels(event.door, self._scopes.known(event.label), event.reason).inc()
+            case name if name in COUNTED:
+                self._to.counters[name].labels(event.door, self._scopes.known(event.label)).inc()
+
+
+class ReplayRatio(Collector):
+    """The gauge ``idempotency_replay_ratio``, computed when it is asked for, so that it is never a mean of means.
+
+    :class:`PrometheusMetrics` brings it along. In prometheus-client's multiprocess mode the registry that is scraped
+    is another one: beside ``MultiProcessCollector(registry)`` say ``ReplayRatio(registry)``, and it is that of all
+    processes together.
+    """
+
+    def __init__(self, registry: CollectorRegistry, counted: Iterable[Collector] | None = None) -> None:
+        if counted is None:
+            counted = [MultiProcessCollector(None)]  # type: ignore[no-untyped-call]
+        self._counted = list(counted)
+        registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        """Its name, for the registry."""
+        return [GaugeMetricFamily("idempotency_replay_ratio", MEANINGS["replay_ratio"], labels=PLACE)]
+
+    def collect(self) -> Iterator[Metric]:
+        """The ratio of every door and scope."""
+        (ratio,) = self.describe()
+        hits: Tally[tuple[str, ...]] = Tally()
+        calls: Tally[tuple[str, ...]] = Tally()
+        for metric in (metric for source in self._counted for metric in source.collect()):
+            for sample in metric.samples:
+                if sample.name in ("idempotency_hit_total", "idempotency_miss_total"):
+                    place = tuple(sample.labels[label] for label in PLACE)
+                    calls[place] += sample.value  # type: ignore[assignment]  # a count, kept as a float
+                    hits[place] += sample.value if metric.name == "idempotency_hit" else 0  # type: ignore[assignment]
+        for place, number in calls.items():
+            ratio.add_sample(ratio.name, dict(zip(PLACE, place, strict=True)), hits[place] / number)
+        yield ratio
+
+
+class _Instruments:
+    """The metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.counters = {
+            event: Counter(
+                f"idempotency_{name}",
+                MEANINGS[name],
+                (*PLACE, "reason") if event == "miss" else PLACE,
+                registry=registry,
+            )
+            for event, name in COUNTED.items()
+        }
+        self.cleanup = Counter("idempotency_cleanup", MEANINGS["cleanup"], registry=registry)
+        self.store = Histogram(
+            "idempotency_store_seconds", MEANINGS["store"], ("verb",), buckets=BUCKETS, registry=registry
+        )
+        self.held = Gauge(
+            "idempotency_keys_held",
+            MEANINGS["keys_held"],
+            ("state",),
+            multiprocess_mode="mostrecent",  # every process looks into the same store
+            registry=registry,
+        )
+        ReplayRatio(registry, [self.counters["hit"], self.counters["miss"]])
+
+
+_known: WeakKeyDictionary[CollectorRegistry, _Instruments] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def _instruments(registry: CollectorRegistry) -> _Instruments:
+    """Those of the registry: a name can be registered once."""
+    with _lock:
+        found = _known.get(registry)
+        if found is None:
+            found = _known[registry] = _Instruments(registry)
+        return found
