@@ -80,7 +80,7 @@ def awaited(
     """The async face of an engine's method: the same, through the face."""
 
     @wraps(method)
-    def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
-        return method(self._engine, *args, **kwargs)
+    async def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await method(self._engine, *args, **kwargs)
 
     return call

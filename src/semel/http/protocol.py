@@ -41,7 +41,7 @@ _NOT_REPLAYED = frozenset(
 )
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
 _ESCAPED = re.compile(r"\\(.)")
-_COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # outside quotes
+_PART = re.compile(r'[ \t]*("(?:[^"\\]|\\.)*"|[^",]*)[ \t]*')
 _LONGEST_SAID = 2048
 _BODILESS = frozenset((204, 304))
 
@@ -69,10 +69,17 @@ def key_of(values: Sequence[str], dialect: Dialect) -> str:
 
 def _parts(value: str) -> list[str]:
     """Servers may join two headers of one name with a comma; inside quotes it belongs to the key."""
-    value = value.strip(" \t")
-    if _QUOTED.fullmatch(value):
-        return [value]
-    return [part.strip(" \t") for part in _COMMA.split(value)]
+    found, at = [], 0
+    while True:
+        part = _PART.match(value, at)
+        assert part is not None
+        found.append(part[1].rstrip(" \t"))
+        at = part.end()
+        if at == len(value):
+            return found
+        if value[at] != ",":
+            return [value]  # what stands there is neither bare nor quoted
+        at += 1
 
 
 def _unquoted(value: str, dialect: Dialect) -> str | None:

@@ -146,6 +146,8 @@ class _Exchange:
             raise exc_info[1]
         if self._started is not None and not exc_info:
             raise RuntimeError("the app called start_response twice")
+        if not isinstance(status, str):
+            raise TypeError(f"the app's status is text, not {type(status).__name__}")
         self._held = []
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         sent = self._recorder.begin(int(status[:3]), pairs)

@@ -203,6 +203,7 @@ class Finisher(Background):
         self._pause = _SOON
         self._renewer.watch(claim)
         self.start()
+        self.nudge()
 
     async def end(self) -> None:
         """Stop, after a last try."""
@@ -216,22 +217,22 @@ class Finisher(Background):
     def pause(self) -> float:
         """See Background."""
         pause, self._pause = self._pause, min(2 * self._pause, 1.0)
-        return pause
+        return pause if self._owed else 3600.0
 
     async def tick(self) -> None:
         """See Background."""
-        owed = list(self._owed.items())
+        owed = list(self._owed.copy().items())
+        if not owed:
+            return
         answers = await self._complete([Complete(c.scope, c.key, c.fence, done) for c, done in owed])
         for (claim, _), recorded in zip(owed, answers, strict=True):
-            del self._owed[claim]
+            told = self._owed.pop(claim, None) is None  # end() and the loop may come to it at the same time
             self._renewer.forget(claim)
-            if not recorded:
+            if not recorded and not told:
                 said = (
                     "the outcome of %r in %r (fence %d) was never recorded: someone took over while the store was away"
                 )
                 _log.warning(said, claim.key, claim.scope, claim.fence)
-        if not self._owed:
-            self.stop()
 
 
 class Sampler(Background):
