@@ -136,7 +136,8 @@ def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
                 with serving(peer, url) as theirs:
                     name = f"on the same Redis, against {peer}"
                     yield against(f"first request {name}", (ours, "new keys"), (theirs, "new keys"), 1.5)
-                    yield against(f"replay {name}", (ours, "replays"), (theirs, "replays"), 1.5)
+                    if peer != "fastapi-idempotency-key":  # 0.1.1 answers a repetition with 422 here
+                        yield against(f"replay {name}", (ours, "replays"), (theirs, "replays"), 1.5)
     if "postgres" in chosen:
         server = stack.enter_context(servers.postgres(durable=True))
         url = server.database()

@@ -10,6 +10,7 @@ How an example is written, so that it is checked:
 """
 
 import ast
+import asyncio
 import inspect
 import io
 import os
@@ -24,13 +25,16 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import Engine
 
 import semel
-from semel import IdempotentProcessor, Once, Policy
+from semel import AsyncOnce, IdempotentProcessor, Once, Policy
+from semel.http.dialects import REFUSALS
+from semel.http.door import Door, Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -164,17 +168,41 @@ def declared_extras() -> set[str]:
 @contextmanager
 def closed_at_the_end() -> Iterator[dict[str, Any]]:
     """A namespace; what a program's end would close is closed."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    page = sys.modules["page"] = ModuleType("page")  # a module, so that frameworks find what it names by its name
+    namespace = vars(page)
     yield namespace
+    del sys.modules["page"]
     for value in namespace.values():
         if isinstance(value, IdempotentProcessor) and isinstance(value.once, Once):
             value.once.close()
         elif isinstance(value, Once):
             value.close()
+        elif isinstance(value, AsyncOnce):
+            asyncio.run(value.close())
         elif isinstance(value, Engine):
             value.dispose()
 
 
+@pytest.fixture
+def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the end of a server's process would close is closed: the stores that middleware opened by a URL."""
+    made: list[Door[Any]] = []
+    make = Door.__init__
+
+    def note(door: Door[Any], *given: Any) -> None:
+        make(door, *given)
+        made.append(door)
+
+    monkeypatch.setattr(Door, "__init__", note)
+    yield
+    for door in made:
+        if door.owned and isinstance(door.once, Once):
+            door.once.close()
+        elif door.owned:
+            asyncio.run(door.once.close())
+
+
+@pytest.mark.usefixtures("closed_doors")
 @pytest.mark.parametrize("name", PAGES)
 def test_every_example_of_the_page_runs_and_shows_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -226,6 +254,13 @@ def test_every_field_and_preset_of_a_policy_is_in_the_reference() -> None:
     presets = [name for name, value in vars(Policy).items() if isinstance(value, classmethod)]
     wanted = [f"`{field.name}`" for field in fields(Policy)] + [f"`Policy.{name}()`" for name in presets]
     assert [word for word in wanted if word not in REFERENCE] == []
+
+
+def test_every_option_and_every_answer_of_the_http_door_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "http.md").read_text()
+    wanted = [f"| `{option}` |" for option in ("once", *Options.__annotations__)]
+    wanted += [f"`{refusal.code}`" for refusal in REFUSALS.values()]
+    assert [word for word in wanted if word not in page] == []
 
 
 def signatures() -> Iterator[str]:

@@ -1,0 +1,592 @@
+"""What the HTTP doors decide without a socket: keys, scopes, fingerprints, headers, refusals, bodies, options."""
+
+import hashlib
+import json
+import re
+from decimal import Decimal
+from typing import Any, get_args
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semel import AsyncOnce, InvalidRequest, Once, Outcome, Policy, Response, codec, fingerprint
+from semel.http.asgi import IdempotencyMiddleware as AsgiMiddleware
+from semel.http.body import CHUNK, Body
+from semel.http.dialects import DIALECTS, REFUSALS, Reason, phrase, refuse
+from semel.http.door import Door, Recorder, Request
+from semel.http.protocol import (
+    BadKey,
+    expires_header,
+    kept_headers,
+    key_of,
+    operation_of,
+    print_of_bytes,
+    print_of_json,
+    replay,
+    scope_of,
+)
+from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
+from semel.model import Claim
+from semel.once.asking import name_of, print_of
+
+INTAKE, IETF, STRIPE = DIALECTS["intake"], DIALECTS["ietf"], DIALECTS["stripe"]
+NOON_US = 1_700_000_000_000_000
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        (["abc-DEF_123"], "abc-DEF_123"),
+        (["k" * 255], "k" * 255),
+        (['"abc"'], "abc"),
+        (["abc", "abc"], "abc"),
+        (["abc, abc"], "abc"),
+        (["abc,abc"], "abc"),
+        (['"abc"', "abc"], "abc"),
+        (['"abc"', '"abc"'], "abc"),
+        (['"abc", "abc"'], "abc"),
+        ([" abc\t"], "abc"),
+    ],
+)
+def test_a_key_is_found_bare_quoted_and_said_twice(values: list[str], key: str) -> None:
+    for dialect in DIALECTS.values():
+        assert key_of(values, dialect) == key
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ("a.b:c/d@e#f", "a.b:c/d@e#f"),
+        ('"a b"', "a b"),
+        ('"a, b"', "a, b"),
+        ('"say \\"hi\\""', 'say "hi"'),
+        ('"back\\\\slash"', "back\\slash"),
+        (f'"{" " * 255}"', " " * 255),
+    ],
+)
+def test_the_looser_dialects_take_every_printable_key_and_the_strict_one_refuses_it(value: str, key: str) -> None:
+    assert key_of([value], IETF) == key_of([value], STRIPE) == key
+    with pytest.raises(BadKey):
+        key_of([value], INTAKE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        '""',
+        " ",
+        ",",
+        "abc,",
+        ",abc",
+        "abc, def",
+        "a b",
+        'a"b',
+        '"abc',
+        'abc"',
+        '"',
+        '"a"b"',
+        '"a\\b"',
+        '"a\\"',
+        '"abc";version=1',
+        "k" * 256,
+        f'"{"k" * 256}"',
+        "a\x00b",
+        "a\nb",
+        "a\r\nSet-Cookie: x=1",
+        "\x7f",
+        '"a\x1fb"',
+        "ключ",
+        "\xe9",
+        '"\xe9"',
+        "1\u0661",
+        "\uff21",
+        "abc\n",
+    ],
+)
+def test_what_is_not_a_key_is_shown_and_refused(value: str) -> None:
+    for dialect in DIALECTS.values():
+        with pytest.raises(BadKey) as bad:
+            key_of([value], dialect)
+        assert bad.value.shown == value[:255]
+
+
+@pytest.mark.parametrize("values", [["abc", "def"], ["abc", ""], ['"a"', '"b"'], ["abc, def", "abc"]])
+def test_two_different_keys_are_none(values: list[str]) -> None:
+    with pytest.raises(BadKey) as bad:
+        key_of(values, INTAKE)
+    assert bad.value.shown == ", ".join(values)
+
+
+@given(st.lists(st.text(st.characters(max_codepoint=255), max_size=300), min_size=1, max_size=3))
+def test_any_header_is_a_valid_key_or_refused(values: list[str]) -> None:
+    for dialect in DIALECTS.values():
+        try:
+            key = key_of(values, dialect)
+        except BadKey as bad:
+            shown = bad.shown
+            assert len(shown) <= 255
+        else:
+            assert dialect.keys.fullmatch(key)
+            assert name_of("key", key) == key
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=255))
+def test_every_printable_key_survives_being_quoted(key: str) -> None:
+    quoted = '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    assert key_of([quoted], IETF) == key
+
+
+def test_a_very_long_header_is_refused_at_once() -> None:
+    """The pattern for commas outside quotes must not take quadratic time on what a client made up."""
+    for value in ('",' * 500_000, '"' * 1_000_000, "a," * 500_000, "\\" * 1_000_000):
+        with pytest.raises(BadKey) as bad:
+            key_of([value], IETF)
+        assert bad.value.shown == value[:255]
+
+
+# -- scopes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scope_is_the_operation_and_before_it_the_tenant() -> None:
+    assert operation_of("POST", "/api/v1/items") == "POST /api/v1/items"
+    assert scope_of(None, "POST /a") == scope_of("", "POST /a") == "POST /a"
+    assert scope_of("acme", "POST /a") == "acme POST /a"
+    assert scope_of(42, "POST /a") == "42 POST /a"
+    assert scope_of(0, "POST /a") == "0 POST /a"
+    assert scope_of("a b/ü", "POST /a") == "a%20b%2F%C3%BC POST /a"
+
+
+@given(
+    st.tuples(st.none() | st.text(min_size=1, max_size=300), st.text(max_size=300)),
+    st.tuples(st.none() | st.text(min_size=1, max_size=300), st.text(max_size=300)),
+)
+def test_no_tenant_and_no_path_meets_anothers_keys(one: tuple[Any, str], other: tuple[Any, str]) -> None:
+    """Whatever they are called, and every scope is one that a store can hold."""
+    scopes = [scope_of(tenant, operation_of("POST", f"/{path}")) for tenant, path in (one, other)]
+    assert (scopes[0] == scopes[1]) == (one == other)
+    for scope in scopes:
+        assert name_of("scope", scope) == scope
+
+
+def test_paths_of_any_bytes_make_scopes() -> None:
+    raw = bytes(range(256)).decode("utf-8", "surrogateescape")
+    assert name_of("scope", scope_of(None, operation_of("POST", raw)))
+    assert operation_of("POST", "/\udcff") != operation_of("POST", "/\udcfe")
+    assert operation_of("POST", "/a b") == "POST /a%20b"
+    assert operation_of("POST", "/a%20b") == "POST /a%2520b"
+
+
+def test_a_long_scope_is_cut_and_told_apart_by_its_hash() -> None:
+    long = scope_of("acme", "POST /" + "a" * 300)
+    assert len(long) == 255
+    assert long.startswith("acme POST /aaa")
+    assert long != scope_of("acme", "POST /" + "a" * 301)
+    exactly = "POST /" + "a" * 249
+    assert scope_of(None, exactly) == exactly
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
+
+
+def test_the_fingerprint_of_a_body_is_its_sha_256() -> None:
+    assert print_of_bytes(digest(b"abc"), b"") == f"0:{hashlib.sha256(b'abc').hexdigest()}"
+
+
+def test_the_query_makes_another_fingerprint() -> None:
+    prints = [print_of_bytes(digest(body), query) for body in (b"", b"a", b"b") for query in (b"", b"a", b"b", b"a b")]
+    assert len(set(prints)) == 12
+    assert all(re.fullmatch("0:[0-9a-f]{64}", each) for each in prints)
+    assert all(print_of(each) == each for each in prints)
+
+
+@pytest.mark.parametrize("query", [b"", b"a=1"])
+def test_json_is_fingerprinted_by_its_content(query: bytes) -> None:
+    def of(body: bytes) -> str:
+        return print_of_json(body, digest(body), query)
+
+    assert of(b'{"a": 1, "b": [true, null]}') == of(b'\n{"b":[true,null],"a":1.0}')
+    assert of(b'{"a": 1}') != of(b'{"a": 2}')
+    assert of(b"[1, 2]") != of(b"[2, 1]")
+    assert of(b"{}") != print_of_json(b"{}", digest(b"{}"), b"other")
+    assert re.fullmatch("1:[0-9a-f]{64}", of(b"{}"))
+
+
+def test_json_without_a_query_has_the_fingerprint_of_its_content() -> None:
+    assert print_of_json(b'{"a": 1}', digest(b'{"a": 1}'), b"") == fingerprint({"a": 1})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"NaN", b"[Infinity]", b'{"a": 1, "a": 2}', b"[" * 100_000, b'"\\ud800"', b"9" * 10_000],
+    ids=["empty", "half", "not text", "NaN", "Infinity", "twice", "deep", "surrogate", "long number"],
+)
+def test_what_is_not_plain_json_is_fingerprinted_by_its_bytes(body: bytes) -> None:
+    def of(body: bytes) -> str:
+        return print_of_json(body, digest(body), b"")
+
+    assert print_of(of(body)) == of(body) != of(body + b" ")
+
+
+@given(st.binary(max_size=200), st.binary(max_size=50))
+def test_every_body_and_query_has_a_fingerprint(body: bytes, query: bytes) -> None:
+    for each in (print_of_bytes(digest(body), query), print_of_json(body, digest(body), query)):
+        assert print_of(each) == each
+
+
+# -- what is kept and replayed -----------------------------------------------------------------------------------------
+
+
+def test_kept_headers_are_lower_case_in_order_and_belong_to_no_connection() -> None:
+    headers = [
+        (b"Content-Type", b"text/plain"),
+        (b"Connection", b"close, X-Hop ,"),
+        (b"x-hop", b"1"),
+        (b"Content-Length", b"3"),
+        (b"TRANSFER-ENCODING", b"chunked"),
+        (b"Link", b"</2>"),
+        (b"Set-Cookie", b"a=1"),
+        (b"link", b"</1>"),
+        (b"Date", b"now"),
+        (b"Server", b"s"),
+        (b"Set-Cookie2", b"kept, as nobody sends it"),
+    ]
+    assert kept_headers(headers) == [
+        (b"content-type", b"text/plain"),
+        (b"link", b"</2>"),
+        (b"link", b"</1>"),
+        (b"set-cookie2", b"kept, as nobody sends it"),
+    ]
+    assert kept_headers([]) == []
+
+
+def test_the_end_of_a_key_is_told_as_http_tells_time() -> None:
+    assert expires_header(NOON_US) == (b"idempotency-expires", b"Tue, 14 Nov 2023 22:13:20 GMT")
+    assert expires_header(NOON_US + 999_999) == (b"idempotency-expires", b"Tue, 14 Nov 2023 22:13:20 GMT")
+
+
+def outcome(kind: str, data: bytes | None) -> Outcome:
+    return Outcome(kind, data, 1, NOON_US, NOON_US, NOON_US)
+
+
+MARKS = [(b"idempotent-replayed", b"true"), (b"idempotency-expires", b"Tue, 14 Nov 2023 22:13:20 GMT")]
+
+
+@pytest.mark.parametrize(
+    ("value", "body"),
+    [
+        (None, b"null"),
+        (0, b"0"),
+        ("", b'""'),
+        ({"id": 7}, b'{"id":7}'),
+        (Decimal("1.50"), b'"1.50"'),
+        ([1, (2, 3)], b"[1,[2,3]]"),
+        (10**30, b"1000000000000000000000000000000"),
+    ],
+)
+def test_the_value_of_a_function_is_replayed_as_json(value: Any, body: bytes) -> None:
+    response = replay(outcome("value", codec.encode(value)), Policy.intake(), "k")
+    length = (b"content-length", str(len(body)).encode())
+    assert response == Response(200, [(b"content-type", b"application/json"), *MARKS, length], body)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.decimals() | st.datetimes(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers() | st.none() | st.booleans(), inner),
+    max_leaves=10,
+)
+
+
+@given(values)
+def test_every_value_that_can_be_recorded_can_be_replayed_as_json(value: Any) -> None:
+    response = replay(outcome("value", codec.encode(value)), Policy.intake(), "k")
+    assert response.body is not None
+    json.loads(response.body)
+
+
+def test_a_message_that_was_seen_is_replayed_as_204() -> None:
+    assert replay(outcome("seen", codec.encode({"x": 1})), Policy.intake(), "k") == Response(204, MARKS, b"")
+
+
+@pytest.mark.parametrize(("tombstone", "status"), [("gone", 410), ("conflict", 409)])
+@pytest.mark.parametrize("kind", ["value", "seen", "response"])
+def test_a_tombstone_says_that_it_was_done(kind: str, tombstone: Any, status: int) -> None:
+    response = replay(outcome(kind, None), Policy.intake().but(tombstone=tombstone), "k")
+    assert response.status == status
+    assert response.headers[-2:] == MARKS
+    assert b"IDEMPOTENT_RESPONSE_GONE" in (response.body or b"")
+
+
+@pytest.mark.parametrize("data", [codec.encode(["CardDeclined", "of Ms Smith"]), None])
+def test_a_kept_failure_is_replayed_without_its_text(data: bytes | None) -> None:
+    response = replay(outcome("error", data), Policy.stripe(), "k")
+    assert response.status == 500
+    assert b"idempotent_request_failed" in (response.body or b"")
+    assert b"Smith" not in (response.body or b"")
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+REASONS = get_args(Reason)
+
+
+def test_every_reason_has_words() -> None:
+    assert set(REASONS) == set(REFUSALS)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_intake_dialect_says_three_things(reason: Reason) -> None:
+    response = refuse(Policy.intake(), reason, "k", retry_after=1.2, status_url="/keys")
+    assert response.status == REFUSALS[reason].status
+    assert json.loads(response.body or b"") == {
+        "detail": REFUSALS[reason].detail,
+        "error_code": REFUSALS[reason].code,
+        "idempotency_key": "k",
+    }
+    assert dict(response.headers) == {
+        b"content-type": b"application/json",
+        b"content-length": str(len(response.body or b"")).encode(),
+        b"retry-after": b"2",
+        b"link": b'</keys>; rel="status"',
+    }
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_ietf_dialect_gives_problem_details(reason: Reason) -> None:
+    response = refuse(Policy.ietf(), reason, "k")
+    problem = json.loads(response.body or b"")
+    assert (b"content-type", b"application/problem+json") in response.headers
+    assert problem["status"] == response.status
+    assert re.fullmatch("urn:semel:[a-z-]+", problem["type"])
+    assert problem["retryable"] == (reason in {"processing", "unavailable", "incomplete"})
+    assert set(problem) == {"type", "title", "status", "detail", "error_code", "idempotency_key", "retryable"}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_stripe_dialect_gives_an_error_object(reason: Reason) -> None:
+    error = json.loads(refuse(Policy.stripe(), reason, "k").body or b"")["error"]
+    assert set(error) == {"type", "code", "message"}
+    assert re.fullmatch("[a-z_]+", error["code"])
+
+
+def test_dialects_differ_in_the_status_of_a_mismatch() -> None:
+    policies = (Policy.intake(), Policy.ietf(), Policy.stripe())
+    assert [refuse(policy, "conflict", "k").status for policy in policies] == [409, 422, 400]
+
+
+def test_the_looser_dialects_say_what_their_keys_are() -> None:
+    for policy in (Policy.ietf(), Policy.stripe()):
+        body = refuse(policy, "invalid", "k").body or b""
+        assert b"printable ASCII" in body
+        assert b"hyphens" not in body
+
+
+@pytest.mark.parametrize(("left", "said"), [(0.0, b"1"), (0.001, b"1"), (1.0, b"1"), (1.001, b"2"), (3600.0, b"3600")])
+def test_retry_after_is_whole_seconds_and_never_too_early(left: float, said: bytes) -> None:
+    assert dict(refuse(Policy.intake(), "processing", "k", retry_after=left).headers)[b"retry-after"] == said
+
+
+def test_a_status_has_its_phrase() -> None:
+    assert (phrase(201), phrase(409), phrase(299)) == ("201 Created", "409 Conflict", "299 Unknown")
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=20), max_size=10), st.integers(0, 100))
+def test_a_body_gives_back_what_it_took_and_its_hash(chunks: list[bytes], in_memory: int) -> None:
+    body = Body(in_memory)
+    try:
+        for chunk in chunks:
+            body.add(chunk)
+        whole = b"".join(chunks)
+        assert (body.size, body.digest) == (len(whole), hashlib.sha256(whole).digest())
+        for _ in range(2):
+            assert body.whole() == b"".join(body.chunks()) == body.file().read() == whole
+    finally:
+        body.close()
+
+
+def test_a_large_body_is_given_back_in_pieces() -> None:
+    body = Body(10)
+    for _ in range(5):
+        body.add(b"x" * CHUNK)
+    assert [len(chunk) for chunk in body.chunks()] == [CHUNK] * 5
+    file = body.file()
+    assert file.read(3) == b"xxx"
+    body.close()
+    assert file.closed, "the disk is given back"
+
+
+def test_an_empty_body_is_a_body() -> None:
+    body = Body(10)
+    assert (body.size, body.whole(), body.digest) == (0, b"", hashlib.sha256(b"").digest())
+    body.close()
+
+
+# -- what passes is noted ----------------------------------------------------------------------------------------------
+
+CLAIM = Claim("scope", "key", 1, "attempt", "", 60.0, NOON_US, NOON_US)
+
+
+def recorder(limit: int | None = None) -> Recorder:
+    return Recorder(Door(Once, "memory://", {"max_response_bytes": limit}), CLAIM)
+
+
+def test_a_recorder_tells_when_the_response_is_complete() -> None:
+    noted = recorder()
+    sent = noted.begin(201, [(b"Content-Length", b"6"), (b"Set-Cookie", b"a")])
+    assert sent == [(b"Content-Length", b"6"), (b"Set-Cookie", b"a"), expires_header(NOON_US)]
+    assert [noted.add(b"abc"), noted.add(b""), noted.add(b"def")] == [False, False, True]
+    assert noted.response == Response(201, [], b"abcdef")
+
+
+def test_a_recorder_cannot_tell_without_a_length() -> None:
+    for headers in ([], [(b"content-length", b"six")]):
+        noted = recorder()
+        noted.begin(200, headers)
+        assert not any([noted.add(b"abc"), noted.add(b"def")])
+        assert noted.response == Response(200, kept_headers(headers), b"abcdef")
+
+
+def test_a_recorder_keeps_nothing_of_what_is_over_the_limit() -> None:
+    noted = recorder(4)
+    noted.begin(200, [])
+    noted.add(b"abcd")
+    assert not noted.over
+    assert noted.response.body == b"abcd"
+    noted.add(b"e")
+    assert noted.over
+    assert noted.response == Response(200, [], None)
+
+
+@pytest.mark.parametrize("status", [0, 100, 199, 600, True, "200", 200.0])
+def test_a_recorder_refuses_what_no_server_could_send(status: Any) -> None:
+    with pytest.raises(ValueError, match="200 to 599"):
+        recorder().begin(status, [])
+    with pytest.raises(TypeError, match="header"):
+        recorder().begin(200, [("text", "not bytes")])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="before its start"):
+        recorder().add(b"x")
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def app(*_: Any) -> Any:
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("middleware", [AsgiMiddleware, WsgiMiddleware])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tll": 60}, "tll: not an option of the middleware; it has .*ttl"),
+        ({"policy": "ietff"}, "'ietff' is not a preset; there are intake, "),
+        ({"policy": {"ttl": 60}}, "a Policy or a preset's name"),
+        ({"policy": "jobs"}, 'in_flight="reference" is for jobs and runs'),
+        ({"ttl": 0}, "ttl is 0"),
+        ({"ttl": "1h"}, "ttl is '1h'"),
+        ({"methods": 7}, "methods= takes a text or several"),
+        ({"methods": [b"POST"]}, "methods= takes text"),
+        ({"methods": [""]}, "methods= takes text"),
+        ({"paths": 7}, "paths= takes a text or several"),
+        ({"paths": [7]}, "paths= takes text"),
+        ({"exclude": None}, "exclude= takes a text or several"),
+        ({"exclude": [re.compile("x")]}, "exclude= takes text"),
+        ({"header": ""}, "header= takes text"),
+        ({"header": None}, "header= takes text"),
+        ({"tenant": "acme"}, "tenant= takes a function"),
+        ({"scope": 7}, "scope= takes a function"),
+        ({"scope": ""}, "the scope is empty"),
+        ({"scope": "a\nb"}, "control character"),
+        ({"fingerprint": "sha1"}, 'fingerprint= is "body", "json" or a function'),
+        ({"fingerprint": None}, 'fingerprint= is "body", "json" or a function'),
+        ({"max_response_bytes": -1}, "max_response_bytes= takes a number of bytes"),
+        ({"max_response_bytes": "1MB"}, "max_response_bytes= takes a number of bytes"),
+        ({"max_response_bytes": True}, "max_response_bytes= takes a number of bytes"),
+        ({"body_in_memory": 1.5}, "body_in_memory= takes a number of bytes"),
+        ({"name": ""}, "the name is empty"),
+        ({"name": "x" * 256}, "the name has 256 characters"),
+    ],
+)
+def test_a_wrong_option_is_said_when_the_app_starts(middleware: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        middleware(app, "memory://", **options)
+
+
+@pytest.mark.parametrize(
+    ("middleware", "once", "words"),
+    [
+        (AsgiMiddleware, Once, "this middleware takes AsyncOnce or a URL, not Once"),
+        (WsgiMiddleware, AsyncOnce, "this middleware takes Once or a URL, not AsyncOnce"),
+    ],
+)
+def test_each_door_takes_its_own_kind_of_once(middleware: Any, once: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        middleware(app, once("memory://"))
+
+
+def test_the_defaults_are_those_of_the_document() -> None:
+    door = Door(Once, "memory://", {})
+    assert door.policy == door.engine.policy == Policy.intake()
+    assert (door.policy.ttl, door.policy.lease, door.policy.collect_interval) == (3600, 3600, 600)
+    assert (door.methods, door.header, door.required) == (frozenset({"POST"}), "Idempotency-Key", False)
+    assert (door.max_response_bytes, door.status_path, door.everywhere) == (None, None, True)
+
+
+@pytest.mark.parametrize("preset", ["intake", "router", "processor", "ietf", "stripe"])
+def test_a_preset_is_named_by_its_name(preset: str) -> None:
+    door = Door(Once, "memory://", {"policy": preset})
+    assert door.policy == getattr(Policy, preset)()
+    assert Door(Once, "memory://", {"policy": preset, "ttl": 5}).policy.ttl == 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (Policy.intake(), {200: True, 302: True, 399: True, 400: False, 500: False}),
+        (Policy.ietf(), {200: True, 400: True, 499: True, 500: False}),
+        (Policy.stripe(), {200: True, 402: True, 500: True, 503: True}),
+        (Policy.intake().but(on_error="keep"), {404: True, 500: True}),
+    ],
+    ids=["intake", "ietf", "stripe", "keep"],
+)
+def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None:
+    door = Door(Once, "memory://", {"policy": policy})
+    assert {status: door.keeps(status) for status in kept} == kept
+
+
+def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
+    door = Door(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
+    assert door.methods == frozenset({"PATCH"})
+    assert [door.covers(path) for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
+    assert not door.everywhere
+
+
+def test_a_scope_for_all_still_separates_tenants() -> None:
+    door = Door(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
+    assert door.scope_of({"who": "acme"}, "POST", "/a") == "acme orders"
+    assert door.scope_of({"who": None}, "POST", "/b") == "orders"
+
+
+@pytest.mark.parametrize("given_path", ["/keys", "/keys/"])
+def test_a_status_url_leads_back_to_its_key(given_path: str) -> None:
+    """Whatever path and key hold."""
+    door = Door(Once, "memory://", {"status_path": given_path, "policy": "ietf"})
+    for path in ("/a", "/a b/ü", "/100%/x?y"):
+        for key in ("k", "a b&c=d#e+f%20/?"):
+            url = door._status_url(key, Request("POST", path, b"", {}))
+            assert url is not None
+            raw, _, query = url.partition("?")
+            asked = Request("GET", unquote(raw), query.encode("ascii"), {})
+            assert door.status_asked(asked) == (operation_of("POST", path), key)
