@@ -18,11 +18,11 @@ from semel.forks import survive_fork
 from semel.model import Claim, Held
 from semel.once.counters import Counters
 from semel.once.runtime import Runtime, Signal
-from semel.once.store import Complete, Done, Renew
+from semel.once.store import Renew
 
 _log = logging.getLogger("semel")
 
-_SOON = 0.02
+_LONGEST_END = 5.0
 BATCH = 1000
 """How many records one step of the collector removes at the most."""
 
@@ -39,6 +39,7 @@ class Background(ABC):
     def after_fork(self) -> None:
         """Threads do not survive a fork: start again when needed."""
         self._signal: Signal | None = None
+        self._ticking = False
 
     @property
     def running(self) -> bool:
@@ -58,6 +59,14 @@ class Background(ABC):
         signal, self._signal = self._signal, None
         if signal is not None:
             signal.set()
+
+    async def end(self) -> None:
+        """End, and wait until the last piece of work is done, so that the store can be closed after it."""
+        signal = self._signal
+        self.stop()
+        deadline = time.monotonic() + _LONGEST_END
+        while self._ticking and signal is not None and signal.here() and time.monotonic() < deadline:
+            await self._runtime.sleep(0.005)
 
     def nudge(self) -> None:
         """Call ``tick`` now."""
@@ -80,10 +89,13 @@ async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
         await signal.wait(seconds)
         if (background := owner()) is None or background._signal is not signal:
             return
+        background._ticking = True
         try:
             await background.tick()
         except SemelError as error:
             _log.warning("%s failed and will be tried again: %s", background._name, error)
+        finally:
+            background._ticking = False
 
 
 class Collector(Background):
@@ -175,64 +187,6 @@ class Renewer(Background):
                     claim.scope,
                     claim.fence,
                 )
-
-
-class Finisher(Background):
-    """Records outcomes that could not be recorded because the store was away, and keeps their leases until it has."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        complete: Callable[[Sequence[Complete]], Awaitable[list[bool]]],
-        renewer: Renewer,
-    ) -> None:
-        super().__init__(runtime, "semel-finisher")
-        self._complete = complete
-        self._renewer = renewer
-        self._owed: dict[Claim, Done] = {}
-        self._pause = _SOON
-
-    def after_fork(self) -> None:
-        """What the parent owes is not the child's to record."""
-        super().after_fork()
-        self._owed = {}
-
-    def owe(self, claim: Claim, done: Done) -> None:
-        """Record it as soon as possible."""
-        self._owed[claim] = done
-        self._pause = _SOON
-        self._renewer.watch(claim)
-        self.start()
-        self.nudge()
-
-    async def end(self) -> None:
-        """Stop, after a last try."""
-        self.stop()
-        if self._owed:
-            try:
-                await self.tick()
-            except SemelError as error:
-                _log.warning("%d outcomes could not be recorded: %s", len(self._owed), error)
-
-    def pause(self) -> float:
-        """See Background."""
-        pause, self._pause = self._pause, min(2 * self._pause, 1.0)
-        return pause if self._owed else 3600.0
-
-    async def tick(self) -> None:
-        """See Background."""
-        owed = list(self._owed.copy().items())
-        if not owed:
-            return
-        answers = await self._complete([Complete(c.scope, c.key, c.fence, done) for c, done in owed])
-        for (claim, _), recorded in zip(owed, answers, strict=True):
-            told = self._owed.pop(claim, None) is None  # end() and the loop may come to it at the same time
-            self._renewer.forget(claim)
-            if not recorded and not told:
-                said = (
-                    "the outcome of %r in %r (fence %d) was never recorded: someone took over while the store was away"
-                )
-                _log.warning(said, claim.key, claim.scope, claim.fence)
 
 
 class Sampler(Background):

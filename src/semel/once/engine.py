@@ -19,15 +19,17 @@ from semel.errors import (
     InvalidRequest,
     KeyReused,
     OutcomeUnknown,
+    StoreBroken,
     StoreUnavailable,
     Unencodable,
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
 from semel.once.asking import Asking, Door, claim_in, name_of, new_attempt, print_of
-from semel.once.background import Collector, Finisher, Renewer, Sampler
+from semel.once.background import Collector, Renewer, Sampler
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
 from semel.once.counters import Counters, Hook, Stats
+from semel.once.debts import Debts
 from semel.once.memory import MemoryStore
 from semel.once.patience import patient
 from semel.once.runtime import Runtime
@@ -79,13 +81,13 @@ class Engine:
         self._releases: Lane[Release, bool] = together or self._lane(store.release)
         self._renews: Lane[Renew, int | None] = together or self._lane(store.renew)
         self._gets = self._lane(store.get)
-        if isinstance(self._claims, LoopLane):
-            self._claims.orphaned = self._give_back
         self._may_collect = collect and not self._bound
         self._collects = self._may_collect and not store.expires_itself
         self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge), self.counters)
         self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
-        self._finisher = Finisher(runtime, self._patient(store.complete), self._renewer)
+        self._debts = Debts(runtime, store, self._renewer, self._bell.ring)
+        if isinstance(self._claims, LoopLane):
+            self._claims.orphaned = self._debts.give_back
         self._sampler: Sampler | None = None
         if on_event is not None:
             self.hear(on_event)
@@ -116,7 +118,7 @@ class Engine:
         policy = self.policy if on_crash is None else self.policy.but(on_crash=on_crash)
         request = self._request(key, scope, fingerprint, policy, lease, ttl)
         if wait == 0:
-            return self._note(request, await self._claims(request))
+            return self._note(request, await self._ask(request))
         return self._note(request, await self._settle(request, seconds("wait", wait, zero=True)))
 
     async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
@@ -163,7 +165,7 @@ class Engine:
         data = codec.encode(value)
         request = self._request(key, scope, "", self.policy.but(on_crash="unknown"))
         request.resolving = True
-        verdict = await self._claims(request)
+        verdict = await self._ask(request)
         if not isinstance(verdict, Granted):
             raise InProgress(f"the key {key!r} in {scope!r} was resolved or taken by someone else just now", 1.0)
         if done:
@@ -184,7 +186,7 @@ class Engine:
         request = self._request(message_id, key_type, "", policy, None, ttl)
         request.done = Done("seen", codec.encode(data), _us(policy.value_ttl))
         try:
-            verdict = self._note(request, await self._claims(request), "message")
+            verdict = self._note(request, await self._ask(request), "message")
         except StoreUnavailable:
             if policy.store_failure == "closed":
                 raise
@@ -230,11 +232,9 @@ class Engine:
 
     async def close(self) -> None:
         """Stop what runs in the background and give back the store's connections."""
-        self._collector.stop()
-        self._renewer.stop()
-        await self._finisher.end()
-        if self._sampler is not None:
-            self._sampler.stop()
+        for background in (self._collector, self._renewer, self._debts, self._sampler):
+            if background is not None:
+                await background.end()
         await self.store.close()
 
     async def begin(self, asking: Asking) -> Granted | Replay | None:
@@ -287,7 +287,7 @@ class Engine:
             raise
         except BaseException as error:
             if not self._bound:
-                self._finisher.owe(claim, done)
+                self._debts.owe_outcome(claim, done)
             if asking.policy.store_failure == "closed" or not isinstance(error, StoreUnavailable):
                 raise
             _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
@@ -306,6 +306,12 @@ class Engine:
         except (ClaimLost, StoreUnavailable) as second:
             level = logging.DEBUG if self._bound else logging.WARNING  # bound: it vanishes with the transaction
             _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
+            if not self._bound and isinstance(second, StoreUnavailable):
+                self._debts.owe_release(claim)
+        except BaseException:  # cancelled meanwhile
+            if not self._bound:
+                self._debts.owe_release(claim)
+            raise
 
     def forget(self, claim: Claim) -> None:
         """Let the claim lapse: nobody renews it any more."""
@@ -337,7 +343,7 @@ class Engine:
 
     async def _settle(self, request: ClaimRequest, patience: float) -> Verdict:
         """Claim, and while the key is in flight wait for its owner to finish, give up or die."""
-        verdict = await self._claims(request)
+        verdict = await self._ask(request)
         if not isinstance(verdict, InFlight) or patience <= 0:
             return verdict
         deadline = time.monotonic() + patience
@@ -347,7 +353,7 @@ class Engine:
         signal = self._runtime.signal()
         with self._bell.listening(request.scope, request.key, signal):
             while True:
-                verdict = await self._claims(request)
+                verdict = await self._ask(request)
                 left = deadline - time.monotonic()
                 if not isinstance(verdict, InFlight) or left <= 0:
                     return verdict
@@ -376,14 +382,16 @@ class Engine:
         self.counters.note(_EVENTS[type(verdict)], request.scope, request.key, reason, door, label)
         return verdict
 
-    async def _give_back(self, verdict: object) -> None:
-        """A caller was cancelled while its claim was on the way: nobody will work on it."""
-        if isinstance(verdict, Granted):
-            claim = verdict.claim
-            try:
-                await self.store.release([Release(claim.scope, claim.key, claim.fence)])
-            except StoreUnavailable as error:
-                _log.warning("a cancelled claim on %r in %r was not given back: %s", claim.key, claim.scope, error)
+    async def _ask(self, request: ClaimRequest) -> Verdict:
+        """Claim; when no answer comes, see to it that nobody holds the key for a caller who has gone."""
+        try:
+            return await self._claims(request)
+        except StoreBroken:
+            raise
+        except StoreUnavailable:
+            if request.done is None and not self._bound:
+                self._debts.owe_answer(request)
+            raise
 
     def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
         if self._bound or self.memory is not None:

@@ -1,0 +1,103 @@
+"""What could not be told to the store while it was away, or by a caller who was cancelled: told as soon as possible.
+
+An outcome that is not recorded would be worked out again when its lease ends; a key that is not given back would be
+refused until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from semel.errors import SemelError, StoreUnavailable
+from semel.model import Claim, Granted
+from semel.once.background import Background, Renewer
+from semel.once.runtime import Runtime
+from semel.once.store import ClaimRequest, Complete, Done, Release, Ring, Store
+
+_SOON = 0.02
+_log = logging.getLogger("semel")
+
+
+class Debts(Background):
+    """Tries again and again what it is given, in the background."""
+
+    def __init__(self, runtime: Runtime, store: Store, renewer: Renewer, ring: Ring) -> None:
+        super().__init__(runtime, "semel-debts")
+        self._store = store
+        self._renewer = renewer
+        self._ring = ring
+        self._pause = _SOON
+
+    def after_fork(self) -> None:
+        """What the parent owes is not the child's to pay."""
+        super().after_fork()
+        self._owed: dict[Claim | str, tuple[Callable[[], Awaitable[None]], float]] = {}
+
+    def owe_outcome(self, claim: Claim, done: Done) -> None:
+        """Record it, and renew its lease until then."""
+        self._renewer.watch(claim)
+        self._owe(claim, partial(self._record, claim, done))
+
+    def owe_release(self, claim: Claim) -> None:
+        """Give the key back, unless its lease ends before."""
+        self._owe(claim, partial(self._release, claim), claim.lease)
+
+    def owe_answer(self, request: ClaimRequest) -> None:
+        """The store may have granted this and could not say so: see to it that nobody holds the key for nobody."""
+        self._owe(request.attempt, partial(self._unclaim, request), request.lease_us / 1e6)
+
+    def _owe(self, what: Claim | str, pay: Callable[[], Awaitable[None]], until: float = math.inf) -> None:
+        self._owed[what] = (pay, time.monotonic() + until)
+        self._pause = _SOON
+        self.start()
+        self.nudge()
+
+    async def _record(self, claim: Claim, done: Done) -> None:
+        (recorded,) = await self._store.complete([Complete(claim.scope, claim.key, claim.fence, done)])
+        self._renewer.forget(claim)
+        if recorded:
+            self._ring(claim.scope, claim.key)
+        else:
+            said = "the outcome of %r in %r (fence %d) was never recorded: someone took over while the store was away"
+            _log.warning(said, claim.key, claim.scope, claim.fence)
+
+    async def _release(self, claim: Claim) -> None:
+        await self._store.release([Release(claim.scope, claim.key, claim.fence)])
+        self._ring(claim.scope, claim.key)
+
+    async def _unclaim(self, request: ClaimRequest) -> None:
+        """Asked again, an attempt is granted what it was granted before."""
+        (verdict,) = await self._store.claim([request])
+        await self.give_back(verdict)
+
+    async def give_back(self, verdict: object) -> None:
+        """A caller was cancelled while its claim was on the way: nobody will work on it."""
+        if isinstance(verdict, Granted):
+            try:
+                await self._release(verdict.claim)
+            except StoreUnavailable:
+                self.owe_release(verdict.claim)
+
+    def pause(self) -> float:
+        """See Background."""
+        pause, self._pause = self._pause, min(2 * self._pause, 1.0)
+        return pause if self._owed else 3600.0
+
+    async def tick(self) -> None:
+        """See Background."""
+        for what, (pay, until) in self._owed.copy().items():
+            if time.monotonic() < until:
+                await pay()
+            self._owed.pop(what, None)
+
+    async def end(self) -> None:
+        """Also try a last time."""
+        await super().end()
+        try:
+            await self.tick()
+        except SemelError as error:
+            _log.warning("%d outcomes or releases could not be recorded: %s", len(self._owed), error)
