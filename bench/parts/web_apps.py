@@ -47,15 +47,18 @@ class ByHand:
             self.ready.set()
         await self.ready.wait()
         key = next(value.decode() for name, value in scope["headers"] if name == b"idempotency-key")
-        message = await receive()
-        digest = hashlib.sha256(message["body"]).digest()
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        digest = hashlib.sha256(body).digest()
         if await self.pool.fetchval(CLAIM, key, digest) is None:
             await JSONResponse({"detail": "used"}, 409)(scope, receive, send)
             return
         sent = []
 
         async def hear() -> Any:
-            return message
+            return {"type": "http.request", "body": body}
 
         async def note(said: Any) -> None:
             sent.append(said)
