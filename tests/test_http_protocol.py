@@ -493,7 +493,7 @@ def app(*_: Any) -> Any:
         ({"tll": 60}, "tll: not an option of the middleware; it has .*ttl"),
         ({"policy": "ietff"}, "'ietff' is not a preset; there are intake, "),
         ({"policy": {"ttl": 60}}, "a Policy or a preset's name"),
-        ({"policy": "jobs"}, 'in_flight="reference" is for jobs and runs'),
+        ({"policy": Policy.jobs()}, 'in_flight="reference" is for jobs and runs'),
         ({"ttl": 0}, "ttl is 0"),
         ({"ttl": "1h"}, "ttl is '1h'"),
         ({"methods": 7}, "methods= takes a text or several"),
@@ -569,7 +569,7 @@ def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None
 def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
     door = Door(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
     assert door.methods == frozenset({"PATCH"})
-    assert [door.covers(path) for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
+    assert [door.covers(path, "") for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
     assert not door.everywhere
 
 

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias, Unpack
 from urllib.parse import unquote_to_bytes
 
-from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreUnavailable
+from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.http.body import Body
-from semel.http.door import Door, Options, Recorder, Request
+from semel.http.door import HELD, Door, Options, Recorder, Request
 from semel.model import Claim, Granted, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
 from semel.once.faces import AsyncOnce
+from semel.once.opening import Target
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -32,7 +33,7 @@ class IdempotencyMiddleware:
     nothing changes. See :class:`~semel.http.door.Options`.
     """
 
-    def __init__(self, app: App, once: Any, **options: Unpack[Options]) -> None:
+    def __init__(self, app: App, once: AsyncOnce | Target, **options: Unpack[Options]) -> None:
         self.app = app
         self._door = Door(AsyncOnce, once, options)
         self._header = self._door.header.lower().encode("ascii")
@@ -46,13 +47,16 @@ class IdempotencyMiddleware:
             if scope["method"] in door.methods:
                 header = self._header
                 values = [value for name, value in scope["headers"] if name == header]
-                if (values or door.required) and (door.everywhere or door.covers(scope["path"])):
+                if (values or door.required) and (door.everywhere or self._covers(scope)):
                     await self._serve(values, scope, receive, send)
                     return
         elif scope["type"] == "lifespan" and door.owned:
             await self._live(scope, receive, send)
             return
         await self.app(scope, receive, send)
+
+    def _covers(self, scope: Scope) -> bool:
+        return self._door.covers(scope["path"], scope.get("root_path", ""))
 
     async def _serve(self, values: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
         door = self._door
@@ -80,6 +84,8 @@ class IdempotencyMiddleware:
             if not await _read(body, receive):
                 return False  # the client left before its request was whole, and nobody is there to be told
             asking = door.ask(key, request, body)
+            if door.within(request, asking):
+                return True
             verdict = await door.engine.admit(asking)
         except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
             _log.warning("a request with the key %r was refused: %s", key, error)
@@ -111,11 +117,11 @@ class IdempotencyMiddleware:
         first: list[Message] = [await receive()]
         try:
             await once.open()
-        except StoreUnavailable as error:
-            _log.warning("the store of idempotency keys is away: %s", error)
         except SemelError as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
+            if not isinstance(error, StoreUnavailable) or isinstance(error, StoreBroken):
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            _log.warning("the store of idempotency keys is away: %s", error)
 
         async def hear() -> Message:
             return first.pop() if first else await receive()
@@ -167,15 +173,19 @@ class _Exchange:
         """Call the app, and see that its claim is settled, whatever it does."""
         self._send = send
         self._upload.hidden = asyncio.Event()
-        extensions = {name: each for name, each in (scope.get("extensions") or {}).items() if name not in _BYPASSES}
+        scope[HELD] = self._claim
+        if scope.get("extensions"):  # in place: what the app notes in the scope is for those outside, too
+            scope["extensions"] = {name: each for name, each in scope["extensions"].items() if name not in _BYPASSES}
         engine = self._door.engine
         try:
             with working_under(self._claim):
-                await app({**scope, "extensions": extensions}, self._upload, self._pass)
+                await app(scope, self._upload, self._pass)
         except BaseException as error:
             if not self._settled:
                 await engine.fail(self._claim, self._asking, error)
             raise
+        finally:
+            self._reveal()
         if not self._settled and self._recorder.over:
             await self._settle()  # it was carried out; that the client did not wait for the end changes nothing
         elif not self._settled:
@@ -211,7 +221,7 @@ class _Exchange:
         """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if not self._door.keeps(response.status):
+        if not self._door.keeps(response.status) or not self._recorder.whole:
             await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
             return
         try:
@@ -242,7 +252,7 @@ def _request(scope: Scope) -> Request:
     path = scope["path"]
     if "\ufffd" in path and scope.get("raw_path"):  # the server could not decode it: tell such paths apart all the same
         path = unquote_to_bytes(scope["raw_path"]).decode("utf-8", "surrogateescape")
-    return Request(scope["method"], path, scope.get("query_string", b""), dict(scope))
+    return Request(scope["method"], path, scope.get("query_string", b""), scope, scope.get("root_path", ""))
 
 
 async def _read(body: Body, receive: Receive) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from fnmatch import translate
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, get_args
 from urllib.parse import parse_qs, quote
+from uuid import UUID
 
 from msgspec import Struct
 
@@ -26,22 +27,27 @@ from semel.http.protocol import (
 )
 from semel.model import Claim, InFlight, Mismatch, Record, Replay, Response, Unknown, Verdict
 from semel.once.asking import Asking, name_of
+from semel.once.calls import is_async
 from semel.once.counters import Hook
 from semel.once.faces import AsyncOnce, Once
 from semel.policy import HOUR, Policy
 
 Face = TypeVar("Face", Once, AsyncOnce)
-Context: TypeAlias = dict[str, Any]
+Context: TypeAlias = MutableMapping[str, Any]
 """What the server knows of the request: ASGI's scope, or WSGI's environ."""
 
-PRESETS = ("intake", "jobs", "runs", "router", "processor", "ietf", "stripe")
+Preset: TypeAlias = Literal["intake", "ietf", "stripe", "processor", "router"]
+PRESETS: tuple[str, ...] = get_args(Preset)
+HELD = "semel.claim"
+"""Under this name a door leaves the claim in the request's context, for a door within."""
 RETRY_SOON = 1.0
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class Options(TypedDict, total=False):
     """What a middleware can be told."""
 
-    policy: Policy | str | None
+    policy: Policy | Preset | None
     """A policy, or a preset's name; without it ``Policy.intake()``."""
 
     ttl: float | None
@@ -94,6 +100,8 @@ class Request(Struct):
     path: str
     query: bytes
     context: Context
+    mount: str = ""
+    """The beginning of the path that leads to this app, where it is mounted under another."""
 
 
 class Door(Generic[Face]):
@@ -103,27 +111,36 @@ class Door(Generic[Face]):
         if unknown := options.keys() - Options.__annotations__.keys():
             known = ", ".join(sorted(Options.__annotations__))
             raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of the middleware; it has {known}")
-        policy, paths, exclude = options.get("policy"), options.get("paths"), options.get("exclude", ())
+        policy, paths, exclude = (
+            options.get("policy"),
+            options.get("paths"),
+            _several("exclude", options.get("exclude", ())),
+        )
         scope, fingerprint, on_event = options.get("scope"), options.get("fingerprint", "body"), options.get("on_event")
         self.policy = _policy(policy, options.get("ttl"))
         self.dialect = DIALECTS[self.policy.dialect]
         self.methods = frozenset(
-            _text("methods", method).upper() for method in _several("methods", options.get("methods", ("POST",)))
+            _token("methods", method).upper() for method in _several("methods", options.get("methods", ("POST",)))
         )
-        self.header = _text("header", options.get("header", "Idempotency-Key"))
+        self.header = _token("header", options.get("header", "Idempotency-Key"))
         self.required = options.get("required", False)
+        if not isinstance(self.required, bool):
+            raise InvalidRequest(f"required= is True or False, not {self.required!r:.80}")
         self.max_response_bytes = _size("max_response_bytes", options.get("max_response_bytes"))
         self.body_in_memory = _size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
-        self.status_path = (options.get("status_path") or "").rstrip("/") or None
+        status_path = options.get("status_path")
+        self.status_path = None if status_path is None else _path("status_path", status_path).rstrip("/")
         self._tenant = _function("tenant", options.get("tenant"))
         self._scope = name_of("scope", scope) if isinstance(scope, str) else _function("scope", scope)
         self._fingerprint = fingerprint
+        if is_async(fingerprint):  # type: ignore[arg-type]  # a text is not
+            raise InvalidRequest("fingerprint= takes a plain function, not an async one")
         if fingerprint not in ("body", "json") and not callable(fingerprint):
             raise InvalidRequest(
                 f'fingerprint= is "body", "json" or a function of request and body, not {fingerprint!r}'
             )
         self.covers = _matcher(paths, exclude)
-        self.everywhere = paths is None and not _several("exclude", exclude)
+        self.everywhere = paths is None and not exclude
         self._name = name_of("name", options.get("name", "http"))
         self.owned = not isinstance(once, Once | AsyncOnce)
         if self.owned:
@@ -178,7 +195,13 @@ class Door(Generic[Face]):
         """The scope of a request's key."""
         name = self._scope
         operation = operation_of(method, path) if name is None else name if isinstance(name, str) else name(context)
-        return scope_of(None if self._tenant is None else self._tenant(context), operation)
+        return scope_of(None if self._tenant is None else _named(self._tenant(context)), operation)
+
+    @staticmethod
+    def within(request: Request, asking: Asking) -> bool:
+        """The same request passed a door before this one, which holds its key."""
+        held = request.context.get(HELD)
+        return held is not None and (held.scope, held.key) == (asking.scope, asking.key)
 
     def answer(self, verdict: Verdict, key: str, request: Request) -> Response:
         """What a request gets that is not carried out."""
@@ -202,15 +225,26 @@ class Door(Generic[Face]):
         if self.status_path is None:
             return None
         path = quote(request.path, errors="surrogatepass")
-        return f"{self.status_path}/{request.method}{path}?key={quote(key, safe='')}"
+        where = quote(request.mount + self.status_path, errors="surrogatepass")
+        return f"{where}/{request.method}{path}?key={quote(key, safe='')}"
 
     def status_asked(self, request: Request) -> tuple[str, str] | None:
         """Scope and key that a request for ``status_path`` asks about; None when it is not one."""
-        if request.method != "GET" or not request.path.startswith(f"{self.status_path}/"):
+        asked = request.path.removeprefix(request.mount)
+        if request.method != "GET" or not asked.startswith(f"{self.status_path}/"):
             return None
-        method, _, rest = request.path.removeprefix(f"{self.status_path}/").partition("/")
+        method, _, rest = asked.removeprefix(f"{self.status_path}/").partition("/")
         keys = parse_qs(request.query.decode("latin-1")).get("key", [])
-        return (self.scope_of(request.context, method, f"/{rest}"), keys[0]) if len(keys) == 1 else None
+        if len(keys) != 1:
+            return None
+        there = {
+            "method": method,
+            "path": f"/{rest}",
+            "REQUEST_METHOD": method,
+            "PATH_INFO": f"/{rest}",
+            "SCRIPT_NAME": "",
+        }
+        return self.scope_of({**request.context, **there}, method, f"/{rest}"), keys[0]
 
     @staticmethod
     def status(record: Record | None, key: str) -> Response:
@@ -231,6 +265,7 @@ class Recorder:
     """Notes a response while it passes."""
 
     def __init__(self, door: Door[Any], claim: Claim) -> None:
+        self._keeps = door.keeps
         self._limit = door.max_response_bytes
         self._expires = expires_header(claim.expires_us)
         self._parts: list[bytes] = []
@@ -239,18 +274,18 @@ class Recorder:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
 
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def begin(self, status: Any, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The response starts; the headers to send. What no server could send is refused, so that it is not kept."""
-        if type(status) is not int or not 200 <= status <= 599:
+        if not isinstance(status, int) or isinstance(status, bool) or not 200 <= status <= 599:
             raise ValueError(f"the app sent the status {status!r}; it must be a whole number from 200 to 599")
         self.headers = [(name, value) for name, value in headers]
         if not all(isinstance(part, bytes) for pair in self.headers for part in pair):
             raise TypeError("the app sent a header that is not a pair of bytes")
-        self.status = status
+        self.status = int(status)  # it may be an HTTPStatus
         self._parts, self._size = [], 0
         found = [value for name, value in self.headers if name.lower() == b"content-length"]
         self._length = int(found[0]) if found and found[0].isdigit() else None
-        return [*self.headers, self._expires]
+        return [*self.headers, self._expires] if self._keeps(status) else self.headers
 
     def add(self, chunk: bytes) -> bool:
         """Note a chunk; True when the client would have all with it, so that it must wait for the outcome."""
@@ -264,6 +299,11 @@ class Recorder:
         else:
             self._parts.clear()
         return self._length is not None and self._size >= self._length
+
+    @property
+    def whole(self) -> bool:
+        """The app sent as much as it said it would."""
+        return self._length is None or self._size >= self._length or self.status in (204, 304)
 
     @property
     def over(self) -> bool:
@@ -290,17 +330,23 @@ def _policy(policy: Policy | str | None, ttl: float | None) -> Policy:
     return policy.but(ttl=ttl)
 
 
-def _matcher(paths: Any, exclude: Any) -> Callable[[str], bool]:
+def _matcher(paths: Any, exclude: Any) -> Callable[[str, str], bool]:
+    """Whether a path is covered. In an app that is mounted under another, also as that app itself knows it."""
     if callable(paths):
         wanted: Callable[[str], Any] = paths
     else:
         wanted = _globs("paths", ("*",) if paths is None else paths)
     unwanted = _globs("exclude", exclude)
-    return lambda path: bool(wanted(path)) and not unwanted(path)
+
+    def covers(path: str, mount: str) -> bool:
+        known = {path, path.removeprefix(mount)}
+        return any(map(wanted, known)) and not any(map(unwanted, known))
+
+    return covers
 
 
 def _globs(what: str, patterns: Any) -> Callable[[str], Any]:
-    texts = [translate(_text(what, pattern)) for pattern in _several(what, patterns)]
+    texts = [translate(_path(what, pattern)) for pattern in _several(what, patterns)]
     return re.compile("|".join(texts) if texts else "(?!)").fullmatch
 
 
@@ -308,9 +354,12 @@ def _several(what: str, given: Any) -> tuple[Any, ...]:
     if isinstance(given, str):
         return (given,)
     try:
-        return tuple(given)
+        found = tuple(given)
     except TypeError:
         raise InvalidRequest(f"{what}= takes a text or several, not {given!r:.80}") from None
+    if not found and what != "exclude":
+        raise InvalidRequest(f"{what}= is empty, so no request would ever be protected")
+    return found
 
 
 def _text(what: str, given: Any) -> str:
@@ -319,10 +368,33 @@ def _text(what: str, given: Any) -> str:
     return given
 
 
+def _token(what: str, given: Any) -> str:
+    if not _TOKEN.fullmatch(_text(what, given)):
+        raise InvalidRequest(f"{what}= takes names such as HTTP has them, one by one, not {given!r:.80}")
+    return str(given)
+
+
+def _path(what: str, given: Any) -> str:
+    if not _text(what, given).startswith(("/", "*")) or (what == "status_path" and not given.strip("/")):
+        raise InvalidRequest(f"{what}= takes paths, which begin with a slash, not {given!r:.80}")
+    return str(given)
+
+
 def _function(what: str, given: Any) -> Any:
     if given is not None and not callable(given):
         raise InvalidRequest(f"{what}= takes a function of the request, not {given!r:.80}")
+    if is_async(given):
+        raise InvalidRequest(f"{what}= takes a plain function, not an async one")
     return given
+
+
+def _named(tenant: Any) -> str | None:
+    """The tenant, if it is a name: an object's text may be its place in memory, which would be no tenant at all."""
+    if tenant is None or isinstance(tenant, str):
+        return tenant
+    if isinstance(tenant, int | UUID) and not isinstance(tenant, bool):
+        return str(tenant)
+    raise InvalidRequest(f"tenant= gave a {type(tenant).__name__}; a tenant is text, a whole number, a UUID or None")
 
 
 def _size(what: str, given: Any) -> int | None:

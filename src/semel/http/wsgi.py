@@ -11,11 +11,12 @@ from semel.bridge import drive
 from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
 from semel.http.body import CHUNK, Body
 from semel.http.dialects import phrase
-from semel.http.door import Door, Options, Recorder, Request
+from semel.http.door import HELD, Door, Options, Recorder, Request
 from semel.model import Claim, Granted, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
 from semel.once.faces import Once
+from semel.once.opening import Target
 
 Environ: TypeAlias = dict[str, Any]
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None] | None
@@ -33,7 +34,7 @@ class IdempotencyMiddleware:
     changes. See :class:`~semel.http.door.Options`.
     """
 
-    def __init__(self, app: App, once: Any, **options: Unpack[Options]) -> None:
+    def __init__(self, app: App, once: Once | Target, **options: Unpack[Options]) -> None:
         self.app = app
         self._door = Door(Once, once, options)
         self._header = f"HTTP_{self._door.header.upper().replace('-', '_')}"
@@ -53,7 +54,9 @@ class IdempotencyMiddleware:
                 return _answer(start_response, status)
         if method in door.methods:
             value = environ.get(self._header)
-            if (value is not None or door.required) and (door.everywhere or door.covers(_path(environ))):
+            if (value is not None or door.required) and (
+                door.everywhere or door.covers(_path(environ), _text(environ.get("SCRIPT_NAME", "")))
+            ):
                 return self._serve(value, environ, start_response)
         return self.app(environ, start_response)
 
@@ -71,10 +74,10 @@ class IdempotencyMiddleware:
         if isinstance(admitted, Response):
             body.close()
             return _answer(start_response, admitted)
-        changed = {**environ, "wsgi.input": body.file(), "CONTENT_LENGTH": str(body.size)}
+        environ["wsgi.input"], environ["CONTENT_LENGTH"] = body.file(), str(body.size)
         if admitted is None:
-            return _then(self.app(changed, start_response), body.close)
-        return _Exchange(door, *admitted, body).run(self.app, changed, start_response)
+            return _Closing(self.app(environ, start_response), body)
+        return _Exchange(door, *admitted, body).run(self.app, environ, start_response)
 
     def _admit(self, key: str, environ: Environ, body: Body) -> Response | tuple[Claim, Asking] | None:
         """The answer to the request, or the claim to carry it out under; None: without protection."""
@@ -84,6 +87,8 @@ class IdempotencyMiddleware:
             if not _read(body, environ):
                 return door.incomplete(key)
             asking = door.ask(key, request, body)
+            if door.within(request, asking):
+                return None
             verdict = drive(door.engine.admit(asking))
         except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
             _log.warning("a request with the key %r was refused: %s", key, error)
@@ -127,6 +132,7 @@ class _Exchange:
     def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
         """Call the app as far as its first chunk."""
         self._start_response = start_response
+        environ[HELD] = self._claim
         try:
             with working_under(self._claim):
                 answer = app(environ, self._start)
@@ -187,7 +193,7 @@ class _Exchange:
             raise RuntimeError("the app ended without calling start_response")
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if not self._door.keeps(response.status):
+        if not self._door.keeps(response.status) or not self._recorder.whole:
             drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
             return
         try:
@@ -257,13 +263,18 @@ class _Exchange:
 
 def _request(environ: Environ) -> Request:
     query = environ.get("QUERY_STRING", "").encode("latin-1", "replace")
-    return Request(environ["REQUEST_METHOD"], _path(environ), query, environ)
+    mount = _text(environ.get("SCRIPT_NAME", ""))
+    return Request(environ["REQUEST_METHOD"], _path(environ), query, environ, mount)
 
 
 def _path(environ: Environ) -> str:
-    """The whole path, as text: WSGI has the bytes in latin-1's clothes."""
-    path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-    return path.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
+    """The whole path."""
+    return _text(environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", ""))
+
+
+def _text(latin: str) -> str:
+    """WSGI has the bytes in latin-1's clothes."""
+    return latin.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
 
 
 def _read(body: Body, environ: Environ) -> bool:
@@ -297,16 +308,21 @@ def _next(stream: Any, size: int) -> bytes | None:
     return chunk
 
 
-def _then(chunks: Iterable[bytes], end: Callable[[], None]) -> Iterator[bytes]:
-    """The app's own chunks, and something to do at the end."""
-    try:
-        yield from chunks
-    finally:
+class _Closing:
+    """The app's own chunks; the body is closed with them."""
+
+    def __init__(self, chunks: Iterable[bytes], body: Body) -> None:
+        self._chunks, self._body = chunks, body
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._chunks)
+
+    def close(self) -> None:
         try:
-            if hasattr(chunks, "close"):
-                chunks.close()
+            if hasattr(self._chunks, "close"):
+                self._chunks.close()
         finally:
-            end()
+            self._body.close()
 
 
 def _head(response: Response) -> tuple[str, list[tuple[str, str]]]:

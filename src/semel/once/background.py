@@ -165,6 +165,7 @@ class Renewer(Background):
     def pause(self) -> float:
         """See Background. When idle it sleeps as long as a usual claim could, so that watching rarely wakes it."""
         now = time.monotonic()
+        self._wakes = math.inf  # whoever is watched from here on wakes us
         self._wakes = min([now + self._idle, *self._due.copy().values()])
         return max(0.0, self._wakes - now)
 

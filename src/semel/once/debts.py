@@ -7,7 +7,6 @@ refused until then.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,6 +18,9 @@ from semel.once.runtime import Runtime
 from semel.once.store import ClaimRequest, Complete, Done, Release, Ring, Store
 
 _SOON = 0.02
+_TRIES = 3
+_LONGEST = 3600.0
+"""Seconds after which what the store still does not take is given up, so that its lease can end."""
 _log = logging.getLogger("semel")
 
 
@@ -40,21 +42,33 @@ class Debts(Background):
     def owe_outcome(self, claim: Claim, done: Done) -> None:
         """Record it, and renew its lease until then."""
         self._renewer.watch(claim)
-        self._owe(claim, partial(self._record, claim, done))
+        self._owe(claim, partial(self._record, claim, done), claim.lease)
 
     def owe_release(self, claim: Claim) -> None:
-        """Give the key back, unless its lease ends before."""
+        """Give the key back."""
         self._owe(claim, partial(self._release, claim), claim.lease)
 
     def owe_answer(self, request: ClaimRequest) -> None:
         """The store may have granted this and could not say so: see to it that nobody holds the key for nobody."""
         self._owe(request.attempt, partial(self._unclaim, request), request.lease_us / 1e6)
 
-    def _owe(self, what: Claim | str, pay: Callable[[], Awaitable[None]], until: float = math.inf) -> None:
-        self._owed[what] = (pay, time.monotonic() + until)
+    def _owe(self, what: Claim | str, pay: Callable[[], Awaitable[None]], lease: float) -> None:
+        self._owed[what] = (pay, time.monotonic() + max(lease, _LONGEST))
         self._pause = _SOON
         self.start()
         self.nudge()
+
+    async def settle(self, scope: str, key: str) -> None:
+        """Pay at once what is owed for a key that is about to be claimed."""
+        for what, (pay, _) in self._owed.copy().items():
+            if isinstance(what, Claim) and (what.scope, what.key) == (scope, key):
+                await pay()
+                self._owed.pop(what, None)
+
+    @property
+    def any(self) -> bool:
+        """Something is owed."""
+        return bool(self._owed)
 
     async def _record(self, claim: Claim, done: Done) -> None:
         (recorded,) = await self._store.complete([Complete(claim.scope, claim.key, claim.fence, done)])
@@ -84,15 +98,27 @@ class Debts(Background):
 
     def pause(self) -> float:
         """See Background."""
-        pause, self._pause = self._pause, min(2 * self._pause, 1.0)
+        pause, self._pause = self._pause, min(2 * self._pause, 5.0)
         return pause if self._owed else 3600.0
 
     async def tick(self) -> None:
-        """See Background."""
+        """See Background. What cannot be paid goes to the end of the queue, so that it holds up nothing for long."""
+        failures: list[SemelError] = []
         for what, (pay, until) in self._owed.copy().items():
-            if time.monotonic() < until:
-                await pay()
-            self._owed.pop(what, None)
+            try:
+                if time.monotonic() < until:
+                    await pay()
+                elif isinstance(what, Claim):
+                    self._renewer.forget(what)
+            except SemelError as error:
+                failures.append(error)
+                self._owed[what] = self._owed.pop(what, (pay, until))
+                if len(failures) == _TRIES:
+                    break
+            else:
+                self._owed.pop(what, None)
+        if failures:
+            raise failures[0]
 
     async def end(self) -> None:
         """Also try a last time."""

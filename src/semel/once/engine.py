@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -286,8 +287,7 @@ class Engine:
         except ClaimLost:
             raise
         except BaseException as error:
-            if not self._bound:
-                self._debts.owe_outcome(claim, done)
+            self._owe(claim, done)
             if asking.policy.store_failure == "closed" or not isinstance(error, StoreUnavailable):
                 raise
             _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
@@ -298,20 +298,25 @@ class Engine:
         Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
         """
         self._renewer.forget(claim)
+        done = None
+        if asking.policy.on_error == "keep" and isinstance(error, Exception):
+            done = await self._done(claim, "error", _described(error), asking.policy.value_ttl)
         try:
-            if asking.policy.on_error == "keep" and isinstance(error, Exception):
-                await self._complete(claim, "error", _described(error), asking.policy.value_ttl)
-            else:
-                await self.release(claim)
+            await (self.release(claim) if done is None else self._record(claim, done))
         except (ClaimLost, StoreUnavailable) as second:
             level = logging.DEBUG if self._bound else logging.WARNING  # bound: it vanishes with the transaction
             _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
-            if not self._bound and isinstance(second, StoreUnavailable):
-                self._debts.owe_release(claim)
+            if isinstance(second, StoreUnavailable):
+                self._owe(claim, done)
         except BaseException:  # cancelled meanwhile
-            if not self._bound:
-                self._debts.owe_release(claim)
+            self._owe(claim, done)
             raise
+
+    def _owe(self, claim: Claim, done: Done | None) -> None:
+        if not self._bound and done is not None:
+            self._debts.owe_outcome(claim, done)
+        elif not self._bound:
+            self._debts.owe_release(claim)
 
     def forget(self, claim: Claim) -> None:
         """Let the claim lapse: nobody renews it any more."""
@@ -384,11 +389,13 @@ class Engine:
 
     async def _ask(self, request: ClaimRequest) -> Verdict:
         """Claim; when no answer comes, see to it that nobody holds the key for a caller who has gone."""
+        if self._debts.any:
+            await self._debts.settle(request.scope, request.key)
         try:
             return await self._claims(request)
         except StoreBroken:
             raise
-        except StoreUnavailable:
+        except (StoreUnavailable, CancelledError):
             if request.done is None and not self._bound:
                 self._debts.owe_answer(request)
             raise

@@ -123,6 +123,7 @@ class Loop:
     def spawn(self, body: Body, name: str) -> None:
         """See Runtime."""
         task = asyncio.get_running_loop().create_task(body(), name=name)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with its loop, and that is no news
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

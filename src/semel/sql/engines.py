@@ -168,6 +168,7 @@ class ThreadedDatabase:
     def after_fork(self) -> None:
         """Threads do not survive a fork."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="semel-sqlite")
+        self._closed = False
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
@@ -184,10 +185,16 @@ class ThreadedDatabase:
         return await self._there(lambda: drive(self._inner.read(work, *args, **kwargs)))
 
     async def _there(self, call: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RuntimeError:
+            if not self._closed:
+                raise
+            return call()  # work that outlived close(), as when a server is told twice to stop: its key is not lost
 
     async def close(self) -> None:
         """See Database."""
+        self._closed = True
         self._thread.shutdown(wait=False)
         await self._inner.close()
 

@@ -1,0 +1,403 @@
+"""How the doors get along with what is around them: other middleware, mounts, odd apps, a store that comes and goes."""
+
+import asyncio
+import io
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+
+from semel import AsyncOnce, InvalidRequest, Once, Policy
+from semel.errors import StoreUnavailable
+from semel.http import wsgi
+from semel.http.asgi import IdempotencyMiddleware
+from semel.once.memory import MemoryStore
+from semel.once.store import ClaimRequest, Complete, Release
+
+KEY = {"Idempotency-Key": "k"}
+
+
+async def send(app: Any, path: str = "/orders", method: str = "POST", key: str | None = "k") -> httpx.Response:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://shop"
+    ) as client:
+        return await client.request(method, path, headers={} if key is None else {"Idempotency-Key": key})
+
+
+def answering(status: Any = 201, body: bytes = b"{}", headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
+    """An app that counts its calls in ``app.ran``."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        app.ran.append(scope)  # type: ignore[attr-defined]
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await send({"type": "http.response.body", "body": body})
+
+    app.ran = []  # type: ignore[attr-defined]
+    return app
+
+
+def test_a_status_may_be_an_enumeration() -> None:
+    app = answering(HTTPStatus.CREATED)
+    door = IdempotencyMiddleware(app, once="memory://")
+    answers = [asyncio.run(send(door)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert len(app.ran) == 1
+
+
+def test_a_request_that_passes_two_doors_is_carried_out_once() -> None:
+    """The middleware on the app and on its parent: the inner one sees that the key is held for this very request."""
+    app = answering()
+    once = AsyncOnce("memory://")
+    door = IdempotencyMiddleware(IdempotencyMiddleware(app, once=once), once=once)
+    answers = [asyncio.run(send(door)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert len(app.ran) == 1
+
+
+def test_a_wsgi_request_that_passes_two_doors_is_carried_out_once() -> None:
+    ran = []
+
+    def app(environ: Any, start: Any) -> list[bytes]:
+        ran.append(environ["wsgi.input"].read())
+        start("201 Created", [])
+        return [b"done"]
+
+    with Once("memory://") as once:
+        door = wsgi.IdempotencyMiddleware(wsgi.IdempotencyMiddleware(app, once=once), once=once)
+        with httpx.Client(transport=httpx.WSGITransport(door), base_url="http://shop") as client:
+            answers = [client.post("/orders", content=b"tea", headers=KEY).text for _ in range(2)]
+    assert answers == ["done", "done"]
+    assert ran == [b"tea"]
+
+
+def test_a_response_shorter_than_it_says_is_a_failure() -> None:
+    """It is not made whole by storing it."""
+    app = answering(200, b"half", [(b"content-length", b"8")])
+    door = IdempotencyMiddleware(app, once="memory://")
+    asyncio.run(send(door))
+    asyncio.run(send(door))
+    assert len(app.ran) == 2
+
+
+def test_paths_to_leave_alone_may_come_from_an_iterator() -> None:
+    app = answering()
+    door = IdempotencyMiddleware(app, once="memory://", exclude=iter(["/orders"]))
+    asyncio.run(send(door))
+    asyncio.run(send(door))
+    assert len(app.ran) == 2
+
+
+def test_what_the_app_notes_in_the_scope_is_seen_outside() -> None:
+    """Access logs and tracing read the route there when the app has ended."""
+    app = answering()
+    door = IdempotencyMiddleware(app, once="memory://")
+    seen: list[Any] = []
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+        await door(scope, receive, send)
+
+    asyncio.run(send(outer))
+    assert app.ran[0] is seen[0]
+
+
+def test_the_environ_is_the_servers_own() -> None:
+    def app(environ: Any, start: Any) -> list[bytes]:
+        environ["REMOTE_USER"] = "alice"
+        start("200 OK", [])
+        return [b""]
+
+    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k", "wsgi.input": io.BytesIO()}
+    door = wsgi.IdempotencyMiddleware(app, once="memory://")
+    list(door(environ, lambda *_: None))
+    assert environ["REMOTE_USER"] == "alice"
+    door.close()
+
+
+def test_a_task_that_waits_for_the_client_to_leave_is_told_when_the_app_fails() -> None:
+    told = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def watch() -> None:
+            told.append((await receive())["type"])
+
+        app.watching = asyncio.create_task(watch())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        raise RuntimeError("broken")
+
+    async def scenario() -> None:
+        assert (await send(IdempotencyMiddleware(app, once="memory://"))).status_code == 500
+        await asyncio.wait_for(app.watching, 10)  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())
+    assert told == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("pattern", ["/orders", "/shop/orders"])
+def test_a_mounted_apps_paths_are_known_by_both_names(pattern: str) -> None:
+    ran = []
+
+    async def place(request: Request) -> JSONResponse:
+        ran.append(1)
+        return JSONResponse({}, 201)
+
+    inner = Starlette(routes=[Route("/orders", place, methods=["POST"]), Route("/others", place, methods=["POST"])])
+    inner.add_middleware(IdempotencyMiddleware, once="memory://", paths=pattern, status_path="/keys")
+    app = Starlette(routes=[Mount("/shop", inner)])
+    for _ in range(2):
+        asyncio.run(send(app, "/shop/orders"))
+    assert len(ran) == 1
+    for _ in range(2):
+        asyncio.run(send(app, "/shop/others"))
+    assert len(ran) == 3
+    assert asyncio.run(send(app, "/shop/keys/POST/shop/orders?key=k", "GET")).json()["status"] == "completed"
+
+
+def test_the_status_of_a_key_is_found_where_a_function_makes_its_scope() -> None:
+    door = IdempotencyMiddleware(
+        answering(), once="memory://", status_path="/keys", scope=lambda scope: f"operation {scope['path']}"
+    )
+    asyncio.run(send(door))
+    assert asyncio.run(send(door, "/keys/POST/orders?key=k", "GET")).json()["status"] == "completed"
+
+
+def test_only_a_key_that_is_kept_has_a_date_of_expiry() -> None:
+    assert "Idempotency-Expires" in asyncio.run(send(IdempotencyMiddleware(answering(201), once="memory://"))).headers
+    refused = asyncio.run(send(IdempotencyMiddleware(answering(400), once="memory://")))
+    assert "Idempotency-Expires" not in refused.headers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"paths": "api/*"}, "paths= takes paths, which begin with a slash"),
+        ({"exclude": ["health"]}, "exclude= takes paths"),
+        ({"status_path": "keys"}, "status_path= takes paths"),
+        ({"status_path": "/"}, "status_path= takes paths"),
+        ({"status_path": 3}, "status_path= takes text"),
+        ({"methods": "POST,PUT"}, "methods= takes names such as HTTP has them, one by one"),
+        ({"methods": []}, "methods= is empty"),
+        ({"paths": []}, "paths= is empty"),
+        ({"required": "no"}, "required= is True or False"),
+        ({"tenant": asyncio.sleep}, "tenant= takes a plain function, not an async one"),
+        ({"fingerprint": asyncio.sleep}, "fingerprint= takes a plain function"),
+        ({"header": "Schlüssel"}, "header= takes names"),
+        ({"policy": "jobs"}, "'jobs' is not a preset; there are intake, ietf, stripe, processor, router"),
+    ],
+    ids=str,
+)
+def test_an_option_that_can_never_work_is_said_at_the_start(options: Any, said: str) -> None:
+    for middleware in (IdempotencyMiddleware, wsgi.IdempotencyMiddleware):
+        with pytest.raises(InvalidRequest) as refused:
+            middleware(answering(), once="memory://", **options)
+        assert said in str(refused.value)
+
+
+def test_a_tenant_that_is_no_name_is_refused() -> None:
+    """The text of an object may be its place in memory: another user's, a moment later."""
+    app = answering()
+    door = IdempotencyMiddleware(app, once="memory://", tenant=lambda scope: object())
+    assert asyncio.run(send(door)).status_code == 500
+    assert app.ran == []
+
+
+def test_work_that_outlives_its_store_gives_its_key_back(sqlite_url: str) -> None:
+    """A server that is told to stop twice ends its life, the store's included, before it cancels what is under way."""
+
+    async def scenario() -> None:
+        once = AsyncOnce(sqlite_url)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await once.close()
+            await asyncio.sleep(3600)
+
+        with anyio.move_on_after(0.5):
+            await send(IdempotencyMiddleware(app, once=once))
+        async with AsyncOnce(sqlite_url) as other:
+
+            async def free() -> bool:
+                return await other.get("k", scope="POST /orders") is None
+
+            await until(free)
+
+    asyncio.run(scenario())
+
+
+def test_an_unprotected_request_is_closed_though_nobody_read_it() -> None:
+    """store_failure="open": the server may close the response before it has asked for the first chunk."""
+    closed = []
+
+    class Chunks(list[bytes]):
+        def close(self) -> None:
+            closed.append(1)
+
+    def app(environ: Any, start: Any) -> Chunks:
+        start("200 OK", [])
+        return Chunks([b"done"])
+
+    once = Once("redis://127.0.0.1:1/0", retry_for=0)
+    door = wsgi.IdempotencyMiddleware(app, once=once, policy=Policy.intake().but(store_failure="open"))
+    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k", "wsgi.input": io.BytesIO()}
+    door(environ, lambda *_: None).close()  # type: ignore[attr-defined]
+    assert closed == [1]
+    once.close()
+
+
+class Away:
+    """A store that can be away, and slow to say that it has granted a claim."""
+
+    coalesce = True
+    expires_itself = True
+
+    def __init__(self) -> None:
+        self._inner = MemoryStore()
+        self.away = False
+        self.slow = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> Any:
+        verdicts = await self._at(self._inner.claim, requests)
+        slow, self.slow = self.slow, 0.0
+        await asyncio.sleep(slow)
+        return verdicts
+
+    async def complete(self, requests: Sequence[Complete]) -> Any:
+        return await self._at(self._inner.complete, requests)
+
+    async def release(self, requests: Sequence[Release]) -> Any:
+        return await self._at(self._inner.release, requests)
+
+    async def _at(self, verb: Callable[[Any], Any], requests: Sequence[Any]) -> Any:
+        if self.away:
+            raise StoreUnavailable("away")
+        return await verb(requests)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110 -- nothing rings when a store has been told
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["an exception", "a response"])
+def test_a_failure_that_is_kept_is_recorded_when_the_store_is_back(raises: bool) -> None:
+    """Stripe's rules: what began is never begun again, also if the store was away when it ended."""
+    ran = []
+
+    async def scenario() -> None:
+        store = Away()
+        once = AsyncOnce(store, retry_for=0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            ran.append(1)
+            store.away = True
+            if raises:
+                raise RuntimeError("after the card was charged")
+            await answering(500)(scope, receive, send)
+
+        door = IdempotencyMiddleware(app, once=once, policy="stripe")
+        await send(door)
+        store.away = False
+
+        async def recorded() -> bool:
+            record = await once.get("k", scope="POST /orders")
+            return record is not None and record.status == "completed"
+
+        await until(recorded)
+        answer = await send(door)
+        assert (answer.status_code, answer.headers["Idempotent-Replayed"]) == (500, "true")
+        await once.close()
+
+    asyncio.run(scenario())
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("how", ["asyncio", "anyio"])
+def test_a_request_cancelled_while_it_claims_frees_its_key(how: str) -> None:
+    """anyio cancels again and again whatever is awaited, so nothing can be told to the store on the way out."""
+    app = answering()
+
+    async def scenario() -> None:
+        store = Away()
+        once = AsyncOnce(store)
+        door = IdempotencyMiddleware(app, once=once)
+        store.slow = 0.2
+        if how == "anyio":
+            with anyio.move_on_after(0.05):
+                await send(door)
+        else:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(send(door), 0.05)
+        assert app.ran == []
+
+        async def free() -> bool:
+            return await once.get("k", scope="POST /orders") is None
+
+        await until(free)
+        assert (await send(door)).status_code == 201
+        await once.close()
+
+    asyncio.run(scenario())
+    assert len(app.ran) == 1
+
+
+def test_what_is_owed_for_a_key_is_paid_before_it_is_claimed_again() -> None:
+    """The store was away for longer than the lease: the retry comes first, and yet meets the outcome."""
+    app = answering()
+
+    async def scenario() -> None:
+        store = Away()
+        once = AsyncOnce(store, retry_for=0)
+        once._engine._debts.pause = lambda: 3600.0  # type: ignore[method-assign]
+
+        async def work(scope: Any, receive: Any, send: Any) -> None:
+            store.away = True
+            await app(scope, receive, send)
+
+        door = IdempotencyMiddleware(work, once=once, policy=Policy(in_flight="conflict", lease=0.05))
+        assert (await send(door)).status_code == 503
+        await asyncio.sleep(0.1)  # the lease ends
+        store.away = False
+        answer = await send(door)
+        assert (answer.status_code, answer.headers["Idempotent-Replayed"]) == (201, "true")
+        await once.close()
+
+    asyncio.run(scenario())
+    assert len(app.ran) == 1
+
+
+def test_what_the_store_never_takes_holds_up_nothing_else() -> None:
+    """An outcome that is too large for the store is owed for long; other keys are given back meanwhile."""
+
+    async def scenario() -> None:
+        store = Away()
+        once = AsyncOnce(store, retry_for=0)
+        debts = once._engine._debts
+
+        async def never() -> None:
+            raise StoreUnavailable("too large")
+
+        for number in range(5):
+            debts._owe(f"never {number}", never, 60)
+        verdict = await once.claim("other")
+        debts.owe_release(verdict.claim)  # type: ignore[union-attr]
+
+        async def free() -> bool:
+            return await once.get("other") is None
+
+        await until(free)
+        await once.close()
+
+    asyncio.run(scenario())
