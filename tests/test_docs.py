@@ -34,7 +34,8 @@ from sqlalchemy import Engine
 import semel
 from semel import AsyncOnce, IdempotentProcessor, Once, Policy
 from semel.http.dialects import REFUSALS
-from semel.http.door import Door, Options
+from semel.http.door import Door
+from semel.http.options import Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

@@ -10,7 +10,8 @@ from urllib.parse import unquote_to_bytes
 
 from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.http.body import Body
-from semel.http.door import HELD, Door, Options, Recorder, Request
+from semel.http.door import HELD, Door, Recorder, Request
+from semel.http.options import Options
 from semel.model import Claim, Granted, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
@@ -30,7 +31,7 @@ class IdempotencyMiddleware:
     """Every request with an idempotency key is carried out once; whoever repeats it gets the first one's response.
 
     ``once`` is a store's URL or an :class:`AsyncOnce`. Without the key, and for other methods than ``methods``,
-    nothing changes. See :class:`~semel.http.door.Options`.
+    nothing changes. See :class:`~semel.http.options.Options`.
     """
 
     def __init__(self, app: App, once: AsyncOnce | Target, **options: Unpack[Options]) -> None:

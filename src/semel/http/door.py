@@ -1,19 +1,28 @@
-"""What both doors share: their options, and the decisions that need no socket."""
+"""What both doors share: the decisions that need no socket."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from fnmatch import translate
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
-from uuid import UUID
 
 from msgspec import Struct
 
 from semel.errors import InvalidRequest
 from semel.http.body import Body
 from semel.http.dialects import DIALECTS, refuse
+from semel.http.options import (
+    Context,
+    Options,
+    function,
+    matcher,
+    path_of,
+    policy_of,
+    several,
+    size,
+    tenant_name,
+    token,
+)
 from semel.http.protocol import (
     BadKey,
     expires_header,
@@ -28,69 +37,12 @@ from semel.http.protocol import (
 from semel.model import Claim, InFlight, Mismatch, Record, Replay, Response, Unknown, Verdict
 from semel.once.asking import Asking, name_of
 from semel.once.calls import is_async
-from semel.once.counters import Hook
 from semel.once.faces import AsyncOnce, Once
-from semel.policy import HOUR, Policy
 
 Face = TypeVar("Face", Once, AsyncOnce)
-Context: TypeAlias = MutableMapping[str, Any]
-"""What the server knows of the request: ASGI's scope, or WSGI's environ."""
-
-Preset: TypeAlias = Literal["intake", "ietf", "stripe", "processor", "router"]
-PRESETS: tuple[str, ...] = get_args(Preset)
 HELD = "semel.claim"
 """Under this name a door leaves the claim in the request's context, for a door within."""
 RETRY_SOON = 1.0
-_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-
-
-class Options(TypedDict, total=False):
-    """What a middleware can be told."""
-
-    policy: Policy | Preset | None
-    """A policy, or a preset's name; without it ``Policy.intake()``."""
-
-    ttl: float | None
-    """Seconds for which a key is kept, instead of the policy's."""
-
-    methods: Iterable[str]
-    """Which requests may have a key; others are left alone. POST without it."""
-
-    paths: str | Iterable[str] | Callable[[str], bool] | None
-    """Which paths: patterns such as ``/api/*``, or a function of the path; all without it."""
-
-    exclude: str | Iterable[str]
-    """Patterns of paths that are left alone."""
-
-    header: str
-    """The header that holds the key."""
-
-    required: bool
-    """A request without a key is refused."""
-
-    tenant: Callable[[Context], Any] | None
-    """Whose request it is, from ASGI's scope or WSGI's environ: tenants never meet each other's keys."""
-
-    scope: str | Callable[[Context], str] | None
-    """What keys belong to, instead of method and path. A function with the same scope meets the same keys."""
-
-    fingerprint: Literal["body", "json"] | Callable[[Context, bytes], str]
-    """What makes two requests the same: the bytes, the JSON content, or what the function makes of them."""
-
-    max_response_bytes: int | None
-    """Larger responses are delivered but not kept; their key is never carried out again."""
-
-    body_in_memory: int
-    """Larger request bodies wait in a temporary file; 1 MiB without it."""
-
-    status_path: str | None
-    """Under which path a GET tells what is known of a key; nowhere without it."""
-
-    name: str
-    """What metrics call this door's requests."""
-
-    on_event: Hook | None
-    """Hears every event; see ``docs/metrics.md``."""
 
 
 class Request(Struct):
@@ -114,24 +66,24 @@ class Door(Generic[Face]):
         policy, paths, exclude = (
             options.get("policy"),
             options.get("paths"),
-            _several("exclude", options.get("exclude", ())),
+            several("exclude", options.get("exclude", ())),
         )
         scope, fingerprint, on_event = options.get("scope"), options.get("fingerprint", "body"), options.get("on_event")
-        self.policy = _policy(policy, options.get("ttl"))
+        self.policy = policy_of(policy, options.get("ttl"))
         self.dialect = DIALECTS[self.policy.dialect]
         self.methods = frozenset(
-            _token("methods", method).upper() for method in _several("methods", options.get("methods", ("POST",)))
+            token("methods", method).upper() for method in several("methods", options.get("methods", ("POST",)))
         )
-        self.header = _token("header", options.get("header", "Idempotency-Key"))
+        self.header = token("header", options.get("header", "Idempotency-Key"))
         self.required = options.get("required", False)
         if not isinstance(self.required, bool):
             raise InvalidRequest(f"required= is True or False, not {self.required!r:.80}")
-        self.max_response_bytes = _size("max_response_bytes", options.get("max_response_bytes"))
-        self.body_in_memory = _size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
+        self.max_response_bytes = size("max_response_bytes", options.get("max_response_bytes"))
+        self.body_in_memory = size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
         status_path = options.get("status_path")
-        self.status_path = None if status_path is None else _path("status_path", status_path).rstrip("/")
-        self._tenant = _function("tenant", options.get("tenant"))
-        self._scope = name_of("scope", scope) if isinstance(scope, str) else _function("scope", scope)
+        self.status_path = None if status_path is None else path_of("status_path", status_path).rstrip("/")
+        self._tenant = function("tenant", options.get("tenant"))
+        self._scope = name_of("scope", scope) if isinstance(scope, str) else function("scope", scope)
         self._fingerprint = fingerprint
         if is_async(fingerprint):  # type: ignore[arg-type]  # a text is not
             raise InvalidRequest("fingerprint= takes a plain function, not an async one")
@@ -139,7 +91,7 @@ class Door(Generic[Face]):
             raise InvalidRequest(
                 f'fingerprint= is "body", "json" or a function of request and body, not {fingerprint!r}'
             )
-        self.covers = _matcher(paths, exclude)
+        self.covers = matcher(paths, exclude)
         self.everywhere = paths is None and not exclude
         self._name = name_of("name", options.get("name", "http"))
         self.owned = not isinstance(once, Once | AsyncOnce)
@@ -195,7 +147,7 @@ class Door(Generic[Face]):
         """The scope of a request's key."""
         name = self._scope
         operation = operation_of(method, path) if name is None else name if isinstance(name, str) else name(context)
-        return scope_of(None if self._tenant is None else _named(self._tenant(context)), operation)
+        return scope_of(None if self._tenant is None else tenant_name(self._tenant(context)), operation)
 
     @staticmethod
     def within(request: Request, asking: Asking) -> bool:
@@ -314,90 +266,3 @@ class Recorder:
     def response(self) -> Response:
         """What is stored."""
         return Response(self.status, kept_headers(self.headers), None if self.over else b"".join(self._parts))
-
-
-def _policy(policy: Policy | str | None, ttl: float | None) -> Policy:
-    if policy is None:
-        return Policy.intake(HOUR if ttl is None else ttl)
-    if isinstance(policy, str):
-        if policy not in PRESETS:
-            raise InvalidRequest(f"{policy!r} is not a preset; there are {', '.join(PRESETS)}")
-        policy = getattr(Policy, policy)()
-    if not isinstance(policy, Policy):
-        raise InvalidRequest(f"policy= takes a Policy or a preset's name, not {policy!r:.80}")
-    if policy.in_flight == "reference":
-        raise InvalidRequest('in_flight="reference" is for jobs and runs; a request can "wait" or "conflict"')
-    return policy.but(ttl=ttl)
-
-
-def _matcher(paths: Any, exclude: Any) -> Callable[[str, str], bool]:
-    """Whether a path is covered. In an app that is mounted under another, also as that app itself knows it."""
-    if callable(paths):
-        wanted: Callable[[str], Any] = paths
-    else:
-        wanted = _globs("paths", ("*",) if paths is None else paths)
-    unwanted = _globs("exclude", exclude)
-
-    def covers(path: str, mount: str) -> bool:
-        known = {path, path.removeprefix(mount)}
-        return any(map(wanted, known)) and not any(map(unwanted, known))
-
-    return covers
-
-
-def _globs(what: str, patterns: Any) -> Callable[[str], Any]:
-    texts = [translate(_path(what, pattern)) for pattern in _several(what, patterns)]
-    return re.compile("|".join(texts) if texts else "(?!)").fullmatch
-
-
-def _several(what: str, given: Any) -> tuple[Any, ...]:
-    if isinstance(given, str):
-        return (given,)
-    try:
-        found = tuple(given)
-    except TypeError:
-        raise InvalidRequest(f"{what}= takes a text or several, not {given!r:.80}") from None
-    if not found and what != "exclude":
-        raise InvalidRequest(f"{what}= is empty, so no request would ever be protected")
-    return found
-
-
-def _text(what: str, given: Any) -> str:
-    if not isinstance(given, str) or not given:
-        raise InvalidRequest(f"{what}= takes text, not {given!r:.80}")
-    return given
-
-
-def _token(what: str, given: Any) -> str:
-    if not _TOKEN.fullmatch(_text(what, given)):
-        raise InvalidRequest(f"{what}= takes names such as HTTP has them, one by one, not {given!r:.80}")
-    return str(given)
-
-
-def _path(what: str, given: Any) -> str:
-    if not _text(what, given).startswith(("/", "*")) or (what == "status_path" and not given.strip("/")):
-        raise InvalidRequest(f"{what}= takes paths, which begin with a slash, not {given!r:.80}")
-    return str(given)
-
-
-def _function(what: str, given: Any) -> Any:
-    if given is not None and not callable(given):
-        raise InvalidRequest(f"{what}= takes a function of the request, not {given!r:.80}")
-    if is_async(given):
-        raise InvalidRequest(f"{what}= takes a plain function, not an async one")
-    return given
-
-
-def _named(tenant: Any) -> str | None:
-    """The tenant, if it is a name: an object's text may be its place in memory, which would be no tenant at all."""
-    if tenant is None or isinstance(tenant, str):
-        return tenant
-    if isinstance(tenant, int | UUID) and not isinstance(tenant, bool):
-        return str(tenant)
-    raise InvalidRequest(f"tenant= gave a {type(tenant).__name__}; a tenant is text, a whole number, a UUID or None")
-
-
-def _size(what: str, given: Any) -> int | None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise InvalidRequest(f"{what}= takes a number of bytes, not {given!r:.80}")
-    return given

@@ -11,7 +11,8 @@ from semel.bridge import drive
 from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
 from semel.http.body import CHUNK, Body
 from semel.http.dialects import phrase
-from semel.http.door import HELD, Door, Options, Recorder, Request
+from semel.http.door import HELD, Door, Recorder, Request
+from semel.http.options import Options
 from semel.model import Claim, Granted, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
@@ -31,7 +32,7 @@ class IdempotencyMiddleware:
     """Every request with an idempotency key is carried out once; whoever repeats it gets the first one's response.
 
     ``once`` is a store's URL or a :class:`Once`. Without the key, and for other methods than ``methods``, nothing
-    changes. See :class:`~semel.http.door.Options`.
+    changes. See :class:`~semel.http.options.Options`.
     """
 
     def __init__(self, app: App, once: Once | Target, **options: Unpack[Options]) -> None:
