@@ -289,8 +289,8 @@ def test_those_whom_an_interrupted_leader_carried_are_told_to_try_again() -> Non
         for call in gathering.result(PATIENCE):
             with pytest.raises(StoreUnavailable, match="try again"):
                 call.result(PATIENCE)
-        store.let_pass()
-        assert [granted(once.claim(key)).key for key in ("carried 0",)] == ["carried 0"]
+        store.let_pass(100)  # also for the claims of unknown fate, which are given back
+        assert granted(once.claim("carried 2")).key == "carried 2"
 
 
 def test_who_waits_and_is_interrupted_leaves_without_harm() -> None:

@@ -417,7 +417,9 @@ def test_b15_the_kit_injects_faults_into_any_store(space: Space) -> None:
         lose("claim")
         with pytest.raises(StoreUnavailable):
             once.claim("order-1")
-    assert isinstance(once.claim("order-1"), InFlight), "the claim whose reply was lost stands; it is nobody's retry"
+    deadline = time.monotonic() + 30
+    while not isinstance(once.claim("order-1"), Granted):  # whose reply was lost is given back by itself
+        assert time.monotonic() < deadline
     faulty.away = True
     with pytest.raises(StoreUnavailable):
         once.call("order-2", lambda: pytest.fail("ran without a grant"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 from semel.errors import SemelError, StoreUnavailable
@@ -59,11 +60,12 @@ class Debts(Background):
         self.nudge()
 
     async def settle(self, scope: str, key: str) -> None:
-        """Pay at once what is owed for a key that is about to be claimed."""
+        """Pay at once, if it can be, what is owed for a key that is about to be claimed."""
         for what, (pay, _) in self._owed.copy().items():
             if isinstance(what, Claim) and (what.scope, what.key) == (scope, key):
-                await pay()
-                self._owed.pop(what, None)
+                with suppress(SemelError):  # then the claim will tell how things stand
+                    await pay()
+                    self._owed.pop(what, None)
 
     @property
     def any(self) -> bool:

@@ -25,6 +25,7 @@ class AsyncDatabase:
         self._engine = engine
         self._owned = owned
         self._kept: list[AsyncConnection] = []
+        self._closings = 0
         self._home = HomeLoop(self.after_fork)
         survive_fork(self)
 
@@ -38,6 +39,7 @@ class AsyncDatabase:
         """See Database."""
         self._home.enter()
         with translated():
+            before = self._closings
             conn = self._kept.pop() if self._kept else await self._engine.connect()
             try:
                 answer = await conn.run_sync(work, *args, **kwargs)
@@ -49,7 +51,10 @@ class AsyncDatabase:
                 await conn.invalidate()
                 await conn.close()
                 raise
-            if self._owned and len(self._kept) < KEPT:
+            if self._owned and self._closings != before:  # it outlived close(): leave nothing open behind
+                await conn.invalidate()
+                await conn.close()
+            elif self._owned and len(self._kept) < KEPT:
                 self._kept.append(conn)
             else:
                 await conn.close()
@@ -65,6 +70,7 @@ class AsyncDatabase:
 
     async def close(self) -> None:
         """See Database."""
+        self._closings += 1
         await self._let_go()
         if self._owned:
             await self._engine.dispose()

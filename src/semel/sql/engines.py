@@ -74,6 +74,7 @@ class BlockingDatabase:
         self._engine = engine
         self._owned = owned
         self._kept: list[Connection] = []
+        self._closings = 0
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._held: list[threading.Lock] = []
         survive_fork(self)
@@ -111,6 +112,7 @@ class BlockingDatabase:
             if self._is_sqlite:
                 with self._writing, self._engine.begin() as conn:
                     return work(conn, *args, **kwargs)
+            before = self._closings
             try:
                 conn = self._kept.pop()
             except IndexError:
@@ -121,7 +123,10 @@ class BlockingDatabase:
                 conn.close()
                 self._let_go()  # where one connection broke, the others may have, too
                 raise
-            if self._owned and len(self._kept) < KEPT:
+            if self._owned and self._closings != before:  # it outlived close(): leave nothing open behind
+                conn.invalidate()
+                conn.close()
+            elif self._owned and len(self._kept) < KEPT:
                 self._kept.append(conn)
             else:
                 conn.close()
@@ -152,6 +157,7 @@ class BlockingDatabase:
 
     async def close(self) -> None:
         """See Database."""
+        self._closings += 1
         self._let_go()
         if self._owned:
             self._engine.dispose()
