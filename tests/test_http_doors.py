@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from semel import AsyncOnce, InvalidRequest, Once, Policy
+from semel import AsyncOnce, Granted, InvalidRequest, Once, Policy, Unknown
 from semel.errors import StoreUnavailable
 from semel.http import wsgi
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once.memory import MemoryStore
 from semel.once.store import ClaimRequest, Complete, Release
+from semel.testing import FakeClock, FaultyStore
 
 KEY = {"Idempotency-Key": "k"}
 
@@ -401,3 +402,20 @@ def test_what_the_store_never_takes_holds_up_nothing_else() -> None:
         await once.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lose", ["lose_request", "lose_reply"])
+def test_what_is_unknown_stays_unknown_when_its_resolution_is_lost(lose: str) -> None:
+    """To give it back in the background would say that the work did not happen, and nobody said so."""
+    clock = FakeClock()
+    store = FaultyStore(MemoryStore(clock))
+    with Once(store, retry_for=0, policy=Policy(on_crash="unknown", in_flight="conflict", lease=60)) as once:
+        assert isinstance(once.claim("k"), Granted)
+        clock.advance(61)
+        assert isinstance(once.claim("k"), Unknown)
+        getattr(store, lose)("claim")
+        with pytest.raises(StoreUnavailable):
+            once.resolve("k", done=False)
+        assert not once._engine._debts.any
+        clock.advance(61)
+        assert isinstance(once.claim("k"), Unknown)

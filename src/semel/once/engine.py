@@ -396,7 +396,8 @@ class Engine:
         except StoreBroken:
             raise
         except (StoreUnavailable, CancelledError):
-            if request.done is None and not self._bound:
+            # Whoever resolves takes what is unknown: given back by nobody, it must stay unknown.
+            if request.done is None and not request.resolving and not self._bound:
                 self._debts.owe_answer(request)
             raise
 
