@@ -28,7 +28,7 @@ def semel(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_migrates(sqlite_url: str) -> None:
     done = semel("migrate", sqlite_url)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "migrated from nothing to 0001\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "migrated from nothing to 0002\n", "")
     with Once(sqlite_url) as once:
         assert once.call("key", lambda: 7).value == 7
 
@@ -40,15 +40,15 @@ def test_the_module_is_the_same_command(sqlite_url: str) -> None:
         timeout=60,
         check=True,
     )
-    assert json.loads(done.stdout) == {"before": None, "after": "0001"}
+    assert json.loads(done.stdout) == {"before": None, "after": "0002"}
 
 
 def test_json_is_for_programs(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [main(["migrate", postgres_url, "--json"]) for _ in range(2)] == [0, 0]
     out, err = told(capsys)
     assert [json.loads(line) for line in out.splitlines()] == [
-        {"before": None, "after": "0001"},
-        {"before": "0001", "after": "0001"},
+        {"before": None, "after": "0002"},
+        {"before": "0002", "after": "0002"},
     ]
     assert err == ""
 

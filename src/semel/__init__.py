@@ -2,20 +2,34 @@
 
 from semel.errors import (
     ClaimLost,
+    CostLimitExceeded,
+    Fatal,
+    IllegalTransition,
     InProgress,
+    InvalidParameters,
     InvalidRequest,
     KeyReused,
+    LeaseLost,
     MissingExtra,
     NotDone,
     NotMigrated,
     OriginalFailed,
     OutcomeGone,
     OutcomeUnknown,
+    QuotaExceeded,
+    ReservationLost,
+    ResultStoreError,
+    Retry,
+    RunCancelled,
+    RunNotComplete,
+    RunNotFound,
     SemelError,
+    Snooze,
     StoreBroken,
     StoreUnavailable,
     Unencodable,
     Unfingerprintable,
+    UnknownModel,
 )
 from semel.fingerprint import fingerprint
 from semel.model import (
@@ -37,20 +51,35 @@ from semel.once.counters import Event, Stats
 from semel.once.faces import AsyncOnce, Once
 from semel.once.processor import IdempotentProcessor
 from semel.policy import Policy
+from semel.runs.app import App, AsyncRuns
+from semel.runs.context import Context
+from semel.runs.jobs import AsyncJobStore, JobStore
+from semel.runs.quotas import Quota, Usage
+from semel.runs.records import Run
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "App",
+    "AsyncJobStore",
     "AsyncOnce",
+    "AsyncRuns",
     "Claim",
     "ClaimLost",
+    "Context",
+    "CostLimitExceeded",
     "Event",
+    "Fatal",
     "Granted",
     "IdempotentProcessor",
+    "IllegalTransition",
     "InFlight",
     "InProgress",
+    "InvalidParameters",
     "InvalidRequest",
+    "JobStore",
     "KeyReused",
+    "LeaseLost",
     "Mismatch",
     "MissingExtra",
     "NotDone",
@@ -62,17 +91,29 @@ __all__ = [
     "OutcomeUnknown",
     "Policy",
     "ProcessingRecord",
+    "Quota",
+    "QuotaExceeded",
     "Record",
     "Replay",
+    "ReservationLost",
     "Response",
     "Result",
+    "ResultStoreError",
+    "Retry",
+    "Run",
+    "RunCancelled",
+    "RunNotComplete",
+    "RunNotFound",
     "SemelError",
+    "Snooze",
     "Stats",
     "StoreBroken",
     "StoreUnavailable",
     "Unencodable",
     "Unfingerprintable",
     "Unknown",
+    "UnknownModel",
+    "Usage",
     "Verdict",
     "current_claim",
     "fingerprint",

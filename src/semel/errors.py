@@ -76,3 +76,71 @@ class StoreBroken(StoreUnavailable):
 
 class NotDone(SemelError):
     """Raise it in a reconcile hook to say: the lost work did not happen, do it now."""
+
+
+class UnknownModel(SemelError, LookupError):
+    """No model of that name is registered with the app; nothing was stored."""
+
+
+class InvalidParameters(InvalidRequest):
+    """The parameters do not fit the model's signature; nothing was stored. The message names the parameter."""
+
+
+class RunNotFound(SemelError, LookupError):
+    """There is no run of that id, or it is not the caller's to see."""
+
+
+class RunNotComplete(SemelError):
+    """The run has no result to show: it has not succeeded. ``status`` says how it stands."""
+
+    def __init__(self, message: str, status: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class IllegalTransition(SemelError):
+    """The run is in a state that the step asked for does not lead from; nothing was changed."""
+
+
+class LeaseLost(ClaimLost):
+    """The run belongs to another attempt by now, or is over: what this one did must not be published."""
+
+
+class QuotaExceeded(SemelError):
+    """The user's quota is used up; nothing was stored. Waiting for earlier runs to end, or a higher limit, helps."""
+
+
+class CostLimitExceeded(QuotaExceeded):
+    """The user's spending limit is reached; nothing was stored."""
+
+
+class ReservationLost(SemelError):
+    """The reservation expired, was given back, or is someone else's: the slot is not the caller's any more."""
+
+
+class ResultStoreError(SemelError):
+    """The result store is full or cannot be reached; the attempt is tried again."""
+
+
+class Retry(SemelError):
+    """Raise or return it in a model: try again, ``after`` seconds from now (or by the model's backoff)."""
+
+    def __init__(self, reason: str = "the model asked to be tried again", *, after: float | None = None) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class Fatal(SemelError):
+    """Raise or return it in a model: this can never work, do not try again."""
+
+
+class Snooze(SemelError):
+    """Raise or return it in a model: nothing is wrong, run me again in ``seconds``; no attempt is charged."""
+
+    def __init__(self, seconds: float, reason: str = "") -> None:
+        super().__init__(reason or f"snoozed for {seconds:g} seconds")
+        self.seconds = seconds
+
+
+class RunCancelled(SemelError):
+    """Raised inside a model by ``ctx.check()`` and ``ctx.progress()`` once its run was cancelled: clean up and leave."""

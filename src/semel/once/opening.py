@@ -13,6 +13,7 @@ from semel.once.memory import MemoryStore
 from semel.once.sqlite import SqliteStore
 from semel.once.store import Clock, Store
 from semel.sql import engines
+from semel.sql.opening import open_database
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -55,23 +56,13 @@ def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, 
 
 
 def _sqlite(url: URL, awaited: bool, clock: Clock | None) -> Store:
-    database = engines.BlockingDatabase(engines.sqlite_engine(url))
-    return SqliteStore(engines.ThreadedDatabase(database) if awaited else database, clock)
+    return SqliteStore(open_database(url, awaited=awaited), clock)
 
 
 def _postgres(url: URL, awaited: bool, clock: Clock | None) -> Store:
     from semel.once.postgres import PostgresStore, hearing
 
-    database: engines.Database
-    if awaited:
-        try:
-            from semel.sql.awaited import AsyncDatabase, async_postgres_engine
-        except ImportError as error:  # SQLAlchemy's word for greenlet missing
-            raise engines.missing("postgres", error) from error
-        database = AsyncDatabase(async_postgres_engine(url))
-    else:
-        database = engines.BlockingDatabase(engines.postgres_engine(url))
-    return PostgresStore(database, clock, Listener(hearing(url)))
+    return PostgresStore(open_database(url, awaited=awaited), clock, Listener(hearing(url)))
 
 
 def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:

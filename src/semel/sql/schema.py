@@ -1,7 +1,7 @@
 """semel's tables, as the newest migration leaves them.
 
 Times are microseconds since 1970 on the database's clock. ``semel_keys`` stays narrow and updates in place:
-completing or renewing touches no indexed column.
+completing or renewing touches no indexed column. So does a run's heartbeat: what it writes is in no index.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    CheckConstraint,
     Column,
+    Float,
     Index,
     Integer,
     LargeBinary,
@@ -18,9 +20,11 @@ from sqlalchemy import (
     Sequence,
     Table,
     Text,
+    Uuid,
+    text,
 )
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -65,3 +69,186 @@ fences = Sequence("semel_fence", metadata=metadata)
 
 fence_counter = Table("semel_fence_counter", metadata, Column("last", Integer, nullable=False))
 """SQLite: one row, raised in the transaction that claims."""
+
+_id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
+"""A UUIDv7, which grows with time; as text on SQLite, so that a person can ask for it."""
+
+runs = Table(
+    "semel_runs",
+    metadata,
+    Column("id", _id, primary_key=True),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("model", _name, nullable=False),
+    Column("queue", _name, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("ready", Boolean, nullable=False),
+    Column("step", Text, nullable=False),
+    Column("note", Text, nullable=True),
+    Column("version", Integer, nullable=False),
+    Column("changed_us", BigInteger, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("errors", Integer, nullable=False),
+    Column("losts", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("max_lost", Integer, nullable=False),
+    Column("parameters", Text, nullable=False),
+    Column("payload_hash", Text, nullable=False),
+    Column("idempotency_key", Text, nullable=True),
+    Column("facet", Text, nullable=True),
+    Column("retry_of", _id, nullable=True),
+    Column("cost", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("started_us", BigInteger, nullable=True),
+    Column("finished_us", BigInteger, nullable=True),
+    Column("worker", Text, nullable=True),
+    Column("lease_us", BigInteger, nullable=False),
+    Column("lease_until_us", BigInteger, nullable=True),
+    Column("heartbeat_us", BigInteger, nullable=True),
+    Column("cancel_us", BigInteger, nullable=True),
+    Column("progress", Float, nullable=True),
+    Column("progress_note", Text, nullable=True),
+    Column("last_error", Text, nullable=True),
+    Column("traceback", Text, nullable=True),
+    Column("result", Text, nullable=True),
+    Column("result_ref", Text, nullable=True),
+    Column("result_digest", Text, nullable=True),
+    Column("result_size", BigInteger, nullable=True),
+    Column("artifacts", Text, nullable=True),
+    CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
+    CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
+    CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
+    CheckConstraint("status = 'SUCCEEDED' OR result_digest IS NULL", "semel_runs_result"),
+    postgresql_with={"fillfactor": "70"},
+)
+_pending = "status = 'PENDING' AND ready"
+Index(
+    "semel_runs_ready",
+    runs.c.queue,
+    runs.c.priority.desc(),
+    runs.c.due_us,
+    runs.c.id,
+    postgresql_where=text(_pending),
+    sqlite_where=text(_pending),
+)
+_later = "status = 'PENDING' AND NOT ready"
+Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
+_running = "status = 'RUNNING'"
+Index("semel_runs_running", runs.c.worker, postgresql_where=text(_running), sqlite_where=text(_running))
+_active = "status IN ('PENDING', 'RUNNING')"
+Index(
+    "semel_runs_active",
+    runs.c.tenant,
+    runs.c.user_id,
+    postgresql_where=text(_active),
+    sqlite_where=text(_active),
+)
+Index("semel_runs_user", runs.c.tenant, runs.c.user_id, runs.c.created_us)
+Index("semel_runs_status", runs.c.status, runs.c.id)
+Index("semel_runs_payload", runs.c.payload_hash)
+
+run_keys = Table(
+    "semel_run_keys",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("key", _name, nullable=False),
+    Column("payload_hash", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", "kind", "key", name="semel_run_keys_pkey"),
+)
+Index("semel_run_keys_expires", run_keys.c.expires_us)
+
+run_events = Table(
+    "semel_run_events",
+    metadata,
+    Column("run_id", _id, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("step", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("worker", Text, nullable=True),
+    Column("note", Text, nullable=True),
+    Column("unpublished", Boolean, nullable=False),
+    PrimaryKeyConstraint("run_id", "version", name="semel_run_events_pkey"),
+)
+_unpublished = "unpublished"
+Index(
+    "semel_run_events_unpublished",
+    run_events.c.at_us,
+    postgresql_where=text(_unpublished),
+    sqlite_where=text(_unpublished),
+)
+
+run_logs = Table(
+    "semel_run_logs",
+    metadata,
+    Column("run_id", _id, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("line", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("level", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+)
+
+quotas = Table(
+    "semel_quotas",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("max_concurrent", Integer, nullable=True),
+    Column("per_hour", Integer, nullable=True),
+    Column("per_day", Integer, nullable=True),
+    Column("cost_daily", BigInteger, nullable=True),
+    Column("cost_weekly", BigInteger, nullable=True),
+    Column("cost_monthly", BigInteger, nullable=True),
+    Column("cost_yearly", BigInteger, nullable=True),
+    Column("action", Text, nullable=False),
+    Column("warn_at", Float, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", name="semel_quotas_pkey"),
+)
+
+reservations = Table(
+    "semel_reservations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    Column("consumed", Boolean, nullable=False),
+    Column("job_id", Text, nullable=True),
+)
+Index("semel_reservations_user", reservations.c.tenant, reservations.c.user_id)
+Index("semel_reservations_expires", reservations.c.expires_us)
+
+workers = Table(
+    "semel_workers",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("queues", Text, nullable=False),
+    Column("models", Text, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("draining", Boolean, nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("seen_us", BigInteger, nullable=False),
+)
+
+leaders = Table(
+    "semel_leaders",
+    metadata,
+    Column("role", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+)

@@ -1,0 +1,199 @@
+"""The app: a ledger, the models that it runs, and every verb on runs, blocking here and awaited in ``app.aio``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+from weakref import WeakSet
+
+from semel.bridge import awaited, blocking
+from semel.errors import InvalidRequest
+from semel.forks import survive_fork
+from semel.once.store import Clock
+from semel.runs.engine import Engine, Terms
+from semel.runs.execution import Limits
+from semel.runs.keeping import Published
+from semel.runs.ledger import Ledger
+from semel.runs.models import make_model
+from semel.runs.news import Hook, News
+from semel.runs.registry import Registry
+from semel.runs.results import ResultStore, open_results
+from semel.runs.transports import Database, Transport
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_apps: WeakSet[App] = WeakSet()
+
+
+class AsyncRuns:
+    """The verbs of an app for an event loop; one loop at a time. Get it as ``app.aio``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    submit = awaited(Engine.submit)
+    submit_many = awaited(Engine.submit_many)
+    get = awaited(Engine.get)
+    runs = awaited(Engine.runs)
+    cancel = awaited(Engine.cancel)
+    retry = awaited(Engine.retry)
+    result = awaited(Engine.result)
+    result_json = awaited(Engine.result_json)
+    artifact = awaited(Engine.artifact)
+    wait = awaited(Engine.wait)
+    timeline = awaited(Engine.timeline)
+    logs = awaited(Engine.logs)
+    waiting = awaited(Engine.waiting)
+    summary = awaited(Engine.summary)
+    backlog = awaited(Engine.backlog)
+    workers = awaited(Engine.workers)
+    set_quota = awaited(Engine.set_quota)
+    quotas = awaited(Engine.quotas)
+    usage = awaited(Engine.usage)
+    purge = awaited(Engine.purge)
+    close = awaited(Engine.close)
+
+
+class App:
+    """Runs on a database: ``App("sqlite:///semel.db")``, ``App("postgresql://host/name")``.
+
+    ``artifacts`` is where large results and files go: a folder, ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
+    ``transport`` tells workers of new runs: ``"database"``, or ``"rq"`` and ``"celery"`` over ``redis``.
+    ``publish`` is called with every step of every run, at least once, after it was committed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        artifacts: str | Path | ResultStore = "./artifacts",
+        transport: Literal["database", "rq", "celery"] | Transport = "database",
+        redis: str | None = None,
+        key_ttl: float = 86400.0,
+        dedupe_window: float = 600.0,
+        inline_result_bytes: int = 16 * 1024,
+        max_result_bytes: int = 100 * 1024 * 1024,
+        publish: Callable[[Published], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.url = url
+        self.registry = Registry()
+        self.news = News()
+        self.limits = Limits(inline_bytes=inline_result_bytes, max_bytes=max_result_bytes)
+        self.terms = Terms(key_ttl=key_ttl, dedupe_window=dedupe_window)
+        self.publish = publish
+        self.clock = clock
+        self.transport = _transport(transport, redis, self)
+        self._artifacts = _absolute(artifacts)
+        self._opening = threading.Lock()
+        Ledger(url, awaited=False)  # says at once when the URL cannot work
+        _apps.add(self)
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """A thread that was opening the result store stayed in the parent."""
+        self._opening = threading.Lock()
+
+    @property
+    def results(self) -> ResultStore:
+        """Where large results and artifacts lie; opened when first needed."""
+        with self._opening:
+            if isinstance(self._artifacts, str | Path):
+                self._artifacts = open_results(self._artifacts)
+            return self._artifacts
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self.engine(awaited=False)
+
+    @cached_property
+    def aio(self) -> AsyncRuns:
+        """The same verbs, awaited."""
+        return AsyncRuns(self.engine(awaited=True))
+
+    def ledger(self, *, awaited: bool) -> Ledger:
+        """A ledger with connections of its own."""
+        return Ledger(self.url, awaited=awaited, clock=self.clock, publish=self.publish is not None)
+
+    def engine(self, *, awaited: bool) -> Engine:
+        """The verbs over a ledger of their own."""
+        ledger = self.ledger(awaited=awaited)
+        return Engine(
+            ledger,
+            self.registry,
+            results=lambda: self.results,
+            transport=self.transport,
+            terms=self.terms,
+            news=self.news,
+        )
+
+    def model(self, name: str, **options: Any) -> Callable[[F], F]:
+        """Register a function as a model; the function stays as it is. See docs/runs.md for the options."""
+        if not isinstance(name, str):
+            raise InvalidRequest('a model needs a name: @app.model("name")')
+
+        def register(function: F) -> F:
+            self.registry.add(make_model(name, function, **options))
+            return function
+
+        return register
+
+    def on_event(self, hook: Hook) -> None:
+        """Call ``hook`` for everything that happens to runs in this process."""
+        self.news.hear(hook)
+
+    submit = blocking(Engine.submit)
+    submit_many = blocking(Engine.submit_many)
+    get = blocking(Engine.get)
+    runs = blocking(Engine.runs)
+    cancel = blocking(Engine.cancel)
+    retry = blocking(Engine.retry)
+    result = blocking(Engine.result)
+    result_json = blocking(Engine.result_json)
+    artifact = blocking(Engine.artifact)
+    wait = blocking(Engine.wait)
+    timeline = blocking(Engine.timeline)
+    logs = blocking(Engine.logs)
+    waiting = blocking(Engine.waiting)
+    summary = blocking(Engine.summary)
+    backlog = blocking(Engine.backlog)
+    workers = blocking(Engine.workers)
+    set_quota = blocking(Engine.set_quota)
+    quotas = blocking(Engine.quotas)
+    usage = blocking(Engine.usage)
+    purge = blocking(Engine.purge)
+    close = blocking(Engine.close)
+
+
+def apps() -> list[App]:
+    """Every app of this process."""
+    return list(_apps)
+
+
+def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:
+    """A folder stays the same folder, whatever becomes of the working directory."""
+    if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
+        return Path(target).resolve()
+    return target
+
+
+def _transport(transport: str | Transport, redis: str | None, app: App) -> Transport:
+    if not isinstance(transport, str):
+        return transport
+    match transport:
+        case "database":
+            return Database()
+        case "rq" | "celery" if redis is None:
+            raise InvalidRequest(f"the transport {transport!r} needs redis='redis://host/0'")
+        case "rq":
+            from semel.runs.rq import RqTransport
+
+            return cast("Transport", RqTransport(cast("str", redis), app))
+        case "celery":
+            from semel.runs.celery import CeleryTransport
+
+            return cast("Transport", CeleryTransport(cast("str", redis), app))
+    raise InvalidRequest(f"transport is 'database', 'rq' or 'celery', not {transport!r}")

@@ -1,0 +1,503 @@
+"""What an app can be asked, written once: blocking in :class:`~semel.runs.app.App`, awaited in its ``aio``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from semel.errors import (
+    IllegalTransition,
+    InvalidRequest,
+    KeyReused,
+    ResultStoreError,
+    RunNotComplete,
+    RunNotFound,
+    SemelError,
+)
+from semel.runs.ledger import Ledger
+from semel.runs.models import Model
+from semel.runs.news import News, RunEvent
+from semel.runs.quotas import DEFAULT, Quota, Usage
+from semel.runs.reading import Backlog, Filter
+from semel.runs.records import (
+    MICRO,
+    STATUSES,
+    LogLine,
+    Page,
+    Run,
+    Step,
+    Summary,
+    Waiting,
+    WorkerInfo,
+    checked_id,
+    checked_name,
+    checked_seconds,
+    micros,
+    new_id,
+)
+from semel.runs.registry import Registry
+from semel.runs.results import ResultStore
+from semel.runs.submitting import Answer, Created, Submission
+from semel.runs.transports import Transport
+
+R = TypeVar("R")
+
+MAX_KEY = 255
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """How an app recognises what was submitted before."""
+
+    key_ttl: float = 86400.0
+    """Seconds for which an idempotency key names its run."""
+    dedupe_window: float = 600.0
+    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
+
+
+class Engine:
+    """Runs of one app."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        registry: Registry,
+        *,
+        results: Callable[[], ResultStore],
+        transport: Transport,
+        terms: Terms,
+        news: News,
+    ) -> None:
+        self.ledger = ledger
+        self.registry = registry
+        self._results = results
+        self._transport = transport
+        self._terms = terms
+        self._news = news
+
+    async def submit(
+        self,
+        model: str,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        idempotency_key: str | None = None,
+        user: str | int = "",
+        tenant: str = "",
+        queue: str | None = None,
+        priority: int | None = None,
+        delay: float = 0.0,
+        cost: float | None = None,
+        reservation: str | None = None,
+        key_ttl: float | None = None,
+        dedupe: bool = True,
+    ) -> Run:
+        """Store a run and answer at once. The same key, or without one the same payload shortly after, finds the run
+        that is there: ``run.replayed`` says so, and nothing is created or charged.
+
+        ``delay`` seconds pass before it may start; ``priority`` (higher first) and ``queue`` override the model's.
+        ``reservation`` is a slot got before. ``dedupe=False`` makes a new run whatever was asked before.
+        """
+        submission = self.submission(
+            model,
+            parameters or {},
+            idempotency_key=idempotency_key,
+            user=user,
+            tenant=tenant,
+            queue=queue,
+            priority=priority,
+            delay=delay,
+            cost=cost,
+            reservation=reservation,
+            key_ttl=key_ttl,
+            dedupe=dedupe,
+        )
+        answer = await self.ledger.submit(submission)
+        run = await self._answered(submission, answer)
+        if isinstance(run, SemelError):
+            self._tell("refused", model)
+            raise run
+        self._tell("replayed" if run.replayed else "created", model)
+        if not run.replayed and delay <= 0:
+            await self._announce([(run.id, run.queue)])
+        return run
+
+    async def submit_many(self, submissions: Sequence[Mapping[str, Any]]) -> list[Run | SemelError]:
+        """Store many runs with few statements: each is the arguments of :meth:`submit` as a mapping.
+
+        Answers in their order; where one could not be had, its error stands in its place. Parameters that do not fit
+        are found before anything is stored.
+        """
+        asked = []
+        for place, each in enumerate(submissions):
+            try:
+                asked.append(self._of_mapping(each))
+            except SemelError as error:
+                raise type(error)(f"submission {place}: {error}") from error
+        answers = await self.ledger.submit_many(asked)
+        found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
+        there = await self.ledger.get(found) if found else {}
+        runs = [_run(each, answer, there) for each, answer in zip(asked, answers, strict=True)]
+        new = [run for run in runs if isinstance(run, Run) and not run.replayed]
+        for run in new:
+            self._tell("created", run.model)
+        await self._announce([(run.id, run.queue) for run in new])
+        return runs
+
+    def _of_mapping(self, each: Mapping[str, Any]) -> Submission:
+        options = dict(each)
+        unknown = options.keys() - _SUBMIT_OPTIONS
+        if unknown or "model" not in options:
+            raise InvalidRequest(
+                f"a submission is a mapping with 'model' and any of {', '.join(sorted(_SUBMIT_OPTIONS))}; "
+                f"got {', '.join(map(repr, options))}"
+            )
+        return self.submission(options.pop("model"), options.pop("parameters", None) or {}, **options)
+
+    def submission(
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        user: str | int = "",
+        tenant: str = "",
+        queue: str | None = None,
+        priority: int | None = None,
+        delay: float = 0.0,
+        cost: float | None = None,
+        reservation: str | None = None,
+        key_ttl: float | None = None,
+        dedupe: bool = True,
+        retry_of: str | None = None,
+    ) -> Submission:
+        """Everything checked, nothing sent."""
+        registered = self.registry[model]
+        given = registered.check(parameters)
+        payload_hash = registered.payload_hash(given)
+        user = checked_name("user", user)
+        if user == DEFAULT:
+            raise InvalidRequest(f"{DEFAULT!r} stands for every user in quotas, so it cannot be one")
+        key, kind, ttl = None, "payload", self._terms.dedupe_window
+        if idempotency_key is not None:
+            key = checked_name("idempotency_key", idempotency_key, most=MAX_KEY, empty=False)
+            kind, ttl = "key", checked_seconds("key_ttl", self._terms.key_ttl if key_ttl is None else key_ttl)
+        elif dedupe and ttl > 0:
+            key = payload_hash
+        return Submission(
+            id=new_id(),
+            tenant=checked_name("tenant", tenant),
+            user=user,
+            model=model,
+            queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
+            priority=registered.priority if priority is None else _priority(priority),
+            parameters=given,
+            payload_hash=payload_hash,
+            key=key,
+            key_kind="key" if kind == "key" else "payload",
+            key_ttl_us=round(ttl * MICRO),
+            delay_us=round(checked_seconds("delay", delay) * MICRO),
+            cost=micros(checked_seconds("cost", registered.cost if cost is None else cost)),
+            lease_us=round(registered.lease * MICRO),
+            max_attempts=registered.max_attempts,
+            max_lost=registered.max_lost,
+            facet=_group(registered, given),
+            retry_of=retry_of,
+            reservation=reservation,
+        )
+
+    async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
+        there = {} if isinstance(answer, SemelError | Created) else await self.ledger.get([answer.id])
+        return _run(submission, answer, there)
+
+    async def _announce(self, runs: Sequence[tuple[str, str]]) -> None:
+        """Tell the transport. One that cannot be reached loses nothing: the sweeper finds the runs."""
+        if self._transport.announces and runs:
+            await self._apart(self._transport.announce, runs)
+
+    def _tell(self, kind: Any, model: str) -> None:
+        if self._news.wanted:
+            self._news.tell(RunEvent(kind, model))
+
+    async def _apart(self, work: Callable[..., R], *args: Any) -> R:
+        """Blocking work, where it holds nobody up."""
+        if self.ledger.awaited:
+            return await asyncio.to_thread(work, *args)
+        return work(*args)
+
+    async def get(self, run_id: str, *, tenant: str | None = None) -> Run:
+        """The run as it stands, or :class:`~semel.errors.RunNotFound`."""
+        known = checked_id(run_id)
+        found = await self.ledger.get([known], tenant) if known else {}
+        if known not in found:
+            raise RunNotFound(f"there is no run {run_id!r}")
+        return found[known]
+
+    async def runs(
+        self,
+        *,
+        status: str | Sequence[str] | None = None,
+        model: str | None = None,
+        user: str | int | None = None,
+        tenant: str = "",
+        queue: str | None = None,
+        idempotency_key: str | None = None,
+        payload_hash: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page:
+        """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last."""
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest(f"limit is between 1 and 1000, not {limit}")
+        start = None if cursor is None else checked_id(cursor)
+        if cursor is not None and start is None:
+            raise InvalidRequest("cursor is what page.next said")
+        wanted = Filter(
+            tenant=tenant,
+            status=None if status is None else _statuses(status),
+            model=model,
+            user=None if user is None else str(user),
+            queue=queue,
+            key=idempotency_key,
+            payload_hash=payload_hash,
+            since_us=_us("since", since),
+            until_us=_us("until", until),
+        )
+        return await self.ledger.list_runs(wanted, limit, start)
+
+    async def cancel(self, run_id: str, *, why: str = "cancelled by request", tenant: str | None = None) -> Run:
+        """End a run that is pending, or ask for the end of one that is running: it gets time to clean up.
+
+        Again changes nothing. One that ended otherwise is left as it is, and that is said by an error.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        if run.status in ("PENDING", "RUNNING"):
+            await self.ledger.cancel([run.id], why)
+            run = await self.get(run.id)
+        if run.status in ("SUCCEEDED", "FAILED"):
+            raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
+        return run
+
+    async def retry(self, run_id: str, *, tenant: str | None = None) -> Run:
+        """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was."""
+        run = await self.get(run_id, tenant=tenant)
+        if run.status not in ("FAILED", "CANCELLED"):
+            raise IllegalTransition(f"run {run.id} is {run.status}; only a FAILED or CANCELLED run can be retried")
+        submission = self.submission(
+            run.model,
+            run.parameters,
+            user=run.user,
+            tenant=run.tenant,
+            queue=run.queue,
+            priority=run.priority,
+            retry_of=run.id,
+        )
+        again = await self._answered(submission, await self.ledger.submit(submission))
+        if isinstance(again, SemelError):
+            raise again
+        if not again.replayed:
+            self._tell("created", run.model)
+            await self._announce([(again.id, again.queue)])
+        return again
+
+    async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
+        """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""
+        return msgspec.json.decode(await self.result_json(run_id, tenant=tenant))
+
+    async def result_json(self, run_id: str, *, tenant: str | None = None) -> bytes:
+        """What the run returned, as JSON."""
+        known = checked_id(run_id)
+        found = await self.ledger.result(known, tenant) if known else None
+        if found is None:
+            raise RunNotFound(f"there is no run {run_id!r}")
+        run, kept = found
+        if run.status != "SUCCEEDED":
+            said = f": {run.last_error}" if run.status == "FAILED" else ""
+            raise RunNotComplete(f"run {run.id} is {run.status} and has no result{said}", run.status)
+        if kept is not None:
+            return kept.encode()
+        assert run.result_ref is not None
+        data = await self._apart(self._results().get, run.result_ref)
+        if sha256(data).hexdigest() != run.result_digest:
+            raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
+        return data
+
+    async def artifact(self, run_id: str, name: str, *, tenant: str | None = None) -> Iterator[bytes]:
+        """The content of an artifact, in pieces."""
+        run = await self.get(run_id, tenant=tenant)
+        for each in run.artifacts:
+            if each.name == name:
+                return await self._apart(self._results().open, each.ref)
+        raise RunNotFound(f"run {run.id} has no artifact {name!r}")
+
+    async def wait(
+        self,
+        run_id: str,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 -- it is the blocking face's, too
+        tenant: str | None = None,
+    ) -> Run:
+        """Wait until the run is over, and give it as it ended; TimeoutError when that takes too long."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 0.01
+        while True:
+            run = await self.get(run_id, tenant=tenant)
+            if run.done:
+                return run
+            left = pause if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"run {run.id} is still {run.status} after {timeout} seconds")
+            await self.ledger.runtime.sleep(min(pause, left))
+            pause = min(pause * 1.5, 1.0)
+
+    async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
+        """Every step of the run's life, oldest first."""
+        return await self.ledger.timeline((await self.get(run_id, tenant=tenant)).id)
+
+    async def logs(
+        self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
+    ) -> list[LogLine]:
+        """What the run logged, oldest first; ``after`` is the (fence, line) of the last line seen."""
+        return await self.ledger.logs((await self.get(run_id, tenant=tenant)).id, after, limit)
+
+    async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
+        """Why the run is pending, its place in the queue, since when; None when it is not pending."""
+        return await self.ledger.waiting((await self.get(run_id, tenant=tenant)).id)
+
+    async def summary(self, *, tenant: str = "", grouped: bool = False) -> list[Summary]:
+        """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
+        return await self.ledger.summary(tenant, grouped=grouped)
+
+    async def backlog(self) -> Backlog:
+        """What waits and what runs, for those who watch."""
+        return await self.ledger.backlog()
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Who works on this app's runs."""
+        return await self.ledger.workers()
+
+    async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
+        """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away."""
+        await self.ledger.set_quota((checked_name("tenant", tenant), checked_name("user", user)), quota)
+
+    async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
+        """Every quota of a tenant, by user."""
+        return await self.ledger.quotas(tenant)
+
+    async def usage(self, user: str | int, *, tenant: str = "") -> Usage:
+        """What a user has in use."""
+        return (await self.ledger.usage((tenant, checked_name("user", user))))[0]
+
+    async def purge(self, older_than: float) -> int:
+        """Remove runs that were over so many seconds ago, with their events, logs and files; answer how many."""
+        total = 0
+        while ids := await self.ledger.old_runs(checked_seconds("older_than", older_than)):
+            for run_id in ids:
+                await self._apart(self._results().remove, run_id)
+            total += await self.ledger.remove_runs(ids)
+        return total
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self.ledger.close()
+
+
+_SUBMIT_OPTIONS = frozenset(
+    {
+        *("model", "parameters", "idempotency_key", "user", "tenant", "queue", "priority", "delay", "cost"),
+        *("reservation", "key_ttl", "dedupe"),
+    }
+)
+
+
+def _run(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
+    """The answer to a submission as the run that it names."""
+    if isinstance(answer, SemelError):
+        return answer
+    if isinstance(answer, Created):
+        return _new_run(submission, answer)
+    run = there.get(answer.id)
+    if run is None:
+        return KeyReused(f"the key {submission.key!r} names the job {answer.id!r}, which is no run of this app")
+    return msgspec.structs.replace(run, replayed=answer.id != submission.id)
+
+
+def _new_run(submission: Submission, answer: Created) -> Run:
+    """As it was written a moment ago; to read it back would cost as much as to write it."""
+    return Run(
+        id=submission.id,
+        tenant=submission.tenant,
+        user=submission.user,
+        model=submission.model,
+        queue=submission.queue,
+        priority=submission.priority,
+        status="PENDING",
+        step="created",
+        note=None,
+        version=1,
+        fence=0,
+        attempts=0,
+        errors=0,
+        losts=0,
+        max_attempts=submission.max_attempts,
+        max_lost=submission.max_lost,
+        parameters_json=submission.parameters,
+        payload_hash=submission.payload_hash,
+        idempotency_key=submission.key if submission.key_kind == "key" else None,
+        retry_of=submission.retry_of,
+        cost=submission.cost / MICRO,
+        created_us=answer.created_us,
+        due_us=answer.created_us + submission.delay_us,
+        started_us=None,
+        finished_us=None,
+        worker=None,
+        lease_until_us=None,
+        heartbeat_us=None,
+        cancel_us=None,
+        progress=None,
+        progress_note=None,
+        last_error=None,
+        traceback=None,
+        result_ref=None,
+        result_digest=None,
+        result_size=None,
+        artifacts=[],
+        quota_warnings=answer.admission.quota_warnings,
+        cost_limit_warning=answer.admission.cost_limit_warning,
+    )
+
+
+def _group(model: Model, parameters: str) -> str | None:
+    """The value of the parameter that the model is summarised by, as text."""
+    if model.summary is None:
+        return None
+    value = msgspec.json.decode(parameters).get(model.summary)
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -32768 <= value <= 32767:
+        raise InvalidRequest(f"priority is a whole number from -32768 to 32767, higher first, not {value!r}")
+    return value
+
+
+def _statuses(status: str | Sequence[str]) -> list[str]:
+    wanted = [status] if isinstance(status, str) else list(status)
+    if unknown := [each for each in wanted if each not in STATUSES]:
+        raise InvalidRequest(f"{unknown[0]!r} is not a status; there are {', '.join(STATUSES)}")
+    return wanted
+
+
+def _us(what: str, moment: datetime | None) -> int | None:
+    if moment is None:
+        return None
+    if moment.tzinfo is None:
+        raise InvalidRequest(f"{what} needs a time zone: datetime.now(UTC), not datetime.now()")
+    return round(moment.timestamp() * MICRO)

@@ -1,0 +1,111 @@
+"""The ends of attempts on their way to the ledger: gathered while one batch is being written, then sent as the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from semel.errors import SemelError, StoreUnavailable
+from semel.runs.held import Held, Holdings
+from semel.runs.ledger import Ledger
+from semel.runs.news import News, RunEvent
+from semel.runs.transitions import Ending, Over
+from semel.runs.worklog import WorkLog
+
+LARGEST = 500
+
+
+class Finisher:
+    """Writes ends in batches. A database that is away is waited for: the heart keeps the leases meanwhile."""
+
+    def __init__(
+        self, ledger: Ledger, holdings: Holdings, log: WorkLog, news: News, written: Callable[[], None]
+    ) -> None:
+        self._ledger = ledger
+        self._holdings = holdings
+        self._log = log
+        self._news = news
+        self._written = written
+        self._waiting: list[tuple[Held, Ending]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._alone = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """True while an end is not yet written."""
+        return self._task is not None
+
+    def add(self, held: Held, ending: Ending) -> None:
+        """Write it soon."""
+        held.over = True
+        self._waiting.append((held, ending))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._write_all())
+
+    async def _write_all(self) -> None:
+        pause = 0.05
+        try:
+            await asyncio.sleep(0)  # who ends in this turn of the loop comes along
+            while self._waiting:
+                size = 1 if self._alone else LARGEST
+                self._alone = max(0, self._alone - 1)
+                batch, self._waiting = self._waiting[:size], self._waiting[size:]
+                try:
+                    over = await self._ledger.end([ending for _, ending in batch])
+                except StoreUnavailable as error:
+                    self._log.say(logging.WARNING, f"{len(batch)} ends could not be written yet: {error}")
+                    self._waiting = [each for each in batch if not each[0].lost] + self._waiting
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 2, 5.0)
+                    continue
+                except SemelError as error:
+                    self._refused(batch, error)
+                    continue
+                pause = 0.05
+                await self._settle(batch, over)
+        finally:
+            self._task = None
+            self._written()
+
+    def _refused(self, batch: list[tuple[Held, Ending]], error: SemelError) -> None:
+        """The database would not have it: each gets its chance alone, and what cannot be written is given up."""
+        if len(batch) > 1:
+            self._alone = len(batch)
+            self._waiting = batch + self._waiting
+            return
+        held, _ = batch[0]
+        self._log.say(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
+        self._holdings.drop(held)
+
+    async def _settle(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
+        lines = [line for held, _ in batch for line in held.lines]
+        for held, ending in batch:
+            self._holdings.drop(held)
+            held.lines = []
+            end = over.get(ending.run_id)
+            if end is None:
+                self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
+            else:
+                self._tell(held, ending, end)
+        self._written()
+        if lines:
+            await self._ledger.log(lines)
+
+    def _tell(self, held: Held, ending: Ending, end: Over) -> None:
+        level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
+        reason = f": {ending.ended.reason}" if ending.ended.reason else ""
+        self._log.say(level, f"run {end.step}{reason}", held, end.status)
+        if self._news.wanted:
+            again = end.status == "PENDING"
+            self._news.tell(
+                RunEvent(
+                    "retried" if again else "ended",
+                    end.model,
+                    end.status,
+                    (end.changed_us - held.leased.changed_us) / 1e6,
+                )
+            )

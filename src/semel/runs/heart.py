@@ -1,0 +1,106 @@
+"""The worker's heart: it keeps every lease alive in one statement, and learns which are lost or asked to end.
+
+It beats in the worker's parent process, so that no model, however busy its process is, can stop it. Liveness is one
+thing and progress another: a run that makes none is still alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from semel.errors import SemelError
+from semel.runs.held import Held, Holdings
+from semel.runs.keeping import WorkerCard
+from semel.runs.ledger import Ledger
+from semel.runs.worklog import WorkLog
+
+TICK = 1.0
+"""Seconds between two looks at what is held: so long may a cancel take to be heard."""
+CARD_EVERY = 15.0
+"""Seconds between two signs of life of an idle worker."""
+
+
+class Heart:
+    """Beats while the worker lives."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        holdings: Holdings,
+        log: WorkLog,
+        *,
+        card: Callable[[], WorkerCard],
+        lost: Callable[[Held], None],
+        cancelled: Callable[[Held], None],
+    ) -> None:
+        self._ledger = ledger
+        self._holdings = holdings
+        self._log = log
+        self._card = card
+        self._lost = lost
+        self._cancelled = cancelled
+        self._carded = 0.0
+        self.in_doubt = False
+        """A lease was asked for and its answer was lost: the ledger may have leased us what we do not know of."""
+
+    async def beat_forever(self) -> None:
+        """Until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.beat()
+            except SemelError as error:
+                self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
+            self._let_go_of_the_expired()
+            await asyncio.sleep(max(0.05, TICK - (time.monotonic() - began)))
+
+    async def beat(self) -> None:
+        """One beat: the card, the leases, what was said."""
+        now = time.monotonic()
+        if now - self._carded >= CARD_EVERY:
+            await self._ledger.worker_seen(self._card())
+            self._carded = now
+        await self._keep_leases(now)
+        lines = self._holdings.take_lines()
+        if lines:
+            await self._ledger.log(lines)
+
+    async def _keep_leases(self, now: float) -> None:
+        held = [each for each in self._holdings if not each.lost]
+        if not held:
+            return
+        if any(now - each.renewed >= each.lease / 3 for each in held):
+            await self._renew(held, now)
+            return
+        if news := [each for each in held if each.news]:
+            await self._renew(news, now)
+        quiet = [each for each in held if each not in news] if news else held
+        if quiet:
+            answer = await self._ledger.watch([(each.leased.id, each.leased.fence) for each in quiet])
+            self._judge(quiet, answer)
+
+    async def _renew(self, held: list[Held], now: float) -> None:
+        answer = await self._ledger.renew([each.beat() for each in held])
+        for each in held:
+            if each.leased.id in answer:
+                each.renewed = now
+        self._judge(held, answer)
+
+    def _judge(self, held: list[Held], answer: dict[str, bool]) -> None:
+        for each in held:
+            if each.over:
+                continue  # its end was being written while we asked
+            if each.leased.id not in answer:
+                self._lost(each)
+            elif answer[each.leased.id] and each.cancelled_at is None:
+                self._cancelled(each)
+
+    def _let_go_of_the_expired(self) -> None:
+        """Without the database for a whole lease, somebody else may have the run by now: stop working on it."""
+        now = time.monotonic()
+        for each in self._holdings:
+            if not each.lost and not each.over and now - each.renewed > each.lease:
+                self._lost(each)

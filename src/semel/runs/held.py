@@ -1,0 +1,120 @@
+"""What a worker holds: each run that it leased, how far it is, and what it said meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from semel.runs.attempt import Job
+from semel.runs.context import Flag
+from semel.runs.keeping import Line
+from semel.runs.models import Model
+from semel.runs.transitions import Beat, Leased
+
+
+class Held:
+    """One leased run while it is worked on. It is the wire on which its attempt is heard."""
+
+    __slots__ = (
+        "cancelled_at",
+        "job",
+        "leased",
+        "line_count",
+        "lines",
+        "lost",
+        "model",
+        "news",
+        "note",
+        "over",
+        "renewed",
+        "returning",
+        "share",
+        "started",
+        "stop",
+        "task",
+    )
+
+    def __init__(self, leased: Leased, model: Model, worker: str, now: float) -> None:
+        self.leased = leased
+        self.model = model
+        self.job = Job(
+            run_id=leased.id,
+            model=leased.model,
+            parameters=leased.parameters,
+            payload_hash=leased.payload_hash,
+            fence=leased.fence,
+            attempt=leased.attempts,
+            user=leased.user_id,
+            tenant=leased.tenant,
+            worker=worker,
+        )
+        self.stop = Flag()
+        self.task: asyncio.Task[None] | None = None
+        self.started = self.renewed = now
+        self.share: float | None = None
+        self.note = ""
+        self.news = False
+        self.lines: list[Line] = []
+        self.line_count = 0
+        self.lost = self.over = self.returning = False
+        self.cancelled_at: float | None = None
+
+    def progress(self, fraction: float, note: str) -> None:
+        """Keep how far it is until the next heartbeat."""
+        self.share, self.note, self.news = fraction, note, True
+
+    def line(self, level: str, text: str) -> None:
+        """Keep the line until the next flush."""
+        self.line_count += 1
+        self.lines.append(Line(self.leased.id, self.leased.fence, self.line_count, time.time_ns() // 1000, level, text))
+
+    def beat(self) -> Beat:
+        """A sign of life, with the progress where there is news of it."""
+        if not self.news:
+            return Beat(self.leased.id, self.leased.fence)
+        self.news = False
+        return Beat(self.leased.id, self.leased.fence, self.share, self.note)
+
+    @property
+    def lease(self) -> float:
+        """Seconds that the lease lasts from a renewal."""
+        return self.leased.lease_us / 1e6
+
+
+class Holdings:
+    """Every run that is leased, until its end is written."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+
+    def add(self, held: Held) -> None:
+        """From now on it is kept alive."""
+        self._held[held.leased.id] = held
+
+    def drop(self, held: Held) -> None:
+        """It is over, or someone else's."""
+        if self._held.get(held.leased.id) is held:
+            del self._held[held.leased.id]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._held.values()))
+
+    def __contains__(self, run_id: object) -> bool:
+        return run_id in self._held
+
+    def get(self, run_id: str) -> Held | None:
+        """The run, if it is held."""
+        return self._held.get(run_id)
+
+    def take_lines(self) -> list[Line]:
+        """What was said since the last time."""
+        taken: list[Line] = []
+        for held in self:
+            if held.lines:
+                taken += held.lines
+                held.lines = []
+        return taken

@@ -1,0 +1,104 @@
+"""Quota reservations and job keys by themselves, for jobs that semel does not run: reserve, then consume or release."""
+
+from __future__ import annotations
+
+from semel.bridge import awaited, blocking
+from semel.once.store import Clock
+from semel.runs.ledger import Ledger
+from semel.runs.quotas import Reserve
+from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, new_id
+from semel.runs.submitting import KeyEntry, StoreKey
+
+_MAX_KEY = 255
+
+
+class Jobs:
+    """The verbs, written once."""
+
+    def __init__(self, ledger: Ledger, tenant: str) -> None:
+        self._ledger = ledger
+        self._tenant = tenant
+
+    async def reserve_job_slot(self, user_id: str | int, max_concurrent: int, ttl_seconds: float = 300) -> str | None:
+        """A reservation's id, or None when the user's active jobs and reservations fill the limit.
+
+        It blocks its slot until it is consumed, released, or ``ttl_seconds`` have passed.
+        """
+        user = checked_name("user_id", user_id)
+        request = Reserve(
+            id=new_id(),
+            tenant=self._tenant,
+            user=user,
+            max_concurrent=checked_count("max_concurrent", max_concurrent),
+            ttl_us=round(checked_seconds("ttl_seconds", ttl_seconds) * MICRO),
+        )
+        return await self._ledger.reserve(request)
+
+    async def consume_reservation(
+        self, reservation_id: str, *, job_id: str | None = None, user_id: str | int | None = None
+    ) -> None:
+        """The job was created: the slot is the job's now. ``ReservationLost`` when it expired or is another's."""
+        await self._ledger.consume(checked_name("reservation_id", reservation_id), self._person(user_id), job_id)
+
+    async def release_reservation(self, reservation_id: str, *, user_id: str | int | None = None) -> bool:
+        """The job was not created: free the slot at once. False when there was nothing left to free."""
+        return await self._ledger.release(checked_name("reservation_id", reservation_id), self._person(user_id))
+
+    async def store_idempotency_key(
+        self, key: str, job_id: str, user_id: str | int | None = None, ttl_hours: float = 24
+    ) -> str:
+        """Let the key name the job for ``ttl_hours``. Answers the job that it names: an earlier one if it is taken."""
+        request = StoreKey(
+            tenant=self._tenant,
+            user="" if user_id is None else checked_name("user_id", user_id),
+            key=checked_name("key", key, most=_MAX_KEY, empty=False),
+            job_id=checked_name("job_id", job_id, empty=False),
+            ttl_us=round(checked_seconds("ttl_hours", ttl_hours) * 3600 * MICRO),
+        )
+        return await self._ledger.store_key(request)
+
+    async def check_idempotency_key(self, key: str, user_id: str | int | None = None) -> str | None:
+        """The job that the key names, or None: never stored, or expired (and then removed)."""
+        entry = await self.get_idempotency_key(key, user_id)
+        return None if entry is None else entry.job_id
+
+    async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
+        """The key with its job, user and times."""
+        return await self._ledger.check_key(self._person(user_id), checked_name("key", key, most=_MAX_KEY, empty=False))
+
+    def _person(self, user_id: str | int | None) -> tuple[str, str | None]:
+        return self._tenant, None if user_id is None else checked_name("user_id", user_id)
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._ledger.close()
+
+
+class JobStore:
+    """Reservations and keys for blocking code: ``JobStore("sqlite:///jobs.db")``, ``JobStore("postgresql://…")``."""
+
+    def __init__(self, url: str, *, tenant: str = "", clock: Clock | None = None) -> None:
+        self._engine = Jobs(Ledger(url, awaited=False, clock=clock), checked_name("tenant", tenant))
+
+    reserve_job_slot = blocking(Jobs.reserve_job_slot)
+    consume_reservation = blocking(Jobs.consume_reservation)
+    release_reservation = blocking(Jobs.release_reservation)
+    store_idempotency_key = blocking(Jobs.store_idempotency_key)
+    check_idempotency_key = blocking(Jobs.check_idempotency_key)
+    get_idempotency_key = blocking(Jobs.get_idempotency_key)
+    close = blocking(Jobs.close)
+
+
+class AsyncJobStore:
+    """The same, awaited."""
+
+    def __init__(self, url: str, *, tenant: str = "", clock: Clock | None = None) -> None:
+        self._engine = Jobs(Ledger(url, awaited=True, clock=clock), checked_name("tenant", tenant))
+
+    reserve_job_slot = awaited(Jobs.reserve_job_slot)
+    consume_reservation = awaited(Jobs.consume_reservation)
+    release_reservation = awaited(Jobs.release_reservation)
+    store_idempotency_key = awaited(Jobs.store_idempotency_key)
+    check_idempotency_key = awaited(Jobs.check_idempotency_key)
+    get_idempotency_key = awaited(Jobs.get_idempotency_key)
+    close = awaited(Jobs.close)

@@ -1,0 +1,134 @@
+"""Python values as strict JSON: what cannot be read back as it was is refused with its place, never bent into null."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+__all__ = ["MAX_DEPTH", "depth", "has_nul", "write"]
+
+MAX_DEPTH = 100
+"""Levels of nesting that parameters may have."""
+
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def write(value: Any, *, ordered: bool = False) -> bytes:
+    """Return the value as compact JSON in UTF-8, `ordered` with its keys and sets sorted (where they can be).
+
+    Raises `ValueError` with the place and the reason if the value has no JSON form: NaN, infinity, half a surrogate
+    pair, an integer of thousands of digits, a circle, an object that is neither data nor opens into data.
+    """
+    if value is None:
+        return b"null"
+    try:
+        data = _in_order(value) if ordered else _AS_GIVEN.encode(value)
+        if b"null" in data:  # msgspec writes NaN and infinity as null
+            json.dumps(msgspec.to_builtins(value, enc_hook=_opened, str_keys=True), allow_nan=False)
+    except RecursionError:
+        raise ValueError("$ is nested too deep, or contains itself") from None
+    except Exception as error:  # whatever the user's own objects raise while they are read
+        raise ValueError(_trouble(value) or f"$ has no JSON form: {error}") from error
+    return data
+
+
+def has_nul(data: bytes) -> bool:
+    """Whether a string in the JSON holds the character U+0000, which PostgreSQL's jsonb cannot keep."""
+    return b"\\u0000" in data and _NUL.search(data) is not None
+
+
+def depth(data: bytes) -> int:
+    """How many levels of arrays and objects lie in one another; a number that is too high where none is needed."""
+    opened = data.count(b"{") + data.count(b"[")
+    if opened <= MAX_DEPTH:
+        return opened
+    levels = 0
+    level = [msgspec.json.decode(data)]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        levels += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return levels
+
+
+def _opened(value: Any) -> Any:
+    """Open an object that msgspec does not know: a mapping, a subclass of a plain type, pydantic's or numpy's."""
+    kind = type(value)
+    opened = value
+    if isinstance(value, Mapping):
+        opened = dict(value)
+    elif isinstance(value, str):
+        opened = str.__str__(value)
+    elif isinstance(value, int):
+        opened = int.__int__(value)
+    elif isinstance(value, float):
+        opened = float.__float__(value)
+    elif hasattr(kind, "model_dump") and hasattr(kind, "__pydantic_serializer__"):
+        opened = value.model_dump(mode="python")
+    elif hasattr(kind, "tolist"):
+        opened = value.tolist()
+    if type(opened) is kind:
+        raise TypeError(f"type {kind.__qualname__} has no JSON form; use dicts, lists, text and numbers")
+    return opened
+
+
+def _in_order(value: Any) -> bytes:
+    try:
+        return _ORDERED.encode(value)
+    except TypeError:  # the keys of a dict are not text, or a set holds what cannot be sorted
+        return _AS_GIVEN.encode(value)
+
+
+_AS_GIVEN = msgspec.json.Encoder(enc_hook=_opened)
+_ORDERED = msgspec.json.Encoder(enc_hook=_opened, order="deterministic")
+
+
+def _trouble(value: Any) -> str | None:
+    """Name the place and the reason of the first part that JSON cannot hold; None if it is not among the usual."""
+    for place, item in _parts(value, "$"):
+        if isinstance(item, float) and not math.isfinite(item):
+            return f"{place} is {item}, which JSON has no number for"
+        if isinstance(item, str) and _SURROGATE.search(item):
+            return f"{place} holds half of a surrogate pair, which is not text"
+        if not isinstance(item, dict | list | tuple):
+            reason = _refusal(item)
+            if reason:
+                return f"{place}: {reason}"
+    return None
+
+
+def _refusal(item: Any) -> str:
+    try:
+        msgspec.json.encode(item, enc_hook=_opened)
+    except Exception as error:  # noqa: BLE001 (as in write)
+        return str(error)
+    return ""
+
+
+def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict | list | tuple):
+        value = _plain(value)
+    yield place, value
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield f"{place}, in a name", name
+            yield from _parts(item, f"{place}.{_shown(name)}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _parts(item, f"{place}[{index}]")
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return msgspec.to_builtins(value, enc_hook=_opened, str_keys=True)
+    except Exception:  # noqa: BLE001 (as in write)
+        return value
+
+
+def _shown(name: object) -> str:
+    return str(name).encode(errors="backslashreplace").decode()

@@ -1,0 +1,213 @@
+"""What keeps the ledger in order: workers' signs of life, the election of who sweeps, the outbox, and what is old."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import Connection, delete, literal, select
+
+from semel.runs.quotas import read_clock
+from semel.runs.records import MICRO, TERMINAL
+from semel.runs.transitions import storable
+from semel.sql.schema import run_events, run_logs, runs, workers
+from semel.sql.statements import Statement, Terms
+
+
+class WorkerCard(Struct, frozen=True, kw_only=True):
+    """How a worker tells of itself."""
+
+    id: str
+    name: str
+    host: str
+    pid: int
+    queues: Sequence[str]
+    models: Sequence[str]
+    slots: int
+    draining: bool = False
+
+
+_SEEN = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_workers (id, name, host, pid, queues, models, slots, draining, started_us, seen_us)
+VALUES (:id, :name, :host, :pid, :queues, :models, :slots, :draining, {w.now}, {w.now})
+ON CONFLICT (id) DO UPDATE SET seen_us = {w.now}, draining = excluded.draining, models = excluded.models
+"""
+    )
+)
+
+
+def worker_seen(conn: Connection, card: WorkerCard, terms: Terms) -> None:
+    """The worker is alive."""
+    values: dict[str, Any] = {
+        "id": card.id,
+        "name": card.name,
+        "host": card.host,
+        "pid": card.pid,
+        "queues": json.dumps(list(card.queues)),
+        "models": json.dumps(list(card.models)),
+        "slots": card.slots,
+        "draining": card.draining,
+    }
+    _SEEN.count(conn, now=terms.now, **values)
+
+
+def worker_gone(conn: Connection, worker_id: str) -> None:
+    """The worker has stopped in good order."""
+    conn.execute(delete(workers).where(workers.c.id == worker_id))
+
+
+def forget_workers(conn: Connection, silence_us: int, terms: Terms) -> int:
+    """Remove those who have been silent for long."""
+    now = read_clock(conn, terms)
+    removed: int = conn.execute(delete(workers).where(workers.c.seen_us < now - silence_us)).rowcount
+    return removed
+
+
+_LEAD = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_leaders AS k (role, holder, until_us) VALUES (:role, :holder, {w.now} + :term)
+ON CONFLICT (role) DO UPDATE SET holder = excluded.holder, until_us = excluded.until_us
+WHERE k.holder = excluded.holder OR k.until_us < {w.now}
+RETURNING holder
+"""
+    )
+)
+_STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role AND holder = :holder")
+
+
+def lead(conn: Connection, role: str, holder: str, term: float, terms: Terms) -> bool:
+    """True for the one who has the role for the next ``term`` seconds; anybody can have it when that is over."""
+    return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=terms.now))
+
+
+def step_down(conn: Connection, role: str, holder: str) -> None:
+    """Leave the role to whoever asks next."""
+    _STEP_DOWN.count(conn, role=role, holder=holder)
+
+
+_LOG_COLUMNS = {
+    "in_id": "uuid",
+    "in_fence": "bigint",
+    "in_line": "integer",
+    "in_at": "bigint",
+    "in_level": "text",
+    "in_text": "text",
+}
+_LOG = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text)
+SELECT in_id, in_fence, in_line, in_at, in_level, in_text FROM {w.batch(_LOG_COLUMNS)} WHERE true
+ON CONFLICT DO NOTHING
+"""
+    ),
+    _LOG_COLUMNS,
+)
+
+
+class Line(Struct, frozen=True):
+    """A line of a run's log, on its way to the database."""
+
+    run_id: str
+    fence: int
+    line: int
+    at_us: int
+    level: str
+    text: str
+
+
+def log(conn: Connection, lines: Sequence[Line]) -> None:
+    """Keep the lines; one that was kept before is left as it is."""
+    _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """An event on its way out. ``name`` says what happened, as RunCompleted; ``id`` is the same at every delivery."""
+
+    id: str
+    name: str
+    run_id: str
+    model: str
+    tenant: str
+    user: str
+    status: str
+    step: str
+    at_us: int
+    fence: int
+    note: str | None
+
+
+_NAMES = {"created": "RunCreated", "leased": "RunStarted"}
+
+
+def unpublished(conn: Connection, most: int = 100) -> list[Published]:
+    """The oldest events that nobody has confirmed to have published."""
+    rows = conn.execute(
+        select(run_events, runs.c.model, runs.c.tenant, runs.c.user_id)
+        .join_from(run_events, runs, run_events.c.run_id == runs.c.id)
+        .where(run_events.c.unpublished)
+        .order_by(run_events.c.at_us)
+        .limit(most)
+    )
+    return [
+        Published(
+            id=f"{row.run_id}/{row.version}",
+            name="RunCompleted" if row.status in TERMINAL else _NAMES.get(row.step, "RunChanged"),
+            run_id=row.run_id,
+            model=row.model,
+            tenant=row.tenant,
+            user=row.user_id,
+            status=row.status,
+            step=row.step,
+            at_us=row.at_us,
+            fence=row.fence,
+            note=row.note,
+        )
+        for row in rows
+    ]
+
+
+_PUBLISHED_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
+_PUBLISHED = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_run_events AS k SET unpublished = false FROM {w.batch(_PUBLISHED_COLUMNS)}
+WHERE k.run_id = in_id AND k.version = in_version
+"""
+    ),
+    _PUBLISHED_COLUMNS,
+)
+
+
+def published(conn: Connection, events: Sequence[Published]) -> None:
+    """These have been published."""
+    if events:
+        _PUBLISHED.count(conn, [(each.run_id, int(each.id.rpartition("/")[2])) for each in events])
+
+
+def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[tuple[str, str]]:
+    """Runs that could have been leased for so long, with their queues: perhaps nobody was told of them."""
+    now = read_clock(conn, terms)
+    pending = literal("PENDING", literal_execute=True)
+    query = select(runs.c.id, runs.c.queue).where(runs.c.status == pending, runs.c.due_us <= now - silent_us)
+    return [(row.id, row.queue) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
+
+
+def old_runs(conn: Connection, age_us: int, terms: Terms, most: int = 500) -> list[str]:
+    """Ids of runs that were over so long ago."""
+    now = read_clock(conn, terms)
+    query = select(runs.c.id).where(runs.c.finished_us < now - age_us).limit(most)
+    return list(conn.scalars(query))
+
+
+def remove_runs(conn: Connection, ids: Sequence[str]) -> int:
+    """Remove runs that are over, with their events and logs."""
+    gone = list(conn.scalars(delete(runs).where(runs.c.id.in_(ids), runs.c.status.in_(TERMINAL)).returning(runs.c.id)))
+    for table in (run_events, run_logs):
+        conn.execute(delete(table).where(table.c.run_id.in_(gone)))
+    return len(gone)

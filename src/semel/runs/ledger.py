@@ -1,0 +1,295 @@
+"""The ledger of runs in a database: every verb as a call, each one transaction, safe to send again.
+
+Blocking over a blocking database, awaited over an async one; one body serves both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+
+from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
+from semel.once.runtime import Loop, Runtime, Threads
+from semel.once.store import Clock
+from semel.runs import keeping, quotas, reading, submitting, transitions
+from semel.runs.keeping import Line, Published, WorkerCard
+from semel.runs.quotas import Person, Quota, Reserve, Usage
+from semel.runs.reading import Backlog, Filter
+from semel.runs.records import MICRO, LogLine, Page, Run, Step, Summary, Waiting, WorkerInfo
+from semel.runs.submitting import Answer, KeyEntry, StoreKey, Submission
+from semel.runs.transitions import Beat, Ending, Leased, LeaseRequest, Over
+from semel.sql import engines, migrate
+from semel.sql.opening import open_database
+from semel.sql.statements import Terms, transaction
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TRIES = 3
+_BULK = 1000
+"""Runs in one transaction of a bulk submission."""
+
+
+class Ledger:
+    """Everything that is known of runs, keys and quotas. PostgreSQL or SQLite is the only truth."""
+
+    def __init__(self, url: str, *, awaited: bool, clock: Clock | None = None, publish: bool = False) -> None:
+        parts = engines.parse(url.replace("postgres://", "postgresql://", 1))
+        self.dialect = parts.get_backend_name()
+        if self.dialect not in ("sqlite", "postgresql"):
+            raise InvalidRequest(
+                f"runs live in SQLite or PostgreSQL, not in {self.dialect!r}: sqlite:///semel.db, postgresql://host/name"
+            )
+        self.url = parts
+        self.awaited = awaited
+        self.runtime: Runtime = Loop() if awaited else Threads()
+        self._database = open_database(parts, awaited=awaited)
+        self._clock = clock
+        self._publish = publish
+        self._ready = False
+        self._lane = self.runtime.lane(self._submit_now)
+
+    @property
+    def terms(self) -> Terms:
+        """What verbs are told: SQLite has no clock of its own but the host's."""
+        if self._clock is not None:
+            return Terms(self._clock(), self._publish)
+        return Terms(time.time_ns() // 1000 if self.dialect == "sqlite" else None, self._publish)
+
+    async def open(self) -> None:
+        """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
+        if self.dialect == "sqlite":
+            await self._database.look_and_write(_make_ready)
+        else:
+            await self._database.read(migrate.require)
+        self._ready = True
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._database.close()
+
+    async def _write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        answer: R = await self._patiently(self._database.write, work, args, kwargs)
+        return answer
+
+    async def _read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        answer: R = await self._patiently(self._database.read, work, args, kwargs)
+        return answer
+
+    async def _at_once(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Several statements as one transaction."""
+        return await self._write(_in_transaction, work, args, kwargs)
+
+    async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        """A connection that broke is no reason to give up: every verb may be sent again."""
+        if not self._ready:
+            await self.open()
+        for tries in range(1, _TRIES + 1):
+            try:
+                return await how(work, *args, **kwargs)
+            except StoreBroken:
+                raise
+            except StoreUnavailable:
+                if tries == _TRIES:
+                    raise
+                await self.runtime.sleep(0.05 * tries)
+        raise AssertionError("unreachable")
+
+    async def submit(self, submission: Submission) -> Answer:
+        """Submit one, in company where there is some."""
+        return await self._lane(submission)
+
+    async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
+        """Submit many, a thousand in a transaction."""
+        answers: list[Answer] = []
+        for start in range(0, len(submissions), _BULK):
+            answers += await self._submit_now(submissions[start : start + _BULK])
+        return answers
+
+    async def _submit_now(self, submissions: Sequence[Submission]) -> list[Answer]:
+        return await self._at_once(submitting.submit, submissions, self.terms)
+
+    async def lease(self, request: LeaseRequest) -> list[Leased]:
+        """See transitions.lease. Not sent again by itself: what its reply would have named is given back later."""
+        if not self._ready:
+            await self.open()
+        return await self._database.write(transitions.lease, request, self.terms)
+
+    async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
+        """See transitions.lease_these."""
+        return await self._at_once(transitions.lease_these, worker, ids, self.terms)
+
+    async def wake(self) -> tuple[int, float | None]:
+        """See transitions.wake; the pause until the next is due in seconds."""
+        woken, until_next = await self._write(transitions.wake, self.terms)
+        return woken, None if until_next is None else max(0.0, until_next / MICRO)
+
+    async def renew(self, beats: Sequence[Beat]) -> dict[str, bool]:
+        """See transitions.renew."""
+        return await self._write(transitions.renew, beats, self.terms)
+
+    async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
+        """See transitions.watch."""
+        return await self._read(transitions.watch, held)
+
+    async def end(self, endings: Sequence[Ending]) -> dict[str, Over]:
+        """See transitions.end. A success that was written before, its reply lost, is answered as the first time."""
+        over = await self._write(transitions.end, endings, self.terms)
+        if len(over) < len(endings):
+            missing = [each for each in endings if each.run_id not in over]
+            over |= await self._read(transitions.succeeded_before, missing)
+        return over
+
+    async def held_by(self, worker: str) -> dict[str, int]:
+        """The runs that the worker holds by the ledger, with their fences."""
+        return await self._read(transitions.held_by, worker)
+
+    async def lose_expired(self) -> list[Over]:
+        """See transitions.lose_expired."""
+        return await self._write(transitions.lose_expired, self.terms)
+
+    async def cancel(self, ids: Sequence[str], why: str) -> dict[str, Any]:
+        """See transitions.cancel."""
+        return await self._write(transitions.cancel, ids, why, self.terms)
+
+    async def get(self, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
+        """See reading.get."""
+        return await self._read(reading.get, ids, tenant)
+
+    async def list_runs(self, wanted: Filter, limit: int, cursor: str | None) -> Page:
+        """See reading.list_runs."""
+        return await self._read(reading.list_runs, wanted, limit, cursor)
+
+    async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
+        """See reading.result."""
+        return await self._read(reading.result, run_id, tenant)
+
+    async def timeline(self, run_id: str) -> list[Step]:
+        """See reading.timeline."""
+        return await self._read(reading.timeline, run_id)
+
+    async def logs(self, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
+        """See reading.logs."""
+        return await self._read(reading.logs, run_id, after, limit)
+
+    async def summary(self, tenant: str, *, grouped: bool) -> list[Summary]:
+        """See reading.summary."""
+        return await self._read(reading.summary, tenant, grouped=grouped)
+
+    async def backlog(self) -> Backlog:
+        """See reading.backlog."""
+        return await self._read(reading.backlog, self.terms)
+
+    async def waiting(self, run_id: str) -> Waiting | None:
+        """See reading.waiting."""
+        return await self._read(reading.waiting, run_id, self.terms)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """See reading.list_workers."""
+        return await self._read(reading.list_workers, self.terms)
+
+    async def due(self, silent: float, most: int) -> list[tuple[str, str]]:
+        """See keeping.due."""
+        return await self._read(keeping.due, round(silent * MICRO), most, self.terms)
+
+    async def worker_seen(self, card: WorkerCard) -> None:
+        """See keeping.worker_seen."""
+        await self._write(keeping.worker_seen, card, self.terms)
+
+    async def worker_gone(self, worker_id: str) -> None:
+        """See keeping.worker_gone."""
+        await self._write(keeping.worker_gone, worker_id)
+
+    async def lead(self, role: str, holder: str, term: float) -> bool:
+        """See keeping.lead."""
+        return await self._write(keeping.lead, role, holder, term, self.terms)
+
+    async def step_down(self, role: str, holder: str) -> None:
+        """See keeping.step_down."""
+        await self._write(keeping.step_down, role, holder)
+
+    async def log(self, lines: Sequence[Line]) -> None:
+        """See keeping.log."""
+        await self._write(keeping.log, lines)
+
+    async def unpublished(self) -> list[Published]:
+        """See keeping.unpublished."""
+        return await self._read(keeping.unpublished)
+
+    async def published(self, events: Sequence[Published]) -> None:
+        """See keeping.published."""
+        await self._write(keeping.published, events)
+
+    async def tidy(self) -> int:
+        """Remove keys and reservations that expired, and workers that have been silent for a day."""
+        return await self._at_once(_tidy, self.terms)
+
+    async def old_runs(self, age: float) -> list[str]:
+        """See keeping.old_runs."""
+        return await self._read(keeping.old_runs, round(age * MICRO), self.terms)
+
+    async def remove_runs(self, ids: Sequence[str]) -> int:
+        """See keeping.remove_runs."""
+        return await self._at_once(keeping.remove_runs, ids)
+
+    async def set_quota(self, person: Person, quota: Quota | None) -> None:
+        """See quotas.set_quota."""
+        await self._at_once(quotas.set_quota, person, quota)
+
+    async def quotas(self, tenant: str) -> dict[str, Quota]:
+        """See quotas.list_quotas."""
+        return await self._read(quotas.list_quotas, tenant)
+
+    async def usage(self, person: Person) -> tuple[Usage, Quota | None]:
+        """What a user has in use, and the quota that holds."""
+        return await self._read(_usage, person, self.terms)
+
+    async def reserve(self, request: Reserve) -> str | None:
+        """See quotas.reserve."""
+        return await self._at_once(quotas.reserve, request, self.terms)
+
+    async def consume(self, reservation: str, person: tuple[str, str | None], job_id: str | None) -> None:
+        """See quotas.consume."""
+        await self._at_once(_consume, reservation, person, job_id, self.terms)
+
+    async def release(self, reservation: str, person: tuple[str, str | None]) -> bool:
+        """See quotas.release."""
+        return await self._write(quotas.release, reservation, person)
+
+    async def store_key(self, request: StoreKey) -> str:
+        """See submitting.store_key."""
+        return await self._at_once(submitting.store_key, request, self.terms)
+
+    async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
+        """See submitting.check_key."""
+        return await self._at_once(submitting.check_key, person, key, self.terms)
+
+
+def _make_ready(conn: Connection) -> None:
+    if migrate.behind(conn):
+        migrate.upgrade(conn)
+
+
+def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:
+    with transaction(conn):
+        return work(conn, *args, **kwargs)
+
+
+def _tidy(conn: Connection, terms: Terms) -> int:
+    now = quotas.read_clock(conn, terms)
+    keeping.forget_workers(conn, 86400 * MICRO, terms)
+    return submitting.purge_keys(conn, terms) + quotas.purge_reservations(conn, now)
+
+
+def _usage(conn: Connection, person: Person, terms: Terms) -> tuple[Usage, Quota | None]:
+    used = quotas.usage(conn, person, quotas.read_clock(conn, terms))
+    return used, quotas.quotas_of(conn, [person]).get(person)
+
+
+def _consume(
+    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: Terms
+) -> None:
+    quotas.consume(conn, reservation, person, job_id, quotas.read_clock(conn, terms))

@@ -1,0 +1,310 @@
+"""Quotas that cannot be raced: use is counted from rows, under a lock of the user, in the transaction that adds to it.
+
+No counter is kept, so none can drift: a slot is free again the moment its run is over or its reservation has ended,
+whatever died meanwhile, and it is free once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, text, update
+
+from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
+from semel.model import moment
+from semel.runs.records import MICRO, micros
+from semel.sql.schema import quotas, reservations, runs
+from semel.sql.statements import Statement, Terms
+
+DEFAULT = "*"
+"""The user whose quota holds for everybody who has none of their own."""
+
+Action: TypeAlias = Literal["block", "warn"]
+Person: TypeAlias = tuple[str, str]
+"""A tenant and a user."""
+
+_COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
+_PERIODS = ("daily", "weekly", "monthly", "yearly")
+
+
+class Quota(Struct, frozen=True, kw_only=True):
+    """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
+
+    max_concurrent: int | None = None
+    per_hour: int | None = None
+    per_day: int | None = None
+    cost_daily: float | None = None
+    cost_weekly: float | None = None
+    cost_monthly: float | None = None
+    cost_yearly: float | None = None
+    action: Action = "block"
+    """``warn`` lets everything through, and says so."""
+    warn_at: float = 0.8
+    """The part of a limit from which on an answer carries a warning."""
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTED, *(f"cost_{period}" for period in _PERIODS)):
+            limit = getattr(self, name)
+            whole = name in _COUNTED
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int if whole else int | float):
+                raise InvalidRequest(f"{name} is a {'whole number' if whole else 'number'}, not {limit!r}")
+            if not 0 <= limit < 2**31:
+                raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
+        if self.action not in ("block", "warn"):
+            raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
+        if not 0 < self.warn_at <= 1:
+            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {self.warn_at}")
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """What a user has in use: ``concurrent`` counts active runs and live reservations that have no run yet."""
+
+    concurrent: int
+    reserved: int
+    last_hour: int
+    last_day: int
+    spent: dict[str, float]
+    """By period: daily, weekly, monthly, yearly; each since its start in UTC."""
+
+
+class Admission(Struct, frozen=True):
+    """Let in, with what the user should know."""
+
+    quota_warnings: list[str] = []
+    cost_limit_warning: str | None = None
+
+
+_CLOCK = Statement(lambda w: f"SELECT {w.now}")
+
+
+def read_clock(conn: Connection, terms: Terms) -> int:
+    """The time that the whole transaction goes by."""
+    now: int = _CLOCK.rows(conn, now=terms.now)[0][0]
+    return now
+
+
+_LOCK = text(
+    "SELECT pg_advisory_xact_lock(hashtextextended(person, 7301)) FROM unnest(CAST(:people AS text[])) AS p(person)"
+)
+
+
+def lock(conn: Connection, people: Iterable[Person]) -> None:
+    """Nobody else adds to these users' use until the transaction ends. SQLite has one writer anyway."""
+    if conn.dialect.name == "postgresql":
+        conn.execute(_LOCK, {"people": ["\x1f".join(person) for person in sorted(set(people))]})
+
+
+def quotas_of(conn: Connection, people: Iterable[Person]) -> dict[Person, Quota]:
+    """The quotas that hold for these users; those without any are left out."""
+    people = set(people)
+    tenants = {tenant for tenant, _ in people}
+    found = {}
+    for row in conn.execute(_QUOTAS, {"tenants": list(tenants), "users": [DEFAULT, *{user for _, user in people}]}):
+        found[row.tenant, row.user_id] = _quota(row)
+    held = {}
+    for tenant, user in people:
+        quota = found.get((tenant, user)) or found.get((tenant, DEFAULT))
+        if quota is not None:
+            held[tenant, user] = quota
+    return held
+
+
+_QUOTAS = select(quotas).where(
+    quotas.c.tenant.in_(bindparam("tenants", expanding=True)), quotas.c.user_id.in_(bindparam("users", expanding=True))
+)
+
+
+def _quota(row: Any) -> Quota:
+    limits = {name: getattr(row, name) for name in _COUNTED}
+    costs = {f"cost_{period}": getattr(row, f"cost_{period}") for period in _PERIODS}
+    costs = {name: None if cost is None else cost / MICRO for name, cost in costs.items()}
+    return Quota(**limits, **costs, action=row.action, warn_at=row.warn_at)
+
+
+def set_quota(conn: Connection, person: Person, quota: Quota | None) -> None:
+    """Write a user's quota; None takes it away. Runs that are under way go on, whatever it says."""
+    tenant, user = person
+    conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
+    if quota is not None:
+        values: dict[str, Any] = {name: getattr(quota, name) for name in (*_COUNTED, "action", "warn_at")}
+        for period in _PERIODS:
+            cost = getattr(quota, f"cost_{period}")
+            values[f"cost_{period}"] = None if cost is None else micros(cost)
+        conn.execute(insert(quotas).values(tenant=tenant, user_id=user, **values))
+
+
+def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
+    """Every quota of a tenant, by user."""
+    rows = conn.execute(select(quotas).where(quotas.c.tenant == tenant).order_by(quotas.c.user_id))
+    return {row.user_id: _quota(row) for row in rows}
+
+
+def usage(conn: Connection, person: Person, now: int) -> Usage:
+    """Count what the user has in use at this moment."""
+    tenant, user = person
+    own = (runs.c.tenant == tenant, runs.c.user_id == user)
+    active = conn.scalar(
+        select(func.count()).select_from(runs).where(*own, runs.c.status.in_([literal_pending, literal_running]))
+    )
+    reserved = conn.scalar(
+        select(func.count()).where(
+            reservations.c.tenant == tenant,
+            reservations.c.user_id == user,
+            reservations.c.expires_us >= now,
+            reservations.c.consumed.is_(False),
+        )
+    )
+    starts = period_starts(now)
+    hour, day = now - 3600 * MICRO, now - 86400 * MICRO
+    columns = [
+        func.count().filter(runs.c.created_us > hour),
+        func.count().filter(runs.c.created_us > day),
+        *(func.coalesce(func.sum(runs.c.cost).filter(runs.c.created_us >= start), 0) for start in starts.values()),
+    ]
+    row = conn.execute(select(*columns).where(*own, runs.c.created_us >= min([hour, day, *starts.values()]))).one()
+    spent = {period: int(sum_) / MICRO for period, sum_ in zip(starts, row[2:], strict=True)}
+    return Usage(
+        concurrent=(active or 0) + (reserved or 0),
+        reserved=reserved or 0,
+        last_hour=row[0],
+        last_day=row[1],
+        spent=spent,
+    )
+
+
+literal_pending, literal_running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
+
+
+def period_starts(now: int) -> dict[str, int]:
+    """When the current day, week (from Monday), month and year began, in UTC."""
+    day = moment(now).replace(hour=0, minute=0, second=0, microsecond=0)
+    starts: dict[str, datetime] = {
+        "daily": day,
+        "weekly": day - timedelta(days=day.weekday()),
+        "monthly": day.replace(day=1),
+        "yearly": day.replace(month=1, day=1),
+    }
+    return {period: round(start.timestamp()) * MICRO for period, start in starts.items()}
+
+
+class Meter:
+    """One user's use against their quota, while several submissions of a transaction add to it one by one."""
+
+    def __init__(self, quota: Quota, used: Usage) -> None:
+        self._quota = quota
+        self._counts = {"max_concurrent": used.concurrent, "per_hour": used.last_hour, "per_day": used.last_day}
+        self._spent = {period: micros(amount) for period, amount in used.spent.items()}
+
+    def admit(self, cost: int, *, reserved: bool) -> Admission:
+        """Let one more in and count it, or raise. A ``reserved`` slot is counted already."""
+        counts = {name: count + (not (reserved and name == "max_concurrent")) for name, count in self._counts.items()}
+        warnings = [line for name, count in counts.items() if (line := self._count_warning(name, count))]
+        cost_warning = self._cost_warning(cost)
+        self._counts = counts
+        self._spent = {period: spent + cost for period, spent in self._spent.items()}
+        return Admission(warnings, cost_warning)
+
+    def _count_warning(self, name: str, count: int) -> str | None:
+        limit: int | None = getattr(self._quota, name)
+        if limit is None:
+            return None
+        if count > limit and self._quota.action == "block":
+            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {_COUNTED[name]} allowed")
+        if count >= self._quota.warn_at * limit:
+            return f"{count} of {limit} {_COUNTED[name]} in use"
+        return None
+
+    def _cost_warning(self, cost: int) -> str | None:
+        told = None
+        for period, spent in self._spent.items():
+            limit: float | None = getattr(self._quota, f"cost_{period}")
+            if limit is None:
+                continue
+            if (spent >= micros(limit) or spent + cost > micros(limit)) and self._quota.action == "block":
+                raise CostLimitExceeded(
+                    f"Cost limit exceeded: ${spent / MICRO:.2f} spent of ${limit:.2f} {period} limit."
+                )
+            if told is None and spent + cost >= self._quota.warn_at * micros(limit):
+                told = f"${(spent + cost) / MICRO:.2f} spent of ${limit:.2f} {period} limit."
+        return told
+
+
+class Reserve(Struct, frozen=True, kw_only=True):
+    """A user asks for a slot. ``id`` is the reservation's, so that asking again after a lost reply finds it."""
+
+    id: str
+    tenant: str
+    user: str
+    max_concurrent: int
+    ttl_us: int
+
+
+def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
+    """A slot's id, or None when all are in use. What of this user's has expired is cleaned on the way."""
+    person = (request.tenant, request.user)
+    lock(conn, [person])
+    now = read_clock(conn, terms)
+    conn.execute(
+        delete(reservations).where(
+            reservations.c.tenant == request.tenant,
+            reservations.c.user_id == request.user,
+            reservations.c.expires_us < now,
+        )
+    )
+    if conn.scalar(select(reservations.c.id).where(reservations.c.id == request.id)):
+        return request.id
+    if usage(conn, person, now).concurrent >= request.max_concurrent:
+        return None
+    conn.execute(
+        insert(reservations).values(
+            id=request.id,
+            tenant=request.tenant,
+            user_id=request.user,
+            created_us=now,
+            expires_us=now + request.ttl_us,
+            consumed=False,
+        )
+    )
+    return request.id
+
+
+def consume(conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, now: int) -> None:
+    """Bind a live reservation to its job, once; again for the same job changes nothing. All else is refused."""
+    tenant, user = person
+    own = [reservations.c.id == reservation, reservations.c.tenant == tenant]
+    if user is not None:
+        own.append(reservations.c.user_id == user)
+    changed = conn.execute(
+        update(reservations)
+        .where(*own, reservations.c.expires_us >= now, reservations.c.consumed.is_(False))
+        .values(consumed=True, job_id=job_id)
+    )
+    if changed.rowcount:
+        return
+    row = conn.execute(select(reservations).where(*own)).one_or_none()
+    if row is None:
+        raise ReservationLost(f"reservation {reservation!r} is not there: it expired, was released, or is another's")
+    if not row.consumed:
+        raise ReservationLost(f"reservation {reservation!r} has expired; reserve a slot again")
+    if job_id is not None and row.job_id not in (None, job_id):
+        raise ReservationLost(f"reservation {reservation!r} was used for another job already")
+
+
+def release(conn: Connection, reservation: str, person: tuple[str, str | None]) -> bool:
+    """Free the slot at once. False when there was nothing to free: used, released or expired and cleaned before."""
+    tenant, user = person
+    own = [reservations.c.id == reservation, reservations.c.tenant == tenant, reservations.c.consumed.is_(False)]
+    if user is not None:
+        own.append(reservations.c.user_id == user)
+    return bool(conn.execute(delete(reservations).where(*own)).rowcount)
+
+
+def purge_reservations(conn: Connection, now: int) -> int:
+    """Remove what expired. A consumed one stays until then, so that consuming it again is understood."""
+    removed: int = conn.execute(delete(reservations).where(reservations.c.expires_us < now)).rowcount
+    return removed

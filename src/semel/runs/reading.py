@@ -1,0 +1,237 @@
+"""Questions about runs: nothing here changes anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import Connection, Select, and_, case, func, literal, or_, select, union_all
+
+from semel.runs.quotas import read_clock
+from semel.runs.records import (
+    MICRO,
+    LogLine,
+    Page,
+    Run,
+    Step,
+    Summary,
+    Waiting,
+    WorkerInfo,
+    run_of,
+)
+from semel.sql.schema import run_events, run_logs, runs, workers
+from semel.sql.statements import Terms
+
+WORKER_SILENCE_US = 45 * MICRO
+"""A worker that has not been seen for so long is taken for dead."""
+
+_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result")
+_SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
+
+
+class Filter(Struct, frozen=True, kw_only=True):
+    """Which runs to list; None is any. ``key`` and ``payload_hash`` are exact."""
+
+    tenant: str = ""
+    status: Sequence[str] | None = None
+    model: str | None = None
+    user: str | None = None
+    queue: str | None = None
+    key: str | None = None
+    payload_hash: str | None = None
+    since_us: int | None = None
+    until_us: int | None = None
+
+    def conditions(self) -> list[Any]:
+        """As SQL."""
+        wanted: dict[str, object] = {
+            "model": self.model,
+            "user_id": self.user,
+            "queue": self.queue,
+            "idempotency_key": self.key,
+            "payload_hash": self.payload_hash,
+        }
+        found: list[Any] = [runs.c.tenant == self.tenant]
+        found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
+        if self.status is not None:
+            found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
+        if self.since_us is not None:
+            found.append(runs.c.created_us >= self.since_us)
+        if self.until_us is not None:
+            found.append(runs.c.created_us < self.until_us)
+        return found
+
+
+def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
+    """The runs of these ids that there are."""
+    query = select(*_SHOWN).where(runs.c.id.in_(list(ids)))
+    if tenant is not None:
+        query = query.where(runs.c.tenant == tenant)
+    return {run.id: run for run in _runs(conn, query)}
+
+
+def _runs(conn: Connection, query: Select[Any]) -> list[Run]:
+    return [run_of(dict(row)) for row in conn.execute(query).mappings()]
+
+
+def list_runs(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> Page:
+    """Newest first, page by page: the cost of a page does not grow with its number."""
+    query = select(*_SHOWN).where(*wanted.conditions()).order_by(runs.c.id.desc()).limit(limit + 1)
+    if cursor is not None:
+        query = query.where(runs.c.id < cursor)
+    found = _runs(conn, query)
+    return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
+
+
+def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
+    """The run, and its result where that lives in the row."""
+    query = select(*_SHOWN, runs.c.result).where(runs.c.id == run_id)
+    if tenant is not None:
+        query = query.where(runs.c.tenant == tenant)
+    row = conn.execute(query).mappings().one_or_none()
+    if row is None:
+        return None
+    fields = dict(row)
+    kept = fields.pop("result")
+    return run_of(fields), kept
+
+
+def timeline(conn: Connection, run_id: str) -> list[Step]:
+    """Every step of a run's life, oldest first."""
+    columns = [run_events.c[name] for name in ("version", "at_us", "step", "status", "fence", "worker", "note")]
+    rows = conn.execute(select(*columns).where(run_events.c.run_id == run_id).order_by(run_events.c.version))
+    return [Step(*row) for row in rows]
+
+
+def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
+    """Lines of a run after (fence, line), oldest first."""
+    fence, line = after
+    later = or_(run_logs.c.fence > fence, and_(run_logs.c.fence == fence, run_logs.c.line > line))
+    columns = [run_logs.c[name] for name in ("fence", "line", "at_us", "level", "text")]
+    query = select(*columns).where(run_logs.c.run_id == run_id, later)
+    rows = conn.execute(query.order_by(run_logs.c.fence, run_logs.c.line).limit(limit))
+    return [LogLine(*row) for row in rows]
+
+
+def summary(conn: Connection, tenant: str, *, grouped: bool) -> list[Summary]:
+    """How many runs of each model (and of each value of the parameter that it is summarised by) are in which state."""
+    names = [runs.c.model, runs.c.facet] if grouped else [runs.c.model]
+    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us))
+    rows = conn.execute(
+        select(*names, runs.c.status, func.count(), func.sum(spent))
+        .where(runs.c.tenant == tenant)
+        .group_by(*names, runs.c.status)
+        .order_by(*names)
+    )
+    counts: dict[tuple[str, str | None], dict[str, int]] = {}
+    seconds: dict[tuple[str, str | None], float] = {}
+    for *name, status, count, total in rows:
+        place = (name[0], name[1] if grouped else None)
+        counts.setdefault(place, {})[status] = count
+        if status == "SUCCEEDED":
+            seconds[place] = float(total) / MICRO / count
+    return [
+        Summary(model=model, group=group, counts=by_status, mean_seconds=seconds.get((model, group)))
+        for (model, group), by_status in counts.items()
+    ]
+
+
+class Backlog(Struct, frozen=True):
+    """What waits and what runs now, and for how long the oldest run that is due has waited."""
+
+    pending: int
+    running: int
+    oldest_wait: float
+
+
+def backlog(conn: Connection, terms: Terms) -> Backlog:
+    """For those who watch."""
+    now = read_clock(conn, terms)
+    pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
+    ready = and_(runs.c.status == pending, runs.c.ready)
+    row = conn.execute(
+        union_all(
+            select(func.count(), func.min(runs.c.due_us)).where(ready),
+            select(func.count(), func.min(runs.c.due_us)).where(runs.c.status == pending, ~runs.c.ready),
+            select(func.count(), func.min(runs.c.due_us)).where(runs.c.status == running),
+        )
+    ).all()
+    due, later, held = row
+    oldest = max(0.0, (now - due[1]) / MICRO) if due[1] is not None else 0.0
+    return Backlog(due[0] + later[0], held[0], oldest)
+
+
+def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:
+    """Why a run is pending, which place it has, since when. None for one that is not pending."""
+    now = read_clock(conn, terms)
+    row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
+    if row is None or row.status != "PENDING":
+        return None
+    if row.due_us > now:
+        return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
+    ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
+    serving = [each for each in list_workers(conn, terms) if each.alive and row.queue in each.queues]
+    able = [each for each in serving if row.model in each.models and not each.draining]
+    return Waiting(
+        reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
+    )
+
+
+def _not_yet(row: Any, now: int) -> str:
+    seconds = (row.due_us - now) / MICRO
+    if row.step == "retried":
+        return f"backing off for {seconds:.0f} s more after an error ({row.errors} of {row.max_attempts}): {row.note}"
+    if row.step == "snoozed":
+        return f"snoozed for {seconds:.0f} s more: {row.note}"
+    return f"scheduled: it is due in {seconds:.0f} s"
+
+
+def _before(row: Any) -> Any:
+    """True of the runs that are due and come first in the same queue."""
+    later = or_(
+        runs.c.priority > row.priority,
+        and_(
+            runs.c.priority == row.priority,
+            or_(runs.c.due_us < row.due_us, and_(runs.c.due_us == row.due_us, runs.c.id < row.id)),
+        ),
+    )
+    pending = literal("PENDING", literal_execute=True)
+    return and_(runs.c.status == pending, runs.c.ready, runs.c.queue == row.queue, later)
+
+
+def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo], ahead: int) -> str:
+    if not serving:
+        return f"no live worker serves the queue {row.queue!r}"
+    if not able:
+        return f"no live worker of the queue {row.queue!r} knows the model {row.model!r}, or all of them are stopping"
+    slots, held = sum(each.slots for each in able), sum(each.holds for each in able)
+    if held >= slots:
+        return f"all {slots} slots of {len(able)} workers are busy; {ahead} runs are ahead"
+    return f"{ahead} runs are ahead" if ahead else "it is next"
+
+
+def list_workers(conn: Connection, terms: Terms) -> list[WorkerInfo]:
+    """Who works, or did until lately."""
+    now = read_clock(conn, terms)
+    running = literal("RUNNING", literal_execute=True)
+    held = conn.execute(select(runs.c.worker, func.count()).where(runs.c.status == running).group_by(runs.c.worker))
+    holds = {row[0]: row[1] for row in held}
+    return [
+        WorkerInfo(
+            id=row.id,
+            name=row.name,
+            host=row.host,
+            pid=row.pid,
+            queues=json.loads(row.queues),
+            models=json.loads(row.models),
+            slots=row.slots,
+            draining=row.draining,
+            started_us=row.started_us,
+            seen_us=row.seen_us,
+            alive=now - row.seen_us < WORKER_SILENCE_US,
+            holds=holds.get(row.id, 0),
+        )
+        for row in conn.execute(select(workers).order_by(workers.c.name, workers.c.started_us))
+    ]

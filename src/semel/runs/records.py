@@ -1,0 +1,255 @@
+"""Runs and what belongs to them as data. Times ending in ``_us`` are microseconds on the database's clock."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from semel.errors import InvalidRequest
+from semel.model import moment
+from semel.runs.attempt import Artifact
+
+Status: TypeAlias = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
+STATUSES: tuple[Status, ...] = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
+TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+MICRO = 1_000_000
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """A run as it stood when it was read. ``version`` grows with every step of its life."""
+
+    id: str
+    tenant: str
+    user: str
+    model: str
+    queue: str
+    priority: int
+    status: Status
+    step: str
+    note: str | None
+    version: int
+    fence: int
+    attempts: int
+    errors: int
+    losts: int
+    max_attempts: int
+    max_lost: int
+    parameters_json: str
+    payload_hash: str
+    idempotency_key: str | None
+    retry_of: str | None
+    cost: float
+    created_us: int
+    due_us: int
+    started_us: int | None
+    finished_us: int | None
+    worker: str | None
+    lease_until_us: int | None
+    heartbeat_us: int | None
+    cancel_us: int | None
+    progress: float | None
+    progress_note: str | None
+    last_error: str | None
+    traceback: str | None
+    result_ref: str | None
+    result_digest: str | None
+    result_size: int | None
+    artifacts: list[Artifact]
+    replayed: bool = False
+    """Of an answer to submit: the run was there already, and nothing was created or charged."""
+    quota_warnings: list[str] = []
+    cost_limit_warning: str | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for."""
+        parameters: dict[str, Any] = msgspec.json.decode(self.parameters_json)
+        return parameters
+
+    @property
+    def done(self) -> bool:
+        """True when nothing will change any more."""
+        return self.status in TERMINAL
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was submitted."""
+        return moment(self.created_us)
+
+    @property
+    def started_at(self) -> datetime | None:
+        """When its first attempt began."""
+        return None if self.started_us is None else moment(self.started_us)
+
+    @property
+    def finished_at(self) -> datetime | None:
+        """When it ended."""
+        return None if self.finished_us is None else moment(self.finished_us)
+
+    @property
+    def cancel_requested(self) -> bool:
+        """True when someone asked for an end; a run that is RUNNING gets time to clean up."""
+        return self.cancel_us is not None
+
+
+class Step(Struct, frozen=True):
+    """One step in the life of a run, in its timeline."""
+
+    version: int
+    at_us: int
+    step: str
+    status: Status
+    fence: int
+    worker: str | None
+    note: str | None
+
+    @property
+    def at(self) -> datetime:
+        """When it happened."""
+        return moment(self.at_us)
+
+
+class LogLine(Struct, frozen=True):
+    """One line that a run logged."""
+
+    fence: int
+    line: int
+    at_us: int
+    level: str
+    text: str
+
+
+class Waiting(Struct, frozen=True, kw_only=True):
+    """Why a run is pending: since when, which place in its queue (1 is next; None when it is not its turn yet)."""
+
+    reason: str
+    since_us: int
+    place: int | None
+    due_us: int | None = None
+    workers: int = 0
+
+    @property
+    def since(self) -> datetime:
+        """When the wait began."""
+        return moment(self.since_us)
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """How the runs of a model stand; ``group`` is the value of the parameter that the model is summarised by."""
+
+    model: str
+    group: str | None
+    counts: dict[str, int]
+    mean_seconds: float | None
+    """Of those that succeeded, from start to end."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.counts.values())
+
+
+class Page(Struct, frozen=True):
+    """Some runs, newest first, and the cursor of the next page (None on the last)."""
+
+    runs: list[Run]
+    next: str | None
+
+
+class WorkerInfo(Struct, frozen=True, kw_only=True):
+    """A worker as it told of itself, and what it holds."""
+
+    id: str
+    name: str
+    host: str
+    pid: int
+    queues: list[str]
+    models: list[str]
+    slots: int
+    draining: bool
+    started_us: int
+    seen_us: int
+    alive: bool
+    holds: int
+
+
+_last = 0
+_turn = threading.Lock()
+
+
+def new_id() -> str:
+    """A UUIDv7: unique, and greater than every id made before in this process."""
+    global _last  # noqa: PLW0603 -- the order of ids is the process's
+    with _turn:
+        _last = max(_last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 bits below them
+        stamp = _last
+    tail = int.from_bytes(os.urandom(8)) >> 2
+    value = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0x2 << 62 | tail
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def checked_id(run_id: object) -> str | None:
+    """The id in its one spelling, or None for what cannot be one."""
+    plain = str(run_id).replace("-", "").lower()
+    if len(plain) != 32 or not all(digit in "0123456789abcdef" for digit in plain):
+        return None
+    return f"{plain[:8]}-{plain[8:12]}-{plain[12:16]}-{plain[16:20]}-{plain[20:]}"
+
+
+def checked_name(what: str, value: object, *, most: int = 200, empty: bool = True) -> str:
+    """A user, tenant or key as text that every store can keep, or a clear error. Numbers are users, too."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{what} is a text, not a {type(value).__name__}")
+    if not value and not empty:
+        raise InvalidRequest(f"{what} is empty")
+    if len(value) > most:
+        raise InvalidRequest(f"{what} has {len(value)} characters; at most {most} are allowed")
+    if any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in value):
+        raise InvalidRequest(f"{what} holds a control character")
+    if any(0xD800 <= ord(character) < 0xE000 for character in value):
+        raise InvalidRequest(f"{what} holds half of a surrogate pair, which is not text")
+    return value
+
+
+_LONGEST = 10 * 366 * 86400
+
+
+def checked_seconds(what: str, value: object) -> float:
+    """A number from 0 to ten years of seconds (or as many of another unit), or a clear error."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
+        raise InvalidRequest(f"{what} is a number from 0 to {_LONGEST}, not {value!r}")
+    return value
+
+
+def checked_count(what: str, value: object) -> int:
+    """A whole number from 0 on, or a clear error."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise InvalidRequest(f"{what} is a whole number from 0 to {2**31 - 1}, not {value!r}")
+    return value
+
+
+def micros(amount: float) -> int:
+    """Money as whole millionths."""
+    return round(amount * MICRO)
+
+
+def run_of(row: Mapping[str, Any]) -> Run:
+    """The run behind a row. Its result belongs to it only when it succeeded."""
+    fields = dict(row)
+    fields["user"] = fields.pop("user_id")
+    fields["parameters_json"] = fields.pop("parameters")
+    fields["cost"] /= MICRO
+    artifacts = fields["artifacts"]
+    fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
+    return Run(**fields)

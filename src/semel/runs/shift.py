@@ -1,0 +1,308 @@
+"""A worker's shift: the time from its start to its stop, in one event loop, with everything that it needs for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any, Self, TypeAlias
+
+from msgspec import Struct
+
+from semel.errors import SemelError, StoreBroken
+from semel.runs.app import App
+from semel.runs.attempt import Ended
+from semel.runs.children import Children
+from semel.runs.execution import execute_async, run_in_thread
+from semel.runs.finishing import Finisher
+from semel.runs.heart import Heart
+from semel.runs.held import Held, Holdings
+from semel.runs.keeping import WorkerCard
+from semel.runs.lookout import Lookout
+from semel.runs.models import Isolation, Model
+from semel.runs.news import RunEvent
+from semel.runs.records import MICRO
+from semel.runs.sweeper import ROLE, Sweeper
+from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.runs.worklog import WorkLog
+
+Slots: TypeAlias = dict[Isolation, int]
+
+_UNDONE = Ended(kind="lost", reason="the worker was stopped before the run was done")
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What the worker is to do; see Worker."""
+
+    id: str
+    name: str
+    queues: tuple[str, ...]
+    slots: Slots
+    max_runs_per_child: int | None
+    poll: float
+    drain: float
+    sweeps: bool
+
+
+class Shift:
+    """Use it as a context: its parts are closed with it."""
+
+    def __init__(self, app: App, plan: Plan) -> None:
+        self._app = app
+        self._plan = plan
+        self._log = WorkLog(plan.id)
+        self._look = asyncio.Event()
+        self._holdings = Holdings()
+        self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
+        self._stopping = self._at_once = self._doubt = False
+        self._ledger = app.ledger(awaited=True)
+        self._finisher = Finisher(self._ledger, self._holdings, self._log, app.news, self._look.set)
+        self._children = Children(
+            plan.slots["process"],
+            results_url=app.results.url,
+            inline_bytes=app.limits.inline_bytes,
+            max_result_bytes=app.limits.max_bytes,
+            max_runs_per_child=plan.max_runs_per_child,
+        )
+        self._sweeper = Sweeper(self._ledger, plan.id, transport=app.transport, news=app.news, publish=app.publish)
+        self._lookout = Lookout(self._ledger.url, self._look.set)
+        self._heart = Heart(
+            self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._ledger.open()
+        self._beating = asyncio.get_running_loop().create_task(self._heart.beat_forever())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._beating.cancel()
+        await self._children.close(kill=True)
+        await self._quietly(self._ledger.worker_gone(self._plan.id))
+        await self._ledger.close()
+
+    def stop(self, *, at_once: bool) -> None:
+        """Begin nothing new; ``at_once`` also gives back what is not done."""
+        self._stopping, self._at_once = True, at_once
+        self._look.set()
+
+    async def work(self) -> None:
+        """Until stopped."""
+        self._log.say(logging.INFO, f"worker started on {', '.join(self._plan.queues)}")
+        if self._plan.sweeps:
+            self._sweeper.start()
+        self._lookout.start()
+        try:
+            await self._feed()
+            await self._drain_all()
+        finally:
+            self._lookout.stop()
+            if self._plan.sweeps:
+                await self._sweeper.end()
+                await self._quietly(self._ledger.step_down(ROLE, self._plan.id))
+            self._log.say(logging.INFO, "worker stopped")
+
+    async def work_on(self, run_id: str) -> bool:
+        """See Worker.perform."""
+        leased = await self._ledger.lease_these(self._plan.id, [run_id])
+        for each in leased:
+            if each.model in self._app.registry:
+                self._begin(each, self._app.registry[each.model])
+            else:
+                await self._ledger.end([Ending(each.id, each.fence, _UNDONE, returned=True)])
+        while len(self._holdings) and not self._stopping:
+            self._look.clear()
+            await self._look.wait()
+        await self._drain_all()
+        return bool(leased)
+
+    async def _feed(self) -> None:
+        """Lease whenever there is room, and sleep when there is nothing to lease."""
+        due = 0.0
+        while not self._stopping:
+            self._look.clear()
+            got, asked = await self._lease()
+            now = time.monotonic()
+            pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+            if not got and asked:
+                woken, until_next = await self._wake()
+                if woken:
+                    continue
+                due = now + (pause if until_next is None else min(pause, until_next))
+            elif got:
+                due = now  # more may be there
+                if asked > got:
+                    await asyncio.sleep(0)
+                    continue
+            await self._sleep(due - now if self._has_room() and due > now else (0 if self._has_room() else pause))
+
+    async def _sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._look.wait()
+        except TimeoutError:
+            pass
+
+    def _has_room(self) -> bool:
+        return any(self._room(kind) for kind in self._kinds())
+
+    def _kinds(self) -> dict[Isolation, list[str]]:
+        """The models that this worker can run, by where they run."""
+        kinds: dict[Isolation, list[str]] = {}
+        for model in self._app.registry:
+            if self._plan.slots[model.isolation]:
+                kinds.setdefault(model.isolation, []).append(model.name)
+        return kinds
+
+    def _room(self, kind: Isolation) -> int:
+        """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
+        if len(self._finisher) > 2 * sum(self._plan.slots.values()):
+            return 0
+        return self._plan.slots[kind] - self._busy[kind]
+
+    async def _lease(self) -> tuple[int, int]:
+        """Fill the room that there is; answer how many were got of how many asked for."""
+        got = asked = 0
+        for kind, names in self._kinds().items():
+            room = self._room(kind)
+            if room <= 0 or self._stopping:
+                continue
+            asked += room
+            try:
+                leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, room))
+            except StoreBroken:
+                raise
+            except SemelError as error:
+                self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
+                self._doubt = True
+                await self._sleep(1.0)
+                continue
+            if self._doubt:
+                await self._give_back_unknown({each.id for each in leased})
+            for each in leased:
+                self._begin(each, self._app.registry[each.model])
+            got += len(leased)
+        return got, asked
+
+    async def _give_back_unknown(self, just_leased: set[str]) -> None:
+        """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
+        held = await self._ledger.held_by(self._plan.id)
+        unknown = {run: fence for run, fence in held.items() if run not in self._holdings and run not in just_leased}
+        endings = [Ending(run, fence, _UNDONE, returned=True) for run, fence in unknown.items()]
+        if endings:
+            await self._ledger.end(endings)
+        self._doubt = False
+
+    async def _wake(self) -> tuple[int, float | None]:
+        try:
+            return await self._ledger.wake()
+        except SemelError as error:
+            self._log.say(logging.WARNING, f"the database did not answer: {error}")
+            return 0, None
+
+    def _begin(self, leased: Leased, model: Model) -> None:
+        held = Held(leased, model, self._plan.id, time.monotonic())
+        self._holdings.add(held)
+        self._busy[model.isolation] += 1
+        if self._app.news.wanted:
+            self._app.news.tell(
+                RunEvent("started", leased.model, "RUNNING", (leased.changed_us - leased.created_us) / MICRO)
+            )
+        held.task = asyncio.get_running_loop().create_task(self._attempt(held))
+
+    async def _attempt(self, held: Held) -> None:
+        try:
+            ended = await self._execute(held)
+        except asyncio.CancelledError:
+            ended = _UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
+        except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
+            ended = Ended(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
+        self._busy[held.model.isolation] -= 1
+        if held.lost:
+            self._holdings.drop(held)
+            self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
+        else:
+            self._finisher.add(held, self._ending(held, ended))
+        self._look.set()
+
+    async def _execute(self, held: Held) -> Ended:
+        if held.model.isolation == "process":
+            return await self._children.run(held.job, held.model, held)
+        run = execute_async if held.model.isolation == "loop" else run_in_thread
+        return await run(held.job, held.model, held, self._app.results, self._app.limits, cancelled=held.stop)
+
+    def _ending(self, held: Held, ended: Ended) -> Ending:
+        delay = ended.after or 0.0
+        if ended.kind == "retry" and ended.after is None:
+            delay = held.model.delay(held.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
+        returned = held.returning and ended.kind in ("lost", "cancelled")
+        if ended.kind not in ("retry", "snooze") or returned:
+            delay = 0.0
+        return Ending(held.leased.id, held.leased.fence, ended, round(delay * MICRO), returned=returned)
+
+    def _lost(self, held: Held) -> None:
+        """Someone else may have it: end the work by force, its outcome counts for nothing."""
+        held.lost = True
+        held.stop.set()
+        self._force(held)
+
+    def _force(self, held: Held) -> None:
+        if held.model.isolation == "process":
+            self._children.kill(held.leased.id)
+        elif held.task is not None:
+            held.task.cancel()
+
+    def _cancelled(self, held: Held) -> None:
+        """Ask the model to stop; when its grace is over, end it by force."""
+        held.cancelled_at = time.monotonic()
+        held.stop.set()
+        self._log.say(logging.INFO, "asked to cancel", held)
+        if held.model.isolation == "process":
+            self._children.cancel(held.leased.id)
+        elif held.model.isolation == "loop":
+            asyncio.get_running_loop().call_later(held.model.grace, self._end_of_grace, held)
+
+    def _end_of_grace(self, held: Held) -> None:
+        if not held.over:
+            self._force(held)
+
+    async def _drain_all(self) -> None:
+        """Wait for what is held; what is not done in time is given back without charging an attempt."""
+        await self._quietly(self._ledger.worker_seen(self._card()))
+        deadline = time.monotonic() + self._plan.drain
+        while len(self._holdings) and time.monotonic() < deadline and not self._at_once:
+            self._look.clear()
+            await self._sleep(min(0.2, deadline - time.monotonic()))
+        for held in self._holdings:
+            if not held.over:
+                held.returning = True
+                self._force(held)
+        ends_by = time.monotonic() + 10.0
+        while len(self._holdings) and time.monotonic() < ends_by:
+            self._look.clear()
+            await self._sleep(0.1)
+
+    def _card(self) -> WorkerCard:
+        return WorkerCard(
+            id=self._plan.id,
+            name=self._plan.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            queues=self._plan.queues,
+            models=self._app.registry.names,
+            slots=sum(self._plan.slots[kind] for kind in self._kinds()),
+            draining=self._stopping,
+        )
+
+    async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await work
+        except SemelError as error:
+            self._log.say(logging.WARNING, f"the database did not answer: {error}")

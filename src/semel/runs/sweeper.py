@@ -1,0 +1,102 @@
+"""The sweeper finds what nobody looks after: leases that ended, runs that nobody was told of, what expired.
+
+Every worker has one, and so has an app whose transport could lose a message; one of them is elected, and when it
+vanishes another takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+from semel.once.background import Background
+from semel.runs.keeping import Published
+from semel.runs.ledger import Ledger
+from semel.runs.news import News, RunEvent
+from semel.runs.transports import Transport
+
+ROLE = "sweeper"
+
+_log = logging.getLogger("semel.sweeper")
+
+
+class Sweeper(Background):
+    """Sweeps every ``interval`` seconds while it is elected."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        holder: str,
+        *,
+        transport: Transport,
+        news: News,
+        publish: Callable[[Published], None] | None = None,
+        interval: float = 5.0,
+        tell_again: float = 30.0,
+    ) -> None:
+        super().__init__(ledger.runtime, "semel-sweeper")
+        self._ledger = ledger
+        self._holder = holder
+        self._transport = transport
+        self._news = news
+        self._publish = publish
+        self._interval = interval
+        self._tell_again = tell_again
+        self._turns = 0
+
+    def pause(self) -> float:
+        """See Background. The first turn comes soon."""
+        interval = self._interval if self._turns else min(self._interval, 0.5)
+        return interval * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+
+    async def tick(self) -> None:
+        """See Background."""
+        self._turns += 1
+        if await self._ledger.lead(ROLE, self._holder, 3 * self._interval):
+            await self.sweep()
+
+    async def sweep(self) -> int:
+        """One turn; answers how many runs were found lost."""
+        lost = await self._take_back()
+        await self._publish_events()
+        if self._turns % 6 == 1:
+            removed = await self._ledger.tidy()
+            if removed:
+                _log.debug("removed %d keys and reservations that had expired", removed)
+        if self._transport.announces:
+            await self._announce_again()
+        return lost
+
+    async def _take_back(self) -> int:
+        total = 0
+        while lost := await self._ledger.lose_expired():
+            total += len(lost)
+            self._news.tell(RunEvent("stuck", count=len(lost)))
+            for run in lost:
+                _log.warning("run %s of %s was stuck: its worker is lost, it is %s now", run.id, run.model, run.status)
+                if run.status != "PENDING":
+                    seconds = (run.changed_us - run.started_us) / 1e6
+                    self._news.tell(RunEvent("ended", run.model, run.status, seconds))
+        return total
+
+    async def _publish_events(self) -> None:
+        """At least once, in order; what could not be published stays, and is tried in the next turn."""
+        while self._publish is not None and (events := await self._ledger.unpublished()):
+            done: list[Published] = []
+            try:
+                for event in events:
+                    self._publish(event)
+                    done.append(event)
+            except Exception:  # noqa: BLE001 -- the user's code
+                _log.exception("an event could not be published, it is tried again")
+                return
+            finally:
+                await self._ledger.published(done)
+
+    async def _announce_again(self) -> None:
+        """Runs that wait although they could run: their message may be lost. A message too many does no harm."""
+        await self._ledger.wake()
+        waiting = await self._ledger.due(self._tell_again, 1000)
+        if waiting:
+            self._transport.announce(waiting)

@@ -1,0 +1,99 @@
+"""The worker: leases runs in batches, keeps them alive, executes them where they belong, and writes their ends.
+
+One process, one event loop. Async models run in the loop, blocking ones in warm child processes (or in threads where
+the model asks for it), so that the heart beats whatever they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+from semel.errors import InvalidRequest
+from semel.runs.app import App
+from semel.runs.records import checked_name, new_id
+from semel.runs.shift import Plan, Shift
+
+
+class Worker:
+    """Works on the runs of an app until it is stopped.
+
+    ``queues`` are served in their order. ``concurrency`` async runs, ``processes`` child processes and ``threads`` at
+    the same time. After ``stop`` nothing new is begun; what is not done ``drain`` seconds later is given back.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        queues: Sequence[str] = ("default",),
+        name: str | None = None,
+        concurrency: int = 100,
+        processes: int | None = None,
+        threads: int = 8,
+        max_runs_per_child: int | None = None,
+        poll: float = 5.0,
+        drain: float = 30.0,
+        sweep: bool = True,
+    ) -> None:
+        if not queues or isinstance(queues, str):
+            raise InvalidRequest("queues is a list of names, such as ['default']")
+        self.app = app
+        self.name = checked_name("name", name or socket.gethostname(), most=100, empty=False)
+        self.id = f"{self.name}-{os.getpid()}-{new_id()[-6:]}"
+        self._plan = Plan(
+            id=self.id,
+            name=self.name,
+            queues=tuple(checked_name("queue", queue, empty=False) for queue in queues),
+            slots={
+                "loop": _slots("concurrency", concurrency),
+                "process": _slots("processes", (os.cpu_count() or 1) if processes is None else processes),
+                "thread": _slots("threads", threads),
+            },
+            max_runs_per_child=max_runs_per_child,
+            poll=poll,
+            drain=drain,
+            sweeps=sweep,
+        )
+        self._shift: Shift | None = None
+        self._stops = 0
+
+    def run(self) -> None:
+        """Work until SIGTERM or SIGINT; a second one gives back at once what is not done."""
+        asyncio.run(self._run_with_signals())
+
+    async def _run_with_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self.serve()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begin nothing new; end when all that is held is done, or the time to drain is over. Twice: at once."""
+        self._stops += 1
+        if self._shift is not None:
+            self._shift.stop(at_once=self._stops > 1)
+
+    async def serve(self) -> None:
+        """Work until :meth:`stop`, in this loop."""
+        if not self._stops:
+            async with Shift(self.app, self._plan) as self._shift:
+                await self._shift.work()
+
+    async def perform(self, run_id: str) -> bool:
+        """Lease this run, if it can be had, and see it through; False when there is nothing to do."""
+        async with Shift(self.app, self._plan) as self._shift:
+            return await self._shift.work_on(run_id)
+
+
+def _slots(what: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10_000:
+        raise InvalidRequest(f"{what} is a whole number from 0 to 10000, not {value!r}")
+    return value

@@ -1,0 +1,293 @@
+"""Runs, their keys, events and logs; quotas, reservations, workers; views with the names of the documents."""
+
+from alembic import op
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+metadata = MetaData()
+
+_name = Text(collation="C").with_variant(Text(), "sqlite")
+_id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
+
+runs = Table(
+    "semel_runs",
+    metadata,
+    Column("id", _id, primary_key=True),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("model", _name, nullable=False),
+    Column("queue", _name, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("ready", Boolean, nullable=False),
+    Column("step", Text, nullable=False),
+    Column("note", Text, nullable=True),
+    Column("version", Integer, nullable=False),
+    Column("changed_us", BigInteger, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("errors", Integer, nullable=False),
+    Column("losts", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("max_lost", Integer, nullable=False),
+    Column("parameters", Text, nullable=False),
+    Column("payload_hash", Text, nullable=False),
+    Column("idempotency_key", Text, nullable=True),
+    Column("facet", Text, nullable=True),
+    Column("retry_of", _id, nullable=True),
+    Column("cost", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("started_us", BigInteger, nullable=True),
+    Column("finished_us", BigInteger, nullable=True),
+    Column("worker", Text, nullable=True),
+    Column("lease_us", BigInteger, nullable=False),
+    Column("lease_until_us", BigInteger, nullable=True),
+    Column("heartbeat_us", BigInteger, nullable=True),
+    Column("cancel_us", BigInteger, nullable=True),
+    Column("progress", Float, nullable=True),
+    Column("progress_note", Text, nullable=True),
+    Column("last_error", Text, nullable=True),
+    Column("traceback", Text, nullable=True),
+    Column("result", Text, nullable=True),
+    Column("result_ref", Text, nullable=True),
+    Column("result_digest", Text, nullable=True),
+    Column("result_size", BigInteger, nullable=True),
+    Column("artifacts", Text, nullable=True),
+    CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
+    CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
+    CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
+    CheckConstraint("status = 'SUCCEEDED' OR result_digest IS NULL", "semel_runs_result"),
+    postgresql_with={"fillfactor": "70"},
+)
+_pending = "status = 'PENDING' AND ready"
+Index(
+    "semel_runs_ready",
+    runs.c.queue,
+    runs.c.priority.desc(),
+    runs.c.due_us,
+    runs.c.id,
+    postgresql_where=text(_pending),
+    sqlite_where=text(_pending),
+)
+_later = "status = 'PENDING' AND NOT ready"
+Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
+_running = "status = 'RUNNING'"
+Index("semel_runs_running", runs.c.worker, postgresql_where=text(_running), sqlite_where=text(_running))
+_active = "status IN ('PENDING', 'RUNNING')"
+Index(
+    "semel_runs_active",
+    runs.c.tenant,
+    runs.c.user_id,
+    postgresql_where=text(_active),
+    sqlite_where=text(_active),
+)
+Index("semel_runs_user", runs.c.tenant, runs.c.user_id, runs.c.created_us)
+Index("semel_runs_status", runs.c.status, runs.c.id)
+Index("semel_runs_payload", runs.c.payload_hash)
+
+run_keys = Table(
+    "semel_run_keys",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("key", _name, nullable=False),
+    Column("payload_hash", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", "kind", "key", name="semel_run_keys_pkey"),
+)
+Index("semel_run_keys_expires", run_keys.c.expires_us)
+
+run_events = Table(
+    "semel_run_events",
+    metadata,
+    Column("run_id", _id, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("step", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("worker", Text, nullable=True),
+    Column("note", Text, nullable=True),
+    Column("unpublished", Boolean, nullable=False),
+    PrimaryKeyConstraint("run_id", "version", name="semel_run_events_pkey"),
+)
+_unpublished = "unpublished"
+Index(
+    "semel_run_events_unpublished",
+    run_events.c.at_us,
+    postgresql_where=text(_unpublished),
+    sqlite_where=text(_unpublished),
+)
+
+_run_logs = Table(
+    "semel_run_logs",
+    metadata,
+    Column("run_id", _id, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("line", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("level", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+)
+
+_quotas = Table(
+    "semel_quotas",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("max_concurrent", Integer, nullable=True),
+    Column("per_hour", Integer, nullable=True),
+    Column("per_day", Integer, nullable=True),
+    Column("cost_daily", BigInteger, nullable=True),
+    Column("cost_weekly", BigInteger, nullable=True),
+    Column("cost_monthly", BigInteger, nullable=True),
+    Column("cost_yearly", BigInteger, nullable=True),
+    Column("action", Text, nullable=False),
+    Column("warn_at", Float, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", name="semel_quotas_pkey"),
+)
+
+reservations = Table(
+    "semel_reservations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    Column("consumed", Boolean, nullable=False),
+    Column("job_id", Text, nullable=True),
+)
+Index("semel_reservations_user", reservations.c.tenant, reservations.c.user_id)
+Index("semel_reservations_expires", reservations.c.expires_us)
+
+_workers = Table(
+    "semel_workers",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("queues", Text, nullable=False),
+    Column("models", Text, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("draining", Boolean, nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("seen_us", BigInteger, nullable=False),
+)
+
+_leaders = Table(
+    "semel_leaders",
+    metadata,
+    Column("role", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+)
+
+_FIXED = ("id", "tenant", "user_id", "model", "parameters", "payload_hash", "created_us")
+_LEGAL = """
+     (OLD.status = 'PENDING' AND NEW.status IN ('RUNNING', 'CANCELLED'))
+  OR (OLD.status = 'RUNNING' AND NEW.status IN ('PENDING', 'SUCCEEDED', 'FAILED', 'CANCELLED'))
+"""
+_ILLEGAL = f"""
+     (OLD.status <> NEW.status AND NOT ({_LEGAL}))
+  OR (OLD.status <> NEW.status AND NEW.version <= OLD.version)
+  OR (OLD.fence <> NEW.fence AND NOT (OLD.status = 'PENDING' AND NEW.status = 'RUNNING' AND NEW.fence > OLD.fence))
+  OR (OLD.status = 'PENDING' AND NEW.status = 'RUNNING' AND NEW.fence <= OLD.fence)
+  OR {" OR ".join(f"OLD.{name} <> NEW.{name}" for name in _FIXED)}
+"""
+_WATCHED = ", ".join(("status", "fence", *_FIXED))
+
+
+def upgrade() -> None:
+    """Create the tables, the guard of the state machine, and the views."""
+    metadata.create_all(op.get_bind())
+    if op.get_bind().dialect.name == "postgresql":
+        _guard_postgres()
+        _views("TIMESTAMPTZ 'epoch' + {} * INTERVAL '1 microsecond'", "CAST({} AS jsonb)", "user_id")
+    else:
+        _guard_sqlite()
+        _views(
+            "strftime('%Y-%m-%d %H:%M:%f', {} / 1000000.0, 'unixepoch')",
+            "{}",
+            "CASE WHEN user_id <> '' AND user_id NOT GLOB '*[^0-9]*' THEN CAST(user_id AS INTEGER) ELSE user_id END",
+        )
+
+
+def _guard_postgres() -> None:
+    op.execute("""
+CREATE FUNCTION semel_refuse_transition() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  RAISE EXCEPTION 'semel: illegal transition of run % from % to %', OLD.id, OLD.status, NEW.status
+  USING ERRCODE = 'check_violation';
+END $$
+""")
+    op.execute(
+        f"CREATE TRIGGER semel_runs_guard BEFORE UPDATE OF {_WATCHED} ON semel_runs "
+        f"FOR EACH ROW WHEN ({_ILLEGAL}) EXECUTE FUNCTION semel_refuse_transition()"
+    )
+
+
+def _guard_sqlite() -> None:
+    op.execute(
+        f"CREATE TRIGGER semel_runs_guard BEFORE UPDATE OF {_WATCHED} ON semel_runs FOR EACH ROW WHEN {_ILLEGAL} "
+        "BEGIN SELECT RAISE(ABORT, 'semel: illegal transition of a run'); END"
+    )
+
+
+def _views(time: str, json: str, user: str) -> None:
+    """``time``, ``json`` and ``user`` say how the dialect shows such a value."""
+    op.execute(f"""
+CREATE VIEW model_runs AS
+SELECT id, model, status, {json.format("parameters")} AS parameters, payload_hash,
+       {time.format("created_us")} AS created_at, {time.format("started_us")} AS started_at,
+       {time.format("finished_us")} AS finished_at, attempts AS attempt_count, last_error,
+       CASE WHEN status = 'SUCCEEDED' THEN result_ref END AS result_ref,
+       CASE WHEN status = 'RUNNING' THEN worker END AS lease_owner,
+       {time.format("lease_until_us")} AS lease_expires_at, {time.format("heartbeat_us")} AS heartbeat_at
+FROM semel_runs
+""")
+    op.execute(f"""
+CREATE VIEW idempotency_keys AS
+SELECT key AS idempotency_key, job_id, {user} AS user_id, {time.format("created_us")} AS created_at,
+       {time.format("expires_us")} AS expires_at, key, payload_hash, job_id AS run_id
+FROM semel_run_keys WHERE kind = 'key'
+""")
+    op.execute(f"""
+CREATE VIEW job_reservations AS
+SELECT id AS reservation_id, {user} AS user_id, {time.format("created_us")} AS created_at,
+       {time.format("expires_us")} AS expires_at, CASE WHEN consumed THEN 1 ELSE 0 END AS consumed
+FROM semel_reservations
+""")
+
+
+def downgrade() -> None:
+    """Drop it all."""
+    for view in ("job_reservations", "idempotency_keys", "model_runs"):
+        op.execute(f"DROP VIEW {view}")
+    metadata.drop_all(op.get_bind())
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION semel_refuse_transition()")

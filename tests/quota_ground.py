@@ -1,0 +1,174 @@
+"""Where quotas and job keys are tested: a SQLite file or a PostgreSQL database, on a clock that the test moves.
+
+    @pytest.fixture(scope="module")
+    def grounds(request: pytest.FixtureRequest) -> Iterator[Grounds]:
+        with ExitStack() as closing:
+            yield Grounds(request, closing)
+
+    @pytest.fixture(params=KINDS)
+    def ground(request: pytest.FixtureRequest, grounds: Grounds) -> Iterator[Ground]:
+        with grounds.empty(request.param) as ground:
+            yield ground
+
+Runs move through their states by the ledger's own verbs, so no worker is needed.
+"""
+
+import itertools
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cached_property
+from typing import Any, LiteralString
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from semel import App, JobStore, Run
+from semel.bridge import drive
+from semel.cli import main as semel
+from semel.runs.attempt import EndKind, Ended
+from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.testing import FakeClock
+
+KINDS = ("sqlite", "postgres")
+TABLES = ("runs", "run_keys", "run_events", "run_logs", "quotas", "reservations", "workers", "leaders")
+LEASE = 60
+START = 1_709_210_096.0
+"""2024-02-29 12:34:56 UTC, a Thursday."""
+
+
+def train(ctx: Any, number: int = 0) -> None:
+    """A model that nobody runs."""
+
+
+def open_app(url: str, **options: Any) -> App:
+    """An app that knows ``train``: three attempts, three lost workers, a lease of a minute."""
+    app = App(url, **options)
+    app.model("train", isolation="thread", max_attempts=3, max_lost=3, lease=LEASE)(train)
+    return app
+
+
+class Ground:
+    """An empty database. What is opened over it is closed when the test ends."""
+
+    def __init__(self, kind: str, url: str, stack: ExitStack) -> None:
+        self.kind = kind
+        self.url = url
+        self.clock = FakeClock(START)
+        self._stack = stack
+        self._numbers = itertools.count(1)
+
+    @cached_property
+    def app(self) -> App:
+        return self.open_app()
+
+    @cached_property
+    def jobs(self) -> JobStore:
+        return self.open_jobs()
+
+    def open_app(self, **options: Any) -> App:
+        """Another app, on the same clock unless ``clock=`` says otherwise."""
+        app = open_app(options.pop("url", self.url), **{"clock": self.clock, **options})
+        self._stack.callback(app.close)
+        return app
+
+    def open_jobs(self, **options: Any) -> JobStore:
+        """Another store, on the same clock unless ``clock=`` says otherwise."""
+        jobs = JobStore(options.pop("url", self.url), **{"clock": self.clock, **options})
+        self._stack.callback(jobs.close)
+        return jobs
+
+    def submit(self, user: str | int = 42, **options: Any) -> Run:
+        """A run of its own; ``number`` makes it the same as another."""
+        return self.app.submit("train", {"number": options.pop("number", next(self._numbers))}, user=user, **options)
+
+    def reserve(self, user: str | int = 42, limit: int = 5, ttl: float = 300) -> str:
+        """A reservation that must be granted."""
+        reservation = self.jobs.reserve_job_slot(user, limit, ttl)
+        assert reservation is not None
+        return reservation
+
+    def lease(self, most: int = 1) -> list[Leased]:
+        """What a worker would get."""
+        drive(self.app._engine.ledger.wake())
+        return drive(self.app._engine.ledger.lease(LeaseRequest("worker-1", ("default",), ["train"], most)))
+
+    def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
+        """End an attempt; False when its fence has passed."""
+        returned = options.pop("returned", False)
+        if kind == "succeeded":
+            options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
+        ending = Ending(leased.id, leased.fence, Ended(kind=kind, **options), returned=returned)
+        return leased.id in drive(self.app._engine.ledger.end([ending]))
+
+    def finish(self, *runs: Run) -> None:
+        """Let a worker take and finish these, and all that stand before them."""
+        wanted = {run.id for run in runs}
+        taken = self.lease(1000)
+        assert wanted <= {each.id for each in taken}
+        assert all(self.end(each) for each in taken)
+
+    def lose_expired(self) -> int:
+        """What the sweeper does with leases that have ended."""
+        return len(drive(self.app._engine.ledger.lose_expired()))
+
+    def tidy(self) -> int:
+        """What the sweeper does with keys and reservations that have expired."""
+        return drive(self.app._engine.ledger.tidy())
+
+    def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
+        """What a person with a database client sees."""
+        if self.kind == "sqlite":
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection:
+                return connection.execute(query).fetchall()
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(query).fetchall()
+
+    def count(self, relation: LiteralString, where: LiteralString = "1 = 1") -> int:
+        """How many rows a relation has."""
+        counted: int = self.rows("SELECT count(*) FROM " + relation + " WHERE " + where)[0][0]
+        return counted
+
+    def concurrent(self, user: str | int = 42) -> int:
+        """How many slots the user has in use."""
+        return self.app.usage(user).concurrent
+
+
+class Grounds:
+    """Makes empty databases: a migration takes longer than most tests, so each kind is migrated once."""
+
+    def __init__(self, request: pytest.FixtureRequest, stack: ExitStack) -> None:
+        self._request = request
+        self._stack = stack
+
+    @contextmanager
+    def empty(self, kind: str) -> Iterator[Ground]:
+        with ExitStack() as stack:
+            yield Ground(kind, self._sqlite() if kind == "sqlite" else self._postgres(), stack)
+
+    @cached_property
+    def _template(self) -> Any:
+        file = self._request.getfixturevalue("tmp_path_factory").mktemp("template") / "jobs.db"
+        assert semel(["migrate", f"sqlite:///{file}"]) == 0
+        return file
+
+    def _sqlite(self) -> str:
+        file = self._request.getfixturevalue("tmp_path_factory").mktemp("jobs") / "jobs.db"
+        shutil.copyfile(self._template, file)
+        return f"sqlite:///{file}"
+
+    @cached_property
+    def _migrated(self) -> str:
+        server = self._request.getfixturevalue("postgres_server")
+        url: str = server.database()
+        self._stack.callback(server.drop, url)
+        assert semel(["migrate", url]) == 0
+        return url
+
+    def _postgres(self) -> str:
+        with psycopg.connect(self._migrated, autocommit=True) as connection:
+            names = sql.SQL(", ").join(sql.Identifier(f"semel_{table}") for table in TABLES)
+            connection.execute(sql.SQL("TRUNCATE {}").format(names))
+        return self._migrated
