@@ -28,7 +28,7 @@ from psycopg import sql
 from semel import App, JobStore, Run
 from semel.bridge import drive
 from semel.cli import main as semel
-from semel.runs.attempt import EndKind, Ended
+from semel.runs.attempt import Ended, EndKind
 from semel.runs.transitions import Ending, Leased, LeaseRequest
 from semel.testing import FakeClock
 

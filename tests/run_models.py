@@ -99,6 +99,10 @@ def chatter(ctx: Context) -> None:
     os.write(1, b"from C\n")
 
 
+def speak_last(number: int) -> None:
+    os.write(1, f"last word {number}\n".encode())
+
+
 def progress_bar() -> None:
     sys.stdout.write("\r10%")
     sys.stdout.write("\r50%")

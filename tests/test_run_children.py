@@ -159,6 +159,14 @@ def test_all_that_is_logged_and_printed_belongs_to_the_run(crew: Crew) -> None:
     }
 
 
+def test_the_last_words_of_c_code_come_before_the_end(crew: Crew) -> None:
+    model = make_model("m", run_models.speak_last)
+    for number in range(30):
+        heard = Heard()
+        crew.wait(crew.children.run(job(f'{{"number": {number}}}'), model, heard))
+        assert heard.lines == [("OUTPUT", f"last word {number}")]
+
+
 def test_a_progress_bar_is_one_line(crew: Crew) -> None:
     heard = Heard()
     crew.run(run_models.progress_bar, wire=heard)
@@ -192,6 +200,7 @@ def test_a_module_that_configures_logging_is_heard_once(crew: Crew, tmp_path: Pa
     import logging_model  # the parent's own configuration is pytest's, so that this changes nothing here
 
     heard, children = Heard(), crew.new(1)
+    crew.wait(children.run(job(), make_model("first", run_models.nothing), Heard()))
     crew.wait(children.run(job(), make_model("m", logging_model.model), heard))
     crew.wait(children.close())
     assert heard.lines == [("INFO", "lib: said once")]
@@ -559,6 +568,21 @@ def test_a_run_that_waits_for_a_child_can_be_cancelled_and_killed(crew: Crew) ->
         return kinds
 
     assert crew.wait(scenario()) == ["cancelled", "cancelled", "lost"]
+
+
+def test_more_children_than_asked_for_do_not_stay(crew: Crew) -> None:
+    async def scenario() -> int:
+        children = Children(1, results_url=crew.results.url)
+        model = make_model("m", run_models.nothing)
+        await asyncio.gather(children.start(), children.run(job(), model, Heard()))
+        await children.run(job(), model, Heard())
+        while len(children._processes) > 1:
+            await asyncio.wait({process.gone for process in children._processes if process.doomed})
+        left = len(children._processes)
+        await children.close()
+        return left
+
+    assert crew.wait(scenario()) == 1
 
 
 def test_closing_waits_for_the_runs_under_way_and_takes_no_more(crew: Crew, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_time_that_cannot_be_is_left_to_the_backoff(way: Callable[..., Ended],
 def test_a_cancel_is_seen_and_ends_the_run(results: FileResults) -> None:
     stop = Flag()
     stop.set()
-    for function in (run_models.wait_politely, run_models.return_when_told, lambda ctx: ctx.progress(0.5)):
+    for function in (lambda ctx: ctx.check(), lambda ctx: ctx.cancelled and 1, lambda ctx: ctx.progress(0.5)):
         model = make_model("m", function, isolation="thread")
         ended = execute(job(), model, Heard(), results, cancelled=stop)
         assert (ended.kind, ended.result) == ("cancelled", None)

@@ -656,7 +656,7 @@ def test_a_model_that_cannot_be_imported_says_why(
 def test_a_main_file_that_failed_is_run_again_when_it_is_asked_for_again(tmp_path: Path) -> None:
     """Half of it must not pass for all of it: it could not reach its database, and now it can."""
     ready = tmp_path / "ready"
-    (tmp_path / "late.py").write_text(f"def f(x): return 2 * x\nopen({str(ready)!r})\n")
+    (tmp_path / "late.py").write_text(f"def f(x): return times * x\nopen({str(ready)!r}).close()\ntimes = 2\n")
     with Program(
         """
         from semel.runs.models import load

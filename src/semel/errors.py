@@ -143,4 +143,4 @@ class Snooze(SemelError):
 
 
 class RunCancelled(SemelError):
-    """Raised inside a model by ``ctx.check()`` and ``ctx.progress()`` once its run was cancelled: clean up and leave."""
+    """Raised inside a model by ``ctx.check()`` and ``ctx.progress()`` once its run is cancelled: clean up and leave."""

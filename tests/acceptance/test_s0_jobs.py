@@ -1,4 +1,4 @@
-"""S0, job idempotency and quota reservations, without HTTP: keys and their time, slots that cannot be raced, the SQL."""
+"""S0, job keys and quota reservations, as far as no HTTP is needed: keys and their time, slots, the document's SQL."""
 
 import asyncio
 import sqlite3
@@ -143,12 +143,13 @@ def test_s0_7_a_key_of_255_characters_works(ground: Ground) -> None:
     assert ground.jobs.check_idempotency_key(key) == run.id
 
 
-@pytest.mark.parametrize("key", CI_KEYS)
-def test_s0_8_the_documents_keys_work(ground: Ground, key: str) -> None:
-    run = ground.submit(number=1, idempotency_key=key)
-    assert ground.submit(number=1, idempotency_key=key).id == run.id
-    assert ground.jobs.check_idempotency_key(key) == run.id
-    assert ground.jobs.check_idempotency_key(key.upper()) is None
+def test_s0_8_the_documents_keys_work(ground: Ground) -> None:
+    for number, key in enumerate(CI_KEYS):
+        run = ground.submit(number=number, idempotency_key=key)
+        assert ground.submit(number=number, idempotency_key=key).id == run.id
+        assert ground.jobs.check_idempotency_key(key) == run.id
+        assert ground.jobs.check_idempotency_key(key.upper()) is None
+    assert ground.count("model_runs") == len(CI_KEYS)
 
 
 def test_s0_9_after_24_hours_the_same_key_creates_a_new_job(ground: Ground) -> None:
@@ -236,13 +237,9 @@ def test_s0_12_an_expired_key_is_cleaned_when_it_is_looked_up(ground: Ground) ->
 
 
 def test_s0_13_of_two_concurrent_requests_at_4_of_5_exactly_one_is_granted(ground: Ground) -> None:
-    users = tuple(range(1, 21))
-    for user in users:
-        for _ in range(4):
-            ground.reserve(user)
-    jobs = ground.open_jobs(clock=None)
-    for user in users:  # on the real clock, as the processes are
-        assert all([jobs.reserve_job_slot(user, 4) for _ in range(4)])
+    users = tuple(range(1, 11))
+    jobs = ground.open_jobs(clock=None)  # the processes go by the real clock
+    assert None not in [jobs.reserve_job_slot(user, 5) for user in users for _ in range(4)]
     granted = race(ground.url, [("reserve",)] * 2, tries=1, limit=5, users=users)
     assert sorted(user for user, _ in granted) == list(users), "one each"
 
@@ -396,7 +393,7 @@ def test_s0_23_expired_reservations_are_cleaned_automatically(ground: Ground) ->
     ground.jobs.consume_reservation(ground.reserve(44))
     ground.clock.advance(300 + MOMENT)
     new = ground.reserve(42)
-    assert ground.count("job_reservations", "reservation_id <> ''") == 3, "its user's went with the next one's coming"
+    assert ground.count("job_reservations") == 3, "its user's went with the next one's coming"
     assert ground.tidy() == 2
     assert ground.rows("SELECT reservation_id FROM job_reservations") == [(new,)]
 

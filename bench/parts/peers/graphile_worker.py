@@ -30,7 +30,7 @@ class GraphileWorker(Peer):
 
     name = "graphile-worker"
     jobs = 60_000
-    singles = 4000
+    singles = 3000
     many = 60_000
     choices = (0, 20, 100)
 

@@ -15,7 +15,7 @@ class Peer(ABC):
 
     Drains are timed from the first job's call until every job is recorded as done: what comes before (the process's
     start, its connections, the first fetch) is not counted. Enqueues are timed from the first call to the last
-    answer, on connections that are open already.
+    answer, on connections that are open already. All but `enqueue_from_tasks` block, and are not for a running loop.
     """
 
     name: ClassVar[str]
@@ -55,12 +55,13 @@ class Peer(ABC):
         """Let go of connections."""
 
     def settle(self) -> None:
-        """Try every choice on a small drain and keep the fastest."""
+        """Try every choice on small drains, in turn, and keep the one with the fastest of all."""
         if len(self.choices) == 1:
             return
-        seconds = {}
-        for choice in self.choices:
-            self.choice = choice
-            self.enqueue_many(self.jobs // 3)
-            seconds[choice] = self.drain(self.jobs // 3)
-        self.choice = min(seconds, key=lambda choice: seconds[choice])
+        drains = []
+        for _ in range(2):
+            for choice in self.choices:
+                self.choice = choice
+                self.enqueue_many(self.jobs // 5)
+                drains.append((self.drain(self.jobs // 5), choice))
+        _, self.choice = min(drains)

@@ -28,7 +28,7 @@ class Pgqueuer(Peer):
 
     name = "pgqueuer"
     jobs = 20_000
-    singles = 4000
+    singles = 3000
     many = 40_000
 
     def prepare(self, postgres_url: str, redis_url: str) -> None:

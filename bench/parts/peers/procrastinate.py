@@ -36,7 +36,7 @@ class Procrastinate(Peer):
 
     name = "Procrastinate"
     jobs = 1500
-    singles = 4000
+    singles = 3000
     many = 10_000
     choices = (1, 10, 50)
 

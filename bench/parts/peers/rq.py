@@ -27,7 +27,7 @@ class SimpleRq(Peer):
 
     name = "RQ SimpleWorker"
     jobs = 1000
-    singles = 4000
+    singles = 3000
     many = 8000
     forking = False
 
@@ -63,6 +63,8 @@ class ForkingRq(SimpleRq):
 
     name = "RQ Worker (forks)"
     jobs = 250
+    singles = 1000
+    many = 2000
     forking = True
 
 

@@ -7,9 +7,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from sqlalchemy import Engine
 
+from semel.cli import worker
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.sql import engines, migrate
 from semel.sql.failures import translated
@@ -18,6 +20,7 @@ from semel.sql.failures import translated
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 when it worked, 1 when it did not, 2 for a mistake in its use."""
     parser = argparse.ArgumentParser(prog="semel", description="semel makes work happen once.")
+    parser.add_argument("--version", action="version", version=f"semel {version('semel')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     migration = commands.add_parser(
         "migrate",
@@ -26,12 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     migration.add_argument("url", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db")
     migration.add_argument("--json", action="store_true", help="print the result as JSON")
+    migration.set_defaults(do=_say_migrated)
+    worker.add_to(commands)
     chosen = parser.parse_args(arguments)
     try:
-        before, after = _migrate(chosen.url)
+        return int(chosen.do(chosen))
     except SemelError as error:
         print(f"semel: {error}", file=sys.stderr)
         return 1
+
+
+def _say_migrated(chosen: argparse.Namespace) -> int:
+    before, after = _migrate(chosen.url)
     if chosen.json:
         print(json.dumps({"before": before, "after": after}))
     elif before == after:

@@ -28,6 +28,22 @@ MEANINGS = {
     "keys_held": "Keys in the store, by state",
 }
 
+RUN_MEANINGS = {
+    "runs_created": "Runs that were submitted and stored, by model",
+    "runs_replayed": "Submissions that found a run which was there already, by model",
+    "runs_refused": "Submissions that a quota or a key refused, by model",
+    "runs_succeeded": "Runs that ended with a result, by model",
+    "runs_failed": "Runs that ended without one: fatal errors, or attempts used up, by model",
+    "runs_cancelled": "Runs that were cancelled while they ran, by model",
+    "runs_retried": "Attempts that will be followed by another, by model",
+    "run_duration_seconds": "Seconds from the start of the last attempt to the end of the run, by model and status",
+    "queue_lag_seconds": "Seconds from submission to the start of an attempt, by model",
+    "stuck_runs_detected": "Runs whose worker was lost, found by the sweeper",
+}
+
+RUN_BUCKETS = (0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Bounds of the runs' histograms, in seconds: from a run that does nothing to one that takes a day."""
+
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Bounds of the store's histogram, in seconds: from a file nearby to a server that is restarting."""
 

@@ -1,13 +1,16 @@
-"""Metrics for Prometheus, through prometheus-client: ``Once(url, on_event=PrometheusMetrics())``."""
+"""Metrics for Prometheus, through prometheus-client: ``Once(url, on_event=PrometheusMetrics())``, and for runs
+``app.on_event(RunMetrics())``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 from threading import Lock
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, SAMPLE_EVERY, interval
+from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, RUN_BUCKETS, RUN_MEANINGS, SAMPLE_EVERY, interval
 from semel.once.counters import MOST_SCOPES, Event, Scopes
 from semel.sql.engines import missing
 
@@ -18,6 +21,9 @@ try:
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as error:
     raise missing("prometheus", error) from error
+
+if TYPE_CHECKING:
+    from semel.runs.news import RunEvent
 
 PLACE = ("door", "scope")
 
@@ -52,6 +58,56 @@ class PrometheusMetrics:
                 self._to.counters["miss"].labels(event.door, self._scopes.known(event.label), event.reason).inc()
             case name if name in COUNTED:
                 self._to.counters[name].labels(event.door, self._scopes.known(event.label)).inc()
+
+
+class RunMetrics:
+    """A hook for runs: counts what happens to them in this process. Hooks on one registry add to the same metrics."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        with _lock:
+            found = _known_of_runs.get(registry)
+            if found is None:
+                found = _known_of_runs[registry] = _RunInstruments(registry)
+        self._to = found
+
+    def __call__(self, event: RunEvent) -> None:
+        """Count it."""
+        match event.kind:
+            case "created" | "replayed" | "refused" | "retried" as kind:
+                self._to.counters[f"runs_{kind}"].labels(event.model).inc(event.count)
+            case "started":
+                self._to.lag.labels(event.model).observe(event.seconds)
+            case "ended":
+                self._to.counters[f"runs_{event.status.lower()}"].labels(event.model).inc()
+                self._to.duration.labels(event.model, event.status).observe(event.seconds)
+            case "stuck":
+                self._to.stuck.inc(event.count)
+
+
+class _RunInstruments:
+    """The metrics of runs in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counted = ("created", "replayed", "refused", "succeeded", "failed", "cancelled", "retried")
+        self.counters = {
+            name: Counter(name, RUN_MEANINGS[name], ("model",), registry=registry)
+            for name in (f"runs_{each}" for each in counted)
+        }
+        self.duration = Histogram(
+            "run_duration_seconds",
+            RUN_MEANINGS["run_duration_seconds"],
+            ("model", "status"),
+            buckets=RUN_BUCKETS,
+            registry=registry,
+        )
+        self.lag = Histogram(
+            "queue_lag_seconds",
+            RUN_MEANINGS["queue_lag_seconds"],
+            ("model",),
+            buckets=RUN_BUCKETS,
+            registry=registry,
+        )
+        self.stuck = Counter("stuck_runs_detected", RUN_MEANINGS["stuck_runs_detected"], registry=registry)
 
 
 class ReplayRatio(Collector):
@@ -116,6 +172,7 @@ class _Instruments:
 
 
 _known: WeakKeyDictionary[CollectorRegistry, _Instruments] = WeakKeyDictionary()
+_known_of_runs: WeakKeyDictionary[CollectorRegistry, _RunInstruments] = WeakKeyDictionary()
 _lock = Lock()
 
 

@@ -230,6 +230,8 @@ class Child:
             except BaseException as error:  # noqa: BLE001 (a module may do anything while it is imported)
                 reason = failures.reason_of(error).removeprefix("ImportError: ")
                 return Ended(kind="retry", reason=reason, traceback=failures.traceback_of(error))
+            if stop.is_set():
+                return Ended(kind="cancelled", reason="cancelled before it began")
             capture.silence_echoes(self._texts)
             return execution.perform(ctx, work.job, model, results, self._hello.limits, fatal=work.fatal)
         finally:

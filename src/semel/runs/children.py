@@ -160,7 +160,8 @@ class Children:
 
     def _put_back(self, process: Process) -> None:
         worn = self._max_runs is not None and process.runs >= self._max_runs
-        if worn or self._closed:
+        crowded = sum(not other.doomed for other in self._processes) > self._size
+        if worn or crowded or self._closed:
             self._later(_dismissed(process, polite=True))
         else:
             self._idle.append(process)

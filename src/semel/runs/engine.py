@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -24,7 +23,7 @@ from semel.errors import (
 from semel.runs.ledger import Ledger
 from semel.runs.models import Model
 from semel.runs.news import News, RunEvent
-from semel.runs.quotas import DEFAULT, Quota, Usage
+from semel.runs.quotas import Quota, Usage
 from semel.runs.reading import Backlog, Filter
 from semel.runs.records import (
     MICRO,
@@ -39,6 +38,7 @@ from semel.runs.records import (
     checked_id,
     checked_name,
     checked_seconds,
+    checked_user,
     micros,
     new_id,
 )
@@ -180,9 +180,6 @@ class Engine:
         registered = self.registry[model]
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
-        user = checked_name("user", user)
-        if user == DEFAULT:
-            raise InvalidRequest(f"{DEFAULT!r} stands for every user in quotas, so it cannot be one")
         key, kind, ttl = None, "payload", self._terms.dedupe_window
         if idempotency_key is not None:
             key = checked_name("idempotency_key", idempotency_key, most=MAX_KEY, empty=False)
@@ -192,7 +189,7 @@ class Engine:
         return Submission(
             id=new_id(),
             tenant=checked_name("tenant", tenant),
-            user=user,
+            user=checked_user("user", user),
             model=model,
             queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
             priority=registered.priority if priority is None else _priority(priority),
@@ -208,7 +205,7 @@ class Engine:
             max_lost=registered.max_lost,
             facet=_group(registered, given),
             retry_of=retry_of,
-            reservation=reservation,
+            reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
         )
 
     async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
@@ -218,17 +215,11 @@ class Engine:
     async def _announce(self, runs: Sequence[tuple[str, str]]) -> None:
         """Tell the transport. One that cannot be reached loses nothing: the sweeper finds the runs."""
         if self._transport.announces and runs:
-            await self._apart(self._transport.announce, runs)
+            await self.ledger.apart(self._transport.announce, runs)
 
     def _tell(self, kind: Any, model: str) -> None:
         if self._news.wanted:
             self._news.tell(RunEvent(kind, model))
-
-    async def _apart(self, work: Callable[..., R], *args: Any) -> R:
-        """Blocking work, where it holds nobody up."""
-        if self.ledger.awaited:
-            return await asyncio.to_thread(work, *args)
-        return work(*args)
 
     async def get(self, run_id: str, *, tenant: str | None = None) -> Run:
         """The run as it stands, or :class:`~semel.errors.RunNotFound`."""
@@ -297,6 +288,7 @@ class Engine:
             tenant=run.tenant,
             queue=run.queue,
             priority=run.priority,
+            cost=run.asked_cost,
             retry_of=run.id,
         )
         again = await self._answered(submission, await self.ledger.submit(submission))
@@ -324,7 +316,7 @@ class Engine:
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None
-        data = await self._apart(self._results().get, run.result_ref)
+        data = await self.ledger.apart(self._results().get, run.result_ref)
         if sha256(data).hexdigest() != run.result_digest:
             raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
         return data
@@ -334,7 +326,7 @@ class Engine:
         run = await self.get(run_id, tenant=tenant)
         for each in run.artifacts:
             if each.name == name:
-                return await self._apart(self._results().open, each.ref)
+                return await self.ledger.apart(self._results().open, each.ref)
         raise RunNotFound(f"run {run.id} has no artifact {name!r}")
 
     async def wait(
@@ -385,22 +377,24 @@ class Engine:
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
         """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away."""
+        if not isinstance(quota, Quota | None):
+            raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
         await self.ledger.set_quota((checked_name("tenant", tenant), checked_name("user", user)), quota)
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
         """Every quota of a tenant, by user."""
-        return await self.ledger.quotas(tenant)
+        return await self.ledger.quotas(checked_name("tenant", tenant))
 
     async def usage(self, user: str | int, *, tenant: str = "") -> Usage:
         """What a user has in use."""
-        return (await self.ledger.usage((tenant, checked_name("user", user))))[0]
+        return (await self.ledger.usage((checked_name("tenant", tenant), checked_name("user", user))))[0]
 
     async def purge(self, older_than: float) -> int:
         """Remove runs that were over so many seconds ago, with their events, logs and files; answer how many."""
         total = 0
         while ids := await self.ledger.old_runs(checked_seconds("older_than", older_than)):
             for run_id in ids:
-                await self._apart(self._results().remove, run_id)
+                await self.ledger.apart(self._results().remove, run_id)
             total += await self.ledger.remove_runs(ids)
         return total
 
@@ -453,6 +447,7 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         idempotency_key=submission.key if submission.key_kind == "key" else None,
         retry_of=submission.retry_of,
         cost=submission.cost / MICRO,
+        asked_cost=submission.cost / MICRO,
         created_us=answer.created_us,
         due_us=answer.created_us + submission.delay_us,
         started_us=None,
@@ -483,8 +478,8 @@ def _group(model: Model, parameters: str) -> str | None:
 
 
 def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -32768 <= value <= 32767:
-        raise InvalidRequest(f"priority is a whole number from -32768 to 32767, higher first, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise InvalidRequest(f"priority is a whole number of 32 bits, higher first, not {value!r}")
     return value
 
 

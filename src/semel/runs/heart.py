@@ -43,8 +43,7 @@ class Heart:
         self._lost = lost
         self._cancelled = cancelled
         self._carded = 0.0
-        self.in_doubt = False
-        """A lease was asked for and its answer was lost: the ledger may have leased us what we do not know of."""
+        self._nudged = asyncio.Event()
 
     async def beat_forever(self) -> None:
         """Until cancelled."""
@@ -55,7 +54,22 @@ class Heart:
             except SemelError as error:
                 self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
             self._let_go_of_the_expired()
-            await asyncio.sleep(max(0.05, TICK - (time.monotonic() - began)))
+            await self._rest(began)
+
+    async def _rest(self, began: float) -> None:
+        """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
+        self._nudged.clear()
+        tick = min([TICK, *(each.lease / 3 for each in self._holdings)])
+        try:
+            async with asyncio.timeout(max(0.02, tick - (time.monotonic() - began))):
+                await self._nudged.wait()
+        except TimeoutError:
+            pass
+
+    def watch(self, held: Held) -> None:
+        """A run was begun."""
+        if held.lease / 3 < TICK:
+            self._nudged.set()
 
     async def beat(self) -> None:
         """One beat: the card, the leases, what was said."""

@@ -6,7 +6,7 @@ from semel.bridge import awaited, blocking
 from semel.once.store import Clock
 from semel.runs.ledger import Ledger
 from semel.runs.quotas import Reserve
-from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, new_id
+from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, checked_user, new_id
 from semel.runs.submitting import KeyEntry, StoreKey
 
 _MAX_KEY = 255
@@ -24,7 +24,7 @@ class Jobs:
 
         It blocks its slot until it is consumed, released, or ``ttl_seconds`` have passed.
         """
-        user = checked_name("user_id", user_id)
+        user = checked_user("user_id", user_id)
         request = Reserve(
             id=new_id(),
             tenant=self._tenant,
@@ -38,7 +38,8 @@ class Jobs:
         self, reservation_id: str, *, job_id: str | None = None, user_id: str | int | None = None
     ) -> None:
         """The job was created: the slot is the job's now. ``ReservationLost`` when it expired or is another's."""
-        await self._ledger.consume(checked_name("reservation_id", reservation_id), self._person(user_id), job_id)
+        job = None if job_id is None else checked_name("job_id", job_id, empty=False)
+        await self._ledger.consume(checked_name("reservation_id", reservation_id), self._person(user_id), job)
 
     async def release_reservation(self, reservation_id: str, *, user_id: str | int | None = None) -> bool:
         """The job was not created: free the slot at once. False when there was nothing left to free."""
@@ -50,10 +51,10 @@ class Jobs:
         """Let the key name the job for ``ttl_hours``. Answers the job that it names: an earlier one if it is taken."""
         request = StoreKey(
             tenant=self._tenant,
-            user="" if user_id is None else checked_name("user_id", user_id),
+            user="" if user_id is None else checked_user("user_id", user_id),
             key=checked_name("key", key, most=_MAX_KEY, empty=False),
             job_id=checked_name("job_id", job_id, empty=False),
-            ttl_us=round(checked_seconds("ttl_hours", ttl_hours) * 3600 * MICRO),
+            ttl_us=round(checked_seconds("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
         return await self._ledger.store_key(request)
 

@@ -151,7 +151,7 @@ def unpublished(conn: Connection, most: int = 100) -> list[Published]:
         select(run_events, runs.c.model, runs.c.tenant, runs.c.user_id)
         .join_from(run_events, runs, run_events.c.run_id == runs.c.id)
         .where(run_events.c.unpublished)
-        .order_by(run_events.c.at_us)
+        .order_by(run_events.c.at_us, run_events.c.run_id, run_events.c.version)
         .limit(most)
     )
     return [

@@ -5,6 +5,7 @@ Blocking over a blocking database, awaited over an async one; one body serves bo
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -66,6 +67,12 @@ class Ledger:
         else:
             await self._database.read(migrate.require)
         self._ready = True
+
+    async def apart(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Blocking work of others, where it holds nobody up."""
+        if self.awaited:
+            return await asyncio.to_thread(work, *args, **kwargs)
+        return work(*args, **kwargs)
 
     async def close(self) -> None:
         """Give the connections back."""

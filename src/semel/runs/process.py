@@ -55,7 +55,7 @@ class Process(asyncio.Protocol):
         """Start it and wait until it is ready for work; raise `ChildProcessError` with its last words if it fails."""
         try:
             ours = self._spawn()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no such program, no room for it, or an arg that the system lacks
             self.gone.set_result("was never there")
             raise ChildProcessError(f"a child process cannot be started: {error}") from error
         try:

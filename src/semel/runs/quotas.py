@@ -15,12 +15,9 @@ from sqlalchemy import Connection, bindparam, delete, func, insert, literal, sel
 
 from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
 from semel.model import moment
-from semel.runs.records import MICRO, micros
+from semel.runs.records import EVERYBODY, MICRO, micros
 from semel.sql.schema import quotas, reservations, runs
 from semel.sql.statements import Statement, Terms
-
-DEFAULT = "*"
-"""The user whose quota holds for everybody who has none of their own."""
 
 Action: TypeAlias = Literal["block", "warn"]
 Person: TypeAlias = tuple[str, str]
@@ -57,8 +54,9 @@ class Quota(Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
         if self.action not in ("block", "warn"):
             raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
-        if not 0 < self.warn_at <= 1:
-            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {self.warn_at}")
+        part: object = self.warn_at
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {part!r}")
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -104,11 +102,11 @@ def quotas_of(conn: Connection, people: Iterable[Person]) -> dict[Person, Quota]
     people = set(people)
     tenants = {tenant for tenant, _ in people}
     found = {}
-    for row in conn.execute(_QUOTAS, {"tenants": list(tenants), "users": [DEFAULT, *{user for _, user in people}]}):
+    for row in conn.execute(_QUOTAS, {"tenants": list(tenants), "users": [EVERYBODY, *{user for _, user in people}]}):
         found[row.tenant, row.user_id] = _quota(row)
     held = {}
     for tenant, user in people:
-        quota = found.get((tenant, user)) or found.get((tenant, DEFAULT))
+        quota = found.get((tenant, user)) or found.get((tenant, EVERYBODY))
         if quota is not None:
             held[tenant, user] = quota
     return held
@@ -129,6 +127,7 @@ def _quota(row: Any) -> Quota:
 def set_quota(conn: Connection, person: Person, quota: Quota | None) -> None:
     """Write a user's quota; None takes it away. Runs that are under way go on, whatever it says."""
     tenant, user = person
+    lock(conn, [person])
     conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
     if quota is not None:
         values: dict[str, Any] = {name: getattr(quota, name) for name in (*_COUNTED, "action", "warn_at")}
@@ -291,7 +290,7 @@ def consume(conn: Connection, reservation: str, person: tuple[str, str | None], 
         raise ReservationLost(f"reservation {reservation!r} is not there: it expired, was released, or is another's")
     if not row.consumed:
         raise ReservationLost(f"reservation {reservation!r} has expired; reserve a slot again")
-    if job_id is not None and row.job_id not in (None, job_id):
+    if job_id is not None and row.job_id != job_id:
         raise ReservationLost(f"reservation {reservation!r} was used for another job already")
 
 

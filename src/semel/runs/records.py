@@ -47,6 +47,8 @@ class Run(Struct, frozen=True, kw_only=True):
     idempotency_key: str | None
     retry_of: str | None
     cost: float
+    """What it is taken to cost, until the model says what it did cost."""
+    asked_cost: float
     created_us: int
     due_us: int
     started_us: int | None
@@ -225,11 +227,24 @@ def checked_name(what: str, value: object, *, most: int = 200, empty: bool = Tru
 _LONGEST = 10 * 366 * 86400
 
 
-def checked_seconds(what: str, value: object) -> float:
-    """A number from 0 to ten years of seconds (or as many of another unit), or a clear error."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
-        raise InvalidRequest(f"{what} is a number from 0 to {_LONGEST}, not {value!r}")
+def checked_seconds(what: str, value: object, *, unit: int = 1) -> float:
+    """A time from 0 to ten years, in seconds or units of so many, or a clear error."""
+    most = _LONGEST // unit
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise InvalidRequest(f"{what} is a number from 0 to {most}, not {value!r}")
     return value
+
+
+EVERYBODY = "*"
+"""Whose quota holds for all who have none of their own."""
+
+
+def checked_user(what: str, value: object) -> str:
+    """As checked_name, for somebody in particular."""
+    user = checked_name(what, value)
+    if user == EVERYBODY:
+        raise InvalidRequest(f"{what} is {EVERYBODY!r}, which stands for every user in quotas, so it cannot be one")
+    return user
 
 
 def checked_count(what: str, value: object) -> int:
@@ -250,6 +265,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
     fields["user"] = fields.pop("user_id")
     fields["parameters_json"] = fields.pop("parameters")
     fields["cost"] /= MICRO
+    fields["asked_cost"] /= MICRO
     artifacts = fields["artifacts"]
     fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
     return Run(**fields)

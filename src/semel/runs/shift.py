@@ -45,7 +45,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     max_runs_per_child: int | None
     poll: float
     drain: float
-    sweeps: bool
+    sweep_every: float | None
 
 
 class Shift:
@@ -68,7 +68,14 @@ class Shift:
             max_result_bytes=app.limits.max_bytes,
             max_runs_per_child=plan.max_runs_per_child,
         )
-        self._sweeper = Sweeper(self._ledger, plan.id, transport=app.transport, news=app.news, publish=app.publish)
+        self._sweeper = Sweeper(
+            self._ledger,
+            plan.id,
+            transport=app.transport,
+            news=app.news,
+            publish=app.publish,
+            interval=plan.sweep_every or 5.0,
+        )
         self._lookout = Lookout(self._ledger.url, self._look.set)
         self._heart = Heart(
             self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
@@ -93,15 +100,18 @@ class Shift:
     async def work(self) -> None:
         """Until stopped."""
         self._log.say(logging.INFO, f"worker started on {', '.join(self._plan.queues)}")
-        if self._plan.sweeps:
+        if self._plan.sweep_every:
             self._sweeper.start()
         self._lookout.start()
+        warming = asyncio.create_task(self._children.start()) if "process" in self._kinds() else None
         try:
             await self._feed()
             await self._drain_all()
         finally:
             self._lookout.stop()
-            if self._plan.sweeps:
+            if warming is not None:
+                warming.cancel()
+            if self._plan.sweep_every:
                 await self._sweeper.end()
                 await self._quietly(self._ledger.step_down(ROLE, self._plan.id))
             self._log.say(logging.INFO, "worker stopped")
@@ -210,11 +220,13 @@ class Shift:
     def _begin(self, leased: Leased, model: Model) -> None:
         held = Held(leased, model, self._plan.id, time.monotonic())
         self._holdings.add(held)
+        self._heart.watch(held)
         self._busy[model.isolation] += 1
         if self._app.news.wanted:
             self._app.news.tell(
                 RunEvent("started", leased.model, "RUNNING", (leased.changed_us - leased.created_us) / MICRO)
             )
+        self._log.say(logging.INFO, "run started", held)
         held.task = asyncio.get_running_loop().create_task(self._attempt(held))
 
     async def _attempt(self, held: Held) -> None:

@@ -149,11 +149,11 @@ def _insert_runs(words: Words) -> str:
     inserted = f"""
 INSERT INTO semel_runs AS k (
   id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts, errors,
-  losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, created_us, due_us,
-  lease_us)
+  losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, asked_cost,
+  created_us, due_us, lease_us)
 SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1, {words.now},
   0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of, in_cost,
-  {words.now}, {words.now} + in_delay, in_lease
+  in_cost, {words.now}, {words.now} + in_delay, in_lease
 FROM {words.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
     if not words.writes_in_with:
         return f"{inserted} RETURNING id, created_us"
@@ -182,27 +182,38 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
     now = quotas.read_clock(conn, terms)
     terms = Terms(now, terms.publish)
     answers: dict[str, Answer] = {}
-    first: dict[tuple[Any, ...], Submission] = {}
-    for each in submissions:
-        if each.key is not None:
-            first.setdefault(each.place, each)
-    followers = [each for each in submissions if each.key is not None and first[each.place] is not each]
-    following = {each.id for each in followers}
-    open_ = [each for each in submissions if each.id not in following]
-    admitted = _meet_quotas(conn, open_, answers, terms)
-    _create(conn, [each for each in open_ if each.id not in answers], admitted, answers, terms)
-    for each in followers:
-        answers[each.id] = _as_the_first(each, first[each.place], answers[first[each.place].id])
+    left = list(submissions)
+    while left:
+        first: dict[tuple[Any, ...], Submission] = {}
+        for each in left:
+            first.setdefault(each.place if each.key is not None else (each.id,), each)
+        leaders = list(first.values())
+        admitted = _meet_quotas(conn, leaders, answers, terms)
+        _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
+        left = _follow(conn, [each for each in left if each.id not in answers], first, answers)
+        answers |= _known(conn, left, terms)
+        left = [each for each in left if each.id not in answers]
     return [answers[each.id] for each in submissions]
 
 
-def _as_the_first(follower: Submission, first: Submission, answer: Answer) -> Answer:
-    """The same key twice in one batch: the second is judged after the first."""
-    if isinstance(answer, SemelError):
-        return answer
-    if follower.payload_hash != first.payload_hash:
-        return _reused(follower)
-    return Found(answer.id)
+def _follow(
+    conn: Connection,
+    followers: Sequence[Submission],
+    first: dict[tuple[Any, ...], Submission],
+    answers: dict[str, Answer],
+) -> list[Submission]:
+    """The same key twice in one batch: the second is judged after the first, by itself where that was refused."""
+    undecided = []
+    for each in followers:
+        leader = first[each.place]
+        answer = answers[leader.id]
+        if isinstance(answer, SemelError):
+            undecided.append(each)
+            continue
+        answers[each.id] = Found(answer.id) if each.payload_hash == leader.payload_hash else _reused(each)
+        if each.reservation is not None:
+            quotas.release(conn, each.reservation, each.person)
+    return undecided
 
 
 def _meet_quotas(
@@ -309,10 +320,11 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
 def _known(conn: Connection, submissions: Iterable[Submission], terms: Terms) -> dict[str, Answer]:
     """What the keys of these name, where they are in use."""
     submissions = list(submissions)
-    keyed = [each for each in submissions if each.key is not None]
-    answers: dict[str, Answer] = {}
-    if keyless := [each.id for each in submissions if each.key is None]:  # sent again after its reply was lost
-        answers |= {run_id: Found(run_id) for run_id in conn.scalars(select(runs.c.id).where(runs.c.id.in_(keyless)))}
+    if not submissions:
+        return {}
+    ids = select(runs.c.id).where(runs.c.id.in_([each.id for each in submissions]))
+    answers: dict[str, Answer] = {run_id: Found(run_id) for run_id in conn.scalars(ids)}  # sent again: its own
+    keyed = [each for each in submissions if each.key is not None and each.id not in answers]
     if not keyed:
         return answers
     rows = _READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)

@@ -86,7 +86,7 @@ class Sweeper(Background):
             done: list[Published] = []
             try:
                 for event in events:
-                    self._publish(event)
+                    await self._ledger.apart(self._publish, event)
                     done.append(event)
             except Exception:  # noqa: BLE001 -- the user's code
                 _log.exception("an event could not be published, it is tried again")
@@ -99,4 +99,4 @@ class Sweeper(Background):
         await self._ledger.wake()
         waiting = await self._ledger.due(self._tell_again, 1000)
         if waiting:
-            self._transport.announce(waiting)
+            await self._ledger.apart(self._transport.announce, waiting)

@@ -23,6 +23,8 @@ class Worker:
 
     ``queues`` are served in their order. ``concurrency`` async runs, ``processes`` child processes and ``threads`` at
     the same time. After ``stop`` nothing new is begun; what is not done ``drain`` seconds later is given back.
+    It looks for work every ``poll`` seconds even when it hears of none. Every ``sweep_every`` seconds one worker, which
+    is elected, takes back what others have lost (None: not this one).
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Worker:
         max_runs_per_child: int | None = None,
         poll: float = 5.0,
         drain: float = 30.0,
-        sweep: bool = True,
+        sweep_every: float | None = 5.0,
     ) -> None:
         if not queues or isinstance(queues, str):
             raise InvalidRequest("queues is a list of names, such as ['default']")
@@ -56,7 +58,7 @@ class Worker:
             max_runs_per_child=max_runs_per_child,
             poll=poll,
             drain=drain,
-            sweeps=sweep,
+            sweep_every=sweep_every,
         )
         self._shift: Shift | None = None
         self._stops = 0
@@ -84,13 +86,15 @@ class Worker:
     async def serve(self) -> None:
         """Work until :meth:`stop`, in this loop."""
         if not self._stops:
-            async with Shift(self.app, self._plan) as self._shift:
-                await self._shift.work()
+            shift = self._shift = Shift(self.app, self._plan)
+            async with shift:
+                await shift.work()
 
     async def perform(self, run_id: str) -> bool:
         """Lease this run, if it can be had, and see it through; False when there is nothing to do."""
-        async with Shift(self.app, self._plan) as self._shift:
-            return await self._shift.work_on(run_id)
+        shift = self._shift = Shift(self.app, self._plan)
+        async with shift:
+            return await shift.work_on(run_id)
 
 
 def _slots(what: str, value: object) -> int:

@@ -100,6 +100,7 @@ runs = Table(
     Column("facet", Text, nullable=True),
     Column("retry_of", _id, nullable=True),
     Column("cost", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("due_us", BigInteger, nullable=False),
     Column("started_us", BigInteger, nullable=True),
@@ -121,7 +122,10 @@ runs = Table(
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
     CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
-    CheckConstraint("status = 'SUCCEEDED' OR result_digest IS NULL", "semel_runs_result"),
+    CheckConstraint(
+        "status = 'SUCCEEDED' OR coalesce(result, result_ref, result_digest, artifacts) IS NULL", "semel_runs_result"
+    ),
+    CheckConstraint("version > 1 OR status = 'PENDING'", "semel_runs_born"),
     postgresql_with={"fillfactor": "70"},
 )
 _pending = "status = 'PENDING' AND ready"

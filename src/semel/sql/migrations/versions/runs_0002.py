@@ -54,6 +54,7 @@ runs = Table(
     Column("facet", Text, nullable=True),
     Column("retry_of", _id, nullable=True),
     Column("cost", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("due_us", BigInteger, nullable=False),
     Column("started_us", BigInteger, nullable=True),
@@ -75,7 +76,10 @@ runs = Table(
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
     CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
-    CheckConstraint("status = 'SUCCEEDED' OR result_digest IS NULL", "semel_runs_result"),
+    CheckConstraint(
+        "status = 'SUCCEEDED' OR coalesce(result, result_ref, result_digest, artifacts) IS NULL", "semel_runs_result"
+    ),
+    CheckConstraint("version > 1 OR status = 'PENDING'", "semel_runs_born"),
     postgresql_with={"fillfactor": "70"},
 )
 _pending = "status = 'PENDING' AND ready"
@@ -208,6 +212,8 @@ _leaders = Table(
 )
 
 _FIXED = ("id", "tenant", "user_id", "model", "parameters", "payload_hash", "created_us")
+_CHANGED = "coalesce(OLD.{0}, '') <> coalesce(NEW.{0}, '')"
+_FINAL = ("result", "result_ref", "result_digest", "artifacts")
 _LEGAL = """
      (OLD.status = 'PENDING' AND NEW.status IN ('RUNNING', 'CANCELLED'))
   OR (OLD.status = 'RUNNING' AND NEW.status IN ('PENDING', 'SUCCEEDED', 'FAILED', 'CANCELLED'))
@@ -217,9 +223,11 @@ _ILLEGAL = f"""
   OR (OLD.status <> NEW.status AND NEW.version <= OLD.version)
   OR (OLD.fence <> NEW.fence AND NOT (OLD.status = 'PENDING' AND NEW.status = 'RUNNING' AND NEW.fence > OLD.fence))
   OR (OLD.status = 'PENDING' AND NEW.status = 'RUNNING' AND NEW.fence <= OLD.fence)
+  OR (OLD.status = 'RUNNING' AND NEW.status = 'RUNNING' AND OLD.worker <> NEW.worker)
+  OR (OLD.finished_us IS NOT NULL AND ({" OR ".join(_CHANGED.format(name) for name in _FINAL)}))
   OR {" OR ".join(f"OLD.{name} <> NEW.{name}" for name in _FIXED)}
 """
-_WATCHED = ", ".join(("status", "fence", *_FIXED))
+_WATCHED = ", ".join(("status", "fence", "worker", *_FINAL, *_FIXED))
 
 
 def upgrade() -> None:
@@ -233,7 +241,7 @@ def upgrade() -> None:
         _views(
             "strftime('%Y-%m-%d %H:%M:%f', {} / 1000000.0, 'unixepoch')",
             "{}",
-            "CASE WHEN user_id <> '' AND user_id NOT GLOB '*[^0-9]*' THEN CAST(user_id AS INTEGER) ELSE user_id END",
+            "CASE CAST(CAST(user_id AS INTEGER) AS TEXT) WHEN user_id THEN CAST(user_id AS INTEGER) ELSE user_id END",
         )
 
 
