@@ -211,7 +211,7 @@ def start_others(ctx: Context) -> None:
 def fork_others() -> list[int]:
     """Workers that print and return values, forked from the child."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        return pool.map(shout, [1, 2, 3])
+        return pool.map(shout, range(50), chunksize=1)
 
 
 def shout(number: int) -> int:

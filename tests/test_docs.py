@@ -3,9 +3,11 @@
 How an example is written, so that it is checked:
 
 * The ``python`` blocks of a page share one namespace. What is not to be run is a ``text`` block.
+* A ``python`` block that begins with ``# name.py`` is that file, for others to import.
 * ``value  # → 5`` compares the value's repr; ``print(value)  # → 5`` what is printed; ``…`` stands for anything.
 * ``charge(order)  # raises KeyReused`` expects the error, ``# raises KeyReused: … other content`` its message, too.
-* In ``sh`` blocks, ``semel …`` is run; ``pip install`` must name extras, and ``./dev`` commands, that exist.
+* In ``sh`` blocks, ``semel …`` is run; ``pip install`` must name extras, and ``./dev`` commands, that exist. A worker
+  is started, works until the end of the page, and must then stop in good order.
 * While a page runs, the URLs in ``SERVERS``, spelt exactly so, are those of the tests' own servers.
 """
 
@@ -18,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
@@ -26,16 +29,20 @@ from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 from sqlalchemy import Engine
 
 import semel
-from semel import AsyncOnce, IdempotentProcessor, Once, Policy
+from semel import App, AsyncOnce, Context, IdempotentProcessor, JobStore, Once, Policy, Quota, Usage, Worker
+from semel.cli import main
 from semel.http.dialects import REFUSALS
 from semel.http.door import Door
 from semel.http.options import Options
+from semel.metrics.names import RUN_MEANINGS
+from semel.runs.models import _OPTIONS as MODEL_OPTIONS
+from semel.runs.transitions import EndStep
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -52,6 +59,11 @@ SERVERS: dict[str, Callable[[Fixture], str]] = {
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"#\s*(→|raises)\s+(.+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FILE = re.compile(r"# (\w+\.py)\n")
+
+WORKS = {"semel": "worker started on", "rq": "Listening on", "celery": " ready."}
+"""What a worker says when it has begun."""
+PATIENCE = 60.0
 
 
 class Block(NamedTuple):
@@ -136,12 +148,50 @@ def run_python(block: Block, name: str, namespace: dict[str, Any]) -> None:
     assert not idle, f"{name}: what the comments in lines {idle} promise is never run, or not a statement by itself"
 
 
-def run_shell(block: Block, name: str) -> None:
+def write_file(block: Block, name: str) -> None:
+    """Such a block is not run here, so it may not promise anything."""
+    assert not Marks(block.code).all, f"{name}, line {block.line}: nobody checks what a file promises"
+    Path(block.code.split()[1]).write_text(block.code)
+
+
+class Workers:
+    """The workers that a page starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+
+    def start(self, words: list[str], place: str) -> None:
+        said = self._folder / f".worker-{len(self._started)}.log"
+        with said.open("wb") as output:
+            program = str(Path(sys.executable).with_name(words[0]))
+            process = subprocess.Popen([program, *words[1:]], stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        self._started.append((place, process, said))
+        deadline = time.monotonic() + PATIENCE
+        while WORKS[words[0]] not in said.read_text():
+            assert process.poll() is None, f"{place}: it ended: {said.read_text()}"
+            assert time.monotonic() < deadline, f"{place}: it does not begin: {said.read_text()}"
+            time.sleep(0.02)  # another program, which only its output tells of
+
+    def stop(self) -> None:
+        for _, process, _ in self._started:
+            process.terminate()
+        for place, process, said in self._started:
+            try:
+                code = process.wait(PATIENCE)
+            finally:
+                process.kill()
+            assert code == 0, f"{place}: it stopped with {code}: {said.read_text()}"
+
+
+def run_shell(block: Block, name: str, workers: Workers) -> None:
     for number, line in enumerate(block.code.splitlines(), block.line):
         place = f"{name}, line {number}"
         match shlex.split(line, comments=True):
             case []:
                 pass
+            case ["semel" | "rq", "worker", *_] | ["celery", "-A", _, "worker", *_] as words:
+                workers.start(words, place)
             case ["semel", *arguments]:
                 check_command(line, arguments, place)
             case ["pip", "install", package]:
@@ -176,7 +226,7 @@ def closed_at_the_end() -> Iterator[dict[str, Any]]:
     for value in namespace.values():
         if isinstance(value, IdempotentProcessor) and isinstance(value.once, Once):
             value.once.close()
-        elif isinstance(value, Once):
+        elif isinstance(value, Once | App | JobStore):
             value.close()
         elif isinstance(value, AsyncOnce):
             asyncio.run(value.close())
@@ -213,15 +263,31 @@ def test_every_example_of_the_page_runs_and_shows_what_it_says(
         if url in text:
             text = text.replace(url, server(request.getfixturevalue))
     monkeypatch.chdir(tmp_path)
-    with closed_at_the_end() as namespace:
+    with closed_at_the_end() as namespace, files_and_workers(tmp_path, monkeypatch) as workers:
         for block in blocks_of(text):
             match block.language:
+                case "python" if _FILE.match(block.code):
+                    write_file(block, name)
                 case "python":
                     run_python(block, name, namespace)
                 case "sh":
-                    run_shell(block, name)
+                    run_shell(block, name, workers)
                 case other:
                     assert other in {"text", "sql", "ini"}, f"{name}, line {block.line}: a block without a language"
+
+
+@contextmanager
+def files_and_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    """What the page writes can be imported, here and in processes; what it starts is stopped."""
+    monkeypatch.syspath_prepend(folder)
+    known = set(sys.modules)
+    workers = Workers(folder)
+    try:
+        yield workers
+    finally:
+        for module in [name for name in sys.modules if name not in known and (folder / f"{name}.py").exists()]:
+            del sys.modules[module]
+        workers.stop()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -242,6 +308,9 @@ def anchors_of(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
+
+INTERNAL = {"after_fork", "engine", "ledger"}
+"""Of an app, for semel's own parts."""
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 
@@ -264,14 +333,66 @@ def test_every_option_and_every_answer_of_the_http_door_is_on_its_page() -> None
     assert [word for word in wanted if word not in page] == []
 
 
+def parameters_of(function: Callable[..., object]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in {"self", "options"}]
+
+
+def public(kind: type) -> list[str]:
+    return [name for name in vars(kind) if not name.startswith("_")]
+
+
+def rows_of(page: str, heading: str) -> set[str]:
+    """What stands first in the rows of the table under a heading."""
+    _, _, rest = (ROOT / "docs" / page).read_text().partition(f"\n{heading}\n")
+    section = re.split(r"^#", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return {name for row in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)}
+
+
+OPTIONS = {
+    "### Of a model": list(MODEL_OPTIONS),
+    "### Of an app": parameters_of(App.__init__),
+    "### Of a submission": parameters_of(App.submit),
+    "### Of a worker": parameters_of(Worker.__init__),
+    "## The context": [f"ctx.{name}" for name in public(Context)],
+}
+
+
+@pytest.mark.parametrize("heading", OPTIONS)
+def test_every_option_of_a_run_has_its_row(heading: str) -> None:
+    found = {name.partition("(")[0] for name in rows_of("runs.md", heading)}
+    assert found == set(OPTIONS[heading])
+
+
+def test_every_field_of_a_quota_and_of_its_use_has_its_row() -> None:
+    assert rows_of("quotas.md", "## Limits") == set(Quota.__struct_fields__)
+    assert rows_of("quotas.md", "## What is in use") == set(Usage.__struct_fields__)
+
+
+def test_every_step_of_a_run_has_its_row() -> None:
+    assert rows_of("runs.md", "## The life of a run") == {"created", "leased", "cancel_requested", *get_args(EndStep)}
+
+
+def test_every_metric_of_runs_has_its_row() -> None:
+    counted = {name if name.endswith("_seconds") else f"{name}_total" for name in RUN_MEANINGS}
+    assert rows_of("metrics.md", "## Runs") >= counted
+
+
+def test_every_option_of_the_worker_command_is_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["worker", "--help"])
+    said = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    assert said <= {name.partition(" ")[0] for name in rows_of("deploy.md", "### The command")}
+
+
 def signatures() -> Iterator[str]:
     """Every call that users make, without annotations."""
-    verbs = [name for name, verb in vars(Once).items() if callable(verb) and not name.startswith("_")]
-    yield signature("Once", Once.__init__)
-    yield signature("IdempotentProcessor", IdempotentProcessor.__init__)
+    for kind in (Once, IdempotentProcessor, App, Worker, JobStore):
+        yield signature(kind.__name__, kind.__init__)
     yield signature("fingerprint", semel.fingerprint)
-    for name in verbs:
-        yield signature(name, getattr(Once, name))
+    for kind in (Once, App, JobStore):
+        for name in public(kind):
+            if inspect.isfunction(getattr(kind, name)) and name not in INTERNAL:
+                yield signature(name, getattr(kind, name))
 
 
 def signature(name: str, function: Callable[..., object]) -> str:
@@ -280,7 +401,8 @@ def signature(name: str, function: Callable[..., object]) -> str:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.name != "self"
     ]
-    return f"{name}{inspect.Signature(plain)}".replace("'", '"').replace(".0,", ",").replace("/, ", "")
+    said = f"{name}{inspect.Signature(plain)}".replace("'", '"').replace("/, ", "")
+    return re.sub(r"\.0(?=[,)])", "", said)
 
 
 @pytest.mark.parametrize("call", list(signatures()))

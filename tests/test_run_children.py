@@ -473,9 +473,10 @@ def test_a_cancelled_call_kills_its_child(crew: Crew) -> None:
 def test_a_model_that_holds_the_interpreters_lock_does_not_stop_the_loop(crew: Crew) -> None:
     async def scenario() -> tuple[Ended, float]:
         heard = Watched()
-        model = make_model("m", run_models.hold_the_lock, timeout=0.5, grace=0.2)
+        model = make_model("m", run_models.hold_the_lock, grace=0.2)
         run = asyncio.ensure_future(crew.children.run(job('{"seconds": 600}'), model, heard))
         await heard.note()
+        crew.children.cancel("run-1")
         longest, last = 0.0, time.monotonic()
         while not run.done():
             await asyncio.sleep(0.005)
@@ -483,15 +484,15 @@ def test_a_model_that_holds_the_interpreters_lock_does_not_stop_the_loop(crew: C
         return await run, longest
 
     ended, longest = crew.wait(scenario())
-    assert ended.reason.startswith("timed out")
+    assert ended.reason.endswith("was killed")
     assert longest < 5
 
 
 def test_forked_workers_of_a_model_print_into_its_log(crew: Crew) -> None:
     heard = Heard()
     ended = crew.run(run_models.fork_others, wire=heard)
-    assert ended.result == "[1,4,9]"
-    assert sorted(heard.lines) == [("OUTPUT", f"worker {number}") for number in (1, 2, 3)]
+    assert ended.result == str([number * number for number in range(50)]).replace(" ", "")
+    assert sorted(heard.lines) == sorted(("OUTPUT", f"worker {number}") for number in range(50))
 
 
 def test_a_model_that_forks_has_one_end(crew: Crew) -> None:
@@ -533,12 +534,12 @@ def test_a_child_that_cannot_start_is_lost_with_its_last_words(crew: Crew, tmp_p
 
 
 def test_a_child_that_does_not_come_up_in_time_is_lost(crew: Crew, tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "msgspec.py").write_text("import time\nprint('half awake', flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "msgspec.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    children = crew.new(1, start_timeout=2)
+    children = crew.new(1, start_timeout=0.5)
     ended = crew.wait(children.run(job(), make_model("m", run_models.nothing), Heard()))
     crew.wait(children.close())
-    assert (ended.kind, ended.reason) == ("lost", "a child process was not ready within 2 seconds: half awake")
+    assert (ended.kind, ended.reason) == ("lost", "a child process was not ready within 0.5 seconds")
 
 
 def test_an_interpreter_that_is_not_there_is_said(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

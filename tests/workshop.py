@@ -66,8 +66,12 @@ class Workshop:
     def open(self, models: dict[str, Any] | None = None, **options: Any) -> App:
         """An app on this database, with the models of worker_models; ``models`` are more options of theirs."""
         app = App(self.url, **{"artifacts": self.folder / "artifacts", **options})
-        self._closing.callback(app.close)
+        self.closes(app)
         return worker_models.register(app, **models or {})
+
+    def closes(self, app: App) -> None:
+        """Close it when the test ends."""
+        self._closing.callback(app.close)
 
     def hand(self, app: App | None = None, name: str = "by-hand") -> "Hand":
         """A worker's verbs by hand; on the clock that the test moves unless another app is given."""

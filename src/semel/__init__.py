@@ -56,6 +56,7 @@ from semel.runs.context import Context
 from semel.runs.jobs import AsyncJobStore, JobStore
 from semel.runs.quotas import Quota, Usage
 from semel.runs.records import Run
+from semel.runs.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -115,6 +116,7 @@ __all__ = [
     "UnknownModel",
     "Usage",
     "Verdict",
+    "Worker",
     "current_claim",
     "fingerprint",
 ]

@@ -144,3 +144,7 @@ class Snooze(SemelError):
 
 class RunCancelled(SemelError):
     """Raised inside a model by ``ctx.check()`` and ``ctx.progress()`` once its run is cancelled: clean up and leave."""
+
+
+class AppNotFound(SemelError, LookupError):
+    """A worker process cannot find the app that a message is about: nothing was done, the run waits."""

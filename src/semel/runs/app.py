@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from weakref import WeakSet
 
 from semel.bridge import awaited, blocking
@@ -22,6 +23,9 @@ from semel.runs.news import Hook, News
 from semel.runs.registry import Registry
 from semel.runs.results import ResultStore, open_results
 from semel.runs.transports import Database, Transport
+
+if TYPE_CHECKING:
+    from semel.runs.worker import Worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +129,7 @@ class App:
             ledger,
             self.registry,
             results=lambda: self.results,
-            transport=self.transport,
+            transport=lambda: self.transport,
             terms=self.terms,
             news=self.news,
         )
@@ -140,6 +144,15 @@ class App:
             return function
 
         return register
+
+    def working(self, **options: Any) -> AbstractContextManager[Worker]:
+        """A worker in the background while the block lasts: for tests, scripts and small services.
+
+        Takes the options of :class:`~semel.runs.worker.Worker`.
+        """
+        from semel.runs.worker import Worker, working
+
+        return working(Worker(self, **options))
 
     def on_event(self, hook: Hook) -> None:
         """Call ``hook`` for everything that happens to runs in this process."""

@@ -163,7 +163,7 @@ def _last_resort(record: logging.LogRecord) -> None:
 
 
 class Printed(io.RawIOBase):
-    """A stream whose lines belong to the attempt that runs, and go to the real stream while none does."""
+    """A stream whose lines belong to the attempt that runs; while none does they go to the real stream."""
 
     def __init__(self, level: str, fd: int) -> None:
         super().__init__()
@@ -183,25 +183,38 @@ class Printed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         data = bytes(data)
-        lines = speaking_for()
-        if lines is None:
-            os.write(self._fd, data)
-            return len(data)
         with self._lock:
             *whole, self._begun = (self._begun + data).split(b"\n")
             if len(self._begun) > MAX_LINE_BYTES:
                 whole.append(self._begun)
                 self._begun = b""
-        for line in whole:
-            self._say(lines, line)
+        lines = speaking_for()
+        if lines is None and whole:
+            os.write(self._fd, b"\n".join([*whole, b""]))  # whole lines, which do not mix with those of others
+        elif lines is not None:
+            for line in whole:
+                self._say(lines, line)
         return len(data)
+
+    def flush(self) -> None:
+        if speaking_for() is None and self._begun:
+            os.write(self._fd, self._take_begun())
 
     def finish(self, lines: Lines) -> None:
         """Say what was printed without the end of a line."""
-        with self._lock:
-            begun, self._begun = self._begun, b""
+        begun = self._take_begun()
         if begun:
             self._say(lines, begun)
+
+    def after_fork(self) -> None:
+        """Another thread may have held the lock."""
+        self._lock = Lock()
+        self._begun = b""
+
+    def _take_begun(self) -> bytes:
+        with self._lock:
+            begun, self._begun = self._begun, b""
+        return begun
 
     def _say(self, lines: Lines, line: bytes) -> None:
         shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # what a terminal would show of a progress bar

@@ -197,6 +197,8 @@ class Child:
     def _fall_silent(self) -> None:
         self._wire.fall_silent()
         capture.forget_process()
+        for stream in self._streams:
+            stream.after_fork()
 
     def _listen(self, receive: Callable[[], ToChild | None]) -> None:
         while message := receive():

@@ -70,7 +70,7 @@ class Engine:
         registry: Registry,
         *,
         results: Callable[[], ResultStore],
-        transport: Transport,
+        transport: Callable[[], Transport],
         terms: Terms,
         news: News,
     ) -> None:
@@ -123,8 +123,8 @@ class Engine:
             self._tell("refused", model)
             raise run
         self._tell("replayed" if run.replayed else "created", model)
-        if not run.replayed and delay <= 0:
-            await self._announce([(run.id, run.queue)])
+        if not run.replayed:
+            await self._announce([run])
         return run
 
     async def submit_many(self, submissions: Sequence[Mapping[str, Any]]) -> list[Run | SemelError]:
@@ -146,7 +146,7 @@ class Engine:
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
         for run in new:
             self._tell("created", run.model)
-        await self._announce([(run.id, run.queue) for run in new])
+        await self._announce(new)
         return runs
 
     def _of_mapping(self, each: Mapping[str, Any]) -> Submission:
@@ -212,10 +212,12 @@ class Engine:
         there = {} if isinstance(answer, SemelError | Created) else await self.ledger.get([answer.id])
         return _run(submission, answer, there)
 
-    async def _announce(self, runs: Sequence[tuple[str, str]]) -> None:
-        """Tell the transport. One that cannot be reached loses nothing: the sweeper finds the runs."""
-        if self._transport.announces and runs:
-            await self.ledger.apart(self._transport.announce, runs)
+    async def _announce(self, runs: Sequence[Run]) -> None:
+        """Tell the transport of what is due. One that cannot be reached loses nothing: the sweeper finds the runs."""
+        transport = self._transport()
+        if transport.announces and runs:
+            due = [(run.id, run.queue) for run in runs if run.due_us <= run.created_us]
+            await self.ledger.apart(transport.announce, due)
 
     def _tell(self, kind: Any, model: str) -> None:
         if self._news.wanted:
@@ -296,7 +298,7 @@ class Engine:
             raise again
         if not again.replayed:
             self._tell("created", run.model)
-            await self._announce([(again.id, again.queue)])
+            await self._announce([again])
         return again
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
@@ -400,6 +402,7 @@ class Engine:
 
     async def close(self) -> None:
         """Give the connections back."""
+        self._transport().close()
         await self.ledger.close()
 
 

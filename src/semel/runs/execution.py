@@ -149,7 +149,10 @@ async def run_in_thread(
     future: asyncio.Future[Ended] = loop.create_future()
     work = partial(execute, job, model, relay, results, limits, cancelled=stop)
     start = partial(copy_context().run, _answer, loop, future, work)
-    Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
+    try:
+        Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
+    except RuntimeError as error:  # the system has no room for one more
+        return Ended(kind="lost", reason=reason_of(error))
     try:
         return await _patiently(future, model, stop)
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, delete, literal, select
+from sqlalchemy import Connection, and_, case, delete, literal, select
 
 from semel.runs.quotas import read_clock
 from semel.runs.records import MICRO, TERMINAL
@@ -191,10 +191,15 @@ def published(conn: Connection, events: Sequence[Published]) -> None:
 
 
 def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[tuple[str, str]]:
-    """Runs that could have been leased for so long, with their queues: perhaps nobody was told of them."""
+    """Runs, with their queues, that are due and that perhaps nobody was told of.
+
+    Of one that was due at once its submitter told; it is named when it has waited for so long all the same.
+    """
     now = read_clock(conn, terms)
     pending = literal("PENDING", literal_execute=True)
-    query = select(runs.c.id, runs.c.queue).where(runs.c.status == pending, runs.c.due_us <= now - silent_us)
+    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us)
+    told = case((at_once, silent_us), else_=0)
+    query = select(runs.c.id, runs.c.queue).where(runs.c.status == pending, runs.c.due_us <= now - told)
     return [(row.id, row.queue) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
 
 

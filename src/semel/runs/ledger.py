@@ -244,7 +244,7 @@ class Ledger:
 
     async def set_quota(self, person: Person, quota: Quota | None) -> None:
         """See quotas.set_quota."""
-        await self._at_once(quotas.set_quota, person, quota)
+        await self._at_once(quotas.set_quota, person, quota, self.terms)
 
     async def quotas(self, tenant: str) -> dict[str, Quota]:
         """See quotas.list_quotas."""

@@ -77,13 +77,18 @@ class Admission(Struct, frozen=True):
     cost_limit_warning: str | None = None
 
 
-_CLOCK = Statement(lambda w: f"SELECT {w.now}")
+_CLOCK = Statement(lambda w: f"SELECT {w.now}, EXISTS (SELECT 1 FROM semel_quotas), {w.patience}")
 
 
 def read_clock(conn: Connection, terms: Terms) -> int:
-    """The time that the whole transaction goes by."""
-    now: int = _CLOCK.rows(conn, now=terms.now)[0][0]
-    return now
+    """The time that the whole transaction goes by. It is read first, and lets the rest wait for others' locks."""
+    return look(conn, terms)[0]
+
+
+def look(conn: Connection, terms: Terms) -> tuple[int, bool]:
+    """As read_clock, and whether there are any quotas at all."""
+    row = _CLOCK.rows(conn, now=terms.now)[0]
+    return row[0], bool(row[1])
 
 
 _LOCK = text(
@@ -124,9 +129,10 @@ def _quota(row: Any) -> Quota:
     return Quota(**limits, **costs, action=row.action, warn_at=row.warn_at)
 
 
-def set_quota(conn: Connection, person: Person, quota: Quota | None) -> None:
+def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: Terms) -> None:
     """Write a user's quota; None takes it away. Runs that are under way go on, whatever it says."""
     tenant, user = person
+    read_clock(conn, terms)
     lock(conn, [person])
     conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
     if quota is not None:
@@ -246,8 +252,8 @@ class Reserve(Struct, frozen=True, kw_only=True):
 def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
     """A slot's id, or None when all are in use. What of this user's has expired is cleaned on the way."""
     person = (request.tenant, request.user)
-    lock(conn, [person])
     now = read_clock(conn, terms)
+    lock(conn, [person])
     conn.execute(
         delete(reservations).where(
             reservations.c.tenant == request.tenant,

@@ -179,7 +179,7 @@ SELECT {NOTED}, :publish FROM semel_runs WHERE {w.among("id", "ids")}
 
 def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Answer]:
     """Judge and write a batch. One that cannot be had is an error in the answer, and touches none of the others."""
-    now = quotas.read_clock(conn, terms)
+    now, limited = quotas.look(conn, terms)
     terms = Terms(now, terms.publish)
     answers: dict[str, Answer] = {}
     left = list(submissions)
@@ -188,7 +188,9 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         for each in left:
             first.setdefault(each.place if each.key is not None else (each.id,), each)
         leaders = list(first.values())
-        admitted = _meet_quotas(conn, leaders, answers, terms)
+        admitted = {}
+        if limited or any(each.reservation is not None for each in leaders):
+            admitted = _meet_quotas(conn, leaders, answers, terms)
         _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
         left = _follow(conn, [each for each in left if each.id not in answers], first, answers)
         answers |= _known(conn, left, terms)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
+from functools import partial
 
 from semel.once.background import Background
 from semel.runs.keeping import Published
@@ -44,17 +46,29 @@ class Sweeper(Background):
         self._interval = interval
         self._tell_again = tell_again
         self._turns = 0
+        self._leads_until = 0.0
+        self._told: dict[str, float] = {}
+        self._until_next: float | None = None
 
     def pause(self) -> float:
         """See Background. The first turn comes soon."""
         interval = self._interval if self._turns else min(self._interval, 0.5)
-        return interval * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        interval *= random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        return interval if self._until_next is None else max(0.05, min(interval, self._until_next))
 
     async def tick(self) -> None:
         """See Background."""
         self._turns += 1
-        if await self._ledger.lead(ROLE, self._holder, 3 * self._interval):
+        if await self._elected():
             await self.sweep()
+
+    async def _elected(self) -> bool:
+        """Elected for three turns at a time; who leads asks again when one of them is left."""
+        now = time.monotonic()
+        if now + self._interval > self._leads_until:
+            term = 3 * self._interval
+            self._leads_until = now + term if await self._ledger.lead(ROLE, self._holder, term) else 0.0
+        return now < self._leads_until
 
     async def sweep(self) -> int:
         """One turn; answers how many runs were found lost."""
@@ -95,8 +109,13 @@ class Sweeper(Background):
                 await self._ledger.published(done)
 
     async def _announce_again(self) -> None:
-        """Runs that wait although they could run: their message may be lost. A message too many does no harm."""
-        await self._ledger.wake()
+        """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""
+        _, self._until_next = await self._ledger.wake()
         waiting = await self._ledger.due(self._tell_again, 1000)
-        if waiting:
-            await self._ledger.apart(self._transport.announce, waiting)
+        now = time.monotonic()
+        self._told = {run_id: self._told[run_id] for run_id, _ in waiting if run_id in self._told}
+        new = [run for run in waiting if run[0] not in self._told]
+        old = [run for run in waiting if now - self._told.get(run[0], now) >= self._tell_again]
+        for runs, again in ((new, False), (old, True)):
+            if runs and await self._ledger.apart(partial(self._transport.announce, runs, again=again)):
+                self._told |= {run_id: now for run_id, _ in runs}

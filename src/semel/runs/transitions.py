@@ -198,9 +198,10 @@ _NEXT = Statement(lambda w: f"SELECT min(due_us) - {w.now} FROM semel_runs WHERE
 
 def wake(conn: Connection, terms: Terms, most: int = 500) -> tuple[int, int | None]:
     """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due."""
-    woken = _WAKE.count(conn, most=most, now=terms.now)
     (until_next,) = _NEXT.rows(conn, now=terms.now)[0]
-    return woken, until_next
+    if until_next is None or until_next > 0:
+        return 0, until_next
+    return _WAKE.count(conn, most=most, now=terms.now), 0
 
 
 def _locked(words: Words, columns: dict[str, str]) -> str:

@@ -15,8 +15,14 @@ class Transport(Protocol):
     announces: bool
     """False when there is nothing to send."""
 
-    def announce(self, runs: Sequence[tuple[str, str]]) -> None:
-        """Tell of runs (id and queue) that can be leased. Blocking, bounded in time, and never raises."""
+    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
+        """Tell of runs (id and queue) that can be leased. Blocking, bounded in time, never raises; True when sent.
+
+        ``again``: they were told of before; nothing is sent where messages for as many runs still wait.
+        """
+
+    def close(self) -> None:
+        """Let go of what is open; the next announcement opens it anew."""
 
 
 class Database:
@@ -24,5 +30,9 @@ class Database:
 
     announces = False
 
-    def announce(self, runs: Sequence[tuple[str, str]]) -> None:
+    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:  # noqa: ARG002 -- see Transport
+        """See Transport."""
+        return True
+
+    def close(self) -> None:
         """See Transport."""

@@ -10,7 +10,10 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Thread
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
@@ -95,6 +98,35 @@ class Worker:
         shift = self._shift = Shift(self.app, self._plan)
         async with shift:
             return await shift.work_on(run_id)
+
+
+@contextmanager
+def working(worker: Worker) -> Iterator[Worker]:
+    """The worker in a thread of its own, until the end of the block; then it is stopped, and waited for."""
+    failed: list[BaseException] = []
+    began: Future[asyncio.AbstractEventLoop] = Future()
+
+    async def serve() -> None:
+        began.set_result(asyncio.get_running_loop())
+        await worker.serve()
+
+    def work() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:  # noqa: BLE001 -- raised where the block ends
+            failed.append(error)
+
+    thread = Thread(target=work, name=f"semel-worker-{worker.name}", daemon=True)
+    thread.start()
+    loop = began.result()
+    try:
+        yield worker
+    finally:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(worker.stop)
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _slots(what: str, value: object) -> int:

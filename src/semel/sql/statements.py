@@ -22,6 +22,8 @@ class Words(Protocol):
 
     now: str
     """The time in microseconds."""
+    patience: str
+    """A column that lets the rest of the transaction wait for locks longer than a single statement does."""
     writes_in_with: bool
     """Whether a CTE may write."""
 
@@ -48,6 +50,7 @@ class Postgres:
     """See Words."""
 
     now = "coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint)"
+    patience = "set_config('lock_timeout', '5s', true)"
     writes_in_with = True
 
     def batch(self, columns: Mapping[str, str]) -> str:
@@ -80,6 +83,7 @@ class Sqlite:
     """See Words."""
 
     now = "CAST(:now AS INTEGER)"
+    patience = "NULL"
     writes_in_with = False
 
     def batch(self, columns: Mapping[str, str]) -> str:
@@ -162,8 +166,8 @@ def _json(value: list[Any]) -> str:
 
 
 @contextmanager
-def transaction(conn: Connection, patience: str = "5s") -> Iterator[None]:
-    """All or nothing, on a connection whose statements otherwise commit by themselves; ``patience`` for locks.
+def transaction(conn: Connection) -> Iterator[None]:
+    """All or nothing, on a connection whose statements otherwise commit by themselves.
 
     On SQLite, and in a user's own transaction, there is one already.
     """
@@ -172,7 +176,6 @@ def transaction(conn: Connection, patience: str = "5s") -> Iterator[None]:
         return
     conn.execute(_BEGIN)
     try:
-        conn.execute(_PATIENCE, {"patience": patience})
         yield
     except BaseException:
         if not conn.invalidated:
@@ -182,4 +185,3 @@ def transaction(conn: Connection, patience: str = "5s") -> Iterator[None]:
 
 
 _BEGIN, _COMMIT, _ROLLBACK = text("BEGIN"), text("COMMIT"), text("ROLLBACK")
-_PATIENCE = text("SELECT set_config('lock_timeout', :patience, true)")

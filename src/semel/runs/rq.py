@@ -1,0 +1,91 @@
+"""The transport over RQ: stock workers run semel's runs.
+
+    app = semel.App("postgresql://…", transport="rq", redis="redis://localhost/0")
+
+    $ rq worker semel                  # the queue "default"; a queue named "gpu" is "semel-gpu"
+    $ rq worker -c myproject semel     # the same, with the project imported once instead of for every run
+
+Every message is a job of its own that leaves nothing behind. RQ's time limit does not apply, the model's does. On
+SIGTERM a worker finishes its run; the run of one that was killed is executed again when its lease has ended. To end a
+run, cancel it: ``rq`` could only stop the process, and the run would be executed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from rq import Queue
+
+from semel.errors import InvalidRequest
+from semel.runs.app import App
+from semel.runs.delivery import SWEEP_EVERY, TELL_AGAIN, Address, Announcer, find, perform
+
+JOB = "semel.runs.rq.look"
+PATIENCE = 2.0
+"""Seconds to wait for Redis, to connect and for each answer: a submitter waits so long at the most when it is away."""
+KEEP_FAILURES = 600
+"""Seconds for which RQ shows a message that failed, as when the app cannot be imported."""
+BATCH = 500
+
+
+class RqTransport(Announcer):
+    """Tells RQ workers of runs. Jobs get random ids: one by the name of the run would make RQ forget the older message.
+
+    See Announcer for ``sweep_every`` and ``tell_again``.
+    """
+
+    def __init__(
+        self, redis_url: str, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN
+    ) -> None:
+        super().__init__(app, sweep_every=sweep_every, tell_again=tell_again)
+        try:
+            self._redis = Redis.from_url(
+                redis_url,
+                socket_timeout=PATIENCE,
+                socket_connect_timeout=PATIENCE,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
+        self._queues: dict[str, Queue] = {}
+
+    def send(self, queues: Mapping[str, Sequence[str]], address: Address) -> None:
+        """See Announcer. A few hundred in a round trip."""
+        where = msgspec.to_builtins(address)
+        for queue, ids in queues.items():
+            for start in range(0, len(ids), BATCH):
+                self._queue(queue).enqueue_many([_job(run_id, where) for run_id in ids[start : start + BATCH]])
+
+    def length(self, queue: str) -> int:
+        """See Announcer."""
+        return self._queue(queue).count
+
+    def disconnect(self) -> None:
+        """See Announcer."""
+        self._redis.close()
+
+    def _queue(self, name: str) -> Queue:
+        if name not in self._queues:
+            self._queues[name] = Queue(name, connection=self._redis)
+        return self._queues[name]
+
+
+def _job(run_id: str, where: Any) -> Any:
+    return Queue.prepare_data(
+        JOB,
+        args=(run_id, where),
+        timeout=-1,
+        result_ttl=0,
+        failure_ttl=KEEP_FAILURES,
+        description=f"semel run {run_id}",
+    )
+
+
+def look(run_id: str, where: Any) -> None:
+    """What an RQ worker calls: look at the run, and see it through if it is there to be had."""
+    perform(find(msgspec.convert(where, Address)), run_id, sweeps=True)
