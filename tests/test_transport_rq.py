@@ -1,6 +1,6 @@
 """Runs over RQ, with stock workers: a message says "look", and whatever becomes of it, every run is executed once."""
 
-import logging
+import asyncio
 import os
 import signal
 import socket
@@ -18,6 +18,7 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry, StartedJobRegistry
 
 import servers
+from semel.bridge import drive
 from semel.cli import main as semel_command
 from semel.errors import AppNotFound, InvalidRequest
 from semel.runs.app import App
@@ -52,13 +53,14 @@ def alone(tmp_path: Path, redis_url: str) -> Iterator[Ground]:
         yield made
 
 
-def rq_worker(ground: Ground, *options: str, queue: str = "semel", redis: str = "") -> subprocess.Popen[bytes]:
-    return ground.start("rq.cli", "worker", "--url", redis or ground.settings["redis"], *options, queue)
+def rq_worker(ground: Ground, *options: str) -> subprocess.Popen[bytes]:
+    return ground.start("rq.cli", "worker", "--url", ground.settings["redis"], *options, "semel")
 
 
-def work_off(ground: Ground, *options: str, redis: str = "") -> None:
+def work_off(ground: Ground, *options: str) -> None:
     """Let a worker do what there is, and leave."""
-    assert rq_worker(ground, "--burst", *options, redis=redis).wait(60) == 0, ground.output()
+    options = options or ("-c", "transport_app")
+    assert rq_worker(ground, "--burst", *options).wait(60) == 0, ground.output()
 
 
 def queue_of(ground: Ground, name: str = "semel") -> Queue:
@@ -89,17 +91,13 @@ def test_stock_workers_execute_sync_async_and_threaded_models(ground: Ground, ki
         assert len(ground.notes(run.id)) == 1
 
 
-async def submit_awaited(app: App) -> Run:
-    run = await app.aio.submit("add_in_loop", {"a": 1, "b": 1}, dedupe=False)
-    ended = await app.aio.wait(run.id, timeout=60)
-    return ended
-
-
 def test_a_submission_from_an_event_loop_is_announced_as_well(alone: Ground) -> None:
-    import asyncio
-
     async def submit() -> Run:
-        return await alone.app("sqlite").aio.submit("add_in_loop", {"a": 1, "b": 1})
+        runs = alone.app("sqlite").aio
+        try:
+            return await runs.submit("add_in_loop", {"a": 1, "b": 1})
+        finally:
+            await runs.close()
 
     run = asyncio.run(submit())
     assert [job.args[0] for job in queue_of(alone).jobs] == [run.id]
@@ -125,8 +123,8 @@ def test_messages_about_runs_that_are_over_or_unknown_change_nothing_and_the_wor
     removed = app.submit("add_in_loop", {"a": 1, "b": 1}, dedupe=False)
     cancelled = app.submit("add_in_loop", {"a": 1, "b": 1}, delay=3600)
     app.cancel(cancelled.id)
-    before = [over(ground, app, run) for run in (finished, removed)][0]
-    assert app._engine.ledger.remove_runs([removed.id]).send(None) is None if False else True
+    before, _ = [over(ground, app, run) for run in (finished, removed)]
+    assert drive(app._engine.ledger.remove_runs([removed.id])) == 1
     unknown = new_id()
 
     app.transport.announce([(each, "default") for each in (finished.id, removed.id, cancelled.id, unknown, "nonsense")])
@@ -136,7 +134,8 @@ def test_messages_about_runs_that_are_over_or_unknown_change_nothing_and_the_wor
     at_rest(ground)
     assert app.get(finished.id) == before
     assert app.get(cancelled.id).status == "CANCELLED"
-    assert not ground.notes(cancelled.id) and not ground.notes(unknown)
+    assert not ground.notes(cancelled.id)
+    assert not ground.notes(unknown)
     assert FailedJobRegistry(queue=queue_of(ground)).get_job_ids() == []
 
 
@@ -168,7 +167,7 @@ def test_a_message_has_no_time_limit_and_leaves_nothing_in_redis(alone: Ground) 
     redis = Redis.from_url(alone.settings["redis"])
     (job,) = queue_of(alone).jobs
     assert (job.timeout, job.result_ttl, job.args[0]) == (-1, 0, run.id)
-    work_off(alone)
+    work_off(alone, "--quiet")  # and nothing is imported ahead
     assert app.get(run.id).status == "SUCCEEDED"
     assert redis.keys("rq:job*") + redis.keys("rq:results*") == []
 
@@ -192,7 +191,8 @@ def test_a_delayed_run_is_announced_when_it_is_due(ground: Ground) -> None:
     run = app.submit("add_in_loop", {"a": 1, "b": 1}, delay=0.5)
     ended = over(ground, app, run)
     assert ended.status == "SUCCEEDED"
-    assert ended.started_us is not None and ended.started_us - ended.created_us >= 500_000
+    assert ended.started_us is not None
+    assert ended.started_us - ended.created_us >= 500_000
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -291,15 +291,43 @@ def test_a_program_of_one_file_is_found_by_its_path(alone: Ground) -> None:
     run_id = subprocess.run(
         [sys.executable, program], check=True, capture_output=True, text=True, timeout=60
     ).stdout.strip()
-    work_off(alone)
+    work_off(alone, "--quiet")
     app = alone.app("sqlite")
     assert app.get(run_id).status == "SUCCEEDED", alone.output()
     assert app.result(run_id) == "hello ann"
 
 
-def test_an_app_that_no_module_holds_is_found_by_its_models_and_its_database(alone: Ground) -> None:
-    del alone.module.apps, alone.module.sqlite_app, alone.module.app
-    EOF_PLACEHOLDER = None
+def test_an_app_that_no_module_names_is_found_by_its_models_and_its_database(tmp_path: Path, redis_url: str) -> None:
+    urls = {kind: f"sqlite:///{tmp_path / kind}.db" for kind in ("unnamed", "sqlite")}
+    with Ground(tmp_path, transport="rq", redis=redis_url, urls=urls) as ground:
+        app = ground.app("unnamed")
+        assert address_of(app).references == [("transport_app:add", None)]
+        run = app.submit("add_in_loop", {"a": 1, "b": 1})
+        work_off(ground)
+        assert app.get(run.id).status == "SUCCEEDED", ground.output()
+
+
+def test_an_address_names_the_module_that_made_the_app_and_no_password(alone: Ground) -> None:
+    assert address_of(alone.app("sqlite"), "transport_app").references == [("transport_app:sqlite_app", None)]
+    ways = ["postgresql://ann:secret@db/semel", "postgresql://bob:other@db/semel", "postgresql://ann:secret@db/else"]
+    first, second, third = (address_of(App(url)) for url in ways)
+    assert "secret" not in repr(first)
+    assert first.digest == second.digest != third.digest
+
+
+def test_a_message_finds_its_app_by_name_then_by_database_then_because_there_is_only_one(alone: Ground) -> None:
+    app = alone.app("sqlite")
+    other = App("postgresql://db/other")
+    assert find(Address([("transport_app:sqlite_app", None)], "another digest")) is app
+    assert choose([other, app], address_of(app)) is app
+    assert choose([other], address_of(app)) is other
+    with pytest.raises(AppNotFound, match=r"x:app .cannot import model.*Start the worker where"):
+        choose([app, other], Address([("x:app", None)], "0"), ["cannot import model"])
+
+
+def test_a_url_that_is_none_is_refused_when_the_app_is_made(sqlite_url: str) -> None:
+    with pytest.raises(InvalidRequest, match="this Redis URL cannot be used"):
+        App(sqlite_url, transport="rq", redis="localhost")
 
 
 def test_a_worker_that_cannot_import_the_app_says_so_and_goes_on(alone: Ground) -> None:
@@ -309,7 +337,7 @@ def test_a_worker_that_cannot_import_the_app_says_so_and_goes_on(alone: Ground) 
     assert isinstance(transport, RqTransport)
     transport.send({"semel": [new_id()]}, Address([("no_such_module:app", None)], "0"))
     run = app.submit("add_in_loop", {"a": 1, "b": 1})
-    work_off(alone)
+    work_off(alone, "--quiet")
     assert app.get(run.id).status == "SUCCEEDED"
     (failed,) = FailedJobRegistry(queue=queue).get_job_ids()
     result = Job.fetch(failed, connection=queue.connection).latest_result()

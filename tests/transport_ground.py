@@ -15,7 +15,7 @@ from typing import Any, Self
 from semel.runs.app import App
 
 PATIENCE = 60
-PROGRAM = "transport_app"
+PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
 
 
 def until(happens: Callable[[], Any], what: str = "what was waited for") -> Any:
@@ -37,8 +37,8 @@ class Ground:
         self._module: ModuleType | None = None
 
     def __enter__(self) -> Self:
-        os.environ["SEMEL_TRANSPORT_APP"] = json.dumps(self.settings)
-        sys.modules.pop(PROGRAM, None)
+        self._before = os.environ.get(VARIABLE), sys.modules.pop(PROGRAM, None)
+        os.environ[VARIABLE] = json.dumps(self.settings)
         self._module = importlib.import_module(PROGRAM)
         return self
 
@@ -47,8 +47,10 @@ class Ground:
             self.end(worker)
         for app in self.module.apps.values():
             app.close()
-        del os.environ["SEMEL_TRANSPORT_APP"]
-        sys.modules.pop(PROGRAM, None)
+        del os.environ[VARIABLE], sys.modules[PROGRAM]
+        settings, module = self._before
+        if settings is not None and module is not None:
+            os.environ[VARIABLE], sys.modules[PROGRAM] = settings, module
 
     @property
     def module(self) -> ModuleType:
@@ -62,7 +64,7 @@ class Ground:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start a Python module as a program, in the folder, so that its output is at hand when a test fails."""
         path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        settings = {"SEMEL_TRANSPORT_APP": json.dumps(self.settings), "PYTHONPATH": path.strip(os.pathsep)}
+        settings = {VARIABLE: json.dumps(self.settings), "PYTHONPATH": path.strip(os.pathsep)}
         with (self.folder / "output").open("ab") as output:
             worker = subprocess.Popen(
                 [sys.executable, "-m", *words],
@@ -95,4 +97,3 @@ class Ground:
         file = self.folder / "notes"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [(int(n[2]), int(n[3]), int(n[4])) for n in lines if n[:2] == [run_id, what]]
-

@@ -117,5 +117,7 @@ class Sweeper(Background):
         new = [run for run in waiting if run[0] not in self._told]
         old = [run for run in waiting if now - self._told.get(run[0], now) >= self._tell_again]
         for runs, again in ((new, False), (old, True)):
-            if runs and await self._ledger.apart(partial(self._transport.announce, runs, again=again)):
+            if not runs:
+                continue
+            if await self._ledger.apart(partial(self._transport.announce, runs, again=again)):
                 self._told |= {run_id: now for run_id, _ in runs}
