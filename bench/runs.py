@@ -248,7 +248,7 @@ FILL = """
 INSERT INTO semel_runs (id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence,
   attempts, errors, losts, max_attempts, max_lost, parameters, payload_hash, cost, asked_cost, created_us, due_us,
   started_us, finished_us, lease_us, worker)
-SELECT gen_random_uuid(), '', '', 'noop', 'default', 0, '{status}', true, 'x', {version}, n, {version} - 1, 0, 0, 0, 3,
+SELECT uuidv7(), '', '', 'noop', 'default', 0, '{status}', true, 'x', {version}, n, {version} - 1, 0, 0, 0, 3,
   3, '{{}}', md5(n::text), 0, 0, n, n, {ended}, {ended}, 60000000, 'w'
 FROM generate_series(1, {count}) AS n
 """

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -215,6 +215,7 @@ def test_the_database_does_what_the_model_says(request: pytest.FixtureRequest) -
                 max_examples=40,
                 stateful_step_count=30,
                 derandomize=True,
+                phases=[Phase.generate],  # to shrink takes minutes, and the steps of a failure are told anyway
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),

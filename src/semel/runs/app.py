@@ -14,7 +14,8 @@ from semel.bridge import awaited, blocking
 from semel.errors import InvalidRequest
 from semel.forks import survive_fork
 from semel.once.store import Clock
-from semel.runs.engine import Engine, Terms
+from semel.runs.asking import Terms
+from semel.runs.engine import Engine
 from semel.runs.execution import Limits
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger

@@ -9,19 +9,17 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
-    KeyReused,
     ResultStoreError,
     RunNotComplete,
     RunNotFound,
     SemelError,
 )
+from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
 from semel.runs.ledger import Ledger
-from semel.runs.models import Model
 from semel.runs.news import News, RunEvent
 from semel.runs.quotas import Quota, Usage
 from semel.runs.reading import Backlog, Filter
@@ -38,9 +36,6 @@ from semel.runs.records import (
     checked_id,
     checked_name,
     checked_seconds,
-    checked_user,
-    micros,
-    new_id,
 )
 from semel.runs.registry import Registry
 from semel.runs.results import ResultStore
@@ -48,17 +43,6 @@ from semel.runs.submitting import Answer, Created, Submission
 from semel.runs.transports import Transport
 
 R = TypeVar("R")
-
-MAX_KEY = 255
-
-
-class Terms(Struct, frozen=True, kw_only=True):
-    """How an app recognises what was submitted before."""
-
-    key_ttl: float = 86400.0
-    """Seconds for which an idempotency key names its run."""
-    dedupe_window: float = 600.0
-    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
 
 
 class Engine:
@@ -78,7 +62,7 @@ class Engine:
         self.registry = registry
         self._results = results
         self._transport = transport
-        self._terms = terms
+        self._desk = Desk(registry, terms)
         self._news = news
 
     async def submit(
@@ -103,9 +87,7 @@ class Engine:
         ``delay`` seconds pass before it may start; ``priority`` (higher first) and ``queue`` override the model's.
         ``reservation`` is a slot got before. ``dedupe=False`` makes a new run whatever was asked before.
         """
-        submission = self.submission(
-            model,
-            parameters or {},
+        options = SubmitOptions(
             idempotency_key=idempotency_key,
             user=user,
             tenant=tenant,
@@ -117,6 +99,7 @@ class Engine:
             key_ttl=key_ttl,
             dedupe=dedupe,
         )
+        submission = self._desk.submission(model, parameters or {}, options)
         answer = await self.ledger.submit(submission)
         run = await self._answered(submission, answer)
         if isinstance(run, SemelError):
@@ -136,81 +119,22 @@ class Engine:
         asked = []
         for place, each in enumerate(submissions):
             try:
-                asked.append(self._of_mapping(each))
+                asked.append(self._desk.of_mapping(each))
             except SemelError as error:
                 raise type(error)(f"submission {place}: {error}") from error
         answers = await self.ledger.submit_many(asked)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
         there = await self.ledger.get(found) if found else {}
-        runs = [_run(each, answer, there) for each, answer in zip(asked, answers, strict=True)]
+        runs = [run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True)]
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
         for run in new:
             self._tell("created", run.model)
         await self._announce(new)
         return runs
 
-    def _of_mapping(self, each: Mapping[str, Any]) -> Submission:
-        options = dict(each)
-        unknown = options.keys() - _SUBMIT_OPTIONS
-        if unknown or "model" not in options:
-            raise InvalidRequest(
-                f"a submission is a mapping with 'model' and any of {', '.join(sorted(_SUBMIT_OPTIONS))}; "
-                f"got {', '.join(map(repr, options))}"
-            )
-        return self.submission(options.pop("model"), options.pop("parameters", None) or {}, **options)
-
-    def submission(
-        self,
-        model: str,
-        parameters: Mapping[str, Any],
-        *,
-        idempotency_key: str | None = None,
-        user: str | int = "",
-        tenant: str = "",
-        queue: str | None = None,
-        priority: int | None = None,
-        delay: float = 0.0,
-        cost: float | None = None,
-        reservation: str | None = None,
-        key_ttl: float | None = None,
-        dedupe: bool = True,
-        retry_of: str | None = None,
-    ) -> Submission:
-        """Everything checked, nothing sent."""
-        registered = self.registry[model]
-        given = registered.check(parameters)
-        payload_hash = registered.payload_hash(given)
-        key, kind, ttl = None, "payload", self._terms.dedupe_window
-        if idempotency_key is not None:
-            key = checked_name("idempotency_key", idempotency_key, most=MAX_KEY, empty=False)
-            kind, ttl = "key", checked_seconds("key_ttl", self._terms.key_ttl if key_ttl is None else key_ttl)
-        elif dedupe and ttl > 0:
-            key = payload_hash
-        return Submission(
-            id=new_id(),
-            tenant=checked_name("tenant", tenant),
-            user=checked_user("user", user),
-            model=model,
-            queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
-            priority=registered.priority if priority is None else _priority(priority),
-            parameters=given,
-            payload_hash=payload_hash,
-            key=key,
-            key_kind="key" if kind == "key" else "payload",
-            key_ttl_us=round(ttl * MICRO),
-            delay_us=round(checked_seconds("delay", delay) * MICRO),
-            cost=micros(checked_seconds("cost", registered.cost if cost is None else cost)),
-            lease_us=round(registered.lease * MICRO),
-            max_attempts=registered.max_attempts,
-            max_lost=registered.max_lost,
-            facet=_group(registered, given),
-            retry_of=retry_of,
-            reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
-        )
-
     async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
         there = {} if isinstance(answer, SemelError | Created) else await self.ledger.get([answer.id])
-        return _run(submission, answer, there)
+        return run_of_answer(submission, answer, there)
 
     async def _announce(self, runs: Sequence[Run]) -> None:
         """Tell the transport of what is due. One that cannot be reached loses nothing: the sweeper finds the runs."""
@@ -283,16 +207,10 @@ class Engine:
         run = await self.get(run_id, tenant=tenant)
         if run.status not in ("FAILED", "CANCELLED"):
             raise IllegalTransition(f"run {run.id} is {run.status}; only a FAILED or CANCELLED run can be retried")
-        submission = self.submission(
-            run.model,
-            run.parameters,
-            user=run.user,
-            tenant=run.tenant,
-            queue=run.queue,
-            priority=run.priority,
-            cost=run.asked_cost,
-            retry_of=run.id,
+        options = SubmitOptions(
+            user=run.user, tenant=run.tenant, queue=run.queue, priority=run.priority, cost=run.asked_cost
         )
+        submission = self._desk.submission(run.model, run.parameters, options, retry_of=run.id)
         again = await self._answered(submission, await self.ledger.submit(submission))
         if isinstance(again, SemelError):
             raise again
@@ -404,86 +322,6 @@ class Engine:
         """Give the connections back."""
         self._transport().close()
         await self.ledger.close()
-
-
-_SUBMIT_OPTIONS = frozenset(
-    {
-        *("model", "parameters", "idempotency_key", "user", "tenant", "queue", "priority", "delay", "cost"),
-        *("reservation", "key_ttl", "dedupe"),
-    }
-)
-
-
-def _run(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
-    """The answer to a submission as the run that it names."""
-    if isinstance(answer, SemelError):
-        return answer
-    if isinstance(answer, Created):
-        return _new_run(submission, answer)
-    run = there.get(answer.id)
-    if run is None:
-        return KeyReused(f"the key {submission.key!r} names the job {answer.id!r}, which is no run of this app")
-    return msgspec.structs.replace(run, replayed=answer.id != submission.id)
-
-
-def _new_run(submission: Submission, answer: Created) -> Run:
-    """As it was written a moment ago; to read it back would cost as much as to write it."""
-    return Run(
-        id=submission.id,
-        tenant=submission.tenant,
-        user=submission.user,
-        model=submission.model,
-        queue=submission.queue,
-        priority=submission.priority,
-        status="PENDING",
-        step="created",
-        note=None,
-        version=1,
-        fence=0,
-        attempts=0,
-        errors=0,
-        losts=0,
-        max_attempts=submission.max_attempts,
-        max_lost=submission.max_lost,
-        parameters_json=submission.parameters,
-        payload_hash=submission.payload_hash,
-        idempotency_key=submission.key if submission.key_kind == "key" else None,
-        retry_of=submission.retry_of,
-        cost=submission.cost / MICRO,
-        asked_cost=submission.cost / MICRO,
-        created_us=answer.created_us,
-        due_us=answer.created_us + submission.delay_us,
-        started_us=None,
-        finished_us=None,
-        worker=None,
-        lease_until_us=None,
-        heartbeat_us=None,
-        cancel_us=None,
-        progress=None,
-        progress_note=None,
-        last_error=None,
-        traceback=None,
-        result_ref=None,
-        result_digest=None,
-        result_size=None,
-        artifacts=[],
-        quota_warnings=answer.admission.quota_warnings,
-        cost_limit_warning=answer.admission.cost_limit_warning,
-    )
-
-
-def _group(model: Model, parameters: str) -> str | None:
-    """The value of the parameter that the model is summarised by, as text."""
-    if model.summary is None:
-        return None
-    value = msgspec.json.decode(parameters).get(model.summary)
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
-        raise InvalidRequest(f"priority is a whole number of 32 bits, higher first, not {value!r}")
-    return value
 
 
 def _statuses(status: str | Sequence[str]) -> list[str]:

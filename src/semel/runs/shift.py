@@ -32,6 +32,9 @@ from semel.runs.worklog import WorkLog
 
 Slots: TypeAlias = dict[Isolation, int]
 
+WAKE_EVERY = 0.1
+"""Seconds between two questions for runs whose time has come, at least."""
+
 _UNDONE = Ended(kind="lost", reason="the worker was stopped before the run was done")
 
 
@@ -59,6 +62,7 @@ class Shift:
         self._holdings = Holdings()
         self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
         self._stopping = self._at_once = self._doubt = False
+        self._woke = 0.0
         self._ledger = app.ledger(awaited=True)
         self._finisher = Finisher(self._ledger, self._holdings, self._log, app.news, self._look.set)
         self._children = Children(
@@ -132,23 +136,25 @@ class Shift:
 
     async def _feed(self) -> None:
         """Lease whenever there is room, and sleep when there is nothing to lease."""
-        due = 0.0
         while not self._stopping:
             self._look.clear()
             got, asked = await self._lease()
-            now = time.monotonic()
-            pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
-            if not got and asked:
-                woken, until_next = await self._wake()
-                if woken:
-                    continue
-                due = now + (pause if until_next is None else min(pause, until_next))
-            elif got:
-                due = now  # more may be there
-                if asked > got:
-                    await asyncio.sleep(0)
-                    continue
-            await self._sleep(due - now if self._has_room() and due > now else (0 if self._has_room() else pause))
+            if asked and got == asked:
+                await asyncio.sleep(0)  # more may be there
+            else:
+                await self._sleep(await self._pause(looked=bool(asked)))
+
+    async def _pause(self, *, looked: bool) -> float:
+        """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
+        pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        if not looked:
+            return pause  # no room: whoever ends calls
+        since = time.monotonic() - self._woke
+        if since < WAKE_EVERY:
+            return WAKE_EVERY - since
+        self._woke = time.monotonic()
+        woken, until_next = await self._wake()
+        return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
 
     async def _sleep(self, seconds: float) -> None:
         if seconds <= 0:
@@ -159,9 +165,6 @@ class Shift:
                 await self._look.wait()
         except TimeoutError:
             pass
-
-    def _has_room(self) -> bool:
-        return any(self._room(kind) for kind in self._kinds())
 
     def _kinds(self) -> dict[Isolation, list[str]]:
         """The models that this worker can run, by where they run."""

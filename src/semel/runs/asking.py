@@ -1,0 +1,175 @@
+"""From what a caller asks for to a submission with everything checked, and from its answer to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import msgspec
+from msgspec import Struct
+
+from semel.errors import InvalidRequest, KeyReused, SemelError
+from semel.runs.models import Model
+from semel.runs.records import MICRO, Run, checked_name, checked_seconds, checked_user, micros, new_id
+from semel.runs.registry import Registry
+from semel.runs.submitting import Answer, Created, KeyKind, Submission
+
+MAX_KEY = 255
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """How an app recognises what was submitted before."""
+
+    key_ttl: float = 86400.0
+    """Seconds for which an idempotency key names its run."""
+    dedupe_window: float = 600.0
+    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What can be said of a submission besides the model and its parameters; see ``App.submit``."""
+
+    idempotency_key: str | None
+    user: str | int
+    tenant: str
+    queue: str | None
+    priority: int | None
+    delay: float
+    cost: float | None
+    reservation: str | None
+    key_ttl: float | None
+    dedupe: bool
+
+
+class Desk:
+    """Where submissions are made out; nothing is sent from here."""
+
+    def __init__(self, registry: Registry, terms: Terms) -> None:
+        self._registry = registry
+        self._terms = terms
+
+    def of_mapping(self, asked: Mapping[str, Any]) -> Submission:
+        """A submission from the arguments of ``submit`` as a mapping."""
+        options = dict(asked)
+        known = {"model", "parameters", *SubmitOptions.__annotations__}
+        if options.keys() - known or "model" not in options:
+            raise InvalidRequest(
+                f"a submission is a mapping with 'model' and any of {', '.join(sorted(known - {'model'}))}; "
+                f"got {', '.join(map(repr, options)) or 'nothing'}"
+            )
+        model, parameters = options.pop("model"), options.pop("parameters", None)
+        return self.submission(model, parameters or {}, SubmitOptions(**options))  # type: ignore[typeddict-item]
+
+    def submission(
+        self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, *, retry_of: str | None = None
+    ) -> Submission:
+        """Everything checked."""
+        registered = self._registry[model]
+        given = registered.check(parameters)
+        payload_hash = registered.payload_hash(given)
+        key, kind, ttl = self._key(options, payload_hash)
+        queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
+        reservation = options.get("reservation")
+        return Submission(
+            id=new_id(),
+            tenant=checked_name("tenant", options.get("tenant", "")),
+            user=checked_user("user", options.get("user", "")),
+            model=model,
+            queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
+            priority=registered.priority if priority is None else _priority(priority),
+            parameters=given,
+            payload_hash=payload_hash,
+            key=key,
+            key_kind=kind,
+            key_ttl_us=round(ttl * MICRO),
+            delay_us=round(checked_seconds("delay", options.get("delay", 0.0)) * MICRO),
+            cost=micros(checked_seconds("cost", registered.cost if cost is None else cost)),
+            lease_us=round(registered.lease * MICRO),
+            max_attempts=registered.max_attempts,
+            max_lost=registered.max_lost,
+            facet=_group(registered, given),
+            retry_of=retry_of,
+            reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
+        )
+
+    def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:
+        """The key by which the submission is recognised, if any, and for how long."""
+        given, ttl = options.get("idempotency_key"), options.get("key_ttl")
+        if given is not None:
+            key = checked_name("idempotency_key", given, most=MAX_KEY, empty=False)
+            return key, "key", checked_seconds("key_ttl", self._terms.key_ttl if ttl is None else ttl)
+        if options.get("dedupe", True) and self._terms.dedupe_window > 0:
+            return payload_hash, "payload", self._terms.dedupe_window
+        return None, "payload", 0.0
+
+
+def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
+    """The answer to a submission as the run that it names."""
+    if isinstance(answer, SemelError):
+        return answer
+    if isinstance(answer, Created):
+        return _new_run(submission, answer)
+    run = there.get(answer.id)
+    if run is None:
+        return KeyReused(f"the key {submission.key!r} names the job {answer.id!r}, which is no run of this app")
+    return msgspec.structs.replace(run, replayed=answer.id != submission.id)
+
+
+def _new_run(submission: Submission, answer: Created) -> Run:
+    """As it was written a moment ago; to read it back would cost as much as to write it."""
+    return Run(
+        id=submission.id,
+        tenant=submission.tenant,
+        user=submission.user,
+        model=submission.model,
+        queue=submission.queue,
+        priority=submission.priority,
+        status="PENDING",
+        step="created",
+        note=None,
+        version=1,
+        fence=0,
+        attempts=0,
+        errors=0,
+        losts=0,
+        max_attempts=submission.max_attempts,
+        max_lost=submission.max_lost,
+        parameters_json=submission.parameters,
+        payload_hash=submission.payload_hash,
+        idempotency_key=submission.key if submission.key_kind == "key" else None,
+        retry_of=submission.retry_of,
+        cost=submission.cost / MICRO,
+        asked_cost=submission.cost / MICRO,
+        created_us=answer.created_us,
+        due_us=answer.created_us + submission.delay_us,
+        started_us=None,
+        finished_us=None,
+        worker=None,
+        lease_until_us=None,
+        heartbeat_us=None,
+        cancel_us=None,
+        progress=None,
+        progress_note=None,
+        last_error=None,
+        traceback=None,
+        result_ref=None,
+        result_digest=None,
+        result_size=None,
+        artifacts=[],
+        quota_warnings=answer.admission.quota_warnings,
+        cost_limit_warning=answer.admission.cost_limit_warning,
+    )
+
+
+def _group(model: Model, parameters: str) -> str | None:
+    """The value of the parameter that the model is summarised by, as text."""
+    if model.summary is None:
+        return None
+    value = msgspec.json.decode(parameters).get(model.summary)
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise InvalidRequest(f"priority is a whole number of 32 bits, higher first, not {value!r}")
+    return value
