@@ -425,6 +425,16 @@ def test_a_wrong_promise_is_found() -> None:
             run_python(Block("python", code, 1), "page", {})
 
 
+def test_a_worker_that_does_not_begin_is_found(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"it ended: semel: .*nowhere"):
+        Workers(tmp_path).start(["semel", "worker", "nowhere:app"], "page")
+
+
+def test_a_file_promises_nothing() -> None:
+    with pytest.raises(AssertionError, match="nobody checks"):
+        write_file(Block("python", "# some.py\n5  # → 5\n", 1), "page")
+
+
 def test_what_runs_in_the_tests_is_what_the_page_shows() -> None:
     """A promise is checked in functions, in loops and after an await; the dots stand for anything."""
     code = dedent("""\

@@ -17,10 +17,8 @@ from semel import (
     Quota,
     QuotaExceeded,
     Run,
-    SemelError,
     StoreUnavailable,
 )
-from semel.bridge import drive
 from semel.errors import IllegalTransition, ReservationLost
 from semel.runs.attempt import EndKind
 from semel.runs.ledger import Ledger
@@ -246,14 +244,17 @@ def test_b4_whatever_a_killed_process_left_is_counted_once(ground: Ground) -> No
 # -- B4: lost replies ----------------------------------------------------------------------------------------------
 
 
-def lose_next_reply(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The next write is done, and the caller hears that the database is gone."""
+def lose_next_reply(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None
+) -> list[str]:
+    """The next write is done, and the caller hears that the database is gone; ``meanwhile`` happens before it asks."""
     write, lost = ledger._database.write, list[str]()
 
     async def deaf(work: Any, *args: Any, **kwargs: Any) -> Any:
         answer = await write(work, *args, **kwargs)
         if not lost:
             lost.append("reply")
+            meanwhile()
             raise StoreUnavailable("the line went dead")
         return answer
 
@@ -283,21 +284,18 @@ def test_b4_a_lost_reply_reserves_and_submits_once(ground: Ground, monkeypatch: 
     assert ground.concurrent() == 0
 
 
-@pytest.mark.parametrize("key", [None, "k"])
-def test_b4_a_submission_sent_again_after_its_run_is_over_finds_it(ground: Ground, key: str | None) -> None:
+@pytest.mark.parametrize("how", [{}, {"dedupe": False}, {"idempotency_key": "k"}], ids=str)
+def test_b4_a_submission_sent_again_after_its_run_is_over_finds_it(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
     """The reply was lost, and a worker was faster than the second try."""
     ground.app.set_quota(42, Quota(per_hour=1, cost_daily=1))
-    engine = ground.app._engine
-    for dedupe in (True, False):
-        user = f"user {dedupe}"
-        ground.app.set_quota(user, Quota(per_hour=1, cost_daily=1))
-        sent = engine.submission("train", {}, user=user, idempotency_key=key, cost=1, dedupe=dedupe)
-        drive(engine.ledger.submit(sent))
-        ground.finish()
-        answer = drive(engine.ledger.submit(sent))
-        assert not isinstance(answer, SemelError), answer
-        assert answer.id == sent.id
-        assert ground.app.usage(user).last_hour == 1
+    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch, meanwhile=ground.finish)
+    run = ground.submit(cost=1, **how)
+    assert lost
+    assert (run.status, run.replayed) == ("SUCCEEDED", False)
+    used = ground.app.usage(42)
+    assert (used.concurrent, used.last_hour, used.spent["daily"]) == (0, 1, 1)
 
 
 def test_b4_a_line_cut_before_the_reply_reserves_and_submits_once(grounds: Grounds) -> None:

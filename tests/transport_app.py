@@ -1,7 +1,9 @@
 """An app that stock RQ and Celery workers import: two databases, one transport, as the environment says."""
 
+import asyncio
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -37,7 +39,7 @@ async def add_in_loop(ctx: Context, a: int, b: int) -> int:
     return a + b
 
 
-def flaky(ctx: Context) -> int:
+async def flaky(ctx: Context) -> int:
     note(ctx, "done")
     if ctx.attempt == 1:
         raise Retry("not yet")
@@ -54,6 +56,15 @@ def slow(ctx: Context, gate: str) -> int:
     return ctx.fence
 
 
+async def slow_in_loop(ctx: Context, gate: str) -> int:
+    note(ctx, "begun")
+    deadline = time.monotonic() + PATIENCE
+    while ctx.attempt == 1 and not Path(gate).exists() and time.monotonic() < deadline:  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.02)
+    note(ctx, "done")
+    return ctx.fence
+
+
 def make_app(url: str) -> App:
     app = App(url, artifacts=Path(SETTINGS["folder"]) / "artifacts")
     app.model("add")(add)
@@ -61,6 +72,7 @@ def make_app(url: str) -> App:
     app.model("add_in_loop")(add_in_loop)
     app.model("flaky", backoff=(0.2,))(flaky)
     app.model("slow", lease=2)(slow)
+    app.model("slow_in_loop", lease=2)(slow_in_loop)
     match SETTINGS["transport"]:
         case "rq":
             from semel.runs.rq import RqTransport
@@ -84,5 +96,6 @@ if SETTINGS["transport"] == "installed":
 
 apps = {kind: make_app(url) for kind, url in SETTINGS["urls"].items()}
 sqlite_app, postgres_app = apps.get("sqlite"), apps.get("postgres")
-for app in apps.values():
-    app.runs(limit=1)  # a connection is open when the worker forks
+if "rq.cli" in sys.modules:
+    for app in apps.values():
+        app.runs(limit=1)  # a connection is open when the worker forks

@@ -128,11 +128,13 @@ def poison(ctx: Context, folder: str) -> None:
 
 
 def speak(ctx: Context, folder: str) -> str:
-    """Tell how far it is and log a line, then wait for the file ``open``."""
+    """Tell how far it is and log, then wait for the file ``open`` and log again."""
     ctx.progress(0.4, "fitting")
     ctx.log.info("fitted %d of %d", 4, 10)
     print("printed")  # noqa: T201 (it is caught)
-    return wait_deaf(ctx, folder)
+    wait_deaf(ctx, folder)
+    ctx.log.warning("that is all")
+    return "let through"
 
 
 def large(ctx: Context, size: int) -> str:

@@ -43,7 +43,7 @@ def until(condition: Callable[[], T], what: str = "it") -> T:
     deadline = time.monotonic() + PATIENCE
     while not (said := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE} seconds"
-        time.sleep(0.01)
+        time.sleep(0.02)
     return said
 
 
@@ -110,8 +110,11 @@ class Workshop:
 
     @contextmanager
     def working(self, app: App | None = None, **options: Any) -> Iterator[Worker]:
-        """While inside, a worker works in a thread beside the test; at the end it is stopped at once."""
-        worker = Worker(app or self.app, **{"processes": 1, "drain": 5.0, "poll": 0.05, **options})
+        """While inside, a worker works in a thread beside the test; at the end it is stopped at once.
+
+        It has no child processes unless asked for: to start one takes longer than most tests.
+        """
+        worker = Worker(app or self.app, **{"processes": 0, "drain": 5.0, "poll": 0.2, **options})
         began: Future[asyncio.AbstractEventLoop] = Future()
 
         async def serve() -> None:

@@ -1,6 +1,7 @@
 """semel makes work happen once: idempotency keys for functions, messages and HTTP, on the database that you have."""
 
 from semel.errors import (
+    AppNotFound,
     ClaimLost,
     CostLimitExceeded,
     Fatal,
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "AppNotFound",
     "AsyncJobStore",
     "AsyncOnce",
     "AsyncRuns",

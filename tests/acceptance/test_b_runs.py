@@ -247,7 +247,7 @@ def test_b12_the_heart_beats_while_a_model_holds_the_interpreters_lock(shop: Wor
     app = shop.open(models={"lease": 0.5})
     run = app.submit("hold_the_lock", {"seconds": 2.5})
     beats = set()
-    with shop.working(app, sweep_every=0.1), shop.working(shop.open(), sweep_every=0.1, processes=0):
+    with shop.working(app, sweep_every=0.1, processes=1), shop.working(shop.open(), sweep_every=0.1):
         while not (seen := app.get(run.id)).done:
             beats.add(seen.heartbeat_us)
             time.sleep(0.02)
@@ -366,7 +366,7 @@ def test_b14_a_live_worker_changes_the_reason(shop: Workshop) -> None:
     @strange.model("strange", isolation="thread")
     def unknown() -> None: ...
 
-    with shop.working(concurrency=1, processes=0, threads=0):
+    with shop.working(concurrency=1, threads=0):
         busy = shop.app.submit("await_politely", {"folder": folder})
         until(lambda: effects(folder))
         assert shop.app.waiting(busy.id) is None

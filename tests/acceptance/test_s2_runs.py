@@ -637,7 +637,7 @@ def test_s2_30_the_simulated_model_sleeps_and_gives_metrics(shop: Workshop) -> N
     asked = {"scenario": "high_inflation", "horizon_months": 24, "region": "AU"}
     app = demo(shop)
     run = app.submit("baseline_forecast_v1", {**asked, "seconds": 0.2})
-    with shop.working(app):
+    with shop.working(app, processes=1):
         ended = app.wait(run.id, timeout=60)
     assert (ended.status, ended.progress) == ("SUCCEEDED", 1.0)
     result = app.result(run.id)
@@ -650,7 +650,7 @@ def test_s2_30_it_fails_as_it_is_told_to(shop: Workshop) -> None:
     app = demo(shop, clock=shop.clock)
     told = {"again": {"fail_attempts": 1}, "fatal": {"fatal": True}, "always": {"failure_rate": 1.0}}
     runs = {name: app.submit("baseline_forecast_v1", {"seconds": 0, **how}) for name, how in told.items()}
-    with shop.working(app):
+    with shop.working(app, processes=1):
         for errors, wait in ((1, 6), (2, 22)):
             until(lambda errors=errors: app.get(runs["always"].id).errors == errors)
             until(lambda errors=errors: app.get(runs["again"].id).errors >= 1)
@@ -743,7 +743,7 @@ def test_s2_35_whatever_the_worker_dies_of_the_run_comes_to_an_end(app: App, han
 
 def test_s2_40_a_large_result_lies_in_the_result_store_under_its_ref(shop: Workshop) -> None:
     run, small = shop.app.submit("large", {"size": 100_000}), shop.app.submit("large", {"size": 10})
-    with shop.working():
+    with shop.working(processes=1):
         ended, row = shop.app.wait(run.id, timeout=60), shop.app.wait(small.id, timeout=60)
     assert shop.app.result(run.id) == "x" * 100_000
     assert ended.result_ref is not None

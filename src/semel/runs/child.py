@@ -57,6 +57,8 @@ class Work(msgspec.Struct, tag=True, frozen=True):
     main_path: str | None
     fatal: frozenset[str]
     scratch: str
+    home: str | None = None
+    """The folder that the parent imported the model from, for want of it on the path."""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -261,6 +263,8 @@ class Child:
         model = self._models.get(key)
         if model is None:
             capture.step_aside()
+            if work.home is not None and work.home not in sys.path:
+                sys.path.append(work.home)
             function = load(work.reference, work.main_path)
             model = make_model(work.job.model, function, isolation="thread")  # which is this one
             model = self._models[key] = replace(model, function=_in_one_process(function))

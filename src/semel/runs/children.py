@@ -24,7 +24,7 @@ from semel.runs.capture import Lines, Wire
 from semel.runs.child import Cancel, Done, FromChild, Hello, Quit, Said, Work
 from semel.runs.execution import Limits, timed_out_after
 from semel.runs.failures import name_of
-from semel.runs.models import Model
+from semel.runs.models import Model, home
 from semel.runs.process import Process
 from semel.runs.results import INLINE_BYTES, MAX_BYTES
 
@@ -198,7 +198,8 @@ class _Attempt:
         if self._model.timeout is not None:
             self._after(self._model.timeout, self._time_is_up)
         fatal = frozenset(name_of(kind) for kind in self._model.fatal)
-        process.send(Work(self.job, self._model.reference, self._model.main_path, fatal, str(self.scratch)))
+        model = self._model
+        process.send(Work(self.job, model.reference, model.main_path, fatal, str(self.scratch), home(model.reference)))
         try:
             return await self._ended
         finally:

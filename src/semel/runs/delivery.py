@@ -100,8 +100,9 @@ def _importable(name: str) -> tuple[str, str | None] | None:
 
 def _digest(app: App) -> str:
     """Of the database, not of how it is entered: workers may have another user and password."""
-    place = engines.parse(app.url).set(username=None, password=None)
-    return sha256(place.render_as_string().encode()).hexdigest()[:16]
+    url = engines.parse(app.url)
+    place = (url.get_backend_name(), url.host, url.port, url.database, url.query.get("host"))
+    return sha256(repr(place).encode()).hexdigest()[:16]
 
 
 def find(address: Address) -> App:

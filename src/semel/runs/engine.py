@@ -320,7 +320,7 @@ class Engine:
 
     async def close(self) -> None:
         """Give the connections back."""
-        self._transport().close()
+        await self.ledger.apart(self._transport().close)
         await self.ledger.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, and_, case, delete, literal, select
+from sqlalchemy import BigInteger, Connection, and_, case, delete, literal, select
 
 from semel.runs.quotas import read_clock
 from semel.runs.records import MICRO, TERMINAL
@@ -190,7 +190,20 @@ def published(conn: Connection, events: Sequence[Published]) -> None:
         _PUBLISHED.count(conn, [(each.run_id, int(each.id.rpartition("/")[2])) for each in events])
 
 
-def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[tuple[str, str]]:
+class Due(Struct, frozen=True):
+    """A run that can be leased. With every step of its life it becomes due anew."""
+
+    id: str
+    queue: str
+    version: int
+
+    @property
+    def step(self) -> tuple[str, int]:
+        """What was told of, once it was."""
+        return (self.id, self.version)
+
+
+def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[Due]:
     """Runs, with their queues, that are due and that perhaps nobody was told of.
 
     Of one that was due at once its submitter told; it is named when it has waited for so long all the same.
@@ -198,9 +211,10 @@ def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[tuple
     now = read_clock(conn, terms)
     pending = literal("PENDING", literal_execute=True)
     at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us)
-    told = case((at_once, silent_us), else_=0)
-    query = select(runs.c.id, runs.c.queue).where(runs.c.status == pending, runs.c.due_us <= now - told)
-    return [(row.id, row.queue) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
+    told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
+    waited = runs.c.due_us <= literal(now, BigInteger) - told
+    query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
+    return [Due(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
 
 
 def old_runs(conn: Connection, age_us: int, terms: Terms, most: int = 500) -> list[str]:

@@ -16,7 +16,7 @@ from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.once.runtime import Loop, Runtime, Threads
 from semel.once.store import Clock
 from semel.runs import keeping, quotas, reading, submitting, transitions
-from semel.runs.keeping import Line, Published, WorkerCard
+from semel.runs.keeping import Due, Line, Published, WorkerCard
 from semel.runs.quotas import Person, Quota, Reserve, Usage
 from semel.runs.reading import Backlog, Filter
 from semel.runs.records import MICRO, LogLine, Page, Run, Step, Summary, Waiting, WorkerInfo
@@ -198,7 +198,7 @@ class Ledger:
         """See reading.list_workers."""
         return await self._read(reading.list_workers, self.terms)
 
-    async def due(self, silent: float, most: int) -> list[tuple[str, str]]:
+    async def due(self, silent: float, most: int) -> list[Due]:
         """See keeping.due."""
         return await self._read(keeping.due, round(silent * MICRO), most, self.terms)
 

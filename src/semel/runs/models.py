@@ -25,7 +25,7 @@ from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable
 from semel.fingerprint import canonical
 from semel.runs.signature import Signature
 
-__all__ = ["MAIN", "Isolation", "Model", "load", "make_model"]
+__all__ = ["MAIN", "Isolation", "Model", "home", "load", "make_model"]
 
 Isolation: TypeAlias = Literal["process", "thread", "loop"]
 """Where a model runs: in a child process, in a thread, or in the event loop of the worker."""
@@ -140,6 +140,15 @@ def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
         raise ImportError(f"cannot import model {reference!r}{where}: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] = found.function if isinstance(found, Model) else found
     return function
+
+
+def home(reference: str) -> str | None:
+    """The folder from which this process has imported the function's top module: another one may need it, too."""
+    top = sys.modules.get(reference.partition(":")[0].partition(".")[0])
+    file = getattr(top, "__file__", None)
+    if file is None:
+        return None
+    return str(Path(file).resolve().parent.parent if hasattr(top, "__path__") else Path(file).resolve().parent)
 
 
 def _main_module(path: str) -> ModuleType:

@@ -11,12 +11,12 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, text, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, text, update
 
 from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
 from semel.model import moment
 from semel.runs.records import EVERYBODY, MICRO, micros
-from semel.sql.schema import quotas, reservations, runs
+from semel.sql.schema import quotas, reservations
 from semel.sql.statements import Statement, Terms
 
 Action: TypeAlias = Literal["block", "warn"]
@@ -149,40 +149,37 @@ def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
     return {row.user_id: _quota(row) for row in rows}
 
 
-def usage(conn: Connection, person: Person, now: int) -> Usage:
-    """Count what the user has in use at this moment."""
-    tenant, user = person
-    own = (runs.c.tenant == tenant, runs.c.user_id == user)
-    active = conn.scalar(
-        select(func.count()).select_from(runs).where(*own, runs.c.status.in_([literal_pending, literal_running]))
+_USAGE = Statement(
+    lambda _: (
+        f"""
+SELECT (SELECT count(*) FROM semel_runs
+        WHERE tenant = :tenant AND user_id = :person AND status IN ('PENDING', 'RUNNING')),
+       (SELECT count(*) FROM semel_reservations
+        WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed),
+       count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
+       {", ".join(f"coalesce(sum(cost) FILTER (WHERE created_us >= :{period}), 0)" for period in _PERIODS)}
+FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND created_us >= :oldest
+"""
     )
-    reserved = conn.scalar(
-        select(func.count()).where(
-            reservations.c.tenant == tenant,
-            reservations.c.user_id == user,
-            reservations.c.expires_us >= now,
-            reservations.c.consumed.is_(False),
-        )
-    )
+)
+
+
+def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None) -> Usage:
+    """Count what the user has in use at this moment; for a quota, no further back than it looks."""
     starts = period_starts(now)
     hour, day = now - 3600 * MICRO, now - 86400 * MICRO
-    columns = [
-        func.count().filter(runs.c.created_us > hour),
-        func.count().filter(runs.c.created_us > day),
-        *(func.coalesce(func.sum(runs.c.cost).filter(runs.c.created_us >= start), 0) for start in starts.values()),
-    ]
-    row = conn.execute(select(*columns).where(*own, runs.c.created_us >= min([hour, day, *starts.values()]))).one()
-    spent = {period: int(sum_) / MICRO for period, sum_ in zip(starts, row[2:], strict=True)}
+    looks = {"per_hour": hour, "per_day": day, **{f"cost_{period}": start for period, start in starts.items()}}
+    oldest = [at for name, at in looks.items() if quota is None or getattr(quota, name) is not None]
+    values: dict[str, Any] = {"tenant": person[0], "person": person[1], "at": now, "hour": hour, "day": day}
+    values |= {**starts, "oldest": min([now, *oldest])}
+    (row,) = _USAGE.rows(conn, **values)
     return Usage(
-        concurrent=(active or 0) + (reserved or 0),
-        reserved=reserved or 0,
-        last_hour=row[0],
-        last_day=row[1],
-        spent=spent,
+        concurrent=row[0] + row[1],
+        reserved=row[1],
+        last_hour=row[2],
+        last_day=row[3],
+        spent={period: int(amount) / MICRO for period, amount in zip(starts, row[4:], strict=True)},
     )
-
-
-literal_pending, literal_running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
 
 
 def period_starts(now: int) -> dict[str, int]:
@@ -263,7 +260,7 @@ def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
     )
     if conn.scalar(select(reservations.c.id).where(reservations.c.id == request.id)):
         return request.id
-    if usage(conn, person, now).concurrent >= request.max_concurrent:
+    if usage(conn, person, now, Quota()).concurrent >= request.max_concurrent:
         return None
     conn.execute(
         insert(reservations).values(

@@ -3,7 +3,7 @@
     app = semel.App("postgresql://…", transport="rq", redis="redis://localhost/0")
 
     $ rq worker semel                  # the queue "default"; a queue named "gpu" is "semel-gpu"
-    $ rq worker -c myproject semel     # the same, with the project imported once instead of for every run
+    $ rq worker -c myproject semel     # the same, with the project imported once instead of anew for every run
 
 Every message is a job of its own that leaves nothing behind. RQ's time limit does not apply, the model's does. On
 SIGTERM a worker finishes its run; the run of one that was killed is executed again when its lease has ended. To end a
@@ -12,6 +12,7 @@ run, cancel it: ``rq`` could only stop the process, and the run would be execute
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class RqTransport(Announcer):
         except ValueError as error:
             raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
         self._queues: dict[str, Queue] = {}
+        if "rq.cli" in sys.modules:
+            app.ledger(awaited=True)  # a worker imports us before it forks: let it have what every run would load
 
     def send(self, queues: Mapping[str, Sequence[str]], address: Address) -> None:
         """See Announcer. A few hundred in a round trip."""

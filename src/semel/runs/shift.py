@@ -86,7 +86,11 @@ class Shift:
         )
 
     async def __aenter__(self) -> Self:
-        await self._ledger.open()
+        try:
+            await self._ledger.open()
+        except BaseException:
+            await self._ledger.close()
+            raise
         self._beating = asyncio.get_running_loop().create_task(self._heart.beat_forever())
         return self
 

@@ -194,8 +194,16 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
         left = _follow(conn, [each for each in left if each.id not in answers], first, answers)
         answers |= _known(conn, left, terms)
-        left = [each for each in left if each.id not in answers]
+        left = _settled(conn, left, answers)
     return [answers[each.id] for each in submissions]
+
+
+def _settled(conn: Connection, left: Sequence[Submission], answers: dict[str, Answer]) -> list[Submission]:
+    """Those without an answer. The others found theirs, and need no slot."""
+    for each in left:
+        if each.id in answers and each.reservation is not None:
+            quotas.release(conn, each.reservation, each.person)
+    return [each for each in left if each.id not in answers]
 
 
 def _follow(
@@ -230,7 +238,7 @@ def _meet_quotas(
     answers |= _known(conn, limited, terms)
     assert terms.now is not None
     meters = {
-        person: Meter(quota, quotas.usage(conn, person, terms.now))
+        person: Meter(quota, quotas.usage(conn, person, terms.now, quota))
         for person, quota in limits.items()
         if any(each.id not in answers for each in limited if each.person == person)
     }

@@ -47,7 +47,7 @@ class Sweeper(Background):
         self._tell_again = tell_again
         self._turns = 0
         self._leads_until = 0.0
-        self._told: dict[str, float] = {}
+        self._told: dict[tuple[str, int], float] = {}
         self._until_next: float | None = None
 
     def pause(self) -> float:
@@ -59,6 +59,7 @@ class Sweeper(Background):
     async def tick(self) -> None:
         """See Background."""
         self._turns += 1
+        self._until_next = None
         if await self._elected():
             await self.sweep()
 
@@ -113,11 +114,12 @@ class Sweeper(Background):
         _, self._until_next = await self._ledger.wake()
         waiting = await self._ledger.due(self._tell_again, 1000)
         now = time.monotonic()
-        self._told = {run_id: self._told[run_id] for run_id, _ in waiting if run_id in self._told}
-        new = [run for run in waiting if run[0] not in self._told]
-        old = [run for run in waiting if now - self._told.get(run[0], now) >= self._tell_again]
+        self._told = {run.step: self._told[run.step] for run in waiting if run.step in self._told}
+        new = [run for run in waiting if run.step not in self._told]
+        old = [run for run in waiting if now - self._told.get(run.step, now) >= self._tell_again]
         for runs, again in ((new, False), (old, True)):
             if not runs:
                 continue
-            if await self._ledger.apart(partial(self._transport.announce, runs, again=again)):
-                self._told |= {run_id: now for run_id, _ in runs}
+            named = [(run.id, run.queue) for run in runs]
+            if await self._ledger.apart(partial(self._transport.announce, named, again=again)):
+                self._told |= {run.step: now for run in runs}

@@ -204,15 +204,6 @@ def wake(conn: Connection, terms: Terms, most: int = 500) -> tuple[int, int | No
     return _WAKE.count(conn, most=most, now=terms.now), 0
 
 
-def _locked(words: Words, columns: dict[str, str]) -> str:
-    """The batch, its runs locked in the order of their ids: so no two batches ever wait for each other."""
-    if not words.writes_in_with:
-        return f"SELECT * FROM {words.batch(columns)}"
-    return f"""SELECT b.* FROM {words.batch(columns)}
-  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND h.status = 'RUNNING'
-  ORDER BY h.id FOR UPDATE OF h"""
-
-
 def _fenced(words: Words) -> str:
     return f"k.id = in_id AND {words.unindexed('k.fence')} = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
 
@@ -221,13 +212,10 @@ _RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double 
 _RENEW = Statement(
     lambda w: (
         f"""
-WITH held AS MATERIALIZED (
-  {_locked(w, _RENEW_COLUMNS)}
-)
 UPDATE semel_runs AS k
 SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
     progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END
-FROM held WHERE {_fenced(w)}
+FROM {w.batch(_RENEW_COLUMNS)} WHERE {_fenced(w)}
 RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
 """
     ),
@@ -246,7 +234,7 @@ class Beat(Struct, frozen=True):
 
 def renew(conn: Connection, beats: Sequence[Beat], terms: Terms) -> dict[str, bool]:
     """Extend the leases in one statement. Answers those still held, and whether their end is asked for."""
-    rows = _RENEW.rows(conn, [(b.run_id, b.fence, b.progress, b.note) for b in beats], now=terms.now)
+    rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
     return {row[0]: row[1] is not None for row in rows}
 
 
@@ -291,7 +279,8 @@ SET status = {_STATUS_AFTER}, ready = (in_delay <= 0), note = in_why,
                 WHEN {_STATUS_AFTER} = 'FAILED' THEN 'failed'
                 WHEN {_STATUS_AFTER} = 'CANCELLED' THEN 'cancelled'
                 ELSE in_step END,
-    version = version + 1, changed_us = {{now}}, due_us = {{now}} + in_delay, lease_until_us = NULL,
+    version = version + 1, changed_us = {{now}}, lease_until_us = NULL,
+    due_us = CASE WHEN {_STATUS_AFTER} = 'PENDING' THEN {{now}} + in_delay ELSE due_us END,
     attempts = attempts - CASE WHEN in_kind IN ('snooze', 'returned') THEN 1 ELSE 0 END,
     errors = errors + CASE WHEN in_kind IN ('retry', 'fatal') THEN 1 ELSE 0 END,
     losts = losts + CASE WHEN in_kind = 'lost' THEN 1 ELSE 0 END,
@@ -322,9 +311,7 @@ _END_COLUMNS = {
 _END = Statement(
     lambda w: changing(
         w,
-        f"""held AS MATERIALIZED (
-  {_locked(w, _END_COLUMNS)}
-)""",
+        f"held AS MATERIALIZED (SELECT * FROM {w.batch(_END_COLUMNS)})",
         _END_SET.format(now=w.now, fenced=_fenced(w)),
         _OVER,
     ),
@@ -360,7 +347,7 @@ _LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
 
 def end(conn: Connection, endings: Sequence[Ending], terms: Terms) -> dict[str, Over]:
     """Write the ends of attempts. Answers the runs whose fence still held; the others' attempts count for nothing."""
-    rows = change(conn, _END, terms, [_end_row(each) for each in endings])
+    rows = change(conn, _END, terms, sorted(map(_end_row, endings)))
     return {row[0]: Over(*row) for row in rows}
 
 

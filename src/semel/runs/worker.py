@@ -17,7 +17,7 @@ from threading import Thread
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
-from semel.runs.records import checked_name, new_id
+from semel.runs.records import checked_count, checked_name, checked_seconds, new_id
 from semel.runs.shift import Plan, Shift
 
 
@@ -58,11 +58,13 @@ class Worker:
                 "process": _slots("processes", (os.cpu_count() or 1) if processes is None else processes),
                 "thread": _slots("threads", threads),
             },
-            max_runs_per_child=max_runs_per_child,
-            poll=poll,
-            drain=drain,
-            sweep_every=sweep_every,
+            max_runs_per_child=None if max_runs_per_child is None else _at_least_one(max_runs_per_child),
+            poll=_seconds("poll", poll),
+            drain=checked_seconds("drain", drain),
+            sweep_every=None if sweep_every is None else _seconds("sweep_every", sweep_every),
         )
+        if not any(self._plan.slots.values()):
+            raise InvalidRequest("a worker needs a slot: concurrency, processes or threads must be over 0")
         self._shift: Shift | None = None
         self._stops = 0
 
@@ -127,6 +129,20 @@ def working(worker: Worker) -> Iterator[Worker]:
         thread.join()
     if failed:
         raise failed[0]
+
+
+def _seconds(what: str, value: object) -> float:
+    seconds = checked_seconds(what, value)
+    if seconds < 0.01:
+        raise InvalidRequest(f"{what} is at least 0.01 seconds, not {value!r}")
+    return seconds
+
+
+def _at_least_one(value: object) -> int:
+    count = checked_count("max_runs_per_child", value)
+    if not count:
+        raise InvalidRequest("max_runs_per_child is at least 1, or None")
+    return count
 
 
 def _slots(what: str, value: object) -> int:

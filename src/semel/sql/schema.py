@@ -121,6 +121,7 @@ runs = Table(
     Column("artifacts", Text, nullable=True),
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
+    CheckConstraint("status <> 'RUNNING' OR worker IS NOT NULL", "semel_runs_executor"),
     CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
     CheckConstraint(
         "status = 'SUCCEEDED' OR coalesce(result, result_ref, result_digest, artifacts) IS NULL", "semel_runs_result"

@@ -1,5 +1,7 @@
 """Runs, their keys, events and logs; quotas, reservations, workers; views with the names of the documents."""
 
+import logging
+
 from alembic import op
 from sqlalchemy import (
     BigInteger,
@@ -14,6 +16,7 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    inspect,
     text,
 )
 
@@ -23,6 +26,8 @@ branch_labels = None
 depends_on = None
 
 metadata = MetaData()
+
+_log = logging.getLogger("semel")
 
 _name = Text(collation="C").with_variant(Text(), "sqlite")
 _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
@@ -75,6 +80,7 @@ runs = Table(
     Column("artifacts", Text, nullable=True),
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
+    CheckConstraint("status <> 'RUNNING' OR worker IS NOT NULL", "semel_runs_executor"),
     CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
     CheckConstraint(
         "status = 'SUCCEEDED' OR coalesce(result, result_ref, result_digest, artifacts) IS NULL", "semel_runs_result"
@@ -268,8 +274,9 @@ def _guard_sqlite() -> None:
 
 def _views(time: str, json: str, user: str) -> None:
     """``time``, ``json`` and ``user`` say how the dialect shows such a value."""
-    op.execute(f"""
-CREATE VIEW model_runs AS
+    _view(
+        "model_runs",
+        f"""
 SELECT id, model, status, {json.format("parameters")} AS parameters, payload_hash,
        {time.format("created_us")} AS created_at, {time.format("started_us")} AS started_at,
        {time.format("finished_us")} AS finished_at, attempts AS attempt_count, last_error,
@@ -277,25 +284,40 @@ SELECT id, model, status, {json.format("parameters")} AS parameters, payload_has
        CASE WHEN status = 'RUNNING' THEN worker END AS lease_owner,
        {time.format("lease_until_us")} AS lease_expires_at, {time.format("heartbeat_us")} AS heartbeat_at
 FROM semel_runs
-""")
-    op.execute(f"""
-CREATE VIEW idempotency_keys AS
+""",
+    )
+    _view(
+        "idempotency_keys",
+        f"""
 SELECT key AS idempotency_key, job_id, {user} AS user_id, {time.format("created_us")} AS created_at,
        {time.format("expires_us")} AS expires_at, key, payload_hash, job_id AS run_id
 FROM semel_run_keys WHERE kind = 'key'
-""")
-    op.execute(f"""
-CREATE VIEW job_reservations AS
+""",
+    )
+    _view(
+        "job_reservations",
+        f"""
 SELECT id AS reservation_id, {user} AS user_id, {time.format("created_us")} AS created_at,
        {time.format("expires_us")} AS expires_at, CASE WHEN consumed THEN 1 ELSE 0 END AS consumed
 FROM semel_reservations
-""")
+""",
+    )
+
+
+def _view(name: str, query: str) -> None:
+    """Leave it out where the user has something else of that name: nothing of semel's needs it."""
+    if inspect(op.get_bind()).has_table(name):
+        _log.warning("%r is there already, so semel's view of that name was left out", name)
+    else:
+        op.execute(f"CREATE VIEW {name} AS {query}")
 
 
 def downgrade() -> None:
     """Drop it all."""
-    for view in ("job_reservations", "idempotency_keys", "model_runs"):
-        op.execute(f"DROP VIEW {view}")
+    found = inspect(op.get_bind())
+    for view in {"job_reservations", "idempotency_keys", "model_runs"} & set(found.get_view_names()):
+        if "semel_" in (found.get_view_definition(view) or ""):
+            op.execute(f"DROP VIEW {view}")
     metadata.drop_all(op.get_bind())
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION semel_refuse_transition()")
