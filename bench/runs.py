@@ -52,7 +52,7 @@ def app_on(url: str) -> App:
 
 
 class Semel(Peer):
-    """One worker process, `concurrency=500`."""
+    """One worker process, `concurrency=1000`."""
 
     name = "semel"
     jobs = 20_000
@@ -122,7 +122,7 @@ async def _drained(url: str, count: int, model: str) -> float:
                 over.set()
 
     app.on_event(note)
-    worker = Worker(app, concurrency=500, processes=2 if model == "blocking" else 0, threads=0)
+    worker = Worker(app, concurrency=1000, processes=2 if model == "blocking" else 0, threads=0)
     serving = asyncio.create_task(worker.serve())
     await asyncio.wait_for(over.wait(), 120)
     worker.stop()

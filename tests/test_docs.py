@@ -41,6 +41,7 @@ from semel.http.dialects import REFUSALS
 from semel.http.door import Door
 from semel.http.options import Options
 from semel.metrics.names import RUN_MEANINGS
+from semel.runs.app import apps
 from semel.runs.models import _OPTIONS as MODEL_OPTIONS
 from semel.runs.transitions import EndStep
 
@@ -226,7 +227,7 @@ def closed_at_the_end() -> Iterator[dict[str, Any]]:
     for value in namespace.values():
         if isinstance(value, IdempotentProcessor) and isinstance(value.once, Once):
             value.once.close()
-        elif isinstance(value, Once | App | JobStore):
+        elif isinstance(value, Once | JobStore):
             value.close()
         elif isinstance(value, AsyncOnce):
             asyncio.run(value.close())
@@ -281,12 +282,16 @@ def files_and_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """What the page writes can be imported, here and in processes; what it starts is stopped."""
     monkeypatch.syspath_prepend(folder)
     known = set(sys.modules)
+    others = apps()
     workers = Workers(folder)
     try:
         yield workers
     finally:
         for module in [name for name in sys.modules if name not in known and (folder / f"{name}.py").exists()]:
             del sys.modules[module]
+        for app in apps():
+            if app not in others:
+                app.close()
         workers.stop()
 
 

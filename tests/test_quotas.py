@@ -236,7 +236,7 @@ def test_the_action_warn_lets_everything_through_and_says_so(ground: Ground) -> 
 def test_the_default_holds_for_everybody_without_a_quota_of_their_own(ground: Ground) -> None:
     ground.app.set_quota("*", Quota(max_concurrent=1))
     ground.app.set_quota("ann", Quota(per_hour=3))
-    for user in ("bob", 42, ""):
+    for user in ("bob", 42):
         ground.submit(user)
         assert "Maximum 1 concurrent" in refused(ground, user)
     for _ in range(3):
@@ -248,6 +248,13 @@ def test_the_default_holds_for_everybody_without_a_quota_of_their_own(ground: Gr
     ground.app.set_quota("*", None)
     ground.submit("ann")
     assert ground.app.quotas() == {}
+
+
+def test_runs_of_nobody_in_particular_meet_no_quota(ground: Ground) -> None:
+    ground.app.set_quota("*", Quota(max_concurrent=0))
+    assert [ground.submit("").status for _ in range(3)] == ["PENDING"] * 3
+    with pytest.raises(InvalidRequest, match="user is empty"):
+        ground.app.set_quota("", Quota(max_concurrent=1))
 
 
 def test_users_and_tenants_are_apart(ground: Ground) -> None:
@@ -269,7 +276,7 @@ def test_users_and_tenants_are_apart(ground: Ground) -> None:
 
 def test_users_whose_names_look_alike_are_apart(ground: Ground) -> None:
     """In the count, and in the view that shows it."""
-    users = ["7", "007", "+7", "7.0", "Ann", "ann", "99999999999999999999", ""]
+    users = ["7", "007", "+7", "7.0", "Ann", "ann", "99999999999999999999"]
     for user in users:
         ground.reserve(user, limit=1)
     assert [ground.jobs.reserve_job_slot(user, 1) for user in users] == [None] * len(users)
@@ -334,9 +341,8 @@ def test_a_reservation_serves_one_run(ground: Ground) -> None:
     ground.submit()
     assert ground.concurrent() == 2
     refused(ground)
-    many = [{"model": "train", "parameters": {"number": n}, "user": 43, "reservation": "?"} for n in (1, 2)]
-    both = ground.reserve(43)
-    first, second = ground.app.submit_many([{**each, "reservation": both} for each in many])
+    shared = {"model": "train", "user": 43, "reservation": ground.reserve(43)}
+    first, second = ground.app.submit_many([{**shared, "parameters": {"number": number}} for number in (1, 2)])
     assert isinstance(first, Run)
     assert isinstance(second, ReservationLost)
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from semel.bridge import drive
 from semel.cli import main as semel_command
 from semel.errors import AppNotFound, InvalidRequest
 from semel.runs.app import App
-from semel.runs.delivery import Address, address_of, choose, find
+from semel.runs.delivery import Address, address_of, choose, find, perform
 from semel.runs.records import Run, new_id
 from semel.runs.rq import RqTransport
 from transport_ground import Ground, until
@@ -54,7 +56,7 @@ def alone(tmp_path: Path, redis_url: str) -> Iterator[Ground]:
 
 
 def rq_worker(ground: Ground, *options: str) -> subprocess.Popen[bytes]:
-    return ground.start("rq.cli", "worker", "--url", ground.settings["redis"], *options, "semel")
+    return ground.start("rq", "worker", "--url", ground.settings["redis"], *options, "semel")
 
 
 def work_off(ground: Ground, *options: str) -> None:
@@ -76,7 +78,7 @@ def at_rest(ground: Ground) -> None:
 
 def over(ground: Ground, app: App, run: Run) -> Run:
     try:
-        return app.wait(run.id, timeout=60)
+        return app.wait(run.id, timeout=int(os.environ.get("E_PATIENCE", "60")))
     except TimeoutError as error:
         raise AssertionError(ground.output()[-8000:]) from error
 
@@ -148,6 +150,33 @@ def test_a_message_that_was_lost_is_sent_again_by_the_sweeper(alone: Ground) -> 
     work_off(alone, "--worker-class", "rq.SimpleWorker")
     assert [over(alone, app, run).status for run in runs] == ["SUCCEEDED"] * 3
     assert [len(alone.notes(run.id)) for run in runs] == [1, 1, 1]
+
+
+def test_a_worker_looks_after_its_run_for_what_nobody_was_told_of_where_no_sweeper_lives(alone: Ground) -> None:
+    app = alone.app("sqlite")
+    later = app.submit("add_in_loop", {"a": 1, "b": 1}, delay=0.01)
+    run = app.submit("add_in_loop", {"a": 1, "b": 2})
+    app.transport.close()
+    queue = queue_of(alone)
+    queue.empty()
+    assert perform(app, run.id, sweeps=True)
+    assert [job.args[0] for job in queue.jobs] == [later.id]
+    assert not perform(app, run.id, sweeps=True)
+
+
+def test_closing_leaves_no_sweeper_behind_and_the_next_submission_starts_one(alone: Ground) -> None:
+    def sweepers() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name == "semel-sweeper"}
+
+    app = alone.app("sqlite")
+    app.transport = RqTransport(alone.settings["redis"], app, sweep_every=0.002)
+    others = sweepers()
+    for number in range(30):
+        app.submit("add_in_loop", {"a": 1, "b": number}, delay=0.001)
+        assert sweepers() > others
+        time.sleep(random.uniform(0, 0.01))  # so that the sweeper is met at whatever it does
+        app.transport.close()
+    until(lambda: sweepers() <= others, "the end of the sweepers")
 
 
 def test_runs_that_nobody_executes_do_not_fill_redis_with_messages(alone: Ground) -> None:
@@ -327,7 +356,7 @@ def left(tmp_path_factory: pytest.TempPathFactory, redis_server: servers.Redis) 
 def submitted_by_a_program(ground: Ground) -> str:
     program = ground.folder / "one_file.py"
     program.write_text(PROGRAM.format(url=ground.settings["urls"]["sqlite"], redis=ground.settings["redis"]))
-    done = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True, timeout=int(os.environ.get("E_PATIENCE", "60")))
     return done.stdout.strip()
 
 

@@ -3,21 +3,27 @@
 import asyncio
 import os
 import signal
+import socket
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 import servers
 import worker_models
+from acceptance.proxy import Line
 from quota_ground import KINDS, Grounds
-from semel import App, InvalidRequest, NotMigrated, Run
+from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
 from semel.runs.keeping import Published
+from semel.runs.ledger import Ledger
 from semel.runs.sweeper import ROLE
 from semel.runs.worker import Worker
 from workshop import Workshop, effects, touch, until
@@ -130,6 +136,41 @@ def test_a_stop_at_the_very_start_is_heard(shop: Workshop) -> None:
     for turns in (0, 1, 2, 3, 5, 8, 13):
         asyncio.run(start_and_stop(turns))
     assert shop.app.workers() == []
+
+
+def test_children_leave_sigterm_to_their_parent(shop: Workshop) -> None:
+    """A service manager sends it to all processes at once; the run is drained all the same."""
+    folder = shop.place("grouped")
+    run = shop.app.submit("wait_deaf", {"folder": folder})
+    with shop.program(drain=50) as program:
+        child = int(until(lambda: effects(folder), "the start")[0][3])
+        os.kill(child, signal.SIGTERM)
+        program.send(signal.SIGTERM)
+        until(lambda: any(worker.draining for worker in shop.app.workers()), "the drain")
+        touch(folder)
+        assert program.wait() == 0, program.log
+    ended = shop.app.get(run.id)
+    assert (ended.status, ended.attempts, ended.losts) == ("SUCCEEDED", 1, 0)
+
+
+def test_a_worker_whose_task_is_cancelled_leaves_nothing_behind(shop: Workshop) -> None:
+    folder = shop.place("cancelled")
+    run = shop.app.submit("await_deaf", {"folder": folder})
+
+    async def serve_and_cancel() -> None:
+        before = asyncio.all_tasks()
+        serving = asyncio.create_task(Worker(shop.app, processes=0).serve())
+        while not effects(folder):
+            await asyncio.sleep(0.02)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(serving, PATIENCE)
+        assert asyncio.all_tasks() <= before
+
+    asyncio.run(serve_and_cancel())
+    assert (Path(folder) / "cancelled").exists()
+    seen = shop.app.get(run.id)
+    assert (seen.status, seen.attempts) == ("PENDING", 0), "given back, uncharged"
 
 
 # -- cancel --------------------------------------------------------------------------------------------------------
@@ -327,6 +368,22 @@ def test_a_run_that_kills_every_process_it_gets_ends_failed(shop: Workshop) -> N
     assert ended.last_error == "the child process was killed by SIGKILL (out of memory?)"
     assert [line[1:3] for line in effects(folder)] == [["1", "1"], ["2", "2"]]
     assert steps(app, run.id) == ["created", "leased", "lost", "leased", "lost"]
+
+
+def test_a_run_that_kills_every_worker_ends_failed(shop: Workshop) -> None:
+    """It takes the whole worker with it, twice; whoever sweeps then gives it up."""
+    terms = {"max_lost": 2, "lease": 1.5}
+    app = shop.open(models=terms)
+    folder = shop.place("poison")
+    run = app.submit("poison_here", {"folder": folder})
+    for _ in range(2):
+        with shop.program(models=terms, sweep_every=0.1, processes=0) as program:
+            assert program.wait() == -signal.SIGKILL
+    with shop.working(app, sweep_every=0.1):
+        ended = app.wait(run.id, timeout=PATIENCE)
+    assert (ended.status, ended.attempts, ended.losts, ended.errors) == ("FAILED", 2, 2, 0)
+    assert "was lost: no sign of life before the lease ended" in (ended.last_error or "")
+    assert len(effects(folder)) == 2
 
 
 # -- what is leased, and in which order ----------------------------------------------------------------------------
@@ -656,6 +713,126 @@ def test_a_restart_of_the_database_while_100_runs_are_leased_costs_none_of_them(
         assert counted == [("SUCCEEDED", 1, 100)]
         assert len({line[0] for line in effects(early) + effects(late)}) == 100
         assert len(effects(early) + effects(late)) == 100
+
+
+class Silent(Line):
+    """A line on which answers can be held back: the other side is there, and says nothing."""
+
+    def __init__(self, upstream: str) -> None:
+        super().__init__(upstream)
+        self.speaks = threading.Event()
+        self.speaks.set()
+
+    def _answer(self, client: socket.socket, server: socket.socket, doomed: threading.Event) -> None:
+        with suppress(OSError):
+            while data := server.recv(65536):
+                self.speaks.wait()
+                client.sendall(data)
+        client.close()
+
+
+def test_a_worker_cut_off_from_a_silent_database_lets_go_when_its_leases_end(
+    own_server: servers.Postgres, tmp_path: Path
+) -> None:
+    """It cannot hear that another has its run; it knows when its lease has ended, and stops by then."""
+    url = make_url(own_server.database())
+    assert semel(["migrate", url.render_as_string(False)]) == 0
+    line = Silent(f"{url.query['host']}/.s.PGSQL.5432")
+    far = f"postgresql://postgres@127.0.0.1:{line.port}/{url.database}"
+    with (
+        closing(line),
+        Workshop("postgres", url.render_as_string(False), tmp_path) as shop,
+        Workshop("postgres", far, tmp_path) as cut_off,
+    ):
+        folder = shop.place("silent")
+        run = shop.open(models=QUICK).submit("await_deaf", {"folder": folder})
+        try:
+            with cut_off.working(cut_off.open(models=QUICK)):
+                until(lambda: effects(folder), "the start")
+                line.speaks.clear()
+                until(lambda: (Path(folder) / "cancelled").exists(), "the end of the attempt")
+                touch(folder)
+                with shop.working(shop.open(models=QUICK), sweep_every=0.1) as worker:
+                    ended = shop.app.wait(run.id, timeout=PATIENCE)
+                line.speaks.set()
+        finally:
+            line.speaks.set()
+    assert (ended.status, ended.attempts, ended.losts, ended.worker) == ("SUCCEEDED", 2, 1, worker.id)
+
+
+def test_a_worker_without_its_database_lets_go_when_its_leases_end(
+    own_server: servers.Postgres, tmp_path: Path
+) -> None:
+    """Another may have its runs by then. When the database is back it begins anew."""
+    url = own_server.database()
+    assert semel(["migrate", url]) == 0
+    with Workshop("postgres", url, tmp_path) as shop:
+        app = shop.open(models=QUICK)
+        folder = shop.place("away")
+        run = app.submit("await_deaf", {"folder": folder})
+        with shop.working(app, sweep_every=0.2):
+            until(lambda: effects(folder), "the start")
+            own_server.stop()
+            until(lambda: (Path(folder) / "cancelled").exists(), "the end of the attempt")
+            own_server.start()
+            touch(folder)
+            ended = app.wait(run.id, timeout=PATIENCE)
+    assert (ended.status, ended.attempts, ended.losts) == ("SUCCEEDED", 2, 1)
+
+
+def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: str, times: int = 1) -> list[str]:
+    """The ledger does what it is asked by this verb, and the first replies are lost; who asked is noted."""
+    real = getattr(Ledger, verb)
+    lost: list[str] = []
+
+    async def losing(self: Ledger, *asked: Any) -> Any:
+        answer = await real(self, *asked)
+        if len(lost) < times and answer:
+            lost.append(verb)
+            raise StoreUnavailable("the reply was lost")
+        return answer
+
+    monkeypatch.setattr(Ledger, verb, losing)
+    return lost
+
+
+def test_what_was_leased_by_a_statement_whose_reply_was_lost_is_given_back_uncharged(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [shop.app.submit("add", {"a": number}) for number in range(3)]
+    lost = losing_replies(monkeypatch, "lease")
+    with shop.working():
+        for run in runs:
+            ended = shop.app.wait(run.id, timeout=PATIENCE)
+            assert (ended.status, ended.attempts, ended.losts, ended.fence) == ("SUCCEEDED", 1, 0, 2)
+            assert steps(shop.app, run.id) == ["created", "leased", "returned", "leased", "succeeded"]
+    assert lost == ["lease"]
+
+
+def test_a_worker_in_doubt_outlives_a_database_that_goes_away_again(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shop.app.submit("add", {"a": 1})
+    losing_replies(monkeypatch, "lease")
+    lost = losing_replies(monkeypatch, "held_by", 2)
+    with shop.working():
+        assert shop.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
+    assert lost == ["held_by"] * 2
+
+
+def test_an_end_whose_reply_was_lost_is_written_once_and_told_as_it_is(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    shop.app.on_event(lambda event: told.append((event.kind, event.status)))
+    lost = losing_replies(monkeypatch, "end")
+    with shop.working():
+        run = shop.app.submit("add", {"a": 1})
+        shop.app.wait(run.id, timeout=PATIENCE)
+        until(lambda: ("ended", "SUCCEEDED") in told, "the news")
+    assert lost == ["end"]
+    assert steps(shop.app, run.id) == ["created", "leased", "succeeded"]
+    assert told == [("created", ""), ("started", "RUNNING"), ("ended", "SUCCEEDED")]
 
 
 def test_a_sqlite_file_that_someone_else_locks_for_a_while_costs_nothing(grounds: Grounds, tmp_path: Path) -> None:

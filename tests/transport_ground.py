@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from semel.runs.app import App
 
-PATIENCE = 60
+PATIENCE = int(os.environ.get("E_PATIENCE", "60"))
 PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
 
 
@@ -61,14 +61,15 @@ class Ground:
         app: App = self.module.apps[kind]
         return app
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start a Python module as a program, in the folder, so that its output is at hand when a test fails."""
-        path = os.pathsep.join([str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        settings = {VARIABLE: json.dumps(self.settings), "PYTHONPATH": path.strip(os.pathsep)}
+    def start(self, command: str, *words: str) -> subprocess.Popen[bytes]:
+        """Run a command that came with a package, in the folder, as in that of a project."""
+        program = self.folder / f"{PROGRAM}.py"
+        if not program.exists():
+            program.symlink_to(Path(__file__).with_name(program.name))
         with (self.folder / "output").open("ab") as output:
             worker = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                env={**os.environ, **settings},
+                [sys.executable, Path(sys.executable).with_name(command), *words],
+                env={**os.environ, VARIABLE: json.dumps(self.settings)},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -127,6 +127,11 @@ def poison(ctx: Context, folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def poison_here(ctx: Context, folder: str) -> None:
+    """Kill the worker itself."""
+    poison(ctx, folder)
+
+
 def speak(ctx: Context, folder: str) -> str:
     """Tell how far it is and log, then wait for the file ``open`` and log again."""
     ctx.progress(0.4, "fitting")
@@ -157,7 +162,7 @@ def publish_file(ctx: Context, folder: str, text: str) -> str:
 
 def register(app: App, **more: Any) -> App:
     """All of them under their own names, with the options that most tests want, and ``more`` of them."""
-    for function in (add, add_apart, note, note_apart, flaky, hopeless, large):
+    for function in (add, add_apart, note, note_apart, flaky, hopeless, large, poison_here):
         app.model(function.__name__, **more)(function)
     app.model("decide", fatal=Hopeless, **more)(decide)
     app.model("forecast", exclude="sent_at", summary="scenario", isolation="thread", **more)(forecast)

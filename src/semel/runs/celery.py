@@ -2,11 +2,11 @@
 
 The usual way, with a Celery app of one's own, whatever its broker is:
 
-    app = semel.App("postgresql://…")
-    celery_app = Celery("myproject", broker="redis://localhost/0")
-    semel.runs.celery.install(celery_app, app)
+    runs = semel.App("postgresql://…")
+    celery = Celery("myproject", broker="redis://localhost/0")
+    semel.runs.celery.install(celery, runs)
 
-    $ celery -A myproject worker -Q semel       # the queue "default"; a queue named "gpu" is "semel-gpu"
+    $ celery -A myproject:celery worker -Q semel    # the queue "default"; a queue named "gpu" is "semel-gpu"
 
 Or without one, ``semel.App("postgresql://…", transport="celery", redis="redis://localhost/0")`` and
 
@@ -22,8 +22,10 @@ then executed again: leave it out and give models a ``timeout``.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -149,6 +151,9 @@ worker_app = Celery("semel", set_as_current=False)
 
 @worker_app.task(name=TASK, **_OPTIONS)  # type: ignore[untyped-decorator]
 def _look(run_id: str, where: Any) -> None:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as ``celery -A`` does it for a project of one's own
+        sys.path.append(here)
     app = find(msgspec.convert(where, Address))
     perform(app, run_id)
     _sweep_for(app)

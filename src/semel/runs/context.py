@@ -108,11 +108,11 @@ class Context:
             raise RunCancelled(f"run {self.run_id} was asked to stop")
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """Say how far the run is, from 0 to 1, and check whether it should stop."""
+        """Check whether the run should stop, and say how far it is, from 0 to 1."""
         if not 0 <= fraction <= 1:  # nor is NaN
             raise InvalidRequest(f"progress is a fraction from 0 to 1, not {fraction!r}")
-        self._wire.progress(float(fraction), capture.clean(note, MAX_NOTE_BYTES))
         self.check()
+        self._wire.progress(float(fraction), capture.clean(note, MAX_NOTE_BYTES))
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:

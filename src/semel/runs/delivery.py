@@ -38,8 +38,8 @@ from semel.sql import engines
 
 SWEEP_EVERY = 5.0
 TELL_AGAIN = 30.0
-BREATHER = 5.0
-"""Seconds for which submitters do not try a broker that was away a moment ago; the sweeper goes on trying."""
+BREATHER = 3.0
+"""Seconds for which a broker that was away is left alone, so that not every submitter waits for it."""
 
 _log = logging.getLogger("semel.transport")
 
@@ -190,23 +190,10 @@ async def _say_why_not(ledger: Ledger, run_id: str) -> None:
 async def _sweep_once(app: App, ledger: Ledger, holder: str) -> None:
     """One turn, and the role is kept until the next would be due: so many short-lived workers sweep no more often."""
     if await ledger.lead(ROLE, holder, SWEEP_EVERY):
-        told_before = _ToldBefore(app.transport)
-        await Sweeper(ledger, holder, transport=told_before, news=app.news, publish=app.publish).sweep()
-
-
-class _ToldBefore:
-    """A transport for one who cannot know what others told of: nothing is sent where enough messages wait."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.announces = transport.announces
-
-    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = True) -> bool:  # noqa: ARG002 -- see above
-        """See Transport."""
-        return self._transport.announce(runs, again=True)
-
-    def close(self) -> None:
-        """See Transport."""
+        transport: Transport = app.transport
+        if isinstance(transport, Announcer):  # we cannot know what others told of
+            transport = _Voice(transport, again=True)
+        await Sweeper(ledger, holder, transport=transport, news=app.news, publish=app.publish).sweep()
 
 
 class Announcer(ABC):
@@ -236,10 +223,13 @@ class Announcer(ABC):
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
         """See Transport."""
-        if not again:
-            self.sweep()
-            if time.monotonic() < self._away_until:
-                return not runs
+        self.sweep()
+        return self.tell(runs, again=again)
+
+    def tell(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
+        """Announce, and start nothing."""
+        if time.monotonic() < self._away_until:
+            return not runs
         try:
             self._send_all(runs, again=again)
         except Exception as error:  # noqa: BLE001 -- whatever the broker's client has to say, the runs are safe
@@ -292,7 +282,7 @@ class Announcer(ABC):
                 sweeper = Sweeper(
                     ledger,
                     holder,
-                    transport=self,
+                    transport=_Voice(self),
                     news=self._app.news,
                     publish=self._app.publish,
                     interval=self._sweep_every,
@@ -314,6 +304,23 @@ class Announcer(ABC):
                 _log.debug("the sweeper's role could not be given back, it will run out: %s", error)
             drive(ledger.close())
         self.disconnect()
+
+
+class _Voice:
+    """What a sweeper has of an announcer: it tells of runs, and starts no other sweeper."""
+
+    announces = True
+
+    def __init__(self, announcer: Announcer, *, again: bool = False) -> None:
+        self._announcer = announcer
+        self._again = again
+
+    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
+        """See Transport."""
+        return self._announcer.tell(runs, again=again or self._again)
+
+    def close(self) -> None:
+        """See Transport."""
 
 
 def _caller() -> str:

@@ -296,10 +296,13 @@ class Engine:
         return await self.ledger.workers()
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
-        """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away."""
+        """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away.
+
+        Runs that are submitted without a user are nobody's, and no quota holds for them.
+        """
         if not isinstance(quota, Quota | None):
             raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
-        await self.ledger.set_quota((checked_name("tenant", tenant), checked_name("user", user)), quota)
+        await self.ledger.set_quota((checked_name("tenant", tenant), checked_name("user", user, empty=False)), quota)
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
         """Every quota of a tenant, by user."""

@@ -24,7 +24,7 @@ class Jobs:
 
         It blocks its slot until it is consumed, released, or ``ttl_seconds`` have passed.
         """
-        user = checked_user("user_id", user_id)
+        user = checked_user("user_id", user_id, empty=False)
         request = Reserve(
             id=new_id(),
             tenant=self._tenant,

@@ -92,10 +92,10 @@ class Ledger:
 
     async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """A connection that broke is no reason to give up: every verb may be sent again."""
-        if not self._ready:
-            await self.open()
         for tries in range(1, _TRIES + 1):
             try:
+                if not self._ready:
+                    await self.open()
                 return await how(work, *args, **kwargs)
             except StoreBroken:
                 raise

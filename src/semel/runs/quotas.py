@@ -103,8 +103,8 @@ def lock(conn: Connection, people: Iterable[Person]) -> None:
 
 
 def quotas_of(conn: Connection, people: Iterable[Person]) -> dict[Person, Quota]:
-    """The quotas that hold for these users; those without any are left out."""
-    people = set(people)
+    """The quotas that hold for these users; those without any are left out, and so are runs of nobody in particular."""
+    people = {person for person in people if person[1]}
     tenants = {tenant for tenant, _ in people}
     found = {}
     for row in conn.execute(_QUOTAS, {"tenants": list(tenants), "users": [EVERYBODY, *{user for _, user in people}]}):
@@ -153,12 +153,12 @@ _USAGE = Statement(
     lambda _: (
         f"""
 SELECT (SELECT count(*) FROM semel_runs
-        WHERE tenant = :tenant AND user_id = :person AND status IN ('PENDING', 'RUNNING')),
+        WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND status IN ('PENDING', 'RUNNING')),
        (SELECT count(*) FROM semel_reservations
         WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
        {", ".join(f"coalesce(sum(cost) FILTER (WHERE created_us >= :{period}), 0)" for period in _PERIODS)}
-FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND created_us >= :oldest
+FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
 """
     )
 )

@@ -239,9 +239,9 @@ EVERYBODY = "*"
 """Whose quota holds for all who have none of their own."""
 
 
-def checked_user(what: str, value: object) -> str:
-    """As checked_name, for somebody in particular."""
-    user = checked_name(what, value)
+def checked_user(what: str, value: object, *, empty: bool = True) -> str:
+    """As checked_name, for somebody in particular, or for nobody where it may be empty."""
+    user = checked_name(what, value, empty=empty)
     if user == EVERYBODY:
         raise InvalidRequest(f"{what} is {EVERYBODY!r}, which stands for every user in quotas, so it cannot be one")
     return user

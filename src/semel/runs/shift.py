@@ -143,9 +143,7 @@ class Shift:
         while not self._stopping:
             self._look.clear()
             got, asked = await self._lease()
-            if asked and got == asked:
-                await asyncio.sleep(0)  # more may be there
-            else:
+            if not asked or got < asked:  # else more may be there
                 await self._sleep(await self._pause(looked=bool(asked)))
 
     async def _pause(self, *, looked: bool) -> float:
@@ -185,10 +183,13 @@ class Shift:
         return self._plan.slots[kind] - self._busy[kind]
 
     async def _lease(self) -> tuple[int, int]:
-        """Fill the room that there is; answer how many were got of how many asked for."""
+        """Fill the room that there is; answer how many were got of how many asked for.
+
+        Half of it at a time: so the database looks for the next ones while these are worked on.
+        """
         got = asked = 0
         for kind, names in self._kinds().items():
-            room = self._room(kind)
+            room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
             if room <= 0 or self._stopping:
                 continue
             asked += room

@@ -30,7 +30,6 @@ CHANNEL = "semel_runs"
 EndStep: TypeAlias = Literal["succeeded", "failed", "cancelled", "retried", "lost", "snoozed", "returned"]
 
 _STEPS: dict[str, EndStep] = {
-    "succeeded": "succeeded",
     "fatal": "failed",
     "cancelled": "cancelled",
     "retry": "retried",
@@ -266,7 +265,6 @@ def held_by(conn: Connection, worker: str) -> dict[str, int]:
 
 
 _STATUS_AFTER = """CASE
-    WHEN in_kind = 'succeeded' THEN 'SUCCEEDED'
     WHEN in_kind = 'cancelled' THEN 'CANCELLED'
     WHEN in_kind = 'fatal' THEN 'FAILED'
     WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'
@@ -287,9 +285,7 @@ SET status = {_STATUS_AFTER}, ready = (in_delay <= 0), note = in_why,
     last_error = CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_why ELSE last_error END,
     traceback = CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_traceback ELSE traceback END,
     finished_us = CASE WHEN {_STATUS_AFTER} = 'PENDING' THEN NULL ELSE {{now}} END,
-    progress = CASE WHEN in_kind = 'succeeded' THEN 1.0 ELSE progress END,
-    result = in_result, result_ref = in_ref, result_digest = in_digest, result_size = in_size,
-    artifacts = in_artifacts, cost = coalesce(in_cost, cost)
+    cost = coalesce(in_cost, cost)
 FROM held WHERE {{fenced}}"""
 _OVER = "id, status, step, model, payload_hash, attempts, created_us, started_us, changed_us"
 
@@ -301,11 +297,6 @@ _END_COLUMNS = {
     "in_why": "text",
     "in_traceback": "text",
     "in_delay": "bigint",
-    "in_result": "text",
-    "in_ref": "text",
-    "in_digest": "text",
-    "in_size": "bigint",
-    "in_artifacts": "text",
     "in_cost": "bigint",
 }
 _END = Statement(
@@ -319,15 +310,37 @@ _END = Statement(
 )
 
 
+_SUCCEED_COLUMNS = {
+    "in_id": "uuid",
+    "in_fence": "bigint",
+    "in_result": "text",
+    "in_ref": "text",
+    "in_digest": "text",
+    "in_size": "bigint",
+    "in_artifacts": "text",
+    "in_cost": "bigint",
+}
+_SUCCEED = Statement(
+    lambda w: changing(
+        w,
+        f"held AS MATERIALIZED (SELECT * FROM {w.batch(_SUCCEED_COLUMNS)})",
+        f"""UPDATE semel_runs AS k
+SET status = 'SUCCEEDED', step = 'succeeded', note = NULL, version = version + 1, changed_us = {w.now},
+    lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, result = in_result, result_ref = in_ref,
+    result_digest = in_digest, result_size = in_size, artifacts = in_artifacts, cost = coalesce(in_cost, cost)
+FROM held WHERE {_fenced(w)}""",
+        _OVER,
+    ),
+    _SUCCEED_COLUMNS,
+)
+
+
 def _losing(words: Words, which: str) -> str:
-    empty = ", ".join(
-        f"CAST(NULL AS {_END_COLUMNS[name]}) AS {name}"
-        for name in ("in_traceback", "in_result", "in_ref", "in_digest", "in_size", "in_artifacts", "in_cost")
-    )
     return changing(
         words,
         f"""held AS MATERIALIZED (
-  SELECT h.id AS in_id, h.fence AS in_fence, 'lost' AS in_kind, 'lost' AS in_step, 0 AS in_delay, {empty},
+  SELECT h.id AS in_id, h.fence AS in_fence, 'lost' AS in_kind, 'lost' AS in_step, 0 AS in_delay,
+         CAST(NULL AS text) AS in_traceback, CAST(NULL AS bigint) AS in_cost,
          'worker ' || h.worker || ' was lost: no sign of life before the lease ended' AS in_why
   FROM semel_runs AS h
   WHERE h.status = 'RUNNING' AND h.lease_until_us < {words.now} AND {which} {words.locking("h", skip=True)}
@@ -347,14 +360,32 @@ _LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
 
 def end(conn: Connection, endings: Sequence[Ending], terms: Terms) -> dict[str, Over]:
     """Write the ends of attempts. Answers the runs whose fence still held; the others' attempts count for nothing."""
-    rows = change(conn, _END, terms, sorted(map(_end_row, endings)))
+    rows: list[Any] = []
+    if succeeded := [_success_row(each) for each in endings if each.ended.kind == "succeeded"]:
+        rows += change(conn, _SUCCEED, terms, sorted(succeeded))
+    if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
+        rows += change(conn, _END, terms, sorted(others))
     return {row[0]: Over(*row) for row in rows}
+
+
+def _success_row(ending: Ending) -> tuple[Any, ...]:
+    """Most attempts end so: what only the others need is not sent along."""
+    ended = ending.ended
+    return (
+        ending.run_id,
+        ending.fence,
+        ended.result,
+        ended.result_ref,
+        ended.result_digest,
+        ended.result_size,
+        msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None,
+        None if ended.cost is None else micros(ended.cost),
+    )
 
 
 def _end_row(ending: Ending) -> tuple[Any, ...]:
     ended = ending.ended
     kind = "returned" if ending.returned else ended.kind
-    artifacts = msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None
     return (
         ending.run_id,
         ending.fence,
@@ -363,11 +394,6 @@ def _end_row(ending: Ending) -> tuple[Any, ...]:
         storable(ended.reason) or None,
         storable(ended.traceback) or None,
         ending.delay_us,
-        ended.result,
-        ended.result_ref,
-        ended.result_digest,
-        ended.result_size if ended.result_digest else None,
-        artifacts,
         None if ended.cost is None else micros(ended.cost),
     )
 

@@ -102,7 +102,7 @@ _later = "status = 'PENDING' AND NOT ready"
 Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
 _running = "status = 'RUNNING'"
 Index("semel_runs_running", runs.c.worker, postgresql_where=text(_running), sqlite_where=text(_running))
-_active = "status IN ('PENDING', 'RUNNING')"
+_active = "user_id <> '' AND status IN ('PENDING', 'RUNNING')"
 Index(
     "semel_runs_active",
     runs.c.tenant,
@@ -110,7 +110,15 @@ Index(
     postgresql_where=text(_active),
     sqlite_where=text(_active),
 )
-Index("semel_runs_user", runs.c.tenant, runs.c.user_id, runs.c.created_us)
+_somebody = "user_id <> ''"
+Index(
+    "semel_runs_user",
+    runs.c.tenant,
+    runs.c.user_id,
+    runs.c.created_us,
+    postgresql_where=text(_somebody),
+    sqlite_where=text(_somebody),
+)
 Index("semel_runs_status", runs.c.status, runs.c.id)
 Index("semel_runs_payload", runs.c.payload_hash)
 
