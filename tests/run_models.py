@@ -233,7 +233,7 @@ def surroundings() -> dict[str, Any]:
         "mark": os.environ.get("SEMEL_TEST_MARK"),
         "main_thread": threading.current_thread() is threading.main_thread(),
         "interrupts_ignored": ignored,
-        "terminates_by_default": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+        "leaves_sigterm_to_its_parent": callable(signal.getsignal(signal.SIGTERM)),
         "leads_its_group": os.getpgrp() == os.getpid(),
         "pid": os.getpid(),
         "open_sockets": [target for target in open_files() if target.startswith("socket:")],

@@ -252,7 +252,7 @@ def test_a_child_has_the_parents_surroundings(crew: Crew, monkeypatch: pytest.Mo
     assert (found["mark"], found["python_path"]) == ("here", "/nowhere")
     assert found["main_thread"]
     assert found["interrupts_ignored"]
-    assert found["terminates_by_default"]
+    assert found["leaves_sigterm_to_its_parent"]
     assert found["leads_its_group"]
     assert len(found["open_sockets"]) == 1, "only the connection with the parent, nothing of the parent's own"
 
@@ -338,7 +338,7 @@ def test_large_parameters_arrive(crew: Crew) -> None:
         (run_models.exit_now, '{"code": 3}', "the child process exited with code 3"),
         (run_models.exit_now, '{"code": 0}', "the child process exited with code 0"),
         (run_models.die_by, '{"number": 9}', "the child process was killed by SIGKILL (out of memory?)"),
-        (run_models.die_by, '{"number": 15}', "the child process was killed by SIGTERM"),
+        (run_models.die_by, '{"number": 6}', "the child process was killed by SIGABRT"),
     ],
 )
 def test_a_child_that_dies_is_lost_and_replaced(

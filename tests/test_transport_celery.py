@@ -70,7 +70,7 @@ def control(ground: Ground) -> Celery:
 
 def over(ground: Ground, app: App, run: Run) -> Run:
     try:
-        return app.wait(run.id, timeout=int(os.environ.get("E_PATIENCE", "60")))
+        return app.wait(run.id, timeout=60)
     except TimeoutError as error:
         raise AssertionError(ground.output()[-8000:]) from error
 
@@ -220,6 +220,14 @@ def test_a_broker_that_never_answers_costs_submitters_seconds_and_only_the_first
 def test_the_users_own_celery_app_stays_the_current_one(alone: Ground) -> None:
     assert current_app.main != "semel"
     assert semel_celery.worker_app is not current_app._get_current_object()
+
+
+def test_the_task_is_acknowledged_late_and_neither_retried_nor_kept(sqlite_url: str) -> None:
+    celery_app = Celery(set_as_current=False)
+    semel_celery.install(celery_app, App(sqlite_url))
+    for each in (celery_app, semel_celery.worker_app):
+        task = each.tasks["semel.run"]
+        assert (task.acks_late, task.ignore_result, task.max_retries) == (True, True, 0)
 
 
 def test_a_forked_process_gets_a_connection_of_its_own(sqlite_url: str, redis_url: str) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from redis import Redis
@@ -78,7 +79,7 @@ def at_rest(ground: Ground) -> None:
 
 def over(ground: Ground, app: App, run: Run) -> Run:
     try:
-        return app.wait(run.id, timeout=int(os.environ.get("E_PATIENCE", "60")))
+        return app.wait(run.id, timeout=60)
     except TimeoutError as error:
         raise AssertionError(ground.output()[-8000:]) from error
 
@@ -290,8 +291,18 @@ def test_redis_that_never_answers_costs_submitters_seconds_and_only_the_first_of
     assert [app.get(run.id).status for run in (first, second)] == ["PENDING", "PENDING"]
 
 
-def test_an_address_names_the_module_that_made_the_app_and_no_password(alone: Ground) -> None:
-    assert address_of(alone.app("sqlite"), "transport_app").references == [("transport_app:sqlite_app", None)]
+def test_an_address_names_the_module_that_made_the_app_and_no_password(
+    alone: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = alone.app("sqlite")
+    importer = ModuleType("importer")
+    vars(importer)["borrowed"] = app
+    monkeypatch.setitem(sys.modules, "importer", importer)
+    assert isinstance(app.transport, RqTransport)
+    assert app.transport.address().references == [("transport_app:sqlite_app", None)]
+    monkeypatch.delitem(sys.modules, "transport_app")
+    assert address_of(app, "transport_app").references == [("importer:borrowed", None)]
+    monkeypatch.undo()
     ways = ["postgresql://ann:secret@db/semel", "postgresql://bob:other@db/semel", "postgresql://ann:secret@db/else"]
     first, second, third = (address_of(App(url)) for url in ways)
     assert "secret" not in repr(first)
@@ -356,7 +367,7 @@ def left(tmp_path_factory: pytest.TempPathFactory, redis_server: servers.Redis) 
 def submitted_by_a_program(ground: Ground) -> str:
     program = ground.folder / "one_file.py"
     program.write_text(PROGRAM.format(url=ground.settings["urls"]["sqlite"], redis=ground.settings["redis"]))
-    done = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True, timeout=int(os.environ.get("E_PATIENCE", "60")))
+    done = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.strip()
 
 

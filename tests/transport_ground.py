@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from semel.runs.app import App
 
-PATIENCE = int(os.environ.get("E_PATIENCE", "60"))
+PATIENCE = 60
 PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
 
 

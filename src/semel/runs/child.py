@@ -345,7 +345,10 @@ def main() -> None:
     """`python -c "from semel.runs.child import main; main()" FD PARENT`."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A signal to the whole group (systemd, docker) is the parent's to act on: it drains. Programs that the model starts
+    # have the usual handler: exec drops ours, and a fork is given it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     _die_with_parent(parent)
     faulthandler.enable(2)
     os.set_inheritable(fd, False)

@@ -19,6 +19,8 @@ from semel.runs.worklog import WorkLog
 
 TICK = 1.0
 """Seconds between two looks at what is held: so long may a cancel take to be heard."""
+LONGEST = 20.0
+"""Seconds that a heartbeat may take at the most."""
 CARD_EVERY = 15.0
 """Seconds between two signs of life of an idle worker."""
 
@@ -49,8 +51,12 @@ class Heart:
         """Until cancelled."""
         while True:
             began = time.monotonic()
+            shortest = min([each.lease for each in self._holdings], default=LONGEST)
             try:
-                await self.beat()
+                async with asyncio.timeout(min(LONGEST, max(0.5, shortest / 2))):
+                    await self.beat()
+            except TimeoutError:
+                self._log.say(logging.WARNING, "the heartbeat got no answer from the database")
             except SemelError as error:
                 self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
             self._let_go_of_the_expired()

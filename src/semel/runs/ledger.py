@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
@@ -29,6 +30,8 @@ from semel.sql.statements import Terms, transaction
 P = ParamSpec("P")
 R = TypeVar("R")
 
+DEADLINE = 30.0
+"""Seconds within which the database must answer."""
 _TRIES = 3
 _BULK = 1000
 """Runs in one transaction of a bulk submission."""
@@ -90,13 +93,20 @@ class Ledger:
         """Several statements as one transaction."""
         return await self._write(_in_transaction, work, args, kwargs)
 
+    def _deadline(self) -> AbstractAsyncContextManager[Any]:
+        """In a loop nothing waits for a silent database for ever. A blocking driver has deadlines of its own."""
+        return asyncio.timeout(DEADLINE) if self.awaited else nullcontext()
+
     async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """A connection that broke is no reason to give up: every verb may be sent again."""
         for tries in range(1, _TRIES + 1):
             try:
-                if not self._ready:
-                    await self.open()
-                return await how(work, *args, **kwargs)
+                async with self._deadline():
+                    if not self._ready:
+                        await self.open()
+                    return await how(work, *args, **kwargs)
+            except TimeoutError:
+                raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
             except StoreBroken:
                 raise
             except StoreUnavailable:
@@ -121,9 +131,13 @@ class Ledger:
 
     async def lease(self, request: LeaseRequest) -> list[Leased]:
         """See transitions.lease. Not sent again by itself: what its reply would have named is given back later."""
-        if not self._ready:
-            await self.open()
-        return await self._database.write(transitions.lease, request, self.terms)
+        try:
+            async with self._deadline():
+                if not self._ready:
+                    await self.open()
+                return await self._database.write(transitions.lease, request, self.terms)
+        except TimeoutError:
+            raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
 
     async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
         """See transitions.lease_these."""

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 
 from msgspec import Struct
 
-from semel.errors import SemelError, StoreBroken
+from semel.errors import SemelError
 from semel.runs.app import App
 from semel.runs.attempt import Ended
 from semel.runs.children import Children
@@ -95,6 +95,15 @@ class Shift:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Leave nothing behind, also when the task that works is cancelled: what is held is given back."""
+        if len(self._holdings):
+            self.stop(at_once=True)
+            await self._drain_all()
+        tasks = [held.task for held in self._holdings if held.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._quietly(self._give_back_unknown())
         self._beating.cancel()
         await self._children.close(kill=True)
         await self._quietly(self._ledger.worker_gone(self._plan.id))
@@ -195,24 +204,22 @@ class Shift:
             asked += room
             try:
                 leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, room))
-            except StoreBroken:
-                raise
             except SemelError as error:
                 self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
                 self._doubt = True
                 await self._sleep(1.0)
                 continue
-            if self._doubt:
-                await self._give_back_unknown({each.id for each in leased})
             for each in leased:
                 self._begin(each, self._app.registry[each.model])
+            if self._doubt:
+                await self._quietly(self._give_back_unknown())
             got += len(leased)
         return got, asked
 
-    async def _give_back_unknown(self, just_leased: set[str]) -> None:
+    async def _give_back_unknown(self) -> None:
         """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
         held = await self._ledger.held_by(self._plan.id)
-        unknown = {run: fence for run, fence in held.items() if run not in self._holdings and run not in just_leased}
+        unknown = {run: fence for run, fence in held.items() if run not in self._holdings}
         endings = [Ending(run, fence, _UNDONE, returned=True) for run, fence in unknown.items()]
         if endings:
             await self._ledger.end(endings)
