@@ -55,6 +55,7 @@ class Finisher:
                 self._alone = max(0, self._alone - 1)
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
+                    await self._keep_lines(batch)
                     over = await self._ledger.end([ending for _, ending in batch])
                 except StoreUnavailable as error:
                     self._log.say(logging.WARNING, f"{len(batch)} ends could not be written yet: {error}")
@@ -66,7 +67,7 @@ class Finisher:
                     self._refused(batch, error)
                     continue
                 pause = 0.05
-                await self._settle(batch, over)
+                self._settle(batch, over)
         finally:
             self._task = None
             self._written()
@@ -81,19 +82,23 @@ class Finisher:
         self._log.say(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
         self._holdings.drop(held)
 
-    async def _settle(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
+    async def _keep_lines(self, batch: list[tuple[Held, Ending]]) -> None:
+        """What was said comes before the end: whoever sees the end finds the whole log."""
         lines = [line for held, _ in batch for line in held.lines]
+        if lines:
+            await self._ledger.log(lines)
+            for held, _ in batch:
+                held.lines = []
+
+    def _settle(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
         for held, ending in batch:
             self._holdings.drop(held)
-            held.lines = []
             end = over.get(ending.run_id)
             if end is None:
                 self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
             else:
                 self._tell(held, ending, end)
         self._written()
-        if lines:
-            await self._ledger.log(lines)
 
     def _tell(self, held: Held, ending: Ending, end: Over) -> None:
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
