@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import make_url
 
 import servers
-from semel import Once
+from semel import App, Once, __version__
 from semel.cli import main
 
 USAGE, FAILURE = 2, 1
@@ -135,3 +135,54 @@ def test_a_failure_in_a_shell_has_no_traceback(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("semel: ")
+
+
+APP = """
+from semel import App
+
+app = App("{url}", artifacts="{folder}/artifacts")
+
+
+@app.model("double")
+def double(number: int) -> int:
+    return 2 * number
+"""
+
+
+def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path: Path, sqlite_url: str) -> None:
+    (tmp_path / "shop.py").write_text(APP.format(url=sqlite_url, folder=tmp_path))
+    command = [sys.executable, "-m", "semel.cli", "worker", "shop:app", "--processes", "1"]
+    worker = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        app = App(sqlite_url)
+        app.model("double", isolation="thread")(lambda number: 2 * number)
+        run = app.submit("double", {"number": 21})
+        assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
+        assert app.result(run.id) == 42
+        app.close()
+    finally:
+        worker.terminate()
+        _, said = worker.communicate(timeout=30)
+    assert worker.returncode == 0, said
+    assert "worker started on default" in said
+    assert "worker stopped" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("shop", "'shop' is not a place of an app; it looks like myproject.runs:app"),
+        ("nowhere:app", "cannot import 'nowhere': No module named 'nowhere'"),
+        ("json:app", "'json:app' is no semel.App but NoneType"),
+    ],
+)
+def test_a_wrong_place_of_an_app_is_told(capsys: pytest.CaptureFixture[str], place: str, told: str) -> None:
+    assert main(["worker", place]) == 1
+    assert capsys.readouterr().err == f"semel: {told}\n"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"semel {__version__}\n"

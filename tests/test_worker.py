@@ -160,8 +160,7 @@ def test_a_worker_whose_task_is_cancelled_leaves_nothing_behind(shop: Workshop) 
     async def serve_and_cancel() -> None:
         before = asyncio.all_tasks()
         serving = asyncio.create_task(Worker(shop.app, processes=0).serve())
-        while not effects(folder):
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(until, lambda: effects(folder), "the start")
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(serving, PATIENCE)
@@ -746,17 +745,16 @@ def test_a_worker_cut_off_from_a_silent_database_lets_go_when_its_leases_end(
     ):
         folder = shop.place("silent")
         run = shop.open(models=QUICK).submit("await_deaf", {"folder": folder})
-        try:
-            with cut_off.working(cut_off.open(models=QUICK)):
-                until(lambda: effects(folder), "the start")
-                line.speaks.clear()
-                until(lambda: (Path(folder) / "cancelled").exists(), "the end of the attempt")
+        with cut_off.working(cut_off.open(models=QUICK)):
+            until(lambda: effects(folder), "the start")
+            line.speaks.clear()
+            try:
+                until((Path(folder) / "cancelled").exists, "the end of the attempt")
                 touch(folder)
                 with shop.working(shop.open(models=QUICK), sweep_every=0.1) as worker:
                     ended = shop.app.wait(run.id, timeout=PATIENCE)
+            finally:
                 line.speaks.set()
-        finally:
-            line.speaks.set()
     assert (ended.status, ended.attempts, ended.losts, ended.worker) == ("SUCCEEDED", 2, 1, worker.id)
 
 
@@ -773,7 +771,7 @@ def test_a_worker_without_its_database_lets_go_when_its_leases_end(
         with shop.working(app, sweep_every=0.2):
             until(lambda: effects(folder), "the start")
             own_server.stop()
-            until(lambda: (Path(folder) / "cancelled").exists(), "the end of the attempt")
+            until((Path(folder) / "cancelled").exists, "the end of the attempt")
             own_server.start()
             touch(folder)
             ended = app.wait(run.id, timeout=PATIENCE)

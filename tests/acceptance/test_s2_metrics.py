@@ -1,0 +1,103 @@
+"""S2.42-48: what happens to runs is counted, under the document's names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from semel import App, Fatal, KeyReused
+from semel.bridge import drive
+from semel.cli import main as semel_command
+from semel.metrics.prometheus import RunMetrics
+from semel.runs.sweeper import Sweeper
+from semel.runs.transitions import LeaseRequest
+from semel.runs.transports import Database
+from semel.testing import FakeClock
+
+
+def work(number: int = 0, *, fatal: bool = False) -> int:
+    if fatal:
+        raise Fatal("as told")
+    return number
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    assert semel_command(["migrate", url]) == 0
+    return url
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def app(url: str, registry: CollectorRegistry, tmp_path: Path) -> Iterator[App]:
+    app = App(url, artifacts=tmp_path)
+    app.model("work", isolation="thread")(work)
+    app.on_event(RunMetrics(registry))
+    yield app
+    app.close()
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"model": "work", **labels})
+
+
+def test_s2_42_to_44_runs_created_succeeded_and_failed_are_counted(app: App, registry: CollectorRegistry) -> None:
+    with app.working(sweep_every=None):
+        runs = [app.submit("work", {"number": number}) for number in range(3)]
+        runs.append(app.submit("work", {"fatal": True}))
+        app.submit("work", {"number": 7}, idempotency_key="k")
+        app.submit("work", {"number": 7}, idempotency_key="k")
+        with pytest.raises(KeyReused):
+            app.submit("work", {"number": 8}, idempotency_key="k")
+        for run in app.runs().runs:
+            app.wait(run.id, timeout=30)
+    assert value(registry, "runs_created_total") == 5
+    assert value(registry, "runs_succeeded_total") == 4
+    assert value(registry, "runs_failed_total") == 1
+    assert value(registry, "runs_replayed_total") == 1
+    assert value(registry, "runs_refused_total") == 1
+
+
+def test_s2_45_to_46_duration_and_queue_lag_are_histograms(app: App, registry: CollectorRegistry) -> None:
+    with app.working(sweep_every=None):
+        app.wait(app.submit("work").id, timeout=30)
+    assert value(registry, "run_duration_seconds_count", status="SUCCEEDED") == 1
+    assert value(registry, "queue_lag_seconds_count") == 1
+    lag, duration = (
+        value(registry, "queue_lag_seconds_sum"),
+        value(registry, "run_duration_seconds_sum", status="SUCCEEDED"),
+    )
+    assert lag is not None
+    assert 0 <= lag < 30
+    assert duration is not None
+    assert 0 <= duration < 30
+
+
+def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry: CollectorRegistry) -> None:
+    clock = FakeClock()
+    app = App(url, clock=clock)
+    app.model("work", isolation="thread")(work)
+    app.on_event(RunMetrics(registry))
+    app.submit("work")
+    ledger = app._engine.ledger
+    drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    clock.advance(61)
+    sweeper = Sweeper(ledger, "me", transport=Database(), news=app.news)
+    assert drive(sweeper.sweep()) == 1
+    assert drive(sweeper.sweep()) == 0
+    assert registry.get_sample_value("stuck_runs_detected_total") == 1
+    app.close()
+
+
+def test_s2_48_they_are_exposed_in_the_format_of_prometheus(app: App, registry: CollectorRegistry) -> None:
+    app.submit("work")
+    text = generate_latest(registry).decode()
+    assert 'runs_created_total{model="work"} 1.0' in text
+    for name in ("runs_succeeded", "runs_failed", "run_duration_seconds", "queue_lag_seconds", "stuck_runs_detected"):
+        assert f"# HELP {name}" in text
