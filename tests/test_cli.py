@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from sqlalchemy import make_url
 
 import servers
 from semel import App, Once, __version__
+from semel.bridge import drive
 from semel.cli import main
+from semel.runs.transitions import LeaseRequest
+from semel.testing import FakeClock
 
 USAGE, FAILURE = 2, 1
 
@@ -179,6 +183,30 @@ def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path
 def test_a_wrong_place_of_an_app_is_told(capsys: pytest.CaptureFixture[str], place: str, told: str) -> None:
     assert main(["worker", place]) == 1
     assert capsys.readouterr().err == f"semel: {told}\n"
+
+
+def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: str) -> None:
+    (tmp_path / "shop.py").write_text(APP.format(url=sqlite_url, folder=tmp_path))
+    clock = FakeClock(time.time() - 3600)
+    app = App(sqlite_url, clock=clock)
+    app.model("double", isolation="thread")(lambda number: 2 * number)
+    run = app.submit("double", {"number": 1})
+    drive(app._engine.ledger.lease(LeaseRequest("dead", ("default",), ["double"], 1)))
+    command = [sys.executable, "-m", "semel.cli", "sweep", "shop:app"]
+    once = subprocess.run([*command, "--once"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert once.stdout == "1 lost runs were taken back\n"
+    assert (app.get(run.id).status, app.get(run.id).losts) == ("PENDING", 1)
+    drive(app._engine.ledger.lease(LeaseRequest("dead", ("default",), ["double"], 1)))
+    sweeper = subprocess.Popen([*command, "--every", "0.1"], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while app.get(run.id).losts < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # another process is at work
+    finally:
+        sweeper.terminate()
+        assert sweeper.wait(30) == 0
+    app.close()
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``semel worker module:app``: work on the runs of an app."""
+"""``semel worker module:app``: work on the runs of an app. ``semel sweep module:app``: only look after them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,43 @@ def add_to(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     parser.set_defaults(do=_work)
+    sweep = commands.add_parser(
+        "sweep",
+        help="look after the runs of an app without working on any",
+        description="Take back runs whose workers are lost, tell RQ or Celery of runs that nobody was told of, publish "
+        "events, remove what expired; until SIGTERM or Ctrl-C. Every semel worker does so, too: this is for those who "
+        "have only RQ's or Celery's. Several may run; one is elected.",
+    )
+    sweep.add_argument("app", metavar="MODULE:APP", help="where the semel.App is, such as myproject.runs:app")
+    sweep.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two turns (default: 5)")
+    sweep.add_argument("--once", action="store_true", help="one turn, whoever is elected, and end")
+    sweep.add_argument("--quiet", action="store_true", help="log warnings only")
+    sweep.set_defaults(do=_sweep)
+
+
+def _log(chosen: argparse.Namespace) -> None:
+    logging.basicConfig(
+        level=logging.WARNING if chosen.quiet else logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def _sweep(chosen: argparse.Namespace) -> int:
+    from semel.runs.sweeper import sweep_until_told
+
+    _log(chosen)
+    if not 0.05 <= chosen.every <= 3600:
+        raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {chosen.every}")
+    lost = sweep_until_told(load_app(chosen.app), every=chosen.every, once=chosen.once)
+    if chosen.once:
+        print(f"{lost} lost runs were taken back")
+    return 0
 
 
 def _work(chosen: argparse.Namespace) -> int:
     from semel.runs.worker import Worker
 
-    logging.basicConfig(
-        level=logging.WARNING if chosen.quiet else logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    _log(chosen)
     app = load_app(chosen.app)
     worker = Worker(
         app,

@@ -6,17 +6,25 @@ vanishes another takes over.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from semel.once.background import Background
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
+from semel.runs.records import new_id
 from semel.runs.transports import Transport
+
+if TYPE_CHECKING:
+    from semel.runs.app import App
 
 ROLE = "sweeper"
 
@@ -123,3 +131,28 @@ class Sweeper(Background):
             named = [(run.id, run.queue) for run in runs]
             if await self._ledger.apart(partial(self._transport.announce, named, again=again)):
                 self._told |= {run.step: now for run in runs}
+
+
+def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
+    """Sweep for an app until SIGTERM or SIGINT; or ``once``. Answers how many runs that one turn found lost."""
+    return asyncio.run(_sweep(app, every, once))
+
+
+async def _sweep(app: App, every: float, once: bool) -> int:
+    ledger = app.ledger(awaited=True)
+    holder = f"sweeper-{os.getpid()}-{new_id()[-6:]}"
+    sweeper = Sweeper(ledger, holder, transport=app.transport, news=app.news, publish=app.publish, interval=every)
+    told = asyncio.Event()
+    try:
+        if once:
+            return await sweeper.sweep()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
+        await ledger.open()
+        sweeper.start()
+        await told.wait()
+        await sweeper.end()
+        await ledger.step_down(ROLE, holder)
+    finally:
+        await ledger.close()
+    return 0
