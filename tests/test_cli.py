@@ -176,13 +176,37 @@ def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path
     ("place", "told"),
     [
         ("shop", "'shop' is not a place of an app; it looks like myproject.runs:app"),
-        ("nowhere:app", "cannot import 'nowhere': No module named 'nowhere'"),
-        ("json:app", "'json:app' is no semel.App but NoneType"),
+        ("./shop:app", "'./shop:app' is not a place of an app; it looks like myproject.runs:app"),
+        ("shop.py:app", "give the module's name, not its file: shop:app"),
+        ("json:app", "the module 'json' has no 'app'; there is no semel.App in it"),
+        ("semel.demo:ap", "the module 'semel.demo' has no 'ap'; there is app"),
+        ("json:dumps", "'json:dumps' is a function, not a semel.App; make the app at the top of a module"),
     ],
 )
 def test_a_wrong_place_of_an_app_is_told(capsys: pytest.CaptureFixture[str], place: str, told: str) -> None:
     assert main(["worker", place]) == 1
     assert capsys.readouterr().err == f"semel: {told}\n"
+
+
+def started_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "semel.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_module_that_is_not_there_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    done = started_in(tmp_path, "worker", "nowhere:app")
+    assert done.returncode == 1
+    assert done.stderr == f"semel: there is no module 'nowhere' in {tmp_path} or elsewhere on the path\n"
+
+
+def test_a_module_that_fails_is_told_with_the_users_own_lines(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("import math\n\nmath.nonsense()\n")
+    done = started_in(tmp_path, "worker", "shop:app")
+    assert done.returncode == 1
+    assert done.stderr.startswith("semel: cannot import 'shop'\nTraceback (most recent call last):\n")
+    assert 'shop.py", line 3' in done.stderr
+    assert "AttributeError: module 'math' has no attribute 'nonsense'" in done.stderr
+    assert "importlib" not in done.stderr
 
 
 def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: str) -> None:

@@ -727,35 +727,56 @@ class Silent(Line):
             while data := server.recv(65536):
                 self.speaks.wait()
                 client.sendall(data)
-        client.close()
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def cut_off(own_server: servers.Postgres, tmp_path: Path) -> Iterator[tuple[Workshop, Workshop, Silent]]:
+    """The same database twice, the second time over a line that can fall silent."""
+    url = make_url(own_server.database())
+    plain = url.render_as_string(hide_password=False)
+    assert semel(["migrate", plain]) == 0
+    line = Silent(f"{url.query['host']}/.s.PGSQL.5432")
+    far = f"postgresql://postgres@127.0.0.1:{line.port}/{url.database}"
+    with closing(line), Workshop("postgres", plain, tmp_path) as here, Workshop("postgres", far, tmp_path) as there:
+        yield here, there, line
 
 
 def test_a_worker_cut_off_from_a_silent_database_lets_go_when_its_leases_end(
-    own_server: servers.Postgres, tmp_path: Path
+    cut_off: tuple[Workshop, Workshop, Silent],
 ) -> None:
     """It cannot hear that another has its run; it knows when its lease has ended, and stops by then."""
-    url = make_url(own_server.database())
-    assert semel(["migrate", url.render_as_string(False)]) == 0
-    line = Silent(f"{url.query['host']}/.s.PGSQL.5432")
-    far = f"postgresql://postgres@127.0.0.1:{line.port}/{url.database}"
-    with (
-        closing(line),
-        Workshop("postgres", url.render_as_string(False), tmp_path) as shop,
-        Workshop("postgres", far, tmp_path) as cut_off,
-    ):
-        folder = shop.place("silent")
-        run = shop.open(models=QUICK).submit("await_deaf", {"folder": folder})
-        with cut_off.working(cut_off.open(models=QUICK)):
+    here, there, line = cut_off
+    folder = here.place("silent")
+    run = here.open(models=QUICK).submit("await_deaf", {"folder": folder})
+    with there.working(there.open(models=QUICK)):
+        until(lambda: effects(folder), "the start")
+        line.speaks.clear()
+        fell_silent = time.monotonic()
+        try:
+            until((Path(folder) / "cancelled").exists, "the end of the attempt")
+            assert time.monotonic() - fell_silent < 10
+            touch(folder)
+            with here.working(here.open(models=QUICK), sweep_every=0.1) as worker:
+                ended = here.app.wait(run.id, timeout=PATIENCE)
+        finally:
+            line.speaks.set()
+    assert (ended.status, ended.attempts, ended.losts, ended.worker) == ("SUCCEEDED", 2, 1, worker.id)
+
+
+def test_a_stop_is_heard_although_the_database_is_silent(cut_off: tuple[Workshop, Workshop, Silent]) -> None:
+    here, there, line = cut_off
+    folder = here.place("silent")
+    here.app.submit("await_deaf", {"folder": folder})
+    with there.program(drain=0.5, processes=0) as program:
+        try:
             until(lambda: effects(folder), "the start")
             line.speaks.clear()
-            try:
-                until((Path(folder) / "cancelled").exists, "the end of the attempt")
-                touch(folder)
-                with shop.working(shop.open(models=QUICK), sweep_every=0.1) as worker:
-                    ended = shop.app.wait(run.id, timeout=PATIENCE)
-            finally:
-                line.speaks.set()
-    assert (ended.status, ended.attempts, ended.losts, ended.worker) == ("SUCCEEDED", 2, 1, worker.id)
+            program.send(signal.SIGTERM)
+            program.wait()
+        finally:
+            line.speaks.set()
 
 
 def test_a_worker_without_its_database_lets_go_when_its_leases_end(

@@ -7,9 +7,14 @@ import importlib
 import logging
 import os
 import sys
-from typing import Any
+import traceback
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from semel.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from semel.runs.app import App
 
 
 def add_to(commands: argparse._SubParsersAction[Any]) -> None:
@@ -90,21 +95,51 @@ def _work(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def load_app(place: str) -> Any:
+def load_app(place: str) -> App:
     """The app at ``module:name``, or a clear error. Modules of the working directory are found, too."""
     from semel.runs.app import App
 
     module_name, separator, attribute = place.partition(":")
-    if not separator or not module_name or not attribute:
+    if not separator or not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise InvalidRequest(f"{place!r} is not a place of an app; it looks like myproject.runs:app")
-    if os.getcwd() not in sys.path:  # noqa: PTH109 -- sys.path holds text
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
-    try:
-        found = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InvalidRequest(f"cannot import {module_name!r}: {error}") from error
+    if module_name.endswith(".py"):
+        raise InvalidRequest(f"give the module's name, not its file: {module_name[:-3]}:{attribute}")
+    module = _module(module_name)
+    found: Any = module
     for name in attribute.split("."):
-        found = getattr(found, name, None)  # type: ignore[assignment]
+        if not hasattr(found, name):
+            apps = [each for each, value in vars(module).items() if isinstance(value, App)]
+            there = f"there is {', '.join(apps)}" if apps else "there is no semel.App in it"
+            raise InvalidRequest(f"the module {module_name!r} has no {attribute!r}; {there}")
+        found = getattr(found, name)
     if not isinstance(found, App):
-        raise InvalidRequest(f"{place!r} is no semel.App but {type(found).__name__}")
+        raise InvalidRequest(
+            f"{place!r} is a {type(found).__name__}, not a semel.App; make the app at the top of a module"
+        )
     return found
+
+
+def _module(name: str) -> ModuleType:
+    here = os.getcwd()  # noqa: PTH109 -- sys.path holds text
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InvalidRequest(f"there is no module {name!r} in {here} or elsewhere on the path") from error
+        raise InvalidRequest(f"cannot import {name!r}\n{_told(error)}") from error
+    except Exception as error:
+        raise InvalidRequest(f"cannot import {name!r}\n{_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """The traceback without our frames and the import machinery's."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    said = traceback.TracebackException.from_exception(error)
+    said.stack = traceback.StackSummary.from_list(frames)
+    return "".join(said.format(chain=False)).rstrip()

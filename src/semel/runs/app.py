@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 from weakref import WeakSet
 
 from semel.bridge import awaited, blocking
@@ -19,14 +19,14 @@ from semel.runs.engine import Engine
 from semel.runs.execution import Limits
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger
-from semel.runs.models import make_model
+from semel.runs.models import ModelOptions, make_model
 from semel.runs.news import Hook, News
 from semel.runs.registry import Registry
 from semel.runs.results import ResultStore, open_results
 from semel.runs.transports import Database, Transport
 
 if TYPE_CHECKING:
-    from semel.runs.worker import Worker
+    from semel.runs.worker import Worker, WorkerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -135,8 +135,14 @@ class App:
             news=self.news,
         )
 
-    def model(self, name: str, **options: Any) -> Callable[[F], F]:
-        """Register a function as a model; the function stays as it is. See docs/runs.md for the options."""
+    def model(self, name: str, **options: Unpack[ModelOptions]) -> Callable[[F], F]:
+        """Register a function as a model; the function stays as it is.
+
+        ``max_attempts``, ``backoff`` and ``fatal`` are for its errors, ``max_lost`` and ``lease`` for lost workers;
+        ``timeout`` and ``grace`` end it; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
+        ``priority`` and ``cost`` hold unless a submission says otherwise; ``exclude`` names parameters that do not
+        count for the hash, ``summary`` one to group by.
+        """
         if not isinstance(name, str):
             raise InvalidRequest('a model needs a name: @app.model("name")')
 
@@ -146,7 +152,7 @@ class App:
 
         return register
 
-    def working(self, **options: Any) -> AbstractContextManager[Worker]:
+    def working(self, **options: Unpack[WorkerOptions]) -> AbstractContextManager[Worker]:
         """A worker in the background while the block lasts: for tests, scripts and small services.
 
         Takes the options of :class:`~semel.runs.worker.Worker`.
@@ -198,6 +204,8 @@ def _transport(transport: str | Transport, redis: str | None, app: App) -> Trans
     if not isinstance(transport, str):
         return transport
     match transport:
+        case "database" if redis is not None:
+            raise InvalidRequest("redis= is for the transports 'rq' and 'celery': say which, as transport='rq'")
         case "database":
             return Database()
         case "rq" | "celery" if redis is None:

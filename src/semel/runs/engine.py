@@ -81,11 +81,17 @@ class Engine:
         key_ttl: float | None = None,
         dedupe: bool = True,
     ) -> Run:
-        """Store a run and answer at once. The same key, or without one the same payload shortly after, finds the run
-        that is there: ``run.replayed`` says so, and nothing is created or charged.
+        """Store a run of the model with these parameters, and answer at once.
 
-        ``delay`` seconds pass before it may start; ``priority`` (higher first) and ``queue`` override the model's.
-        ``reservation`` is a slot got before. ``dedupe=False`` makes a new run whatever was asked before.
+        ``idempotency_key`` names the run for ``key_ttl`` seconds (a day): whoever submits the same again finds it,
+        ``run.replayed`` says so, and nothing is created or charged. Without one the same payload finds the run that is
+        pending or running, for some minutes; ``dedupe=False`` makes a new run whatever was asked before.
+        ``user`` and ``tenant`` say whose it is: keys, payloads and quotas are theirs alone. ``delay`` seconds pass
+        before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
+        ``reservation`` is a slot got before.
+
+        Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
+        ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``, ``StoreUnavailable``: then nothing was stored.
         """
         options = SubmitOptions(
             idempotency_key=idempotency_key,

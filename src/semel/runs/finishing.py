@@ -101,16 +101,10 @@ class Finisher:
         self._written()
 
     def _tell(self, held: Held, ending: Ending, end: Over) -> None:
+        seconds = (end.changed_us - held.leased.changed_us) / 1e6
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
         reason = f": {ending.ended.reason}" if ending.ended.reason else ""
-        self._log.say(level, f"run {end.step}{reason}", held, end.status)
+        self._log.say(level, f"run {end.step} after {seconds:.3f} s{reason}", held, end.status)
         if self._news.wanted:
             again = end.status == "PENDING"
-            self._news.tell(
-                RunEvent(
-                    "retried" if again else "ended",
-                    end.model,
-                    end.status,
-                    (end.changed_us - held.leased.changed_us) / 1e6,
-                )
-            )
+            self._news.tell(RunEvent("retried" if again else "ended", end.model, end.status, seconds))

@@ -9,9 +9,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import URL, Connection
 
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.once.runtime import Loop, Runtime, Threads
@@ -47,6 +48,8 @@ class Ledger:
             raise InvalidRequest(
                 f"runs live in SQLite or PostgreSQL, not in {self.dialect!r}: sqlite:///semel.db, postgresql://host/name"
             )
+        if self.dialect == "sqlite" and (not parts.database or ":memory:" in parts.database):
+            raise InvalidRequest("runs need a file that every process sees: sqlite:///semel.db, with three slashes")
         self.url = parts
         self.awaited = awaited
         self.runtime: Runtime = Loop() if awaited else Threads()
@@ -66,6 +69,7 @@ class Ledger:
     async def open(self) -> None:
         """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
         if self.dialect == "sqlite":
+            _require_folder(self.url)
             await self._database.look_and_write(_make_ready)
         else:
             await self._database.read(migrate.require)
@@ -287,6 +291,12 @@ class Ledger:
     async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
         """See submitting.check_key."""
         return await self._at_once(submitting.check_key, person, key, self.terms)
+
+
+def _require_folder(url: URL) -> None:
+    folder = Path(url.database or "").absolute().parent
+    if not folder.is_dir():
+        raise StoreBroken(f"the folder {folder} of the database file is not there; make it, or mend the URL")
 
 
 def _make_ready(conn: Connection) -> None:

@@ -12,12 +12,12 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
@@ -106,7 +106,25 @@ class Model:
         return self.backoff[min(max(attempt_error_count, 1), len(self.backoff)) - 1] * (1 + 0.1 * chance)
 
 
-def make_model(name: str, function: Callable[..., Any], **options: Any) -> Model:
+class ModelOptions(TypedDict, total=False):
+    """What can be said of a model besides its name; :class:`Model` says what each means."""
+
+    max_attempts: int
+    max_lost: int
+    backoff: Sequence[float]
+    lease: float
+    timeout: float | None
+    queue: str
+    priority: int
+    isolation: Isolation | None
+    cost: float
+    fatal: Sequence[type[BaseException]]
+    exclude: Sequence[str]
+    summary: str | None
+    grace: float
+
+
+def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelOptions]) -> Model:
     """Return the model, or raise `InvalidRequest` for whatever could not work later."""
     _label("a model's name", name)
     about = f"model {name!r}"
@@ -300,4 +318,4 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "summary": _name_or_none,
     "grace": lambda option, value: _number(option, value, 0),
 }
-assert set(_OPTIONS) <= {option.name for option in fields(Model)}
+assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for option in fields(Model)}

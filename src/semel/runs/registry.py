@@ -41,6 +41,9 @@ class Registry:
 
 
 def _advice(name: object, known: list[str]) -> str:
+    names = ", ".join(sorted(known)) or "none"
+    if callable(name):
+        return f"a run is submitted by its model's name, not by a function; there are: {names}"
     close = difflib.get_close_matches(str(name), known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(sorted(known)) or 'none'}"
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {names}"
     return f"unknown model {name!r}{hint}"

@@ -64,6 +64,7 @@ class Shift:
         self._stopping = self._at_once = self._doubt = False
         self._woke = 0.0
         self._ledger = app.ledger(awaited=True)
+        self._results = app.results
         self._finisher = Finisher(self._ledger, self._holdings, self._log, app.news, self._look.set)
         self._children = Children(
             plan.slots["process"],
@@ -116,7 +117,10 @@ class Shift:
 
     async def work(self) -> None:
         """Until stopped."""
-        self._log.say(logging.INFO, f"worker started on {', '.join(self._plan.queues)}")
+        place = self._ledger.url.set(drivername=self._ledger.dialect).render_as_string(hide_password=True)
+        models = ", ".join(self._app.registry.names) or "no models"
+        self._log.say(logging.INFO, f"worker started on {', '.join(self._plan.queues)} of {place} with {models}")
+        self._warn_of_idle_models()
         if self._plan.sweep_every:
             self._sweeper.start()
         self._lookout.start()
@@ -132,6 +136,13 @@ class Shift:
                 await self._sweeper.end()
                 await self._quietly(self._ledger.step_down(ROLE, self._plan.id))
             self._log.say(logging.INFO, "worker stopped")
+
+    def _warn_of_idle_models(self) -> None:
+        if not self._app.registry.names:
+            self._log.say(logging.WARNING, "this app has no models: are the modules imported that define them?")
+        idle = [model.name for model in self._app.registry if not self._plan.slots[model.isolation]]
+        if idle:
+            self._log.say(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
 
     async def work_on(self, run_id: str) -> bool:
         """See Worker.perform."""
@@ -263,7 +274,7 @@ class Shift:
         if held.model.isolation == "process":
             return await self._children.run(held.job, held.model, held)
         run = execute_async if held.model.isolation == "loop" else run_in_thread
-        return await run(held.job, held.model, held, self._app.results, self._app.limits, cancelled=held.stop)
+        return await run(held.job, held.model, held, self._results, self._app.limits, cancelled=held.stop)
 
     def _ending(self, held: Held, ended: Ended) -> Ending:
         delay = ended.after or 0.0

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, delete, func, select
 from semel.errors import KeyReused, SemelError, StoreUnavailable
 from semel.runs import quotas
 from semel.runs.quotas import Admission, Meter, Person
-from semel.runs.transitions import CHANNEL, NOTED
+from semel.runs.transitions import CHANNEL, EVENT, NOTED, note
 from semel.sql.schema import run_keys, runs
 from semel.sql.statements import Statement, Terms, Words
 
@@ -159,7 +159,7 @@ FROM {words.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
         return f"{inserted} RETURNING id, created_us"
     return f"""
 WITH made AS ({inserted} RETURNING {words.own(NOTED)}, queue, created_us),
-noted AS (INSERT INTO semel_run_events (run_id, version, at_us, step, status, fence, worker, note, unpublished)
+noted AS (INSERT INTO semel_run_events ({EVENT})
           SELECT {NOTED}, CAST(:publish AS boolean) FROM made)
 SELECT CAST(id AS text), created_us,
        (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
@@ -167,14 +167,6 @@ FROM made"""
 
 
 _INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
-_NOTE_RUNS = Statement(
-    lambda w: (
-        f"""
-INSERT INTO semel_run_events (run_id, version, at_us, step, status, fence, worker, note, unpublished)
-SELECT {NOTED}, :publish FROM semel_runs WHERE {w.among("id", "ids")}
-"""
-    )
-)
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Answer]:
@@ -301,8 +293,7 @@ def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: Term
     if not submissions:
         return []
     rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=terms.now, publish=terms.publish)
-    if conn.dialect.name == "sqlite":
-        _NOTE_RUNS.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
+    note(conn, rows, terms)
     return [(row[0], row[1]) for row in rows]
 
 

@@ -40,7 +40,7 @@ _STEPS: dict[str, EndStep] = {
 
 NOTED = "id, version, changed_us, step, status, fence, worker, note"
 """What an event keeps of the row that was changed."""
-_EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished"
+EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished"
 
 
 class Leased(Struct, frozen=True):
@@ -80,9 +80,6 @@ class Over(Struct, frozen=True):
     status: Status
     step: str
     model: str
-    payload_hash: str
-    attempts: int
-    created_us: int
     started_us: int
     changed_us: int
 
@@ -95,7 +92,7 @@ def changing(words: Words, prelude: str, update: str, returning: str) -> str:
     columns = ", ".join(dict.fromkeys([*NOTED.split(", "), *returning.split(", ")]))
     return f"""
 {with_ + "," if with_ else "WITH"} changed AS ({update} RETURNING {words.own(columns)}),
-noted AS (INSERT INTO semel_run_events ({_EVENT}) SELECT {NOTED}, CAST(:publish AS boolean) FROM changed)
+noted AS (INSERT INTO semel_run_events ({EVENT}) SELECT {NOTED}, CAST(:publish AS boolean) FROM changed)
 SELECT {returning.replace("id,", "CAST(id AS text),", 1)} FROM changed
 """
 
@@ -103,7 +100,7 @@ SELECT {returning.replace("id,", "CAST(id AS text),", 1)} FROM changed
 _NOTE = Statement(
     lambda w: (
         f"""
-INSERT INTO semel_run_events ({_EVENT})
+INSERT INTO semel_run_events ({EVENT})
 SELECT {NOTED}, :publish FROM semel_runs WHERE {w.among("id", "ids")}
 """
     )
@@ -115,9 +112,14 @@ def change(
 ) -> Sequence[Any]:
     """Run a changing statement; its rows begin with the id."""
     rows = statement.rows(conn, batch, publish=terms.publish, now=terms.now, **values)
+    note(conn, rows, terms)
+    return rows
+
+
+def note(conn: Connection, rows: Sequence[Any], terms: Terms) -> None:
+    """Write the events of runs, of which the rows begin with the ids, where the statement could not do so itself."""
     if rows and conn.dialect.name == "sqlite":
         _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
-    return rows
 
 
 _LEASE_SET = """UPDATE semel_runs AS k
@@ -287,7 +289,7 @@ SET status = {_STATUS_AFTER}, ready = (in_delay <= 0), note = in_why,
     finished_us = CASE WHEN {_STATUS_AFTER} = 'PENDING' THEN NULL ELSE {{now}} END,
     cost = coalesce(in_cost, cost)
 FROM held WHERE {{fenced}}"""
-_OVER = "id, status, step, model, payload_hash, attempts, created_us, started_us, changed_us"
+_OVER = "id, status, step, model, started_us, changed_us"
 
 _END_COLUMNS = {
     "in_id": "uuid",
@@ -326,8 +328,9 @@ _SUCCEED = Statement(
         f"held AS MATERIALIZED (SELECT * FROM {w.batch(_SUCCEED_COLUMNS)})",
         f"""UPDATE semel_runs AS k
 SET status = 'SUCCEEDED', step = 'succeeded', note = NULL, version = version + 1, changed_us = {w.now},
-    lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, result = in_result, result_ref = in_ref,
-    result_digest = in_digest, result_size = in_size, artifacts = in_artifacts, cost = coalesce(in_cost, cost)
+    lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, progress_note = NULL,
+    result = in_result, result_ref = in_ref, result_digest = in_digest, result_size = in_size,
+    artifacts = in_artifacts, cost = coalesce(in_cost, cost)
 FROM held WHERE {_fenced(w)}""",
         _OVER,
     ),

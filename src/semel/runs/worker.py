@@ -14,11 +14,26 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Thread
+from typing import TypedDict
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
 from semel.runs.records import checked_count, checked_name, checked_seconds, new_id
 from semel.runs.shift import Plan, Shift
+
+
+class WorkerOptions(TypedDict, total=False):
+    """The options of a worker."""
+
+    queues: Sequence[str]
+    name: str | None
+    concurrency: int
+    processes: int | None
+    threads: int
+    max_runs_per_child: int | None
+    poll: float
+    drain: float
+    sweep_every: float | None
 
 
 class Worker:

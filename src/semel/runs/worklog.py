@@ -1,4 +1,4 @@
-"""The worker's own log: every line carries the run, its hash, the worker, the status and the attempt."""
+"""The worker's own log: every line carries the model, the run, its hash, the worker, the status and the attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _log = logging.getLogger("semel.worker")
 
 
 class WorkLog:
-    """Says what happens, in the same five fields each time: as attributes of the record, and in its text."""
+    """Says what happens, in the same fields each time: as attributes of the record, and in its text."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -21,6 +21,7 @@ class WorkLog:
             return
         leased = held.leased if held is not None else None
         fields = {
+            "model": leased.model if leased else None,
             "run_id": leased.id if leased else None,
             "payload_hash": leased.payload_hash if leased else None,
             "worker_id": self._worker_id,
