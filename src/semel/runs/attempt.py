@@ -6,8 +6,9 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-EndKind: TypeAlias = Literal["succeeded", "retry", "fatal", "snooze", "cancelled", "lost"]
-"""How an attempt ends. ``lost``: whoever worked on it vanished, so nobody knows how far it came."""
+EndKind: TypeAlias = Literal["succeeded", "retry", "fatal", "snooze", "cancelled", "lost", "unstarted"]
+"""How an attempt ends. ``lost``: whoever worked on it vanished, so nobody knows how far it came. ``unstarted``: this
+worker could not even begin, which is no fault of the run."""
 
 
 class Job(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ import io
 import logging
 import os
 from contextvars import ContextVar, Token
-from threading import Lock
+from threading import Lock, get_ident, main_thread
+from threading import enumerate as enumerate_threads
 from typing import Any, Protocol
 
 __all__ = ["MAX_LINES", "MAX_LINE_BYTES", "Lines", "Wire", "begin", "clean", "end"]
@@ -78,6 +79,8 @@ class _Process:
     """The one attempt that everything in this process belongs to, in a child process."""
 
     lines: Lines | None = None
+    strangers: frozenset[int | None] = frozenset()
+    """Threads that an earlier attempt left behind: what they say belongs to nobody."""
 
 
 def begin(lines: Lines) -> Token[Lines | None]:
@@ -93,7 +96,9 @@ def end(token: Token[Lines | None]) -> None:
 
 
 def own_process(lines: Lines | None) -> None:
-    """Make the whole process speak for this attempt: every thread, and whatever is printed."""
+    """Make the whole process speak for this attempt: every thread that it starts, and whatever is printed."""
+    main = main_thread()
+    _Process.strangers = frozenset(thread.ident for thread in enumerate_threads() if thread is not main)
     _Process.lines = lines
 
 
@@ -112,7 +117,9 @@ def step_aside() -> None:
 
 def speaking_for() -> Lines | None:
     """Whose words are heard here, if anyone's."""
-    lines = _speaker.get() or _Process.lines
+    lines = _speaker.get()
+    if lines is None and get_ident() not in _Process.strangers:
+        lines = _Process.lines
     return None if lines is None or lines.over else lines
 
 

@@ -87,6 +87,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """The attempt is over."""
 
     ended: Ended
+    haunted: bool = False
+    """The model left processes behind: this one should not serve again."""
 
 
 ToChild: TypeAlias = Hello | Work | Cancel | Quit
@@ -194,7 +196,8 @@ class Child:
         Thread(target=self._wire.send_leftovers, name="semel-lines", daemon=True).start()
         self._wire.send(Ready())
         while task := self._work.get():
-            self._wire.send(Done(self._execute(*task)))
+            ended = self._execute(*task)
+            self._wire.send(Done(ended, _has_children()))
 
     def _fall_silent(self) -> None:
         self._wire.fall_silent()
@@ -269,6 +272,15 @@ class Child:
             model = make_model(work.job.model, function, isolation="thread")  # which is this one
             model = self._models[key] = replace(model, function=_in_one_process(function))
         return model
+
+
+def _has_children() -> bool:
+    """Whether a process that was started from here is not waited for yet, alive or dead."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _in_one_process(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,8 @@ from semel.runs.results import INLINE_BYTES, MAX_BYTES
 
 __all__ = ["Children"]
 
+LAST_WORDS = 0.5
+"""Seconds for a child that is told to die to write down where it hangs."""
 LEAVE = 5.0
 """Seconds that an idle child may take to leave before it is killed."""
 
@@ -118,7 +120,7 @@ class Children:
         try:
             process = self._waiting() or await self._start()
         except ChildProcessError as error:
-            return Ended(kind="lost", reason=str(error))
+            return Ended(kind="unstarted", reason=str(error))
         process.runs += 1
         try:
             return attempt.verdict or await attempt.run_on(process)
@@ -129,6 +131,8 @@ class Children:
             await self._settle(process, attempt)
 
     async def _settle(self, process: Process, attempt: _Attempt) -> None:
+        if process.haunted:
+            process.kill()  # with the processes that the model left behind
         if not process.doomed:
             self._put_back(process)
         else:
@@ -235,7 +239,14 @@ class _Attempt:
     def _grace_is_over(self) -> None:
         assert self._stopping is not None
         how = f"; it did not stop within {self._model.grace:g} seconds and was killed"
-        self.end_by_force(self.verdict or replace(self._stopping, reason=self._stopping.reason + how))
+        self.verdict = self.verdict or replace(self._stopping, reason=self._stopping.reason + how)
+        if self._process is not None:
+            self._process.abort()  # its last words say where it hangs
+        self._after(LAST_WORDS, self._end_now)
+
+    def _end_now(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     def _hear(self, message: FromChild) -> None:
         if isinstance(message, Said):
@@ -246,6 +257,7 @@ class _Attempt:
         elif isinstance(message, Done):
             assert self._process is not None
             self._process.read_output()
+            self._process.haunted = message.haunted
             self._settle(message.ended)
 
     def _hear_output(self, text: str) -> None:

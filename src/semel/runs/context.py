@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import tempfile
 from collections.abc import MutableMapping
@@ -18,6 +17,7 @@ from semel.runs.results import place
 
 __all__ = ["Context", "Flag", "Stop", "Wire"]
 
+MAX_COST = 10**9
 MAX_NOTE_BYTES = 1000
 
 
@@ -132,8 +132,8 @@ class Context:
 
     def cost(self, amount: float) -> None:
         """Say what the attempt really cost; the last word counts."""
-        if not 0 <= amount < math.inf:
-            raise InvalidRequest(f"a cost is a number from 0 up, not {amount!r}")
+        if not 0 <= amount <= MAX_COST:  # nor is NaN
+            raise InvalidRequest(f"a cost is a number from 0 to {MAX_COST}, not {amount!r}")
         self._cost = float(amount)
 
     def _folder(self) -> Path:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from semel.errors import Fatal, InvalidParameters, Retry, RunCancelled, Snooze
+from semel.errors import Fatal, InvalidRequest, Retry, RunCancelled, Snooze
 from semel.runs import capture, context
 from semel.runs.attempt import Ended, EndKind, Job
 from semel.runs.context import Context, Flag, Stop, Wire
@@ -33,6 +33,8 @@ __all__ = ["Limits", "execute", "execute_async", "perform", "run_in_thread", "ti
 
 SMALL = 16 * 1024
 """Bytes of a result up to which writing it is not worth a thread."""
+LONGEST_WAIT = 10 * 366 * 86400.0
+"""Seconds that a model may ask to wait: ten years."""
 THREAD_GLANCE = 0.1
 """Seconds between two looks at whether a run in a thread was cancelled."""
 
@@ -152,7 +154,7 @@ async def run_in_thread(
     try:
         Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
     except RuntimeError as error:  # the system has no room for one more
-        return Ended(kind="lost", reason=reason_of(error))
+        return Ended(kind="unstarted", reason=reason_of(error))
     try:
         return await _patiently(future, model, stop)
     finally:
@@ -320,7 +322,7 @@ def _failed(ctx: Context, model: Model, error: BaseException, fatal: frozenset[s
     kind: EndKind = "retry"
     if context.was_told(ctx):
         kind = "cancelled"
-    elif isinstance(error, (InvalidParameters, msgspec.ValidationError, *model.fatal)) or names_in(error, fatal):
+    elif isinstance(error, (InvalidRequest, msgspec.ValidationError, *model.fatal)) or names_in(error, fatal):
         kind = "fatal"
     return Ended(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=context.cost(ctx))
 
@@ -341,6 +343,6 @@ def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> Ended
 
 def _seconds(wish: Any) -> float | None:
     """A wish that can be granted, else None."""
-    if isinstance(wish, int | float) and 0 <= wish < math.inf:
-        return float(wish)
+    if isinstance(wish, int | float) and wish >= 0:
+        return min(float(wish), LONGEST_WAIT)
     return None

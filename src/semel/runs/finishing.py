@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from semel.errors import SemelError, StoreUnavailable
+from semel.runs.attempt import Ended
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
@@ -78,7 +79,12 @@ class Finisher:
             self._alone = len(batch)
             self._waiting = batch + self._waiting
             return
-        held, _ = batch[0]
+        held, ending = batch[0]
+        if ending.ended.kind != "fatal":
+            self._log.say(logging.ERROR, f"the end of a run cannot be written as it is, so it failed: {error}", held)
+            failed = Ended(kind="fatal", reason=f"its end could not be written: {error}")
+            self._waiting.insert(0, (held, Ending(ending.run_id, ending.fence, failed)))
+            return
         self._log.say(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
         self._holdings.drop(held)
 

@@ -48,26 +48,33 @@ class Heart:
         self._nudged = asyncio.Event()
 
     async def beat_forever(self) -> None:
-        """Until cancelled."""
-        while True:
-            began = time.monotonic()
-            shortest = min([each.lease for each in self._holdings], default=LONGEST)
-            try:
-                async with asyncio.timeout(min(LONGEST, max(0.5, shortest / 2))):
-                    await self.beat()
-            except TimeoutError:
-                self._log.say(logging.WARNING, "the heartbeat got no answer from the database")
-            except SemelError as error:
-                self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
-            self._let_go_of_the_expired()
-            await self._rest(began)
+        """Until cancelled. A beat that hangs does not keep us from letting go of what is ours no more."""
+        beat: asyncio.Task[None] | None = None
+        try:
+            while True:
+                if beat is None or beat.done():
+                    beat = asyncio.create_task(self._beat_in_time())
+                await self._rest()
+                self._let_go_of_the_expired()
+        finally:
+            if beat is not None:
+                beat.cancel()
 
-    async def _rest(self, began: float) -> None:
+    async def _beat_in_time(self) -> None:
+        try:
+            async with asyncio.timeout(LONGEST):
+                await self.beat()
+        except TimeoutError:
+            self._log.say(logging.WARNING, "the heartbeat got no answer from the database")
+        except SemelError as error:
+            self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
+
+    async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
         tick = min([TICK, *(each.lease / 3 for each in self._holdings)])
         try:
-            async with asyncio.timeout(max(0.02, tick - (time.monotonic() - began))):
+            async with asyncio.timeout(max(0.02, tick)):
                 await self._nudged.wait()
         except TimeoutError:
             pass

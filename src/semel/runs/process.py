@@ -40,7 +40,7 @@ class Process(asyncio.Protocol):
         self.ready = self._loop.create_future()
         self.gone: asyncio.Future[str] = self._loop.create_future()
         self.runs = 0
-        self.doomed = False
+        self.doomed = self.haunted = False
         """Whether it was killed, or is about to leave: it gets no more work."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -75,6 +75,13 @@ class Process(asyncio.Protocol):
     def send(self, message: ToChild) -> None:
         if self._transport is not None:
             self._transport.write(frame(message))
+
+    def abort(self) -> None:
+        """Let it write down where it is, and die of it; it may not, so a kill must follow."""
+        with self._lock:
+            if not self._buried:
+                with suppress(ProcessLookupError):
+                    os.kill(self._popen.pid, signal.SIGABRT)
 
     def kill(self) -> None:
         """End it at once, with all that it started."""

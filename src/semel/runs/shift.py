@@ -35,6 +35,11 @@ Slots: TypeAlias = dict[Isolation, int]
 WAKE_EVERY = 0.1
 """Seconds between two questions for runs whose time has come, at least."""
 
+UNFIT = 10.0
+"""Seconds for which a worker that could not begin a run leases no more of the kind."""
+DEAF = 1.0
+"""Seconds that a model in the loop may take to end once it is cancelled by force."""
+
 _UNDONE = Ended(kind="lost", reason="the worker was stopped before the run was done")
 
 
@@ -58,11 +63,12 @@ class Shift:
         self._app = app
         self._plan = plan
         self._log = WorkLog(plan.id)
-        self._look = asyncio.Event()
+        self._look, self._told = asyncio.Event(), asyncio.Event()
         self._holdings = Holdings()
         self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
         self._stopping = self._at_once = self._doubt = False
         self._woke = 0.0
+        self._rests_until: dict[Isolation, float] = {}
         self._ledger = app.ledger(awaited=True)
         self._results = app.results
         self._finisher = Finisher(self._ledger, self._holdings, self._log, app.news, self._look.set)
@@ -103,17 +109,22 @@ class Shift:
         tasks = [held.task for held in self._holdings if held.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=DEAF)
         await self._quietly(self._give_back_unknown())
         self._beating.cancel()
         await self._children.close(kill=True)
         await self._quietly(self._ledger.worker_gone(self._plan.id))
-        await self._ledger.close()
+        await self._quietly(self._ledger.close())
 
     def stop(self, *, at_once: bool) -> None:
         """Begin nothing new; ``at_once`` also gives back what is not done."""
         self._stopping, self._at_once = True, at_once
+        self._told.set()
         self._look.set()
+        if len(self._holdings) and not at_once:
+            left = f"waiting up to {self._plan.drain:g} s for {len(self._holdings)} runs"
+            self._log.say(logging.INFO, f"stopping: {left}; a second signal gives them back at once")
 
     async def work(self) -> None:
         """Until stopped."""
@@ -126,7 +137,7 @@ class Shift:
         self._lookout.start()
         warming = asyncio.create_task(self._children.start()) if "process" in self._kinds() else None
         try:
-            await self._feed()
+            await self._feed_until_stopped()
             await self._drain_all()
         finally:
             self._lookout.stop()
@@ -157,6 +168,19 @@ class Shift:
             await self._look.wait()
         await self._drain_all()
         return bool(leased)
+
+    async def _feed_until_stopped(self) -> None:
+        """A stop is heard although the database may be silent: a lease whose answer is not waited for is given back."""
+        feeding, told = asyncio.create_task(self._feed()), asyncio.create_task(self._told.wait())
+        try:
+            await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({feeding}, timeout=1.0)
+            if feeding.done():
+                feeding.result()
+        finally:
+            for task in (feeding, told):
+                task.cancel()
+            await asyncio.gather(feeding, told, return_exceptions=True)
 
     async def _feed(self) -> None:
         """Lease whenever there is room, and sleep when there is nothing to lease."""
@@ -199,6 +223,8 @@ class Shift:
     def _room(self, kind: Isolation) -> int:
         """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
         if len(self._finisher) > 2 * sum(self._plan.slots.values()):
+            return 0
+        if time.monotonic() < self._rests_until.get(kind, 0.0):
             return 0
         return self._plan.slots[kind] - self._busy[kind]
 
@@ -253,6 +279,8 @@ class Shift:
                 RunEvent("started", leased.model, "RUNNING", (leased.changed_us - leased.created_us) / MICRO)
             )
         self._log.say(logging.INFO, "run started", held)
+        if model.isolation == "loop" and model.timeout is not None:
+            asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, held)
         held.task = asyncio.get_running_loop().create_task(self._attempt(held))
 
     async def _attempt(self, held: Held) -> None:
@@ -263,12 +291,32 @@ class Shift:
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = Ended(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
         self._busy[held.model.isolation] -= 1
+        if not held.over:
+            self._conclude(held, ended)
+        self._look.set()
+
+    def _conclude(self, held: Held, ended: Ended) -> None:
+        """Write the end, unless the run is someone else's by now. Only the first word counts."""
+        if ended.kind == "unstarted":
+            self._unfit(held, ended.reason)
+        held.over = True
         if held.lost:
             self._holdings.drop(held)
             self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
         else:
             self._finisher.add(held, self._ending(held, ended))
-        self._look.set()
+
+    def _unfit(self, held: Held, reason: str) -> None:
+        """This worker cannot begin what it leases: it leaves such runs to others for a while."""
+        self._rests_until[held.model.isolation] = time.monotonic() + UNFIT
+        self._log.say(logging.ERROR, f"cannot begin, and leases no such runs for {UNFIT:g} s: {reason}", held)
+
+    def _abandon(self, held: Held, ended: Ended) -> None:
+        """Its task does not heed being cancelled: leave it behind, unheard, and let the run go on elsewhere."""
+        if not held.over:
+            self._log.say(logging.ERROR, "the model does not stop: it is left behind, and its slot with it", held)
+            self._conclude(held, ended)
+            self._look.set()
 
     async def _execute(self, held: Held) -> Ended:
         if held.model.isolation == "process":
@@ -277,10 +325,14 @@ class Shift:
         return await run(held.job, held.model, held, self._results, self._app.limits, cancelled=held.stop)
 
     def _ending(self, held: Held, ended: Ended) -> Ending:
+        if ended.kind == "unstarted":
+            return Ending(held.leased.id, held.leased.fence, ended, round(UNFIT / 10 * MICRO), returned=True)
         delay = ended.after or 0.0
         if ended.kind == "retry" and ended.after is None:
             delay = held.model.delay(held.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
         returned = held.returning and ended.kind in ("lost", "cancelled")
+        if returned:
+            ended = _UNDONE
         if ended.kind not in ("retry", "snooze") or returned:
             delay = 0.0
         return Ending(held.leased.id, held.leased.fence, ended, round(delay * MICRO), returned=returned)
@@ -296,6 +348,14 @@ class Shift:
             self._children.kill(held.leased.id)
         elif held.task is not None:
             held.task.cancel()
+            by_force = Ended(kind="cancelled", reason="cancelled by force")
+            ended = _UNDONE if held.cancelled_at is None else by_force
+            asyncio.get_running_loop().call_later(DEAF, self._abandon, held, ended)
+
+    def _overdue(self, held: Held) -> None:
+        """Its time and its grace are over, and it was cancelled when they were."""
+        late = f"timed out after {held.model.timeout:g} seconds and did not stop"
+        self._abandon(held, Ended(kind="retry", reason=late))
 
     def _cancelled(self, held: Held) -> None:
         """Ask the model to stop; when its grace is over, end it by force."""
@@ -340,7 +400,9 @@ class Shift:
         )
 
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Work that may fail, and must not take long."""
         try:
-            await work
-        except SemelError as error:
-            self._log.say(logging.WARNING, f"the database did not answer: {error}")
+            async with asyncio.timeout(5.0):
+                await work
+        except (SemelError, TimeoutError) as error:
+            self._log.say(logging.WARNING, f"the database did not answer: {str(error) or 'not in 5 seconds'}")

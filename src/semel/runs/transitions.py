@@ -274,7 +274,8 @@ _STATUS_AFTER = """CASE
     WHEN in_kind = 'lost' AND k.losts + 1 >= k.max_lost THEN 'FAILED'
     ELSE 'PENDING' END"""
 _END_SET = f"""UPDATE semel_runs AS k
-SET status = {_STATUS_AFTER}, ready = (in_delay <= 0), note = in_why,
+SET status = {_STATUS_AFTER}, ready = (in_delay <= 0),
+    note = CASE WHEN {_STATUS_AFTER} = 'CANCELLED' THEN coalesce(k.note, in_why) ELSE in_why END,
     step = CASE WHEN in_kind = 'lost' THEN in_step
                 WHEN {_STATUS_AFTER} = 'FAILED' THEN 'failed'
                 WHEN {_STATUS_AFTER} = 'CANCELLED' THEN 'cancelled'

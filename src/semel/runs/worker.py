@@ -10,11 +10,11 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
@@ -85,7 +85,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until SIGTERM or SIGINT; a second one gives back at once what is not done."""
-        asyncio.run(self._run_with_signals())
+        run_loop(self._run_with_signals())
 
     async def _run_with_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -117,6 +117,27 @@ class Worker:
             return await shift.work_on(run_id)
 
 
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, but a task that does not heed being cancelled is left behind instead of waited for."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(work)
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was told, and would not
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        with suppress(TimeoutError):
+            loop.run_until_complete(asyncio.wait_for(loop.shutdown_default_executor(), 5.0))
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 @contextmanager
 def working(worker: Worker) -> Iterator[Worker]:
     """The worker in a thread of its own, until the end of the block; then it is stopped, and waited for."""
@@ -129,7 +150,7 @@ def working(worker: Worker) -> Iterator[Worker]:
 
     def work() -> None:
         try:
-            asyncio.run(serve())
+            run_loop(serve())
         except BaseException as error:  # noqa: BLE001 -- raised where the block ends
             failed.append(error)
 

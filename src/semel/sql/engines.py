@@ -30,13 +30,16 @@ LOCK_WAIT = "200"
 POSTGRES_SETTINGS = {
     "application_name": "semel",
     "lock_timeout": LOCK_WAIT,
+    "default_transaction_isolation": "read committed",
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
-"""Every hot statement looks keys up by the primary key. It is planned once, not for every batch; and a plan made while
+"""A statement that waited for a lock must see what was committed meanwhile, whatever the server's default is.
+
+Every hot statement looks keys up by the primary key. It is planned once, not for every batch; and a plan made while
 the table was empty must not scan it when it has grown."""
 
 KEPT = 4
@@ -247,7 +250,8 @@ def _compiled(statement: TextClause, dialect: Dialect) -> tuple[str, list[str] |
 def postgres_engine(url: URL) -> Engine:
     """A blocking engine over psycopg whose statements commit by themselves."""
     query = dict(url.query)
-    ours = " ".join(f"-c {name}={value}" for name, value in POSTGRES_SETTINGS.items())
+    escaped = {name: value.replace(" ", "\\ ") for name, value in POSTGRES_SETTINGS.items()}
+    ours = " ".join(f"-c {name}={value}" for name, value in escaped.items())
     options = f"{ours} {query.pop('options', '')}".strip()
     try:
         return create_engine(

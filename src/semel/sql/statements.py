@@ -184,4 +184,4 @@ def transaction(conn: Connection) -> Iterator[None]:
     conn.execute(_COMMIT)
 
 
-_BEGIN, _COMMIT, _ROLLBACK = text("BEGIN"), text("COMMIT"), text("ROLLBACK")
+_BEGIN, _COMMIT, _ROLLBACK = text("BEGIN ISOLATION LEVEL READ COMMITTED"), text("COMMIT"), text("ROLLBACK")
