@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,20 @@ def _work(chosen: argparse.Namespace) -> int:
         drain=chosen.drain,
     )
     worker.run()
+    _leave_threads_behind()
     return 0
+
+
+def _leave_threads_behind() -> None:
+    """Python would wait for threads that a model left: their runs were given back, so there is nothing to wait for."""
+    left = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in left:
+        thread.join(0.5)
+    if names := [thread.name for thread in left if thread.is_alive()]:
+        logging.getLogger("semel.worker").warning("leaving threads behind that do not end: %s", ", ".join(names))
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def load_app(place: str) -> App:

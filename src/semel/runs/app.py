@@ -195,6 +195,8 @@ def apps() -> list[App]:
 
 def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:
     """A folder stays the same folder, whatever becomes of the working directory."""
+    if isinstance(target, str) and "://" not in target and ":/" in target[:8]:
+        raise InvalidRequest(f"{target!r} is no folder, and a URL has two slashes, as in s3://bucket/prefix")
     if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
         return Path(target).resolve()
     return target

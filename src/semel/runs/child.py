@@ -159,8 +159,10 @@ class ParentWire:
             self._change.notify()
 
     def _write(self, message: FromChild) -> None:
-        with contextlib.suppress(OSError):  # the parent has gone; the listening thread ends this process
+        try:
             self._connection.sendall(frame(message))
+        except OSError:  # the parent has gone, or the model closed what is not its own: nobody would ever hear of us
+            _kill_group()
 
     def _flush(self) -> None:
         if self._has_news():

@@ -273,7 +273,7 @@ class Engine:
             if left <= 0:
                 raise TimeoutError(f"run {run.id} is still {run.status} after {timeout} seconds")
             await self.ledger.runtime.sleep(min(pause, left))
-            pause = min(pause * 1.5, 1.0)
+            pause = min(pause * 1.5, 0.25)
 
     async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
         """Every step of the run's life, oldest first."""
@@ -287,7 +287,11 @@ class Engine:
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
         """Why the run is pending, its place in the queue, since when; None when it is not pending."""
-        return await self.ledger.waiting((await self.get(run_id, tenant=tenant)).id)
+        told = await self.ledger.waiting((await self.get(run_id, tenant=tenant)).id)
+        if told is not None and told.place is not None and not told.workers and self._transport().announces:
+            unseen = "it waits for a worker of RQ or Celery, of which semel sees only those that are at work"
+            return msgspec.structs.replace(told, reason=unseen)
+        return told
 
     async def summary(self, *, tenant: str = "", grouped: bool = False) -> list[Summary]:
         """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""

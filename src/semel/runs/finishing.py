@@ -10,6 +10,7 @@ from semel.errors import SemelError, StoreUnavailable
 from semel.runs.attempt import Ended
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
+from semel.runs.logbook import LogBook
 from semel.runs.news import News, RunEvent
 from semel.runs.transitions import Ending, Over
 from semel.runs.worklog import WorkLog
@@ -21,10 +22,18 @@ class Finisher:
     """Writes ends in batches. A database that is away is waited for: the heart keeps the leases meanwhile."""
 
     def __init__(
-        self, ledger: Ledger, holdings: Holdings, log: WorkLog, news: News, written: Callable[[], None]
+        self,
+        ledger: Ledger,
+        holdings: Holdings,
+        book: LogBook,
+        *,
+        log: WorkLog,
+        news: News,
+        written: Callable[[], None],
     ) -> None:
         self._ledger = ledger
         self._holdings = holdings
+        self._book = book
         self._log = log
         self._news = news
         self._written = written
@@ -56,11 +65,12 @@ class Finisher:
                 self._alone = max(0, self._alone - 1)
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
-                    await self._keep_lines(batch)
+                    await self._book.write([held for held, _ in batch])  # who sees the end finds the whole log
                     over = await self._ledger.end([ending for _, ending in batch])
                 except StoreUnavailable as error:
                     self._log.say(logging.WARNING, f"{len(batch)} ends could not be written yet: {error}")
-                    self._waiting = [each for each in batch if not each[0].lost] + self._waiting
+                    self._alone = len(batch) if len(batch) > 1 else self._alone  # perhaps one of them is locked
+                    self._waiting += [each for each in batch if not each[0].lost]
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, 5.0)
                     continue
@@ -87,14 +97,6 @@ class Finisher:
             return
         self._log.say(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
         self._holdings.drop(held)
-
-    async def _keep_lines(self, batch: list[tuple[Held, Ending]]) -> None:
-        """What was said comes before the end: whoever sees the end finds the whole log."""
-        lines = [line for held, _ in batch for line in held.lines]
-        if lines:
-            await self._ledger.log(lines)
-            for held, _ in batch:
-                held.lines = []
 
     def _settle(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
         for held, ending in batch:

@@ -21,6 +21,8 @@ TICK = 1.0
 """Seconds between two looks at what is held: so long may a cancel take to be heard."""
 LONGEST = 20.0
 """Seconds that a heartbeat may take at the most."""
+BLOCKED = 1.0
+"""Seconds that the event loop may stand still before that is said."""
 CARD_EVERY = 15.0
 """Seconds between two signs of life of an idle worker."""
 
@@ -72,12 +74,18 @@ class Heart:
     async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
-        tick = min([TICK, *(each.lease / 3 for each in self._holdings)])
+        tick = max(0.02, min([TICK, *(each.lease / 3 for each in self._holdings)]))
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(max(0.02, tick)):
+            async with asyncio.timeout(tick):
                 await self._nudged.wait()
         except TimeoutError:
             pass
+        late = time.monotonic() - began - tick
+        if late > BLOCKED:
+            names = ", ".join(sorted({each.leased.model for each in self._holdings if each.model.isolation == "loop"}))
+            who = f" (async models at work: {names}; one that blocks should be a plain function)" if names else ""
+            self._log.say(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
 
     def watch(self, held: Held) -> None:
         """A run was begun."""
@@ -85,15 +93,12 @@ class Heart:
             self._nudged.set()
 
     async def beat(self) -> None:
-        """One beat: the card, the leases, what was said."""
+        """One beat: the card, the leases."""
         now = time.monotonic()
         if now - self._carded >= CARD_EVERY:
             await self._ledger.worker_seen(self._card())
             self._carded = now
         await self._keep_leases(now)
-        lines = self._holdings.take_lines()
-        if lines:
-            await self._ledger.log(lines)
 
     async def _keep_leases(self, now: float) -> None:
         held = [each for each in self._holdings if not each.lost]
@@ -114,6 +119,9 @@ class Heart:
         for each in held:
             if each.leased.id in answer:
                 each.renewed = now
+        missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
+        if missed:  # lost, or somebody else has locked the row for a moment
+            answer |= await self._ledger.watch(missed)
         self._judge(held, answer)
 
     def _judge(self, held: list[Held], answer: dict[str, bool]) -> None:

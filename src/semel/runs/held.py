@@ -109,12 +109,3 @@ class Holdings:
     def get(self, run_id: str) -> Held | None:
         """The run, if it is held."""
         return self._held.get(run_id)
-
-    def take_lines(self) -> list[Line]:
-        """What was said since the last time."""
-        taken: list[Line] = []
-        for held in self:
-            if held.lines:
-                taken += held.lines
-                held.lines = []
-        return taken

@@ -70,9 +70,9 @@ def forget_workers(conn: Connection, silence_us: int, terms: Terms) -> int:
 _LEAD = Statement(
     lambda w: (
         f"""
-INSERT INTO semel_leaders AS k (role, holder, until_us) VALUES (:role, :holder, {w.now} + :term)
-ON CONFLICT (role) DO UPDATE SET holder = excluded.holder, until_us = excluded.until_us
-WHERE k.holder = excluded.holder OR k.until_us < {w.now}
+INSERT INTO semel_leaders AS k (role, holder, until_us, term_us) VALUES (:role, :holder, {w.now} + :term, :term)
+ON CONFLICT (role) DO UPDATE SET holder = excluded.holder, until_us = excluded.until_us, term_us = excluded.term_us
+WHERE k.holder = excluded.holder OR k.until_us < {w.now} OR k.until_us > {w.now} + k.term_us
 RETURNING holder
 """
     )
@@ -81,8 +81,26 @@ _STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role A
 
 
 def lead(conn: Connection, role: str, holder: str, term: float, terms: Terms) -> bool:
-    """True for the one who has the role for the next ``term`` seconds; anybody can have it when that is over."""
+    """True for the one who has the role for the next ``term`` seconds; anybody can have it when that is over.
+
+    A term that ends later than a new one would was begun before the clock was put back, and does not count.
+    """
     return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=terms.now))
+
+
+_SHORTEN = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_runs SET lease_until_us = {w.now} + lease_us
+WHERE status = 'RUNNING' AND lease_until_us > {w.now} + lease_us
+"""
+    )
+)
+
+
+def shorten_leases(conn: Connection, terms: Terms) -> int:
+    """A lease that ends later than a new one would was given before the clock was put back: let it end in time."""
+    return _SHORTEN.count(conn, now=terms.now)
 
 
 def step_down(conn: Connection, role: str, holder: str) -> None:

@@ -312,6 +312,7 @@ def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:
 def _tidy(conn: Connection, terms: Terms) -> int:
     now = quotas.read_clock(conn, terms)
     keeping.forget_workers(conn, 86400 * MICRO, terms)
+    keeping.shorten_leases(conn, terms)
     return submitting.purge_keys(conn, terms) + quotas.purge_reservations(conn, now)
 
 

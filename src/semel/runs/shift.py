@@ -22,6 +22,7 @@ from semel.runs.finishing import Finisher
 from semel.runs.heart import Heart
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
+from semel.runs.logbook import LogBook
 from semel.runs.lookout import Lookout
 from semel.runs.models import Isolation, Model
 from semel.runs.news import RunEvent
@@ -69,9 +70,13 @@ class Shift:
         self._stopping = self._at_once = self._doubt = False
         self._woke = 0.0
         self._rests_until: dict[Isolation, float] = {}
+        self._sated: set[Isolation] = set()
         self._ledger = app.ledger(awaited=True)
         self._results = app.results
-        self._finisher = Finisher(self._ledger, self._holdings, self._log, app.news, self._look.set)
+        self._book = LogBook(self._ledger, self._holdings, self._log)
+        self._finisher = Finisher(
+            self._ledger, self._holdings, self._book, log=self._log, news=app.news, written=self._look.set
+        )
         self._children = Children(
             plan.slots["process"],
             results_url=app.results.url,
@@ -87,7 +92,7 @@ class Shift:
             publish=app.publish,
             interval=plan.sweep_every or 5.0,
         )
-        self._lookout = Lookout(self._ledger.url, self._look.set)
+        self._lookout = Lookout(self._ledger.url, self._hear)
         self._heart = Heart(
             self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
         )
@@ -98,7 +103,10 @@ class Shift:
         except BaseException:
             await self._ledger.close()
             raise
-        self._beating = asyncio.get_running_loop().create_task(self._heart.beat_forever())
+        self._beating = [
+            asyncio.create_task(self._heart.beat_forever()),
+            asyncio.create_task(self._book.write_forever()),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -112,7 +120,8 @@ class Shift:
         if tasks:
             await asyncio.wait(tasks, timeout=DEAF)
         await self._quietly(self._give_back_unknown())
-        self._beating.cancel()
+        for task in self._beating:
+            task.cancel()
         await self._children.close(kill=True)
         await self._quietly(self._ledger.worker_gone(self._plan.id))
         await self._quietly(self._ledger.close())
@@ -188,7 +197,7 @@ class Shift:
             self._look.clear()
             got, asked = await self._lease()
             if not asked or got < asked:  # else more may be there
-                await self._sleep(await self._pause(looked=bool(asked)))
+                await self._sleep(await self._pause(looked=bool(asked or self._sated)))
 
     async def _pause(self, *, looked: bool) -> float:
         """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
@@ -200,6 +209,8 @@ class Shift:
             return WAKE_EVERY - since
         self._woke = time.monotonic()
         woken, until_next = await self._wake()
+        if woken:
+            self._sated.clear()
         return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
 
     async def _sleep(self, seconds: float) -> None:
@@ -210,7 +221,12 @@ class Shift:
             async with asyncio.timeout(seconds):
                 await self._look.wait()
         except TimeoutError:
-            pass
+            self._sated.clear()
+
+    def _hear(self) -> None:
+        """There may be something new to lease, of any kind."""
+        self._sated.clear()
+        self._look.set()
 
     def _kinds(self) -> dict[Isolation, list[str]]:
         """The models that this worker can run, by where they run."""
@@ -236,7 +252,7 @@ class Shift:
         got = asked = 0
         for kind, names in self._kinds().items():
             room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
-            if room <= 0 or self._stopping:
+            if room <= 0 or self._stopping or kind in self._sated:
                 continue
             asked += room
             try:
@@ -251,6 +267,8 @@ class Shift:
             if self._doubt:
                 await self._quietly(self._give_back_unknown())
             got += len(leased)
+            if len(leased) < room:
+                self._sated.add(kind)  # nothing more of it, until news comes
         return got, asked
 
     async def _give_back_unknown(self) -> None:

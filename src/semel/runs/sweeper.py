@@ -12,10 +12,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from semel.errors import SemelError
 from semel.once.background import Background
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger
@@ -31,7 +32,63 @@ ROLE = "sweeper"
 _log = logging.getLogger("semel.sweeper")
 
 
-class Sweeper(Background):
+class Elected(Background):
+    """Does its work while it is elected: for three turns at a time, and who leads asks again when one is left."""
+
+    def __init__(self, ledger: Ledger, role: str, holder: str, interval: float) -> None:
+        super().__init__(ledger.runtime, f"semel-{role}")
+        self._ledger = ledger
+        self._role = role
+        self._holder = holder
+        self._interval = interval
+        self._leads_until = 0.0
+
+    async def elected(self) -> bool:
+        """Whether the role is ours."""
+        now = time.monotonic()
+        if now + self._interval > self._leads_until:
+            term = 3 * self._interval
+            self._leads_until = now + term if await self._ledger.lead(self._role, self._holder, term) else 0.0
+        return now < self._leads_until
+
+    def pause(self) -> float:
+        """See Background."""
+        return self._interval * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+
+
+class Publisher(Elected):
+    """Publishes what has happened: at least once, in order, by one at a time. Its hook may be slow; nobody waits."""
+
+    def __init__(self, ledger: Ledger, holder: str, publish: Callable[[Published], None], interval: float) -> None:
+        super().__init__(ledger, "publisher", holder, interval)
+        self._publish = publish
+
+    async def tick(self) -> None:
+        """See Background. What could not be published stays, and is tried in the next turn."""
+        while await self.elected() and (events := await self._ledger.unpublished()):
+            if not await self.publish(events):
+                return
+
+    async def publish(self, events: Sequence[Published]) -> bool:
+        """Publish these; False when that failed, or the role went to another meanwhile."""
+        done: list[Published] = []
+        try:
+            for event in events:
+                await self._ledger.apart(self._publish, event)
+                done.append(event)
+                if not await self.elected():
+                    return False
+        except Exception as error:
+            if isinstance(error, SemelError):
+                raise
+            _log.exception("an event could not be published, it is tried again")
+            return False
+        finally:
+            await self._ledger.published(done)
+        return True
+
+
+class Sweeper(Elected):
     """Sweeps every ``interval`` seconds while it is elected."""
 
     def __init__(
@@ -45,18 +102,26 @@ class Sweeper(Background):
         interval: float = 5.0,
         tell_again: float = 30.0,
     ) -> None:
-        super().__init__(ledger.runtime, "semel-sweeper")
-        self._ledger = ledger
-        self._holder = holder
+        super().__init__(ledger, ROLE, holder, interval)
         self._transport = transport
         self._news = news
-        self._publish = publish
-        self._interval = interval
+        self._publisher = None if publish is None else Publisher(ledger, holder, publish, min(interval, 1.0))
         self._tell_again = tell_again
         self._turns = 0
-        self._leads_until = 0.0
         self._told: dict[tuple[str, int], float] = {}
         self._until_next: float | None = None
+
+    def start(self) -> None:
+        """See Background."""
+        super().start()
+        if self._publisher is not None:
+            self._publisher.start()
+
+    def stop(self) -> None:
+        """See Background."""
+        super().stop()
+        if self._publisher is not None:
+            self._publisher.stop()
 
     def pause(self) -> float:
         """See Background. The first turn comes soon."""
@@ -66,23 +131,20 @@ class Sweeper(Background):
 
     async def tick(self) -> None:
         """See Background."""
-        self._turns += 1
         self._until_next = None
-        if await self._elected():
-            await self.sweep()
-
-    async def _elected(self) -> bool:
-        """Elected for three turns at a time; who leads asks again when one of them is left."""
-        now = time.monotonic()
-        if now + self._interval > self._leads_until:
-            term = 3 * self._interval
-            self._leads_until = now + term if await self._ledger.lead(ROLE, self._holder, term) else 0.0
-        return now < self._leads_until
+        if await self.elected():
+            await self._turn()
 
     async def sweep(self) -> int:
-        """One turn; answers how many runs were found lost."""
+        """One turn, and everything published; answers how many runs were found lost."""
+        lost = await self._turn()
+        if self._publisher is not None:
+            await self._publisher.tick()
+        return lost
+
+    async def _turn(self) -> int:
+        self._turns += 1
         lost = await self._take_back()
-        await self._publish_events()
         if self._turns % 6 == 1:
             removed = await self._ledger.tidy()
             if removed:
@@ -102,20 +164,6 @@ class Sweeper(Background):
                     seconds = (run.changed_us - run.started_us) / 1e6
                     self._news.tell(RunEvent("ended", run.model, run.status, seconds))
         return total
-
-    async def _publish_events(self) -> None:
-        """At least once, in order; what could not be published stays, and is tried in the next turn."""
-        while self._publish is not None and (events := await self._ledger.unpublished()):
-            done: list[Published] = []
-            try:
-                for event in events:
-                    await self._ledger.apart(self._publish, event)
-                    done.append(event)
-            except Exception:  # noqa: BLE001 -- the user's code
-                _log.exception("an event could not be published, it is tried again")
-                return
-            finally:
-                await self._ledger.published(done)
 
     async def _announce_again(self) -> None:
         """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""

@@ -205,6 +205,15 @@ def wake(conn: Connection, terms: Terms, most: int = 500) -> tuple[int, int | No
     return _WAKE.count(conn, most=most, now=terms.now), 0
 
 
+def _unlocked(words: Words, columns: dict[str, str]) -> str:
+    """The batch without the runs that somebody has locked: one of them must not cost a worker all its leases."""
+    if not words.writes_in_with:
+        return f"SELECT * FROM {words.batch(columns)}"
+    return f"""SELECT b.* FROM {words.batch(columns)}
+  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND h.status = 'RUNNING'
+  FOR UPDATE OF h SKIP LOCKED"""
+
+
 def _fenced(words: Words) -> str:
     return f"k.id = in_id AND {words.unindexed('k.fence')} = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
 
@@ -213,10 +222,11 @@ _RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double 
 _RENEW = Statement(
     lambda w: (
         f"""
+WITH held AS MATERIALIZED ({_unlocked(w, _RENEW_COLUMNS)})
 UPDATE semel_runs AS k
 SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
     progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END
-FROM {w.batch(_RENEW_COLUMNS)} WHERE {_fenced(w)}
+FROM held WHERE {_fenced(w)}
 RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
 """
     ),
@@ -234,7 +244,10 @@ class Beat(Struct, frozen=True):
 
 
 def renew(conn: Connection, beats: Sequence[Beat], terms: Terms) -> dict[str, bool]:
-    """Extend the leases in one statement. Answers those still held, and whether their end is asked for."""
+    """Extend the leases in one statement. Answers those it could, and whether their end is asked for.
+
+    One that is missing is lost, or its row is locked by someone: see watch.
+    """
     rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
     return {row[0]: row[1] is not None for row in rows}
 

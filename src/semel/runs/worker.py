@@ -11,8 +11,8 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any, TypedDict
 
@@ -118,8 +118,10 @@ class Worker:
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """As asyncio.run, but a task that does not heed being cancelled is left behind instead of waited for."""
+    """As asyncio.run, but a task or thread that does not end is left behind instead of waited for."""
     loop = asyncio.new_event_loop()
+    executor = ThreadPoolExecutor(32, thread_name_prefix="semel-apart")
+    loop.set_default_executor(executor)
     try:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(work)
@@ -131,9 +133,8 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was told, and would not
         loop.run_until_complete(loop.shutdown_asyncgens())
-        with suppress(TimeoutError):
-            loop.run_until_complete(asyncio.wait_for(loop.shutdown_default_executor(), 5.0))
     finally:
+        executor.shutdown(wait=False, cancel_futures=True)
         asyncio.set_event_loop(None)
         loop.close()
 

@@ -264,4 +264,5 @@ leaders = Table(
     Column("role", Text, primary_key=True),
     Column("holder", Text, nullable=False),
     Column("until_us", BigInteger, nullable=False),
+    Column("term_us", BigInteger, nullable=False),
 )

@@ -223,6 +223,7 @@ _leaders = Table(
     Column("role", Text, primary_key=True),
     Column("holder", Text, nullable=False),
     Column("until_us", BigInteger, nullable=False),
+    Column("term_us", BigInteger, nullable=False),
 )
 
 _FIXED = ("id", "tenant", "user_id", "model", "parameters", "payload_hash", "created_us")

@@ -1,0 +1,55 @@
+"""What runs say, on its way to the database: in pieces of bounded size, and gone from here only when it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from semel.errors import SemelError
+from semel.runs.held import Held, Holdings
+from semel.runs.ledger import Ledger
+from semel.runs.worklog import WorkLog
+
+EVERY = 1.0
+PIECE_LINES, PIECE_CHARACTERS = 500, 1_000_000
+"""How much is written by one statement."""
+
+
+class LogBook:
+    """Writes every second what was said, and what is left of a run before its end is written."""
+
+    def __init__(self, ledger: Ledger, holdings: Holdings, log: WorkLog) -> None:
+        self._ledger = ledger
+        self._holdings = holdings
+        self._log = log
+        self._writing = asyncio.Lock()
+
+    async def write_forever(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY)
+            try:
+                await self.write(self._holdings)
+            except SemelError as error:
+                self._log.say(logging.WARNING, f"lines of runs could not be kept yet: {error}")
+
+    async def write(self, held: Iterable[Held]) -> None:
+        """Write all that these have said; when it returns, it is kept."""
+        if not any(each.lines for each in held):
+            return
+        async with self._writing:
+            for each in held:
+                while piece := _piece(each):
+                    await self._ledger.log(each.lines[:piece])
+                    del each.lines[:piece]
+
+
+def _piece(held: Held) -> int:
+    """How many of its lines make the next piece."""
+    size = 0
+    for count, line in enumerate(held.lines[:PIECE_LINES], 1):
+        size += len(line.text)
+        if size >= PIECE_CHARACTERS:
+            return count
+    return min(len(held.lines), PIECE_LINES)
