@@ -857,7 +857,7 @@ def test_s2_56_keys_whose_time_is_over_are_cleaned_away(app: App, hand: Hand, sh
 def sweep(app: App, hand: Hand) -> None:
     """One turn of the sweeper."""
     sweeper = Sweeper(hand.ledger, hand.name, transport=app.transport, news=app.news, publish=app.publish)
-    hand.do(sweeper.tick())
+    hand.do(sweeper.sweep())
 
 
 def test_s2_57_run_completed_is_written_with_the_end_and_published_after_it(shop: Workshop) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from semel.errors import InvalidRequest, KeyReused, SemelError
-from semel.runs.models import Model
+from semel.runs.models import Model, refuse_while_loading
 from semel.runs.records import MICRO, Run, checked_name, checked_seconds, checked_user, micros, new_id
 from semel.runs.registry import Registry
 from semel.runs.submitting import Answer, Created, KeyKind, Submission
@@ -50,6 +50,10 @@ class Desk:
 
     def of_mapping(self, asked: Mapping[str, Any]) -> Submission:
         """A submission from the arguments of ``submit`` as a mapping."""
+        if not isinstance(asked, Mapping):
+            raise InvalidRequest(
+                f"a submission is a mapping with 'model' and 'parameters', not a {type(asked).__name__}"
+            )
         options = dict(asked)
         known = {"model", "parameters", *SubmitOptions.__annotations__}
         if options.keys() - known or "model" not in options:
@@ -64,6 +68,7 @@ class Desk:
         self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, *, retry_of: str | None = None
     ) -> Submission:
         """Everything checked."""
+        refuse_while_loading("a run was submitted")
         registered = self._registry[model]
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)

@@ -122,6 +122,8 @@ class Engine:
         Answers in their order; where one could not be had, its error stands in its place. Parameters that do not fit
         are found before anything is stored.
         """
+        if isinstance(submissions, str | Mapping):
+            raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
         asked = []
         for place, each in enumerate(submissions):
             try:
@@ -156,6 +158,8 @@ class Engine:
     async def get(self, run_id: str, *, tenant: str | None = None) -> Run:
         """The run as it stands, or :class:`~semel.errors.RunNotFound`."""
         known = checked_id(run_id)
+        if tenant is not None:
+            checked_name("tenant", tenant)
         found = await self.ledger.get([known], tenant) if known else {}
         if known not in found:
             raise RunNotFound(f"there is no run {run_id!r}")
@@ -177,19 +181,18 @@ class Engine:
         cursor: str | None = None,
     ) -> Page:
         """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last."""
-        if not 1 <= limit <= 1000:
-            raise InvalidRequest(f"limit is between 1 and 1000, not {limit}")
+        checked_limit(limit, 1000)
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
             raise InvalidRequest("cursor is what page.next said")
         wanted = Filter(
-            tenant=tenant,
+            tenant=checked_name("tenant", tenant),
             status=None if status is None else _statuses(status),
-            model=model,
-            user=None if user is None else str(user),
-            queue=queue,
-            key=idempotency_key,
-            payload_hash=payload_hash,
+            model=_name_or_none("model", model),
+            user=_name_or_none("user", user),
+            queue=_name_or_none("queue", queue),
+            key=_name_or_none("idempotency_key", idempotency_key),
+            payload_hash=_name_or_none("payload_hash", payload_hash),
             since_us=_us("since", since),
             until_us=_us("until", until),
         )
@@ -200,6 +203,7 @@ class Engine:
 
         Again changes nothing. One that ended otherwise is left as it is, and that is said by an error.
         """
+        checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
             await self.ledger.cancel([run.id], why)
@@ -283,6 +287,7 @@ class Engine:
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
     ) -> list[LogLine]:
         """What the run logged, oldest first; ``after`` is the (fence, line) of the last line seen."""
+        checked_limit(limit, 10_000)
         return await self.ledger.logs((await self.get(run_id, tenant=tenant)).id, after, limit)
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
@@ -295,7 +300,7 @@ class Engine:
 
     async def summary(self, *, tenant: str = "", grouped: bool = False) -> list[Summary]:
         """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
-        return await self.ledger.summary(tenant, grouped=grouped)
+        return await self.ledger.summary(checked_name("tenant", tenant), grouped=grouped)
 
     async def backlog(self) -> Backlog:
         """What waits and what runs, for those who watch."""
@@ -335,6 +340,16 @@ class Engine:
         """Give the connections back."""
         await self.ledger.apart(self._transport().close)
         await self.ledger.close()
+
+
+def _name_or_none(what: str, value: object) -> str | None:
+    return None if value is None else checked_name(what, value, most=1000)
+
+
+def checked_limit(limit: object, most: int) -> None:
+    """A number of things to list, or a clear error."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= most:
+        raise InvalidRequest(f"limit is a whole number from 1 to {most}, not {limit!r}")
 
 
 def _statuses(status: str | Sequence[str]) -> list[str]:

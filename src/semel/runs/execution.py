@@ -264,7 +264,7 @@ def _weight(value: Any, budget: int) -> int:
     if value is None or kind is bool or kind is float or (kind is int and -_WIDE < value < _WIDE):
         return budget - 32
     if kind is str:
-        return budget - 32 - 6 * len(value)
+        return -1 if "\0" in value else budget - 32 - 6 * len(value)  # what holds a NUL goes to the result store
     budget -= 32
     if kind is dict:
         for name, item in value.items():

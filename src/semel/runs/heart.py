@@ -93,12 +93,12 @@ class Heart:
             self._nudged.set()
 
     async def beat(self) -> None:
-        """One beat: the card, the leases."""
+        """One beat: the leases first, then the card."""
         now = time.monotonic()
+        await self._keep_leases(now)
         if now - self._carded >= CARD_EVERY:
             await self._ledger.worker_seen(self._card())
             self._carded = now
-        await self._keep_leases(now)
 
     async def _keep_leases(self, now: float) -> None:
         held = [each for each in self._holdings if not each.lost]

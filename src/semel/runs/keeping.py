@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -24,8 +24,10 @@ class WorkerCard(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     queues: Sequence[str]
-    models: Sequence[str]
-    slots: int
+    models: Mapping[str, str]
+    """Where each model runs: in the loop, a process or a thread."""
+    slots: Mapping[str, int]
+    """How many can run there."""
     draining: bool = False
 
 
@@ -48,8 +50,8 @@ def worker_seen(conn: Connection, card: WorkerCard, terms: Terms) -> None:
         "host": card.host,
         "pid": card.pid,
         "queues": json.dumps(list(card.queues)),
-        "models": json.dumps(list(card.models)),
-        "slots": card.slots,
+        "models": json.dumps(dict(card.models)),
+        "slots": json.dumps(dict(card.slots)),
         "draining": card.draining,
     }
     _SEEN.count(conn, now=terms.now, **values)

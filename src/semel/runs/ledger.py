@@ -34,6 +34,8 @@ R = TypeVar("R")
 DEADLINE = 30.0
 """Seconds within which the database must answer."""
 _TRIES = 3
+_SQLITE_TRIES = 10
+"""A file has one writer, who is not chosen by turns: under load it may take some tries of a second each."""
 _BULK = 1000
 """Runs in one transaction of a bulk submission."""
 
@@ -103,7 +105,8 @@ class Ledger:
 
     async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
         """A connection that broke is no reason to give up: every verb may be sent again."""
-        for tries in range(1, _TRIES + 1):
+        most = _SQLITE_TRIES if self.dialect == "sqlite" else _TRIES
+        for tries in range(1, most + 1):
             try:
                 async with self._deadline():
                     if not self._ready:
@@ -114,7 +117,7 @@ class Ledger:
             except StoreBroken:
                 raise
             except StoreUnavailable:
-                if tries == _TRIES:
+                if tries == most:
                     raise
                 await self.runtime.sleep(0.05 * tries)
         raise AssertionError("unreachable")

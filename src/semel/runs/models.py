@@ -146,9 +146,25 @@ def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelO
     return Model(name, function, isolation, signature=signature, reference=reference, main_path=main_path, **checked)
 
 
+class _Loading:
+    """Whether a child process is loading the program's own modules, to find a model in them."""
+
+    now = False
+
+
+def refuse_while_loading(what: str) -> None:
+    """A program that does its work while it is imported would do it again in every child, and theirs, without end."""
+    if _Loading.now:
+        raise InvalidRequest(
+            f"{what} while a child process loads this module to find a model:"
+            ' put what the program does under if __name__ == "__main__":'
+        )
+
+
 def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
     """Return the function behind a model's reference, in another process; raise `ImportError` that says why not."""
     module_name, _, qualname = reference.partition(":")
+    _Loading.now = True
     try:
         found: Any = _main_module(main_path) if main_path else importlib.import_module(module_name)
         for step in qualname.split("."):
@@ -156,6 +172,8 @@ def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         where = f" from {main_path}" if main_path else ""
         raise ImportError(f"cannot import model {reference!r}{where}: {type(error).__name__}: {error}") from error
+    finally:
+        _Loading.now = False
     function: Callable[..., Any] = found.function if isinstance(found, Model) else found
     return function
 
@@ -200,7 +218,7 @@ def _reference(function: Callable[..., Any], *, needed: bool) -> tuple[str, str 
         if name not in {None, "__main__", MAIN}:  # python -m package.module
             return f"{name}:{qualname}", None
         file = getattr(main, "__file__", None)
-        path = str(Path(file).resolve()) if file else None
+        path = str(Path(file).resolve()) if file and Path(file).is_file() else None
         trouble = "" if path else "it was typed into an interactive session or given on the command line"
     if not trouble:
         return f"{module}:{qualname}", path

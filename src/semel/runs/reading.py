@@ -173,7 +173,7 @@ def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:
         return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
     serving = [each for each in list_workers(conn, terms) if each.alive and row.queue in each.queues]
-    able = [each for each in serving if row.model in each.models and not each.draining]
+    able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]
     return Waiting(
         reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
     )
@@ -205,19 +205,29 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
     if not serving:
         return f"no live worker serves the queue {row.queue!r}"
     if not able:
-        return f"no live worker of the queue {row.queue!r} knows the model {row.model!r}, or all of them are stopping"
-    slots, held = sum(each.slots for each in able), sum(each.holds for each in able)
-    if held >= slots:
-        return f"all {slots} slots of {len(able)} workers are busy; {ahead} runs are ahead"
-    return f"{ahead} runs are ahead" if ahead else "it is next"
+        known = any(row.model in each.models for each in serving)
+        return (
+            f"the live workers of the queue {row.queue!r} have no slots for the model {row.model!r}, or are stopping"
+            if known
+            else f"no live worker of the queue {row.queue!r} knows the model {row.model!r}"
+        )
+    before = "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
+    if all(each.free(row.model) <= 0 for each in able):
+        slots = sum(each.slots[each.models[row.model]] for each in able)
+        return f"all {slots} slots of {len(able)} workers are busy; {before}"
+    return before if ahead else "it is next"
 
 
 def list_workers(conn: Connection, terms: Terms) -> list[WorkerInfo]:
     """Who works, or did until lately."""
     now = read_clock(conn, terms)
     running = literal("RUNNING", literal_execute=True)
-    held = conn.execute(select(runs.c.worker, func.count()).where(runs.c.status == running).group_by(runs.c.worker))
-    holds = {row[0]: row[1] for row in held}
+    groups = (runs.c.worker, runs.c.model)
+    holds: dict[str, dict[str, int]] = {}
+    for worker, model, count in conn.execute(
+        select(*groups, func.count()).where(runs.c.status == running).group_by(*groups)
+    ):
+        holds.setdefault(worker, {})[model] = count
     return [
         WorkerInfo(
             id=row.id,
@@ -226,12 +236,12 @@ def list_workers(conn: Connection, terms: Terms) -> list[WorkerInfo]:
             pid=row.pid,
             queues=json.loads(row.queues),
             models=json.loads(row.models),
-            slots=row.slots,
+            slots=json.loads(row.slots),
             draining=row.draining,
             started_us=row.started_us,
             seen_us=row.seen_us,
             alive=now - row.seen_us < WORKER_SILENCE_US,
-            holds=holds.get(row.id, 0),
+            holds=holds.get(row.id, {}),
         )
         for row in conn.execute(select(workers).order_by(workers.c.name, workers.c.started_us))
     ]

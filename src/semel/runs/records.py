@@ -174,13 +174,21 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     queues: list[str]
-    models: list[str]
-    slots: int
+    models: dict[str, str]
+    """Where each model that it knows runs: ``loop``, ``process`` or ``thread``."""
+    slots: dict[str, int]
+    """How many runs it can have there at a time."""
     draining: bool
     started_us: int
     seen_us: int
     alive: bool
-    holds: int
+    holds: dict[str, int]
+    """How many runs of each model it has."""
+
+    def free(self, model: str) -> int:
+        """How many more runs of the model it could begin."""
+        where = self.models.get(model, "")
+        return self.slots.get(where, 0) - sum(n for name, n in self.holds.items() if self.models.get(name) == where)
 
 
 _last = 0
@@ -209,7 +217,7 @@ def checked_id(run_id: object) -> str | None:
 
 def checked_name(what: str, value: object, *, most: int = 200, empty: bool = True) -> str:
     """A user, tenant or key as text that every store can keep, or a clear error. Numbers are users, too."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**100:
         value = str(value)
     if not isinstance(value, str):
         raise InvalidRequest(f"{what} is a text, not a {type(value).__name__}")

@@ -412,8 +412,8 @@ class Shift:
             host=socket.gethostname(),
             pid=os.getpid(),
             queues=self._plan.queues,
-            models=self._app.registry.names,
-            slots=sum(self._plan.slots[kind] for kind in self._kinds()),
+            models={model.name: model.isolation for model in self._app.registry},
+            slots={str(kind): count for kind, count in self._plan.slots.items()},
             draining=self._stopping,
         )
 

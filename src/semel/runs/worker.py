@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
+from semel.runs.models import refuse_while_loading
 from semel.runs.records import checked_count, checked_name, checked_seconds, new_id
 from semel.runs.shift import Plan, Shift
 
@@ -59,6 +60,7 @@ class Worker:
         drain: float = 30.0,
         sweep_every: float | None = 5.0,
     ) -> None:
+        refuse_while_loading("a worker was made")
         if not queues or isinstance(queues, str):
             raise InvalidRequest("queues is a list of names, such as ['default']")
         self.app = app
