@@ -525,7 +525,7 @@ def test_a_child_that_cannot_start_is_lost_with_its_last_words(crew: Crew, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     children = crew.new(1)
     ended = crew.wait(children.run(job(), make_model("m", run_models.nothing), Heard()))
-    assert ended.kind == "lost"
+    assert ended.kind == "unstarted"
     assert ended.reason.startswith("a child process exited with code 1 while it started: Traceback")
     assert "broken on purpose" in ended.reason
     monkeypatch.undo()
@@ -539,7 +539,7 @@ def test_a_child_that_does_not_come_up_in_time_is_lost(crew: Crew, tmp_path: Pat
     children = crew.new(1, start_timeout=0.5)
     ended = crew.wait(children.run(job(), make_model("m", run_models.nothing), Heard()))
     crew.wait(children.close())
-    assert (ended.kind, ended.reason) == ("lost", "a child process was not ready within 0.5 seconds")
+    assert (ended.kind, ended.reason) == ("unstarted", "a child process was not ready within 0.5 seconds")
 
 
 def test_an_interpreter_that_is_not_there_is_said(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,7 +547,7 @@ def test_an_interpreter_that_is_not_there_is_said(crew: Crew, monkeypatch: pytes
     children = crew.new(1)
     ended = crew.wait(children.run(job(), make_model("m", run_models.nothing), Heard()))
     crew.wait(children.close())
-    assert ended.kind == "lost"
+    assert ended.kind == "unstarted"
     assert "cannot be started" in ended.reason
 
 

@@ -5,16 +5,20 @@ import hashlib
 import json
 import logging
 import re
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
+from moto.server import ThreadedMotoServer
 from sqlalchemy import Connection, MetaData, Table, select, text
 from sqlalchemy.exc import DatabaseError
 
+import worker_models
 from programs import Program
 from quota_ground import KINDS, Grounds
 from semel import App, IllegalTransition, InvalidRequest, KeyReused, Run, RunNotComplete, RunNotFound, SemelError
@@ -22,6 +26,7 @@ from semel.demo import baseline_forecast
 from semel.runs.attempt import EndKind
 from semel.runs.heart import Heart
 from semel.runs.held import Held, Holdings
+from semel.runs.results import open_results
 from semel.runs.sweeper import Sweeper
 from semel.runs.worker import Worker
 from semel.runs.worklog import WorkLog
@@ -755,6 +760,33 @@ def test_s2_40_a_large_result_lies_in_the_result_store_under_its_ref(shop: Works
     file.write_bytes(b'"changed"')
     with pytest.raises(SemelError, match="digest"):
         shop.app.result(run.id)
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def test_s2_40_the_store_may_be_s3(shop: Workshop, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "something", "AWS_REGION": "us-east-1"}
+    for name, value in {**secrets, "AWS_ENDPOINT_URL": s3_server, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    with urlopen(Request(f"{s3_server}/{bucket}", method="PUT")) as answer:
+        assert answer.status == 200
+    app = shop.open(artifacts=f"s3://{bucket}/results")
+    app.model("large_here", isolation="thread")(worker_models.large)
+    run = app.submit("large_here", {"size": 100_000})
+    with shop.working(app):
+        ended = app.wait(run.id, timeout=60)
+    assert (ended.status, app.result(run.id)) == ("SUCCEEDED", "x" * 100_000)
+    assert ended.result_ref is not None
+    kept = open_results(f"s3://{bucket}/results").get(ended.result_ref)
+    assert hashlib.sha256(kept).hexdigest() == ended.result_digest
 
 
 def test_s2_41_every_log_line_of_a_worker_carries_the_five_fields(

@@ -94,6 +94,8 @@ async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
             await background.tick()
         except SemelError as error:
             _log.warning("%s failed and will be tried again: %s", background._name, error)
+        except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed
+            _log.exception("%s failed and will be tried again", background._name)
         finally:
             background._ticking = False
 

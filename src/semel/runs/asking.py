@@ -15,6 +15,8 @@ from semel.runs.registry import Registry
 from semel.runs.submitting import Answer, Created, KeyKind, Submission
 
 MAX_KEY = 255
+RETRY_WINDOW = 600.0
+"""Seconds for which a second retry of the same run finds the first one, while that is pending or running."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -73,6 +75,8 @@ class Desk:
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
+        if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
+            key, kind, ttl = f"retry:{retry_of}", "payload", RETRY_WINDOW
         queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
         reservation = options.get("reservation")
         return Submission(

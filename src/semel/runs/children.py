@@ -70,10 +70,11 @@ class Children:
 
     async def start(self) -> None:
         """Start all children ahead of the first run. One that fails to start is tried again when it is needed."""
-        starts = [self._start() for _ in range(self._size - len(self._idle) - len(self._attempts))]
-        for process in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(process, Process):
-                self._put_back(process)
+        starts = [self._start_ahead() for _ in range(self._size - len(self._idle) - len(self._attempts))]
+        await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _start_ahead(self) -> None:
+        self._put_back(await self._start())
 
     async def run(self, job: Job, model: Model, wire: Wire) -> Ended:
         """Execute the attempt in a child, as soon as one is free. Cancelling this call kills the child."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from semel.errors import SemelError, StoreUnavailable
+from semel.errors import StoreUnavailable
 from semel.runs.attempt import Ended
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
@@ -74,7 +74,7 @@ class Finisher:
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, 5.0)
                     continue
-                except SemelError as error:
+                except Exception as error:  # noqa: BLE001 -- whatever it is, no run may hang for it
                     self._refused(batch, error)
                     continue
                 pause = 0.05
@@ -83,7 +83,7 @@ class Finisher:
             self._task = None
             self._written()
 
-    def _refused(self, batch: list[tuple[Held, Ending]], error: SemelError) -> None:
+    def _refused(self, batch: list[tuple[Held, Ending]], error: Exception) -> None:
         """The database would not have it: each gets its chance alone, and what cannot be written is given up."""
         if len(batch) > 1:
             self._alone = len(batch)

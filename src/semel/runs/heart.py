@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from semel.errors import SemelError
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
 from semel.runs.ledger import Ledger
@@ -61,6 +60,7 @@ class Heart:
         finally:
             if beat is not None:
                 beat.cancel()
+                await asyncio.wait({beat}, timeout=1.0)
 
     async def _beat_in_time(self) -> None:
         try:
@@ -68,8 +68,8 @@ class Heart:
                 await self.beat()
         except TimeoutError:
             self._log.say(logging.WARNING, "the heartbeat got no answer from the database")
-        except SemelError as error:
-            self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error}")
+        except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
+            self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error!r}")
 
     async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""

@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, Connection, and_, case, delete, literal, sele
 from semel.runs.quotas import read_clock
 from semel.runs.records import MICRO, TERMINAL
 from semel.runs.transitions import storable
-from semel.sql.schema import run_events, run_logs, runs, workers
+from semel.sql.schema import run_events, run_keys, run_logs, runs, workers
 from semel.sql.statements import Statement, Terms
 
 
@@ -245,8 +245,9 @@ def old_runs(conn: Connection, age_us: int, terms: Terms, most: int = 500) -> li
 
 
 def remove_runs(conn: Connection, ids: Sequence[str]) -> int:
-    """Remove runs that are over, with their events and logs."""
+    """Remove runs that are over, with their events, logs and keys."""
     gone = list(conn.scalars(delete(runs).where(runs.c.id.in_(ids), runs.c.status.in_(TERMINAL)).returning(runs.c.id)))
     for table in (run_events, run_logs):
         conn.execute(delete(table).where(table.c.run_id.in_(gone)))
+    conn.execute(delete(run_keys).where(run_keys.c.job_id.in_(gone)))
     return len(gone)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from semel.errors import SemelError
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
 from semel.runs.worklog import WorkLog
@@ -31,8 +30,8 @@ class LogBook:
             await asyncio.sleep(EVERY)
             try:
                 await self.write(self._holdings)
-            except SemelError as error:
-                self._log.say(logging.WARNING, f"lines of runs could not be kept yet: {error}")
+            except Exception as error:  # noqa: BLE001 -- it is tried again, whatever it was
+                self._log.say(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 
     async def write(self, held: Iterable[Held]) -> None:
         """Write all that these have said; when it returns, it is kept."""

@@ -68,7 +68,8 @@ class ObjectResults:
         self._bucket = _bucket(url)
 
     def __repr__(self) -> str:
-        return f"ObjectResults({self._url.partition('?')[0]!r})"  # the query may hold a secret
+        scheme, _, rest = self._url.partition("?")[0].partition("://")
+        return f"ObjectResults({scheme + '://' + rest.rpartition('@')[2]!r})"  # the rest may hold a secret
 
     @property
     def url(self) -> str:

@@ -258,6 +258,8 @@ def _artifact_refs(job: Job, files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _artifact(store: ResultStore, name: str, ref: str, path: Path) -> Artifact:
+    if path.exists() and not path.is_file():  # a pipe would be read for ever
+        raise Fatal(f"the artifact {name!r} was promised, and {path} is no file")
     try:
         with path.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()

@@ -122,6 +122,7 @@ class Shift:
         await self._quietly(self._give_back_unknown())
         for task in self._beating:
             task.cancel()
+        await asyncio.wait(self._beating, timeout=DEAF)
         await self._children.close(kill=True)
         await self._quietly(self._ledger.worker_gone(self._plan.id))
         await self._quietly(self._ledger.close())
@@ -249,27 +250,43 @@ class Shift:
 
         Half of it at a time: so the database looks for the next ones while these are worked on.
         """
+        if (kinds := self._kinds()) and len(kinds) > 1 and not len(self._holdings) and not self._sated:
+            return await self._lease_any(kinds)
         got = asked = 0
-        for kind, names in self._kinds().items():
+        for kind, names in kinds.items():
             room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
             if room <= 0 or self._stopping or kind in self._sated:
                 continue
             asked += room
-            try:
-                leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, room))
-            except SemelError as error:
-                self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
-                self._doubt = True
-                await self._sleep(1.0)
-                continue
-            for each in leased:
-                self._begin(each, self._app.registry[each.model])
-            if self._doubt:
-                await self._quietly(self._give_back_unknown())
-            got += len(leased)
-            if len(leased) < room:
+            count = await self._lease_some(names, room)
+            got += count
+            if count < room:
                 self._sated.add(kind)  # nothing more of it, until news comes
         return got, asked
+
+    async def _lease_any(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
+        """An idle worker asks once for all kinds of models: so many that the scarcest kind of slots would do."""
+        room = min(self._room(kind) for kind in kinds)
+        if room <= 0:
+            return 0, 0
+        got = await self._lease_some([name for names in kinds.values() for name in names], room)
+        if not got:
+            self._sated.update(kinds)
+        return got, max(got, 1)
+
+    async def _lease_some(self, names: list[str], most: int) -> int:
+        try:
+            leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, most))
+        except SemelError as error:
+            self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
+            self._doubt = True
+            await self._sleep(1.0)
+            return 0
+        for each in leased:
+            self._begin(each, self._app.registry[each.model])
+        if self._doubt:
+            await self._quietly(self._give_back_unknown())
+        return len(leased)
 
     async def _give_back_unknown(self) -> None:
         """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
@@ -305,6 +322,9 @@ class Shift:
         try:
             ended = await self._execute(held)
         except asyncio.CancelledError:
+            held.returning = (
+                held.returning or held.cancelled_at is None
+            )  # whoever did it, the run is not to blame
             ended = _UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = Ended(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
@@ -321,8 +341,13 @@ class Shift:
         if held.lost:
             self._holdings.drop(held)
             self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
-        else:
-            self._finisher.add(held, self._ending(held, ended))
+            return
+        try:
+            ending = self._ending(held, ended)
+        except Exception as error:  # noqa: BLE001 -- a run must never hang for it
+            failed = Ended(kind="fatal", reason=f"its end could not be made out: {error!r}")
+            ending = Ending(held.leased.id, held.leased.fence, failed)
+        self._finisher.add(held, ending)
 
     def _unfit(self, held: Held, reason: str) -> None:
         """This worker cannot begin what it leases: it leaves such runs to others for a while."""

@@ -84,7 +84,8 @@ class Publisher(Elected):
             _log.exception("an event could not be published, it is tried again")
             return False
         finally:
-            await self._ledger.published(done)
+            if done:
+                await self._ledger.published(done)
         return True
 
 
@@ -122,6 +123,12 @@ class Sweeper(Elected):
         super().stop()
         if self._publisher is not None:
             self._publisher.stop()
+
+    async def end(self) -> None:
+        """See Background."""
+        await super().end()
+        if self._publisher is not None:
+            await self._publisher.end()
 
     def pause(self) -> float:
         """See Background. The first turn comes soon."""

@@ -7,6 +7,7 @@ the model asks for it), so that the heart beats whatever they do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from semel.runs.app import App
 from semel.runs.models import refuse_while_loading
 from semel.runs.records import checked_count, checked_name, checked_seconds, new_id
 from semel.runs.shift import Plan, Shift
+
+_log = logging.getLogger("semel.worker")
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -119,6 +122,18 @@ class Worker:
             return await shift.work_on(run_id)
 
 
+def _run_through(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
+    """A task of some model that calls sys.exit stops the loop, but not us."""
+    while not main.done():
+        try:
+            loop.run_until_complete(main)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if main.done():
+                raise
+            _log.error("a model raised %r in a task of its own, which would have ended the worker", error)
+    main.result()
+
+
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
     """As asyncio.run, but a task or thread that does not end is left behind instead of waited for."""
     loop = asyncio.new_event_loop()
@@ -126,7 +141,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
     loop.set_default_executor(executor)
     try:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(work)
+        _run_through(loop, loop.create_task(work))
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()

@@ -31,16 +31,22 @@ POSTGRES_SETTINGS = {
     "application_name": "semel",
     "lock_timeout": LOCK_WAIT,
     "default_transaction_isolation": "read committed",
+    "statement_timeout": "30s",
+    "idle_in_transaction_session_timeout": "15s",
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
-"""A statement that waited for a lock must see what was committed meanwhile, whatever the server's default is.
+"""A statement that waited for a lock must see what was committed meanwhile, whatever the server's default is. A caller
+that freezes inside its transaction, which takes milliseconds, must not keep others from their keys and quotas.
 
 Every hot statement looks keys up by the primary key. It is planned once, not for every batch; and a plan made while
 the table was empty must not scan it when it has grown."""
+
+KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
+"""libpq's words for: a peer that cannot be reached any more is given up within half a minute."""
 
 KEPT = 4
 """How many connections an engine of our own keeps out of its pool, ready for the next verb."""
@@ -257,7 +263,7 @@ def postgres_engine(url: URL) -> Engine:
         return create_engine(
             url.set(drivername="postgresql+psycopg", query={"connect_timeout": "5", **query}),
             isolation_level="AUTOCOMMIT",
-            connect_args={"options": options},
+            connect_args={"options": options, **KEEPALIVE},
             pool_reset_on_return=None,
             execution_options={COMMITS: True},
             hide_parameters=True,

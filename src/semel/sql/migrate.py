@@ -23,6 +23,8 @@ def upgrade(conn: Connection) -> tuple[str | None, str | None]:
 
     if conn.dialect.name == "postgresql":
         conn.execute(text("SET LOCAL lock_timeout = '30s'"))
+        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table takes its time
+        conn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
         conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
     before = current(conn)
     if behind(conn):
