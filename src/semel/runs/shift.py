@@ -67,7 +67,7 @@ class Shift:
         self._look, self._told = asyncio.Event(), asyncio.Event()
         self._holdings = Holdings()
         self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
-        self._stopping = self._at_once = self._doubt = False
+        self._stopping = self._at_once = self._doubt = self._mute = False
         self._woke = 0.0
         self._rests_until: dict[Isolation, float] = {}
         self._sated: set[Isolation] = set()
@@ -322,9 +322,7 @@ class Shift:
         try:
             ended = await self._execute(held)
         except asyncio.CancelledError:
-            held.returning = (
-                held.returning or held.cancelled_at is None
-            )  # whoever did it, the run is not to blame
+            held.returning = held.returning or held.cancelled_at is None  # whoever did it, the run is not to blame
             ended = _UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = Ended(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
@@ -426,7 +424,7 @@ class Shift:
                 held.returning = True
                 self._force(held)
         ends_by = time.monotonic() + 10.0
-        while len(self._holdings) and time.monotonic() < ends_by:
+        while len(self._holdings) and time.monotonic() < ends_by and not self._mute:
             self._look.clear()
             await self._sleep(0.1)
 
@@ -443,9 +441,13 @@ class Shift:
         )
 
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Work that may fail, and must not take long."""
+        """Work that may fail, and must not take long. A database that was silent once is not asked again at the end."""
+        if self._mute and self._stopping:
+            work.close()
+            return
         try:
             async with asyncio.timeout(5.0):
                 await work
         except (SemelError, TimeoutError) as error:
+            self._mute = isinstance(error, TimeoutError)
             self._log.say(logging.WARNING, f"the database did not answer: {str(error) or 'not in 5 seconds'}")
