@@ -1,0 +1,116 @@
+"""Runs are found again by filters, page by page; retried once however often asked; purged with all they left."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from semel import App, IllegalTransition, InvalidRequest, RunNotFound
+from semel.cli import main as semel_command
+from semel.runs.records import Run
+from semel.testing import FakeClock
+
+
+def work(number: int = 0, *, fails: bool = False) -> str:
+    if fails:
+        raise ValueError("as told")
+    return "x" * 20_000
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    assert semel_command(["migrate", url]) == 0
+    return url
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def app(url: str, clock: FakeClock, tmp_path: Path) -> Iterator[App]:
+    app = App(url, clock=clock, artifacts=tmp_path / "artifacts")
+    app.model("work", isolation="thread", fatal=(ValueError,))(work)
+    app.model("other", isolation="thread")(work)
+    yield app
+    app.close()
+
+
+def ids(runs: list[Run]) -> list[str]:
+    return [run.id for run in runs]
+
+
+def test_pages_follow_each_other_without_gap_or_repetition(app: App) -> None:
+    made = [app.submit("work", {"number": number}).id for number in range(25)]
+    found, cursor = [], None
+    while True:
+        page = app.runs(limit=7, cursor=cursor)
+        found += ids(page.runs)
+        app.submit("work", {"number": 1000 + len(found)})  # what is new does not move what is old
+        cursor = page.next
+        if cursor is None:
+            break
+    assert found == made[::-1]
+    with pytest.raises(InvalidRequest, match=r"cursor is what page\.next said"):
+        app.runs(cursor="7")
+
+
+def test_filters_narrow_and_combine(app: App, clock: FakeClock) -> None:
+    first = app.submit("work", {"number": 1}, user="ann", idempotency_key="k-1")
+    clock.advance(60)
+    second = app.submit("other", {"number": 2}, user="bob", queue="gpu")
+    third = app.submit("work", {"number": 3}, tenant="acme")
+    app.cancel(second.id)
+    assert ids(app.runs().runs) == [second.id, first.id]
+    assert ids(app.runs(tenant="acme").runs) == [third.id]
+    assert ids(app.runs(status="CANCELLED").runs) == [second.id]
+    assert ids(app.runs(status=["PENDING", "CANCELLED"]).runs) == [second.id, first.id]
+    assert ids(app.runs(model="work").runs) == [first.id]
+    assert ids(app.runs(user="bob").runs) == [second.id]
+    assert ids(app.runs(queue="gpu").runs) == [second.id]
+    assert ids(app.runs(idempotency_key="k-1").runs) == [first.id]
+    assert ids(app.runs(payload_hash=first.payload_hash).runs) == [first.id]
+    assert ids(app.runs(since=second.created_at).runs) == [second.id]
+    assert ids(app.runs(until=second.created_at).runs) == [first.id]
+    assert ids(app.runs(until=second.created_at - timedelta(seconds=61)).runs) == []
+    assert ids(app.runs(model="work", user="bob").runs) == []
+    with pytest.raises(InvalidRequest, match="'DONE' is not a status"):
+        app.runs(status="DONE")
+    with pytest.raises(InvalidRequest, match="since needs a time zone"):
+        app.runs(since=second.created_at.replace(tzinfo=None))
+    with pytest.raises(RunNotFound):
+        app.get(third.id, tenant="")
+
+
+def test_a_retry_is_a_new_run_and_one_however_often_it_is_asked_for(app: App) -> None:
+    failed = app.submit("work", {"fails": True}, user="ann", cost=5)
+    with app.working(processes=0):
+        assert app.wait(failed.id, timeout=60).status == "FAILED"
+    later = app.submit("work", {"fails": True}, user="ann", delay=3600)
+    again = app.retry(failed.id)
+    assert (again.retry_of, again.status, again.cost, again.user) == (failed.id, "PENDING", 5.0, "ann")
+    assert again.id not in {failed.id, later.id}
+    assert app.retry(failed.id).id == again.id
+    assert app.get(failed.id).status == "FAILED"
+    with pytest.raises(IllegalTransition, match="is PENDING; only a FAILED or CANCELLED run"):
+        app.retry(again.id)
+
+
+def test_a_purge_removes_a_run_with_all_that_it_left(app: App, clock: FakeClock, tmp_path: Path) -> None:
+    old = app.submit("work", idempotency_key="k")
+    with app.working(processes=0):
+        assert app.wait(old.id, timeout=60).status == "SUCCEEDED"
+    clock.advance(1000)
+    young = app.submit("work", {"number": 1})
+    app.cancel(young.id)
+    waits = app.submit("work", {"number": 2})
+    assert list((tmp_path / "artifacts").iterdir())
+    assert app.purge(older_than=500) == 1
+    with pytest.raises(RunNotFound):
+        app.get(old.id)
+    assert not list((tmp_path / "artifacts").rglob("*.json"))
+    assert {run.id for run in app.runs().runs} == {young.id, waits.id}
+    assert not app.submit("work", idempotency_key="k").replayed, "its key went with it"
