@@ -69,10 +69,11 @@ def _log(chosen: argparse.Namespace) -> None:
 def _sweep(chosen: argparse.Namespace) -> int:
     from semel.runs.sweeper import sweep_until_told
 
-    _log(chosen)
     if not 0.05 <= chosen.every <= 3600:
         raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {chosen.every}")
-    lost = sweep_until_told(load_app(chosen.app), every=chosen.every, once=chosen.once)
+    app = load_app(chosen.app)
+    _log(chosen)
+    lost = sweep_until_told(app, every=chosen.every, once=chosen.once)
     if chosen.once:
         print(f"{lost} lost runs were taken back")
     return 0
@@ -81,8 +82,8 @@ def _sweep(chosen: argparse.Namespace) -> int:
 def _work(chosen: argparse.Namespace) -> int:
     from semel.runs.worker import Worker
 
-    _log(chosen)
     app = load_app(chosen.app)
+    _log(chosen)
     worker = Worker(
         app,
         queues=chosen.queue or ["default"],

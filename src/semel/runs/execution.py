@@ -343,6 +343,6 @@ def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> Ended
 
 def _seconds(wish: Any) -> float | None:
     """A wish that can be granted, else None."""
-    if isinstance(wish, int | float) and wish >= 0:
+    if isinstance(wish, int | float) and 0 <= wish < math.inf:
         return min(float(wish), LONGEST_WAIT)
     return None
