@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import psycopg
+from noop_model import blocking_noop
 from peers import Absent, Peer, opened
 from peers.watch import from_tasks, in_a_process
 from table import Row, show
@@ -36,11 +38,8 @@ from semel.runs.transitions import Beat, Ending, LeaseRequest
 ROUNDS = 3
 
 
-def blocking_noop() -> None:
-    """For child processes: at the top of a file that a child can load."""
-
-
 def app_on(url: str) -> App:
+    logging.getLogger("semel.worker").setLevel(logging.ERROR)
     app = App(url, artifacts=tempfile.gettempdir(), dedupe_window=0)
 
     @app.model("noop")

@@ -210,12 +210,12 @@ def _unlocked(words: Words, columns: dict[str, str]) -> str:
     if not words.writes_in_with:
         return f"SELECT * FROM {words.batch(columns)}"
     return f"""SELECT b.* FROM {words.batch(columns)}
-  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND h.status = 'RUNNING'
+  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND {words.unindexed("h.status")} = 'RUNNING'
   FOR UPDATE OF h SKIP LOCKED"""
 
 
 def _fenced(words: Words) -> str:
-    return f"k.id = in_id AND {words.unindexed('k.fence')} = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
+    return f"k.id = in_id AND k.fence = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
 
 
 _RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double precision", "in_note": "text"}

@@ -43,7 +43,9 @@ class Words(Protocol):
         """Columns of the changed table ``k``, as RETURNING names them."""
 
     def unindexed(self, column: str) -> str:
-        """The column, not to be looked up by: SQLite would rather scan all that is RUNNING than look up ids."""
+        """The text column, not to be looked up by: with the statistics of a table that was empty a moment ago, both
+        would rather go through all that is RUNNING for each id than look the id up.
+        """
 
 
 class Postgres:
@@ -76,7 +78,7 @@ class Postgres:
 
     def unindexed(self, column: str) -> str:
         """See Words."""
-        return column
+        return f"({column} || '')"
 
 
 class Sqlite:
