@@ -75,6 +75,16 @@ class Crew:
         self._runner.close()
 
 
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """At Python's own level, whatever other tests have made of it."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.WARNING)
+    yield
+    root.setLevel(before)
+
+
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     crew = Crew(tmp_path_factory.mktemp("crew"))

@@ -28,6 +28,16 @@ from semel.runs.results import FileResults, open_results
 PATIENCE = 30
 
 
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """At Python's own level, whatever other tests have made of it."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.WARNING)
+    yield
+    root.setLevel(before)
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> FileResults:
     store = open_results(tmp_path / "results")
