@@ -90,7 +90,7 @@ class SqliteStore:
 
     async def open(self) -> None:
         """Make the tables on the first start of an embedded file; see the contract."""
-        await self._database.look_and_write(_make_ready)
+        await self._database.look_and_write(migrate.bring_up)
         self._ready = True
 
     async def _prepare(self) -> None:
@@ -151,11 +151,6 @@ class SqliteStore:
 
 def _host_clock() -> int:
     return time.time_ns() // 1000
-
-
-def _make_ready(conn: Connection) -> None:
-    if migrate.behind(conn):
-        migrate.upgrade(conn)
 
 
 def _read(conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned]) -> dict[tuple[str, str], Record]:

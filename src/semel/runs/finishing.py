@@ -44,11 +44,6 @@ class Finisher:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def busy(self) -> bool:
-        """True while an end is not yet written."""
-        return self._task is not None
-
     def add(self, held: Held, ending: Ending) -> None:
         """Write it soon."""
         held.over = True

@@ -72,7 +72,7 @@ class Ledger:
         """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
         if self.dialect == "sqlite":
             _require_folder(self.url)
-            await self._database.look_and_write(_make_ready)
+            await self._database.look_and_write(migrate.bring_up)
         else:
             await self._database.read(migrate.require)
         self._ready = True
@@ -100,7 +100,7 @@ class Ledger:
         return await self._write(_in_transaction, work, args, kwargs)
 
     def _deadline(self) -> AbstractAsyncContextManager[Any]:
-        """In a loop nothing waits for a silent database for ever. A blocking driver has deadlines of its own."""
+        """In a loop nothing waits for a silent database for ever. Of a blocking driver the statements have a limit."""
         return asyncio.timeout(DEADLINE) if self.awaited else nullcontext()
 
     async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
@@ -108,12 +108,7 @@ class Ledger:
         most = _SQLITE_TRIES if self.dialect == "sqlite" else _TRIES
         for tries in range(1, most + 1):
             try:
-                async with self._deadline():
-                    if not self._ready:
-                        await self.open()
-                    return await how(work, *args, **kwargs)
-            except TimeoutError:
-                raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
+                return await self._once(how, work, args, kwargs)
             except StoreBroken:
                 raise
             except StoreUnavailable:
@@ -121,6 +116,15 @@ class Ledger:
                     raise
                 await self.runtime.sleep(0.05 * tries)
         raise AssertionError("unreachable")
+
+    async def _once(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            async with self._deadline():
+                if not self._ready:
+                    await self.open()
+                return await how(work, *args, **kwargs)
+        except TimeoutError:
+            raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
 
     async def submit(self, submission: Submission) -> Answer:
         """Submit one, in company where there is some."""
@@ -138,13 +142,8 @@ class Ledger:
 
     async def lease(self, request: LeaseRequest) -> list[Leased]:
         """See transitions.lease. Not sent again by itself: what its reply would have named is given back later."""
-        try:
-            async with self._deadline():
-                if not self._ready:
-                    await self.open()
-                return await self._database.write(transitions.lease, request, self.terms)
-        except TimeoutError:
-            raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
+        leased: list[Leased] = await self._once(self._database.write, transitions.lease, (request, self.terms), {})
+        return leased
 
     async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
         """See transitions.lease_these."""
@@ -300,11 +299,6 @@ def _require_folder(url: URL) -> None:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise StoreBroken(f"the folder {folder} of the database file is not there; make it, or mend the URL")
-
-
-def _make_ready(conn: Connection) -> None:
-    if migrate.behind(conn):
-        migrate.upgrade(conn)
 
 
 def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:

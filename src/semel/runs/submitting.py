@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, delete, select
 
 from semel.errors import KeyReused, SemelError, StoreUnavailable
 from semel.runs import quotas
@@ -101,7 +101,7 @@ FROM {w.batch(_KEY_COLUMNS)} WHERE true ORDER BY in_tenant, in_user, in_kind, in
 ON CONFLICT (tenant, user_id, kind, key) DO UPDATE
 SET payload_hash = excluded.payload_hash, job_id = excluded.job_id, created_us = excluded.created_us,
     expires_us = excluded.expires_us
-WHERE {_GIVES_WAY.format(now=w.now, id=_uuid(w, "k.job_id"))}
+WHERE {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
 RETURNING job_id
 """
     ),
@@ -114,15 +114,11 @@ _READ_KEYS = Statement(
         f"""
 SELECT k.tenant, k.user_id, k.kind, k.key, k.payload_hash, k.job_id FROM {w.batch(_PLACE_COLUMNS)}
 JOIN semel_run_keys AS k ON k.tenant = in_tenant AND k.user_id = in_user AND k.kind = in_kind AND k.key = in_key
-WHERE NOT {_GIVES_WAY.format(now=w.now, id=_uuid(w, "k.job_id"))}
+WHERE NOT {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
 """
     ),
     _PLACE_COLUMNS,
 )
-
-
-def _uuid(words: Words, column: str) -> str:
-    return f"CAST({column} AS uuid)" if words.writes_in_with else column
 
 
 _RUN_COLUMNS = {
@@ -406,8 +402,3 @@ DELETE FROM semel_run_keys WHERE (tenant, user_id, kind, key) IN (
 def purge_keys(conn: Connection, terms: Terms, most: int = 1000) -> int:
     """Remove keys that expired."""
     return _PURGE_KEYS.count(conn, most=most, now=terms.now)
-
-
-def count_keys(conn: Connection) -> int:
-    """How many keys are kept."""
-    return conn.scalar(select(func.count()).select_from(run_keys)) or 0

@@ -78,9 +78,9 @@ class Publisher(Elected):
                 done.append(event)
                 if not await self.elected():
                     return False
-        except Exception as error:
-            if isinstance(error, SemelError):
-                raise
+        except SemelError:
+            raise
+        except Exception:  # noqa: BLE001 -- the user's code
             _log.exception("an event could not be published, it is tried again")
             return False
         finally:

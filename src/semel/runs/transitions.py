@@ -15,7 +15,7 @@ did not succeed (checks). A lease raises the fence; every later write names it, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -27,9 +27,7 @@ from semel.sql.statements import Statement, Terms, Words
 
 CHANNEL = "semel_runs"
 
-EndStep: TypeAlias = Literal["succeeded", "failed", "cancelled", "retried", "lost", "snoozed", "returned"]
-
-_STEPS: dict[str, EndStep] = {
+_STEPS = {
     "fatal": "failed",
     "cancelled": "cancelled",
     "retry": "retried",
@@ -122,40 +120,36 @@ def note(conn: Connection, rows: Sequence[Any], terms: Terms) -> None:
         _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
 
 
-_LEASE_SET = """UPDATE semel_runs AS k
+def _leasing(words: Words, which: str) -> str:
+    """Lease the runs that ``which`` picks, as ``p``, unless somebody else is at it."""
+    now = words.now
+    return changing(
+        words,
+        f"""picked AS MATERIALIZED (
+  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {words.locking("p", skip=True)}
+)""",
+        f"""UPDATE semel_runs AS k
 SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
     attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
     started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL
-FROM picked WHERE k.id = picked.picked_id AND {pending}"""
+FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'PENDING'""",
+        _LEASED,
+    )
+
+
 _LEASED = (
     "id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us, created_us, "
     "started_us, changed_us"
 )
 
 _LEASE = Statement(
-    lambda w: changing(
+    lambda w: _leasing(
         w,
-        f"""picked AS MATERIALIZED (
-  SELECT p.id AS picked_id FROM semel_runs AS p
-  WHERE p.status = 'PENDING' AND p.ready AND p.queue = :queue AND {w.among("p.model", "models")}
-  ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most {w.locking("p", skip=True)}
-)""",
-        _LEASE_SET.format(now=w.now, pending=f"{w.unindexed('k.status')} = 'PENDING'"),
-        _LEASED,
+        f"p.ready AND p.queue = :queue AND {w.among('p.model', 'models')} "
+        "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
     )
 )
-
-_LEASE_THESE = Statement(
-    lambda w: changing(
-        w,
-        f"""picked AS MATERIALIZED (
-  SELECT p.id AS picked_id FROM semel_runs AS p
-  WHERE p.status = 'PENDING' AND p.due_us <= {w.now} AND {w.among("p.id", "ids", "uuid")} {w.locking("p", skip=True)}
-)""",
-        _LEASE_SET.format(now=w.now, pending=f"{w.unindexed('k.status')} = 'PENDING'"),
-        _LEASED,
-    )
-)
+_LEASE_THESE = Statement(lambda w: _leasing(w, f"p.due_us <= {w.now} AND {w.among('p.id', 'ids', 'uuid')}"))
 
 
 class LeaseRequest(Struct, frozen=True):

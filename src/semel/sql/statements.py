@@ -36,6 +36,9 @@ class Words(Protocol):
     def plain(self, column: str) -> str:
         """An id as text."""
 
+    def identity(self, column: str) -> str:
+        """A text as an id."""
+
     def locking(self, table: str, *, skip: bool) -> str:
         """Lock what was selected; ``skip`` what others have locked. SQLite has one writer, who has locked all."""
 
@@ -67,6 +70,10 @@ class Postgres:
     def plain(self, column: str) -> str:
         """See Words."""
         return f"CAST({column} AS text)"
+
+    def identity(self, column: str) -> str:
+        """See Words."""
+        return f"CAST({column} AS uuid)"
 
     def locking(self, table: str, *, skip: bool) -> str:
         """See Words."""
@@ -100,6 +107,8 @@ class Sqlite:
     def plain(self, column: str) -> str:
         """See Words."""
         return column
+
+    identity = plain
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
         """See Words."""
