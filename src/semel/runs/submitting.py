@@ -180,25 +180,22 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         if limited or any(each.reservation is not None for each in leaders):
             admitted = _meet_quotas(conn, leaders, answers, terms)
         _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
-        left = _follow(conn, [each for each in left if each.id not in answers], first, answers)
+        left = _follow([each for each in left if each.id not in answers], first, answers)
         answers |= _known(conn, left, terms)
-        left = _settled(conn, left, answers)
+        left = [each for each in left if each.id not in answers]
+        _free_slots(conn, submissions, answers)
     return [answers[each.id] for each in submissions]
 
 
-def _settled(conn: Connection, left: Sequence[Submission], answers: dict[str, Answer]) -> list[Submission]:
-    """Those without an answer. The others found theirs, and need no slot."""
-    for each in left:
-        if each.id in answers and each.reservation is not None:
+def _free_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
+    """Whose run was there already, or whose key is another's, needs no slot: its reservation is given back."""
+    for each in submissions:
+        if each.reservation is not None and isinstance(answers.get(each.id), Found | KeyReused):
             quotas.release(conn, each.reservation, each.person)
-    return [each for each in left if each.id not in answers]
 
 
 def _follow(
-    conn: Connection,
-    followers: Sequence[Submission],
-    first: dict[tuple[Any, ...], Submission],
-    answers: dict[str, Answer],
+    followers: Sequence[Submission], first: dict[tuple[Any, ...], Submission], answers: dict[str, Answer]
 ) -> list[Submission]:
     """The same key twice in one batch: the second is judged after the first, by itself where that was refused."""
     undecided = []
@@ -209,8 +206,6 @@ def _follow(
             undecided.append(each)
             continue
         answers[each.id] = Found(answer.id) if each.payload_hash == leader.payload_hash else _reused(each)
-        if each.reservation is not None:
-            quotas.release(conn, each.reservation, each.person)
     return undecided
 
 
@@ -237,8 +232,6 @@ def _meet_quotas(
                 admitted[each.id] = _admit(conn, each, meters, terms.now)
             except SemelError as error:
                 answers[each.id] = error
-        elif each.reservation is not None:  # known already, so it needs no slot
-            quotas.release(conn, each.reservation, each.person)
     return admitted
 
 
