@@ -29,7 +29,7 @@ from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import Engine
@@ -43,7 +43,7 @@ from semel.http.options import Options
 from semel.metrics.names import RUN_MEANINGS
 from semel.runs.app import apps
 from semel.runs.models import _OPTIONS as MODEL_OPTIONS
-from semel.runs.transitions import EndStep
+from semel.runs.transitions import END_STEPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -374,7 +374,13 @@ def test_every_field_of_a_quota_and_of_its_use_has_its_row() -> None:
 
 
 def test_every_step_of_a_run_has_its_row() -> None:
-    assert rows_of("runs.md", "## The life of a run") == {"created", "leased", "cancel_requested", *get_args(EndStep)}
+    assert rows_of("runs.md", "## The life of a run") == {
+        "created",
+        "leased",
+        "cancel_requested",
+        "succeeded",
+        *END_STEPS.values(),
+    }
 
 
 def test_every_metric_of_runs_has_its_row() -> None:

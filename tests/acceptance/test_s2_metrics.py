@@ -47,6 +47,29 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, {"model": "work", **labels})
 
 
+def worked(app: App, **parameters: object) -> None:
+    with app.working(sweep_every=None):
+        app.wait(app.submit("work", parameters).id, timeout=30)
+
+
+def test_s2_43_a_run_that_succeeds_is_counted_as_such(app: App, registry: CollectorRegistry) -> None:
+    worked(app)
+    assert (value(registry, "runs_succeeded_total"), value(registry, "runs_failed_total")) == (1, None)
+
+
+def test_s2_44_a_run_that_fails_is_counted_as_such(app: App, registry: CollectorRegistry) -> None:
+    worked(app, fatal=True)
+    assert (value(registry, "runs_succeeded_total"), value(registry, "runs_failed_total")) == (None, 1)
+
+
+def test_s2_46_the_lag_is_the_time_from_submission_to_start(app: App, registry: CollectorRegistry) -> None:
+    worked(app)
+    (run,) = app.runs().runs
+    assert run.started_us is not None
+    lag = value(registry, "queue_lag_seconds_sum")
+    assert lag == pytest.approx((run.started_us - run.created_us) / 1e6)
+
+
 def test_s2_42_to_44_runs_created_succeeded_and_failed_are_counted(app: App, registry: CollectorRegistry) -> None:
     with app.working(sweep_every=None):
         runs = [app.submit("work", {"number": number}) for number in range(3)]

@@ -443,6 +443,17 @@ def test_s2_20_to_23_id_hash_and_what_was_asked_never_change(app: App, hand: Han
             assert not refused(connection, f"UPDATE semel_runs SET {column} = {column}"), column
 
 
+def test_s2_23_the_hash_of_a_run_is_the_same_from_its_submission_to_its_end(
+    app: App, hand: Hand, shop: Workshop
+) -> None:
+    run = app.submit("add", {"a": 1})
+    hand.end(hand.lease()[0])
+    assert app.get(run.id).payload_hash == run.payload_hash
+    with pytest.raises(DatabaseError):
+        shop.sql(f"UPDATE semel_runs SET payload_hash = 'other' WHERE id = '{run.id}'")
+    assert app.get(run.id).payload_hash == run.payload_hash
+
+
 def test_s2_21_a_run_has_one_status_and_one_row(app: App, hand: Hand, shop: Workshop) -> None:
     """Twice the same id cannot be, and every step of its life left exactly one event behind, the last as it stands."""
     run = brought_to("SUCCEEDED", app, hand)

@@ -27,7 +27,7 @@ from semel.sql.statements import Statement, Terms, Words
 
 CHANNEL = "semel_runs"
 
-_STEPS = {
+END_STEPS = {
     "fatal": "failed",
     "cancelled": "cancelled",
     "retry": "retried",
@@ -401,7 +401,7 @@ def _end_row(ending: Ending) -> tuple[Any, ...]:
         ending.run_id,
         ending.fence,
         kind,
-        _STEPS[kind],
+        END_STEPS[kind],
         storable(ended.reason) or None,
         storable(ended.traceback) or None,
         ending.delay_us,
