@@ -100,15 +100,11 @@ class Children(Semel):
 
 
 def drained(url: str, count: int, model: str) -> float:
-    return asyncio.run(_drained(url, count, model))
-
-
-async def _drained(url: str, count: int, model: str) -> float:
     """Seconds from the first run's start to the last one's end being in the database."""
     app = app_on(url)
     times: list[float] = []
     left = count
-    over = asyncio.Event()
+    worker = Worker(app, concurrency=1000, processes=2 if model == "blocking" else 0, threads=0)
 
     def note(event: RunEvent) -> None:
         nonlocal left
@@ -118,14 +114,10 @@ async def _drained(url: str, count: int, model: str) -> float:
             left -= 1
             if not left:
                 times.append(time.perf_counter())
-                over.set()
+                worker.stop()
 
     app.on_event(note)
-    worker = Worker(app, concurrency=1000, processes=2 if model == "blocking" else 0, threads=0)
-    serving = asyncio.create_task(worker.serve())
-    await asyncio.wait_for(over.wait(), 120)
-    worker.stop()
-    await serving
+    worker.run()
     return times[1] - times[0]
 
 

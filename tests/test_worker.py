@@ -486,8 +486,8 @@ def test_two_workers_with_the_same_name_are_two_workers(shop: Workshop) -> None:
         with shop.working(shop.open(), name="twin", concurrency=1) as two:
             runs = [shop.app.submit("await_politely", {"folder": folder}, dedupe=False) for _ in range(2)]
             until(lambda: len(effects(folder)) == 2, "both at work")
+            until(lambda: [worker.name for worker in shop.app.workers()] == ["twin", "twin"], "both say who they are")
             workers = shop.app.workers()
-            assert [worker.name for worker in workers] == ["twin", "twin"]
             held = {"await_politely": 1}
             assert {worker.id: worker.holds for worker in workers} == {one.id: held, two.id: held}
         until(lambda: len(shop.app.workers()) == 1, "the end of one")

@@ -283,7 +283,7 @@ def test_s2_15_status_hash_and_ended_leases_are_found_by_an_index(shop: Workshop
             connection.execute(text("SET LOCAL enable_seqscan = off"))
         for query in ASKED:
             plan = " ".join(str(row) for row in connection.execute(text(explain + query)))
-            assert re.search(r"(?i)index.*semel_runs_(status|payload|running)|on semel_runs_running", plan), plan
+            assert re.search(r"(?i)index.*semel_runs_(status|payload)|on semel_runs_(status|payload)", plan), plan
             assert not re.search(r"SCAN semel_runs|Seq Scan|Sort|TEMP B-TREE", plan), plan
 
 

@@ -132,8 +132,10 @@ def publish(
     Raises `Fatal` for what can never be kept, and `ResultStoreError` when trying again may help.
     """
     data = _written(value, max_bytes)
-    refs = _artifact_refs(job, files)
-    artifacts = [_artifact(store, name, ref, files[name]) for name, ref in refs.items()]
+    artifacts = []
+    if files:
+        refs = _artifact_refs(job, files)
+        artifacts = [_artifact(store, name, ref, files[name]) for name, ref in refs.items()]
     ref = None
     if len(data) > inline_bytes or jsontext.has_nul(data):  # which jsonb refuses, and a file does not
         ref = place(job.run_id, job.fence, "result.json")

@@ -152,7 +152,7 @@ class Sweeper(Elected):
     async def _turn(self) -> int:
         self._turns += 1
         lost = await self._take_back()
-        if self._turns % 6 == 1:
+        if self._turns % 12 == 1:
             removed = await self._ledger.tidy()
             if removed:
                 _log.debug("removed %d keys and reservations that had expired", removed)

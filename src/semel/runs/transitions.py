@@ -15,6 +15,7 @@ did not succeed (checks). A lease raises the fence; every later write names it, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -324,26 +325,37 @@ _SUCCEED_COLUMNS = {
     "in_id": "uuid",
     "in_fence": "bigint",
     "in_result": "text",
-    "in_ref": "text",
     "in_digest": "text",
     "in_size": "bigint",
+    "in_ref": "text",
     "in_artifacts": "text",
     "in_cost": "bigint",
 }
-_SUCCEED = Statement(
-    lambda w: changing(
-        w,
-        f"held AS MATERIALIZED (SELECT * FROM {w.batch(_SUCCEED_COLUMNS)})",
-        f"""UPDATE semel_runs AS k
+_PLAIN = 5
+"""How many of these every success has; most have no more, and send no more."""
+_NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
+
+
+def _succeeding(columns: dict[str, str], more: str = "") -> Statement:
+    return Statement(
+        lambda w: changing(
+            w,
+            f"held AS MATERIALIZED (SELECT * FROM {w.batch(columns)})",
+            f"""UPDATE semel_runs AS k
 SET status = 'SUCCEEDED', step = 'succeeded', note = NULL, version = version + 1, changed_us = {w.now},
     lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, progress_note = NULL,
-    result = in_result, result_ref = in_ref, result_digest = in_digest, result_size = in_size,
-    artifacts = in_artifacts, cost = coalesce(in_cost, cost)
+    result = in_result, result_digest = in_digest, result_size = in_size{more}
 FROM held WHERE {_fenced(w)}""",
-        _OVER,
-    ),
-    _SUCCEED_COLUMNS,
+            _OVER,
+        ),
+        columns,
+    )
+
+
+_SUCCEED = _succeeding(
+    _SUCCEED_COLUMNS, ", result_ref = in_ref, artifacts = in_artifacts, cost = coalesce(in_cost, cost)"
 )
+_SUCCEED_PLAINLY = _succeeding(dict(islice(_SUCCEED_COLUMNS.items(), _PLAIN)))
 
 
 def _losing(words: Words, which: str) -> str:
@@ -372,23 +384,25 @@ _LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
 def end(conn: Connection, endings: Sequence[Ending], terms: Terms) -> dict[str, Over]:
     """Write the ends of attempts. Answers the runs whose fence still held; the others' attempts count for nothing."""
     rows: list[Any] = []
-    if succeeded := [_success_row(each) for each in endings if each.ended.kind == "succeeded"]:
-        rows += change(conn, _SUCCEED, terms, sorted(succeeded))
+    succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
+    if plain := [row[:_PLAIN] for row in succeeded if row[_PLAIN:] == _NO_MORE]:
+        rows += change(conn, _SUCCEED_PLAINLY, terms, plain)
+    if more := [row for row in succeeded if row[_PLAIN:] != _NO_MORE]:
+        rows += change(conn, _SUCCEED, terms, more)
     if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
         rows += change(conn, _END, terms, sorted(others))
     return {row[0]: Over(*row) for row in rows}
 
 
 def _success_row(ending: Ending) -> tuple[Any, ...]:
-    """Most attempts end so: what only the others need is not sent along."""
     ended = ending.ended
     return (
         ending.run_id,
         ending.fence,
         ended.result,
-        ended.result_ref,
         ended.result_digest,
         ended.result_size,
+        ended.result_ref,
         msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None,
         None if ended.cost is None else micros(ended.cost),
     )

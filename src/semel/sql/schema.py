@@ -95,7 +95,7 @@ runs = Table(
     Column("max_attempts", Integer, nullable=False),
     Column("max_lost", Integer, nullable=False),
     Column("parameters", Text, nullable=False),
-    Column("payload_hash", Text, nullable=False),
+    Column("payload_hash", _name, nullable=False),
     Column("idempotency_key", Text, nullable=True),
     Column("facet", Text, nullable=True),
     Column("retry_of", _id, nullable=True),
@@ -141,8 +141,6 @@ Index(
 )
 _later = "status = 'PENDING' AND NOT ready"
 Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
-_running = "status = 'RUNNING'"
-Index("semel_runs_running", runs.c.worker, postgresql_where=text(_running), sqlite_where=text(_running))
 _active = "user_id <> '' AND status IN ('PENDING', 'RUNNING')"
 Index(
     "semel_runs_active",
@@ -170,7 +168,7 @@ run_keys = Table(
     Column("user_id", _name, nullable=False),
     Column("kind", Text, nullable=False),
     Column("key", _name, nullable=False),
-    Column("payload_hash", Text, nullable=False),
+    Column("payload_hash", _name, nullable=False),
     Column("job_id", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),

@@ -54,7 +54,7 @@ class Words(Protocol):
 class Postgres:
     """See Words."""
 
-    now = "coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint)"
+    now = "(SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint))"
     patience = "set_config('lock_timeout', '5s', true)"
     writes_in_with = True
 

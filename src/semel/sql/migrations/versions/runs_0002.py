@@ -54,7 +54,7 @@ runs = Table(
     Column("max_attempts", Integer, nullable=False),
     Column("max_lost", Integer, nullable=False),
     Column("parameters", Text, nullable=False),
-    Column("payload_hash", Text, nullable=False),
+    Column("payload_hash", _name, nullable=False),
     Column("idempotency_key", Text, nullable=True),
     Column("facet", Text, nullable=True),
     Column("retry_of", _id, nullable=True),
@@ -100,8 +100,6 @@ Index(
 )
 _later = "status = 'PENDING' AND NOT ready"
 Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
-_running = "status = 'RUNNING'"
-Index("semel_runs_running", runs.c.worker, postgresql_where=text(_running), sqlite_where=text(_running))
 _active = "user_id <> '' AND status IN ('PENDING', 'RUNNING')"
 Index(
     "semel_runs_active",
@@ -129,7 +127,7 @@ run_keys = Table(
     Column("user_id", _name, nullable=False),
     Column("kind", Text, nullable=False),
     Column("key", _name, nullable=False),
-    Column("payload_hash", Text, nullable=False),
+    Column("payload_hash", _name, nullable=False),
     Column("job_id", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
