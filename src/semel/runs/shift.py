@@ -9,52 +9,28 @@ import random
 import socket
 import time
 from collections.abc import Coroutine
-from typing import Any, Self, TypeAlias
-
-from msgspec import Struct
+from typing import Any, Self
 
 from semel.errors import SemelError
 from semel.runs.app import App
 from semel.runs.attempt import Ended
 from semel.runs.children import Children
 from semel.runs.execution import execute_async, run_in_thread
+from semel.runs.feeding import UNDONE, UNFIT, Feeding, Plan
 from semel.runs.finishing import Finisher
 from semel.runs.heart import Heart
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
 from semel.runs.logbook import LogBook
 from semel.runs.lookout import Lookout
-from semel.runs.models import Isolation, Model
 from semel.runs.news import RunEvent
 from semel.runs.records import MICRO
 from semel.runs.sweeper import ROLE, Sweeper
-from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.runs.transitions import Ending, Leased
 from semel.runs.worklog import WorkLog
 
-Slots: TypeAlias = dict[Isolation, int]
-
-WAKE_EVERY = 0.1
-"""Seconds between two questions for runs whose time has come, at least."""
-
-UNFIT = 10.0
-"""Seconds for which a worker that could not begin a run leases no more of the kind."""
 DEAF = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""
-
-_UNDONE = Ended(kind="lost", reason="the worker was stopped before the run was done")
-
-
-class Plan(Struct, frozen=True, kw_only=True):
-    """What the worker is to do; see Worker."""
-
-    id: str
-    name: str
-    queues: tuple[str, ...]
-    slots: Slots
-    max_runs_per_child: int | None
-    poll: float
-    drain: float
-    sweep_every: float | None
 
 
 class Shift:
@@ -64,16 +40,22 @@ class Shift:
         self._app = app
         self._plan = plan
         self._log = WorkLog(plan.id)
-        self._look, self._told = asyncio.Event(), asyncio.Event()
+        self._told = asyncio.Event()
         self._holdings = Holdings()
-        self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
-        self._stopping = self._at_once = self._doubt = self._mute = False
-        self._woke = 0.0
-        self._rests_until: dict[Isolation, float] = {}
-        self._sated: set[Isolation] = set()
+        self._stopping = self._at_once = self._mute = False
         self._ledger = app.ledger(awaited=True)
         self._results = app.results
         self._book = LogBook(self._ledger, self._holdings, self._log)
+        self._feeding = Feeding(
+            plan,
+            app.registry,
+            self._ledger,
+            self._holdings,
+            log=self._log,
+            begin=self._begin,
+            unwritten=lambda: len(self._finisher),
+        )
+        self._look = self._feeding.look
         self._finisher = Finisher(
             self._ledger, self._holdings, self._book, log=self._log, news=app.news, written=self._look.set
         )
@@ -92,7 +74,7 @@ class Shift:
             publish=app.publish,
             interval=plan.sweep_every or 5.0,
         )
-        self._lookout = Lookout(self._ledger.url, self._hear)
+        self._lookout = Lookout(self._ledger.url, self._feeding.hear)
         self._heart = Heart(
             self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
         )
@@ -119,7 +101,7 @@ class Shift:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=DEAF)
-        await self._quietly(self._give_back_unknown())
+        await self._quietly(self._feeding.give_back_unknown())
         for task in self._beating:
             task.cancel()
         await asyncio.wait(self._beating, timeout=DEAF)
@@ -130,6 +112,7 @@ class Shift:
     def stop(self, *, at_once: bool) -> None:
         """Begin nothing new; ``at_once`` also gives back what is not done."""
         self._stopping, self._at_once = True, at_once
+        self._feeding.stopped = True
         self._told.set()
         self._look.set()
         if len(self._holdings) and not at_once:
@@ -145,7 +128,7 @@ class Shift:
         if self._plan.sweep_every:
             self._sweeper.start()
         self._lookout.start()
-        warming = asyncio.create_task(self._children.start()) if "process" in self._kinds() else None
+        warming = asyncio.create_task(self._children.start()) if "process" in self._feeding.kinds() else None
         try:
             await self._feed_until_stopped()
             await self._drain_all()
@@ -170,9 +153,9 @@ class Shift:
         leased = await self._ledger.lease_these(self._plan.id, [run_id])
         for each in leased:
             if each.model in self._app.registry:
-                self._begin(each, self._app.registry[each.model])
+                self._begin(each)
             else:
-                await self._ledger.end([Ending(each.id, each.fence, _UNDONE, returned=True)])
+                await self._ledger.end([Ending(each.id, each.fence, UNDONE, returned=True)])
         while len(self._holdings) and not self._stopping:
             self._look.clear()
             await self._look.wait()
@@ -181,7 +164,7 @@ class Shift:
 
     async def _feed_until_stopped(self) -> None:
         """A stop is heard although the database may be silent: a lease whose answer is not waited for is given back."""
-        feeding, told = asyncio.create_task(self._feed()), asyncio.create_task(self._told.wait())
+        feeding, told = asyncio.create_task(self._feeding.feed()), asyncio.create_task(self._told.wait())
         try:
             await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({feeding}, timeout=1.0)
@@ -192,123 +175,12 @@ class Shift:
                 task.cancel()
             await asyncio.gather(feeding, told, return_exceptions=True)
 
-    async def _feed(self) -> None:
-        """Lease whenever there is room, and sleep when there is nothing to lease."""
-        while not self._stopping:
-            self._look.clear()
-            got, asked = await self._lease()
-            if not asked or got < asked:  # else more may be there
-                await self._sleep(await self._pause(looked=bool(asked or self._sated)))
-
-    async def _pause(self, *, looked: bool) -> float:
-        """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
-        pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
-        if not looked:
-            return pause  # no room: whoever ends calls
-        since = time.monotonic() - self._woke
-        if since < WAKE_EVERY:
-            return WAKE_EVERY - since
-        self._woke = time.monotonic()
-        woken, until_next = await self._wake()
-        if woken:
-            self._sated.clear()
-        return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
-
-    async def _sleep(self, seconds: float) -> None:
-        if seconds <= 0:
-            await asyncio.sleep(0)
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._look.wait()
-        except TimeoutError:
-            self._sated.clear()
-
-    def _hear(self) -> None:
-        """There may be something new to lease, of any kind."""
-        self._sated.clear()
-        self._look.set()
-
-    def _kinds(self) -> dict[Isolation, list[str]]:
-        """The models that this worker can run, by where they run."""
-        kinds: dict[Isolation, list[str]] = {}
-        for model in self._app.registry:
-            if self._plan.slots[model.isolation]:
-                kinds.setdefault(model.isolation, []).append(model.name)
-        return kinds
-
-    def _room(self, kind: Isolation) -> int:
-        """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
-        if len(self._finisher) > 2 * sum(self._plan.slots.values()):
-            return 0
-        if time.monotonic() < self._rests_until.get(kind, 0.0):
-            return 0
-        return self._plan.slots[kind] - self._busy[kind]
-
-    async def _lease(self) -> tuple[int, int]:
-        """Fill the room that there is; answer how many were got of how many asked for.
-
-        Half of it at a time: so the database looks for the next ones while these are worked on.
-        """
-        if (kinds := self._kinds()) and len(kinds) > 1 and not len(self._holdings) and not self._sated:
-            return await self._lease_any(kinds)
-        got = asked = 0
-        for kind, names in kinds.items():
-            room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
-            if room <= 0 or self._stopping or kind in self._sated:
-                continue
-            asked += room
-            count = await self._lease_some(names, room)
-            got += count
-            if count < room:
-                self._sated.add(kind)  # nothing more of it, until news comes
-        return got, asked
-
-    async def _lease_any(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
-        """An idle worker asks once for all kinds of models: so many that the scarcest kind of slots would do."""
-        room = min(self._room(kind) for kind in kinds)
-        if room <= 0:
-            return 0, 0
-        got = await self._lease_some([name for names in kinds.values() for name in names], room)
-        if not got:
-            self._sated.update(kinds)
-        return got, max(got, 1)
-
-    async def _lease_some(self, names: list[str], most: int) -> int:
-        try:
-            leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, most))
-        except SemelError as error:
-            self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
-            self._doubt = True
-            await self._sleep(1.0)
-            return 0
-        for each in leased:
-            self._begin(each, self._app.registry[each.model])
-        if self._doubt:
-            await self._quietly(self._give_back_unknown())
-        return len(leased)
-
-    async def _give_back_unknown(self) -> None:
-        """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
-        held = await self._ledger.held_by(self._plan.id)
-        unknown = {run: fence for run, fence in held.items() if run not in self._holdings}
-        endings = [Ending(run, fence, _UNDONE, returned=True) for run, fence in unknown.items()]
-        if endings:
-            await self._ledger.end(endings)
-        self._doubt = False
-
-    async def _wake(self) -> tuple[int, float | None]:
-        try:
-            return await self._ledger.wake()
-        except SemelError as error:
-            self._log.say(logging.WARNING, f"the database did not answer: {error}")
-            return 0, None
-
-    def _begin(self, leased: Leased, model: Model) -> None:
+    def _begin(self, leased: Leased) -> None:
+        model = self._app.registry[leased.model]
         held = Held(leased, model, self._plan.id, time.monotonic())
         self._holdings.add(held)
         self._heart.watch(held)
-        self._busy[model.isolation] += 1
+        self._feeding.take(model.isolation)
         if self._app.news.wanted:
             self._app.news.tell(
                 RunEvent("started", leased.model, "RUNNING", (leased.changed_us - leased.created_us) / MICRO)
@@ -323,10 +195,10 @@ class Shift:
             ended = await self._execute(held)
         except asyncio.CancelledError:
             held.returning = held.returning or held.cancelled_at is None  # whoever did it, the run is not to blame
-            ended = _UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
+            ended = UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = Ended(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
-        self._busy[held.model.isolation] -= 1
+        self._feeding.free(held.model.isolation)
         if not held.over:
             self._conclude(held, ended)
         self._look.set()
@@ -348,8 +220,7 @@ class Shift:
         self._finisher.add(held, ending)
 
     def _unfit(self, held: Held, reason: str) -> None:
-        """This worker cannot begin what it leases: it leaves such runs to others for a while."""
-        self._rests_until[held.model.isolation] = time.monotonic() + UNFIT
+        self._feeding.rest(held.model.isolation)
         self._log.say(logging.ERROR, f"cannot begin, and leases no such runs for {UNFIT:g} s: {reason}", held)
 
     def _abandon(self, held: Held, ended: Ended) -> None:
@@ -373,7 +244,7 @@ class Shift:
             delay = held.model.delay(held.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
         returned = held.returning and ended.kind in ("lost", "cancelled")
         if returned:
-            ended = _UNDONE
+            ended = UNDONE
         if ended.kind not in ("retry", "snooze") or returned:
             delay = 0.0
         return Ending(held.leased.id, held.leased.fence, ended, round(delay * MICRO), returned=returned)
@@ -390,7 +261,7 @@ class Shift:
         elif held.task is not None:
             held.task.cancel()
             by_force = Ended(kind="cancelled", reason="cancelled by force")
-            ended = _UNDONE if held.cancelled_at is None else by_force
+            ended = UNDONE if held.cancelled_at is None else by_force
             asyncio.get_running_loop().call_later(DEAF, self._abandon, held, ended)
 
     def _overdue(self, held: Held) -> None:
@@ -418,7 +289,7 @@ class Shift:
         deadline = time.monotonic() + self._plan.drain
         while len(self._holdings) and time.monotonic() < deadline and not self._at_once:
             self._look.clear()
-            await self._sleep(min(0.2, deadline - time.monotonic()))
+            await self._feeding.sleep(min(0.2, deadline - time.monotonic()))
         for held in self._holdings:
             if not held.over:
                 held.returning = True
@@ -426,7 +297,7 @@ class Shift:
         ends_by = time.monotonic() + 10.0
         while len(self._holdings) and time.monotonic() < ends_by and not self._mute:
             self._look.clear()
-            await self._sleep(0.1)
+            await self._feeding.sleep(0.1)
 
     def _card(self) -> WorkerCard:
         return WorkerCard(

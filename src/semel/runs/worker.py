@@ -20,9 +20,10 @@ from typing import Any, TypedDict
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
+from semel.runs.feeding import Plan
 from semel.runs.models import refuse_while_loading
 from semel.runs.records import checked_count, checked_name, checked_seconds, new_id
-from semel.runs.shift import Plan, Shift
+from semel.runs.shift import Shift
 
 _log = logging.getLogger("semel.worker")
 
