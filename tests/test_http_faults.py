@@ -90,6 +90,10 @@ class ServerStore:
         finally:
             self.server.start()
 
+    def size(self) -> int:
+        """The bytes of the largest file that the app's own processes write."""
+        return 0
+
     @contextmanager
     def read_only(self) -> Iterator[None]:
         """As after a failover, when the address is still that of the old one."""
@@ -130,7 +134,11 @@ class FileStore:
 
     def __init__(self, folder: Path) -> None:
         self.url = f"sqlite:///{folder / 'semel.db'}"
+        self.folder = folder
         assert semel_command(["migrate", self.url]) == 0
+
+    def size(self) -> int:
+        return max(file.stat().st_size for file in self.folder.glob("semel.db*"))
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -272,6 +280,14 @@ def test_a_store_that_was_never_there_is_a_503_and_is_found_when_it_comes(site: 
 
 
 def test_of_fifty_duplicates_at_once_one_is_carried_out(site: Site, key: str) -> None:
+    """Asked again until several processes had a part in a race: the system decides who accepts a connection."""
+    for race in range(20):
+        if len(workers_of_a_race(site, f"{key}-{race}")) > 1:
+            return
+    pytest.fail("one process accepted the connections of all races")
+
+
+def workers_of_a_race(site: Site, key: str) -> set[str]:
     answers = [call.result(PATIENCE) for call in at_once(site, "patient", key)]
     made = [answer for answer in answers if answer.status == 201 and not answer.replayed]
     assert len(made) == 1
@@ -282,7 +298,7 @@ def test_of_fifty_duplicates_at_once_one_is_carried_out(site: Site, key: str) ->
             assert (answer.status, answer.code) == (409, "IDEMPOTENCY_KEY_PROCESSING")
             assert answer.retry_after >= 1
     assert site.executions(key) == 1
-    assert len({answer.headers["x-worker"] for answer in answers}) > 1
+    return {answer.headers["x-worker"] for answer in answers}
 
 
 def test_while_the_first_of_fifty_works_all_others_are_told_so(site: Site, key: str) -> None:
@@ -582,12 +598,13 @@ def test_a_failure_whose_claim_could_not_be_given_back_does_not_block_the_retry(
 
 
 def test_a_body_that_finds_no_room_on_the_disk_is_a_503_and_executes_nothing(site: Site, key: str) -> None:
-    """Files may not grow over 2 MB for a while: larger bodies are refused, small ones are not."""
-    large = b"x" * (3 << 20)
+    """Files may not grow over so much for a while: larger bodies are refused, small ones are not."""
+    room = site.store.size() + (2 << 20)
+    large = b"x" * (room + (1 << 20))
     pids = site.server.pids
     limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
     for pid, (_, hard) in limits.items():
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (2 << 20, hard))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, hard))
     try:
         answer = site.post("conflict", key, large)
         assert (answer.status, answer.code) == (503, "IDEMPOTENCY_STORE_UNAVAILABLE")

@@ -31,7 +31,7 @@ def own_postgres() -> Iterator[servers.Postgres]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "cluster"])
 def own_redis(request: pytest.FixtureRequest) -> Iterator[servers.Redis]:
-    with servers.redis(cluster=request.param) as server:
+    with servers.redis(cluster=request.param, durable=True) as server:
         yield server
 
 
