@@ -31,9 +31,10 @@ import servers
 from semel import App, Worker
 from semel.cli import main as semel_command
 from semel.runs.attempt import Ended
+from semel.runs.leasing import Beat, LeaseRequest
 from semel.runs.ledger import Ledger
 from semel.runs.news import RunEvent
-from semel.runs.transitions import Beat, Ending, LeaseRequest
+from semel.runs.transitions import Ending
 
 ROUNDS = 3
 

@@ -29,7 +29,8 @@ from semel import App, JobStore, Run
 from semel.bridge import drive
 from semel.cli import main as semel
 from semel.runs.attempt import Ended, EndKind
-from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.runs.leasing import Leased, LeaseRequest
+from semel.runs.transitions import Ending
 from semel.testing import FakeClock
 
 KINDS = ("sqlite", "postgres")

@@ -195,7 +195,7 @@ def test_only_a_key_that_is_kept_has_a_date_of_expiry() -> None:
         ({"header": "Schlüssel"}, "header= takes names"),
         ({"policy": "jobs"}, "'jobs' is not a preset; there are intake, ietf, stripe, processor, router"),
     ],
-    ids=str,
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else each,
 )
 def test_an_option_that_can_never_work_is_said_at_the_start(options: Any, said: str) -> None:
     for middleware in (IdempotencyMiddleware, wsgi.IdempotencyMiddleware):

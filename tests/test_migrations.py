@@ -76,7 +76,7 @@ def test_the_list_of_revisions_is_the_chain_of_migrations() -> None:
 
 def test_a_second_migration_changes_nothing(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [semel_command(["migrate", url]) for _ in range(2)] == [0, 0]
-    assert capsys.readouterr().out.splitlines() == ["migrated from nothing to 0002", "already at 0002"]
+    assert capsys.readouterr().out.splitlines() == ["migrated from nothing to 0003", "already at 0003"]
 
 
 def test_keys_survive_a_second_migration(url: str) -> None:
@@ -90,7 +90,7 @@ def test_keys_survive_a_second_migration(url: str) -> None:
 
 def test_many_processes_may_migrate_at_once(url: str) -> None:
     """A rolling deployment: each one starts with `semel migrate`, and each one succeeds."""
-    assert sorted(at_once(MIGRATE, url)) == [[0, "already at 0002"]] * 3 + [[0, "migrated from nothing to 0002"]]
+    assert sorted(at_once(MIGRATE, url)) == [[0, "already at 0003"]] * 3 + [[0, "migrated from nothing to 0003"]]
 
 
 MIGRATE = """

@@ -241,13 +241,13 @@ def test_a_run_that_is_done_before_its_cancel_is_heeded_has_succeeded(shop: Work
 
 def test_a_run_whose_time_is_up_is_stopped_and_that_is_an_error(shop: Workshop) -> None:
     """Wherever it runs, and whether it stops when it is asked to or has to be ended by force."""
-    app = shop.open(models={"timeout": 1.0, "max_attempts": 1})
+    app = shop.open(models={"timeout": 4.0, "max_attempts": 1})
     with shop.working(app, processes=1):
         runs = begun(shop, app, (*POLITE, *DEAF))
         for model, (run, folder) in runs.items():
             ended = app.wait(run.id, timeout=PATIENCE)
             assert (ended.status, ended.attempts, ended.errors, ended.losts) == ("FAILED", 1, 1, 0), model
-            assert (ended.last_error or "").startswith("timed out after 1 seconds"), model
+            assert (ended.last_error or "").startswith("timed out after 4 seconds"), model
             assert (Path(folder) / "cleaned").exists() == (model in POLITE)
             touch(folder)
 
@@ -585,8 +585,8 @@ def leader(shop: Workshop) -> str | None:
 
 
 def test_one_worker_sweeps_and_when_it_stops_another_does(shop: Workshop) -> None:
-    with shop.working(shop.open(), sweep_every=0.1) as second:
-        with shop.working(sweep_every=0.1) as first:
+    with shop.working(shop.open(), sweep_every=5) as second:
+        with shop.working(sweep_every=5) as first:
             until(lambda: len(shop.app.workers()) == 2, "both")
             chosen = until(lambda: leader(shop), "an election")
             for _ in range(20):

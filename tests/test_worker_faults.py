@@ -17,7 +17,7 @@ from semel import App, InvalidRequest, JobStore, Quota, QuotaExceeded, Run
 from semel.bridge import drive
 from semel.cli import main as semel_command
 from semel.runs.keeping import Published
-from semel.runs.transitions import Beat, LeaseRequest
+from semel.runs.leasing import Beat, LeaseRequest
 from semel.testing import FakeClock
 
 PATIENCE = 60

@@ -25,8 +25,9 @@ import worker_models
 from semel import App, Run
 from semel.bridge import drive
 from semel.runs.attempt import Ended, EndKind
+from semel.runs.leasing import Leased, LeaseRequest
 from semel.runs.ledger import Ledger
-from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.runs.transitions import Ending
 from semel.runs.worker import Worker
 from semel.testing import FakeClock
 

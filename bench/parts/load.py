@@ -34,7 +34,7 @@ class Connection:
         if not found:
             return None
         at = head.lower().find(b"content-length: ")
-        length = int(head[at + 16 :].split(b"\r\n", 1)[0])
+        length = 0 if at < 0 else int(head[at + 16 :].split(b"\r\n", 1)[0])  # a 304 has no body, and may say so or not
         if len(body) < length:
             return None
         whole, self.received = self.received, b""

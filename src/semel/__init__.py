@@ -1,10 +1,14 @@
 """semel makes work happen once: idempotency keys for functions, messages and HTTP, on the database that you have."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from semel.errors import (
     AppNotFound,
     ClaimLost,
     CostLimitExceeded,
     Fatal,
+    Forbidden,
     IllegalTransition,
     InProgress,
     InvalidParameters,
@@ -25,41 +29,84 @@ from semel.errors import (
     RunNotComplete,
     RunNotFound,
     SemelError,
+    ServerUnreachable,
+    ServiceError,
     Snooze,
     StoreBroken,
     StoreUnavailable,
+    Unauthenticated,
     Unencodable,
     Unfingerprintable,
     UnknownModel,
 )
 from semel.fingerprint import fingerprint
-from semel.model import (
-    Claim,
-    Granted,
-    InFlight,
-    Mismatch,
-    Outcome,
-    ProcessingRecord,
-    Record,
-    Replay,
-    Response,
-    Result,
-    Unknown,
-    Verdict,
-)
-from semel.once.calls import current_claim
-from semel.once.counters import Event, Stats
-from semel.once.faces import AsyncOnce, Once
-from semel.once.processor import IdempotentProcessor
-from semel.policy import Policy
-from semel.runs.app import App, AsyncRuns
-from semel.runs.context import Context
-from semel.runs.jobs import AsyncJobStore, JobStore
-from semel.runs.quotas import Quota, Usage
-from semel.runs.records import Run
-from semel.runs.worker import Worker
+
+if TYPE_CHECKING:
+    from semel.client import AsyncClient as AsyncClient
+    from semel.client import Client as Client
+    from semel.client import SubmitResult as SubmitResult
+    from semel.client import submit_cloud_job as submit_cloud_job
+    from semel.model import (
+        Claim,
+        Granted,
+        InFlight,
+        Mismatch,
+        Outcome,
+        ProcessingRecord,
+        Record,
+        Replay,
+        Response,
+        Result,
+        Unknown,
+        Verdict,
+    )
+    from semel.once.calls import current_claim
+    from semel.once.counters import Event, Stats
+    from semel.once.faces import AsyncOnce, Once
+    from semel.once.processor import IdempotentProcessor
+    from semel.policy import Policy
+    from semel.runs.app import App, AsyncRuns
+    from semel.runs.context import Context
+    from semel.runs.jobs import AsyncJobStore, JobStore
+    from semel.runs.quotas import Quota, Usage
+    from semel.runs.records import Run
+    from semel.runs.worker import Worker
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "semel.client": ("AsyncClient", "Client", "SubmitResult", "submit_cloud_job"),
+    "semel.model": (
+        "Claim",
+        "Granted",
+        "InFlight",
+        "Mismatch",
+        "Outcome",
+        "ProcessingRecord",
+        "Record",
+        "Replay",
+        "Response",
+        "Result",
+        "Unknown",
+        "Verdict",
+    ),
+    "semel.once.calls": ("current_claim",),
+    "semel.once.counters": ("Event", "Stats"),
+    "semel.once.faces": ("AsyncOnce", "Once"),
+    "semel.once.processor": ("IdempotentProcessor",),
+    "semel.policy": ("Policy",),
+    "semel.runs.app": ("App", "AsyncRuns"),
+    "semel.runs.context": ("Context",),
+    "semel.runs.jobs": ("AsyncJobStore", "JobStore"),
+    "semel.runs.quotas": ("Quota", "Usage"),
+    "semel.runs.records": ("Run",),
+    "semel.runs.worker": ("Worker",),
+}
+"""Where a name is at home: it is fetched when it is first used, so that a command that needs none starts at once.
+
+Those of the client need its extra, so they are not in ``__all__``: ``from semel import *`` works without it.
+"""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "App",
@@ -73,6 +120,7 @@ __all__ = [
     "CostLimitExceeded",
     "Event",
     "Fatal",
+    "Forbidden",
     "Granted",
     "IdempotentProcessor",
     "IllegalTransition",
@@ -108,10 +156,13 @@ __all__ = [
     "RunNotComplete",
     "RunNotFound",
     "SemelError",
+    "ServerUnreachable",
+    "ServiceError",
     "Snooze",
     "Stats",
     "StoreBroken",
     "StoreUnavailable",
+    "Unauthenticated",
     "Unencodable",
     "Unfingerprintable",
     "Unknown",
@@ -122,3 +173,16 @@ __all__ = [
     "current_claim",
     "fingerprint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

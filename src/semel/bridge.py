@@ -45,7 +45,7 @@ class HomeLoop:
         if loop is not self._loop:
             if self._loop is not None:
                 if not self._loop.is_closed():
-                    raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
+                    raise SemelError("this is in use in another event loop already; make one for each loop")
                 self._forget()
             self._loop = loop
 

@@ -1,4 +1,4 @@
-"""A simulated model to try things out with: it sleeps, gives metrics, and fails as often as it is told to.
+"""Simulated models to try things out with: they sleep, make something up, and fail as often as they are told to.
 
     semel worker semel.demo:app
 
@@ -59,3 +59,24 @@ def baseline_forecast(
         "metrics": {"runtime_seconds": round(time.monotonic() - started, 3), "objective": round(chance.random(), 4)},
         "notes": "simulated",
     }
+
+
+@app.model("train_lora_v1", summary="base")
+def train_lora(
+    ctx: Context,
+    *,
+    base: str = "flux",
+    rank: Annotated[int, Meta(ge=1, le=1024)] = 16,
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = 100,
+    seconds: Annotated[float, Meta(ge=0, le=3600)] = 1.0,
+) -> dict[str, Any]:
+    """Sleep for ``seconds`` and make up a training: what the configs of the jobs API run in the demo."""
+    files = [] if ctx.data is None else sorted(path for path in ctx.data.rglob("*") if path.is_file())
+    ctx.log.info("training on %s with %d files", base, len(files))
+    loss = 1.0
+    for step in range(_STEPS):
+        time.sleep(seconds / _STEPS)
+        loss *= 0.9
+        ctx.progress((step + 1) / _STEPS, f"step {(step + 1) * steps // _STEPS} of {steps}, loss {loss:.3f}")
+    ctx.artifact("weights.txt").write_text(f"{base}, rank {rank}, {steps} steps: simulated\n")
+    return {"base": base, "rank": rank, "steps": steps, "files": len(files), "loss": round(loss, 4)}

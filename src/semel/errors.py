@@ -148,3 +148,41 @@ class RunCancelled(SemelError):
 
 class AppNotFound(SemelError, LookupError):
     """A worker process cannot find the app that a message is about: nothing was done, the run waits."""
+
+
+class ServiceError(SemelError):
+    """The server refused a request, or answered with what makes no sense.
+
+    ``status`` is that of HTTP, ``code`` the problem's, ``retryable`` says that the same request may succeed later. A
+    request that had a key names it in ``idempotency_key``: sent again under it, nothing is done twice.
+    """
+
+    def __init__(
+        self, status: int, code: str, detail: str, retryable: bool = False, *, idempotency_key: str | None = None
+    ) -> None:
+        super().__init__(f"{detail} ({code})" if status == 200 else f"{detail} (HTTP {status}, {code})")
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.retryable = retryable
+        self.idempotency_key = idempotency_key
+
+
+class Unauthenticated(ServiceError):
+    """The server wants a token, or does not know this one: give ``token=``, or set ``SEMEL_TOKEN``."""
+
+
+class Forbidden(ServiceError):
+    """The token's role does not allow that; nothing was done."""
+
+
+class ServerUnreachable(SemelError, ConnectionError):
+    """No answer came: the server is not there, or its answers were lost.
+
+    A request that had a key names it in ``idempotency_key``: it may have been carried out, and sent again under the
+    same key, nothing is done twice.
+    """
+
+    def __init__(self, message: str, *, idempotency_key: str | None = None) -> None:
+        super().__init__(message)
+        self.idempotency_key = idempotency_key

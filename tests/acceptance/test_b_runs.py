@@ -13,7 +13,7 @@ from semel import App, Quota, QuotaExceeded
 from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.held import Held
-from semel.runs.transitions import Beat, Leased
+from semel.runs.leasing import Beat, Leased
 from workshop import Hand, Workshop, effects, touch, until
 
 MOMENT = 0.000001

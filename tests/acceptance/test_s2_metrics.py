@@ -10,8 +10,8 @@ from semel import App, Fatal, KeyReused
 from semel.bridge import drive
 from semel.cli import main as semel_command
 from semel.metrics.prometheus import RunMetrics
+from semel.runs.leasing import LeaseRequest
 from semel.runs.sweeper import Sweeper
-from semel.runs.transitions import LeaseRequest
 from semel.runs.transports import Database
 from semel.testing import FakeClock
 

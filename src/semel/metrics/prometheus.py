@@ -10,12 +10,13 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from semel.errors import InvalidRequest
 from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, RUN_BUCKETS, RUN_MEANINGS, SAMPLE_EVERY, interval
 from semel.once.counters import MOST_SCOPES, Event, Scopes
 from semel.sql.engines import missing
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
     from prometheus_client.core import GaugeMetricFamily, Metric
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
@@ -82,6 +83,17 @@ class RunMetrics:
                 self._to.duration.labels(event.model, event.status).observe(event.seconds)
             case "stuck":
                 self._to.stuck.inc(event.count)
+
+
+def expose(place: str) -> None:
+    """Tell at ``http://HOST:PORT/metrics``, for this process's time, what it counts; ``place`` is ``[HOST:]PORT``."""
+    host, _, port = place.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"metrics are told at a port, as 9101 or 0.0.0.0:9101, not at {place!r}")
+    try:
+        start_http_server(int(port), host.strip("[]") or "127.0.0.1")
+    except OSError as error:
+        raise InvalidRequest(f"metrics cannot be told at {place}: {error.strerror or error}") from error
 
 
 class _RunInstruments:

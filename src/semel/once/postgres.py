@@ -197,8 +197,8 @@ FROM semel_keys, clock GROUP BY 1
 """)
 
 
-def hearing(url: URL) -> Hear:
-    """LISTEN over psycopg, for the listener's thread."""
+def hearing(url: URL, greeting: str | None = None) -> Hear:
+    """LISTEN over psycopg, for the listener's thread. ``greeting`` is heard first: what came before was not."""
     address = url.set(drivername="postgresql").render_as_string(hide_password=False)
 
     def hear(channel: str, stopped: Event) -> Iterator[str]:
@@ -206,6 +206,8 @@ def hearing(url: URL) -> Hear:
 
         with psycopg.connect(address, autocommit=True, application_name="semel-listener") as conn:
             conn.execute(f"LISTEN {channel}")
+            if greeting is not None:
+                yield greeting
             while not stopped.is_set():
                 for notice in conn.notifies(timeout=0.5):
                     yield notice.payload

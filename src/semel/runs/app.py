@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from semel.runs.worker import Worker, WorkerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_VARIABLES = {
+    "url": "SEMEL_DB",
+    "artifacts": "SEMEL_ARTIFACTS",
+    "transport": "SEMEL_TRANSPORT",
+    "redis": "SEMEL_REDIS",
+}
 
 _apps: WeakSet[App] = WeakSet()
 
@@ -91,12 +99,45 @@ class App:
         self.terms = Terms(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish
         self.clock = clock
+        self._told_by = (transport, redis)
         self.transport = _transport(transport, redis, self)
         self._artifacts = _absolute(artifacts)
         self._opening = threading.Lock()
         Ledger(url, awaited=False)  # says at once when the URL cannot work
         _apps.add(self)
         survive_fork(self)
+
+    def place(
+        self,
+        *,
+        url: str | None = None,
+        artifacts: str | None = None,
+        transport: Literal["database", "rq", "celery"] | None = None,
+        redis: str | None = None,
+    ) -> App:
+        """Put the app elsewhere before it is used; what is None stays as it is. Answers the app itself."""
+        retold = (transport, redis) not in ((None, None), self._told_by)
+        moves = url not in (None, self.url) or artifacts is not None or retold
+        if moves and self.__dict__.keys() & {"aio", "_engine"}:
+            raise InvalidRequest("the app is in use already, so it cannot be put elsewhere")
+        kind, broker = self._told_by
+        kind = transport or kind
+        told_by = (kind, redis or (broker if kind != "database" else None))
+        new = _transport(*told_by, self) if retold else self.transport
+        if url is not None:
+            Ledger(url, awaited=False)
+            self.url = url
+        if artifacts is not None:
+            self._artifacts = _absolute(artifacts)
+        if retold:
+            self.transport.close()
+            self._told_by, self.transport = told_by, new
+        return self
+
+    def place_by_environment(self) -> App:
+        """Put it where ``SEMEL_DB``, ``SEMEL_ARTIFACTS``, ``SEMEL_TRANSPORT`` and ``SEMEL_REDIS`` say, if they do."""
+        found = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
+        return self.place(**cast("dict[str, Any]", found))
 
     def after_fork(self) -> None:
         """A thread that was opening the result store stayed in the parent."""

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any, TypedDict
 
 import msgspec
 from msgspec import Struct
 
-from semel.errors import InvalidRequest, KeyReused, SemelError
+from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
+from semel.runs import tracing
+from semel.runs.keys import KeyKind
 from semel.runs.models import Model, refuse_while_loading
-from semel.runs.records import MICRO, Run, checked_name, checked_seconds, checked_user, micros, new_id
+from semel.runs.records import (
+    HELD_US,
+    INTERNAL_PREFIX,
+    MICRO,
+    Run,
+    checked_name,
+    checked_seconds,
+    checked_user,
+    micros,
+    new_id,
+)
 from semel.runs.registry import Registry
-from semel.runs.submitting import Answer, Created, KeyKind, Submission
+from semel.runs.submitting import Answer, Created, Submission
 
 MAX_KEY = 255
 RETRY_WINDOW = 600.0
@@ -67,16 +80,27 @@ class Desk:
         return self.submission(model, parameters or {}, SubmitOptions(**options))  # type: ignore[typeddict-item]
 
     def submission(
-        self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, *, retry_of: str | None = None
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        options: SubmitOptions,
+        *,
+        retry_of: str | None = None,
+        internal: bool = False,
     ) -> Submission:
-        """Everything checked."""
+        """Everything checked. Only the service itself, which is ``internal``, submits its own models."""
         refuse_while_loading("a run was submitted")
         registered = self._registry[model]
+        if registered.name.startswith(INTERNAL_PREFIX) and not internal and retry_of is None:
+            raise UnknownModel(f"the model {model!r} is the service's own: nobody else submits its runs")
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
+        asked = None
         if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
-            key, kind, ttl = f"retry:{retry_of}", "payload", RETRY_WINDOW
+            asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
+            if kind != "key":
+                key, kind, ttl = f"retry:{retry_of}", "payload", RETRY_WINDOW
         queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
         reservation = options.get("reservation")
         return Submission(
@@ -99,6 +123,8 @@ class Desk:
             facet=_group(registered, given),
             retry_of=retry_of,
             reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
+            asked=asked,
+            trace=tracing.current(),
         )
 
     def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:
@@ -150,7 +176,7 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         cost=submission.cost / MICRO,
         asked_cost=submission.cost / MICRO,
         created_us=answer.created_us,
-        due_us=answer.created_us + submission.delay_us,
+        due_us=answer.created_us + (submission.delay_us if submission.first is None else HELD_US),
         started_us=None,
         finished_us=None,
         worker=None,

@@ -24,6 +24,10 @@ class Job(Struct, frozen=True, kw_only=True):
     user: str = ""
     tenant: str = ""
     worker: str = ""
+    data_ref: str | None = None
+    """Where the data of the run lies in the result store, if it has any."""
+    trace: str | None = None
+    """The span that the attempt is, as ``traceparent``: for one in another process."""
 
 
 class Artifact(Struct, frozen=True):

@@ -13,7 +13,8 @@ from semel.errors import InvalidRequest, RunCancelled
 from semel.runs import capture
 from semel.runs.attempt import Job
 from semel.runs.capture import Lines, Wire
-from semel.runs.results import place
+from semel.runs.data import unpack
+from semel.runs.results import ResultStore, place
 
 __all__ = ["Context", "Flag", "Stop", "Wire"]
 
@@ -47,7 +48,19 @@ class Flag:
 class Context:
     """One attempt, as its model sees it. Its methods may be called from any thread of the model."""
 
-    __slots__ = ("_artifacts", "_cost", "_job", "_lines", "_log", "_scratch", "_stop", "_told", "_wire")
+    __slots__ = (
+        "_artifacts",
+        "_closed",
+        "_cost",
+        "_data",
+        "_job",
+        "_lines",
+        "_log",
+        "_scratch",
+        "_stop",
+        "_told",
+        "_wire",
+    )
 
     def __init__(self, job: Job, wire: Wire, stop: Stop, scratch: Path | None = None) -> None:
         self._job = job
@@ -57,6 +70,8 @@ class Context:
         self._scratch = scratch
         self._artifacts: dict[str, Path] | None = None
         self._cost: float | None = None
+        self._data: Path | None = None
+        self._closed = False
         self._log: _RunLog | None = None
         self._told = False
 
@@ -95,6 +110,16 @@ class Context:
         return self._job.worker
 
     @property
+    def data(self) -> Path | None:
+        """The folder with the data of the run, unpacked for this attempt alone; None for a run without data."""
+        return self._data
+
+    @property
+    def data_ref(self) -> str | None:
+        """Where that data lies in the result store; it names the content's digest."""
+        return self._job.data_ref
+
+    @property
     def cancelled(self) -> bool:
         """Whether the run should stop: it was cancelled, or its time is up."""
         if self._stop.is_set():
@@ -124,7 +149,7 @@ class Context:
     def artifact(self, name: str) -> Path:
         """Return a path to write to: the file is published under this name with the result of a success."""
         place(self.run_id, self.fence, f"artifacts/{name}")  # refuses what could lead elsewhere
-        path = self._folder() / name
+        path = self._folder() / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         assert self._artifacts is not None
         self._artifacts[name] = path
@@ -167,6 +192,16 @@ def has_scratch(context: Context) -> bool:
     return context._artifacts is not None
 
 
+def fetch_data(context: Context, results: ResultStore) -> None:
+    """Unpack the run's data into the scratch folder, which goes with the attempt."""
+    assert context._job.data_ref is not None
+    try:
+        context._data = unpack(results, context._job.data_ref, context._folder() / "data")
+    finally:
+        if context._closed and context._scratch is not None:  # nobody waited for it
+            shutil.rmtree(context._scratch, ignore_errors=True)
+
+
 def files(context: Context) -> dict[str, Path]:
     """The artifacts that were written, a folder as the files in it."""
     found: dict[str, Path] = {}
@@ -184,6 +219,7 @@ def files(context: Context) -> dict[str, Path]:
 def close(context: Context) -> None:
     """Hear no more of the model, and remove its scratch folder, whatever is in it."""
     context._lines.close()
+    context._closed = True
     if context._artifacts is not None and context._scratch is not None:
         shutil.rmtree(context._scratch, ignore_errors=True)
 

@@ -115,7 +115,7 @@ def find(address: Address) -> App:
             failures.append(str(error))
             continue
         if isinstance(found, App):
-            return found
+            return found if _digest(found) == address.digest else found.place_by_environment()
     return choose(apps(), address, failures)
 
 

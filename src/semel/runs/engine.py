@@ -19,6 +19,7 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
+from semel.runs.data import folder_of
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
 from semel.runs.quotas import Quota, Usage
@@ -116,24 +117,30 @@ class Engine:
             await self._announce([run])
         return run
 
-    async def submit_many(self, submissions: Sequence[Mapping[str, Any]]) -> list[Run | SemelError]:
+    async def submit_many(
+        self, submissions: Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> list[Run | SemelError]:
         """Store many runs with few statements: each is the arguments of :meth:`submit` as a mapping.
 
         Answers in their order; where one could not be had, its error stands in its place. Parameters that do not fit
-        are found before anything is stored.
+        are found before anything is stored, and raised; with ``strict=False`` they, too, stand in their places.
         """
         if isinstance(submissions, str | Mapping):
             raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
-        asked = []
+        asked: list[Submission] = []
+        refused: dict[int, SemelError] = {}
         for place, each in enumerate(submissions):
             try:
                 asked.append(self._desk.of_mapping(each))
             except SemelError as error:
-                raise type(error)(f"submission {place}: {error}") from error
+                if strict:
+                    raise type(error)(f"submission {place}: {error}") from error
+                refused[place] = error
         answers = await self.ledger.submit_many(asked)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
         there = await self.ledger.get(found) if found else {}
-        runs = [run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True)]
+        had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
+        runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
         for run in new:
             self._tell("created", run.model)
@@ -141,8 +148,10 @@ class Engine:
         return runs
 
     async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
-        there = {} if isinstance(answer, SemelError | Created) else await self.ledger.get([answer.id])
-        return run_of_answer(submission, answer, there)
+        if isinstance(answer, SemelError | Created):
+            return run_of_answer(submission, answer, {})
+        run = answer.run or await self.ledger.find(answer.id)
+        return run_of_answer(submission, answer, {} if run is None else {run.id: run})
 
     async def _announce(self, runs: Sequence[Run]) -> None:
         """Tell the transport of what is due. One that cannot be reached loses nothing: the sweeper finds the runs."""
@@ -160,10 +169,10 @@ class Engine:
         known = checked_id(run_id)
         if tenant is not None:
             checked_name("tenant", tenant)
-        found = await self.ledger.get([known], tenant) if known else {}
-        if known not in found:
+        run = await self.ledger.find(known) if known else None
+        if run is None or (tenant is not None and run.tenant != tenant):
             raise RunNotFound(f"there is no run {run_id!r}")
-        return found[known]
+        return run
 
     async def runs(
         self,
@@ -212,13 +221,23 @@ class Engine:
             raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
         return run
 
-    async def retry(self, run_id: str, *, tenant: str | None = None) -> Run:
-        """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was."""
+    async def retry(self, run_id: str, *, idempotency_key: str | None = None, tenant: str | None = None) -> Run:
+        """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was.
+
+        Asked again while the new run is under way, it is found; with a key of its own, whatever became of it.
+        """
         run = await self.get(run_id, tenant=tenant)
         if run.status not in ("FAILED", "CANCELLED"):
             raise IllegalTransition(f"run {run.id} is {run.status}; only a FAILED or CANCELLED run can be retried")
+        if run.held:
+            raise IllegalTransition(f"run {run.id} never got its data; submit the job again")
         options = SubmitOptions(
-            user=run.user, tenant=run.tenant, queue=run.queue, priority=run.priority, cost=run.asked_cost
+            idempotency_key=idempotency_key,
+            user=run.user,
+            tenant=run.tenant,
+            queue=run.queue,
+            priority=run.priority,
+            cost=run.asked_cost,
         )
         submission = self._desk.submission(run.model, run.parameters, options, retry_of=run.id)
         again = await self._answered(submission, await self.ledger.submit(submission))
@@ -298,9 +317,10 @@ class Engine:
             return msgspec.structs.replace(told, reason=unseen)
         return told
 
-    async def summary(self, *, tenant: str = "", grouped: bool = False) -> list[Summary]:
+    async def summary(self, *, tenant: str = "", grouped: bool = False, user: str | int | None = None) -> list[Summary]:
         """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
-        return await self.ledger.summary(checked_name("tenant", tenant), grouped=grouped)
+        whose = _name_or_none("user", user)
+        return await self.ledger.summary(checked_name("tenant", tenant), grouped=grouped, user=whose)
 
     async def backlog(self) -> Backlog:
         """What waits and what runs, for those who watch."""
@@ -328,11 +348,13 @@ class Engine:
         return (await self.ledger.usage((checked_name("tenant", tenant), checked_name("user", user))))[0]
 
     async def purge(self, older_than: float) -> int:
-        """Remove runs that were over so many seconds ago, with their events, logs and files; answer how many."""
+        """Remove runs that were over so many seconds ago, with their events, logs, files and data; answer how many."""
         total = 0
         while ids := await self.ledger.old_runs(checked_seconds("older_than", older_than)):
             for run_id in ids:
                 await self.ledger.apart(self._results().remove, run_id)
+            for ref in await self.ledger.data_of(ids):
+                await self.ledger.apart(self._results().remove, folder_of(ref))
             total += await self.ledger.remove_runs(ids)
         return total
 

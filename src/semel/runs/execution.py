@@ -19,11 +19,12 @@ import msgspec
 from msgspec.structs import replace
 
 from semel.errors import Fatal, InvalidRequest, Retry, RunCancelled, Snooze
-from semel.runs import capture, context
+from semel.runs import capture, context, tracing
 from semel.runs.attempt import Ended, EndKind, Job
 from semel.runs.context import Context, Flag, Stop, Wire
 from semel.runs.failures import names_in, reason_of, traceback_of
 from semel.runs.models import Model
+from semel.runs.records import INTERNAL_PREFIX
 from semel.runs.results import INLINE_BYTES, MAX_BYTES, ResultStore, publish
 
 if TYPE_CHECKING:
@@ -79,12 +80,20 @@ def perform(
     token = capture.begin(context.lines(ctx))
     try:
         try:
-            value = _call(ctx, job, model)
+            if _wants_data(job, model):
+                context.fetch_data(ctx, results)
+            with tracing.continued(job.trace):
+                value = _call(ctx, job, model)
         except BaseException as error:  # noqa: BLE001 (sys.exit in a model must not end whoever runs it)
             return _failed(ctx, model, error, fatal)
         return _judged(ctx, value) or _published(ctx, job, value, results, limits)
     finally:
         capture.end(token)
+
+
+def _wants_data(job: Job, model: Model) -> bool:
+    """Whether the data is to be unpacked: the service's own models pass it on as it is."""
+    return job.data_ref is not None and model.wants_context and not job.model.startswith(INTERNAL_PREFIX)
 
 
 def _call(ctx: Context, job: Job, model: Model) -> Any:
@@ -107,6 +116,8 @@ async def execute_async(
     handed_over = False
     try:
         try:
+            if _wants_data(job, model):
+                await _apart(context.fetch_data, ctx, results)
             value = _call(ctx, job, model)
             if hasattr(value, "__await__"):
                 value = await (value if model.timeout is None else _in_time(value, model.timeout))

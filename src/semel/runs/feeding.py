@@ -14,10 +14,11 @@ from msgspec import Struct
 from semel.errors import SemelError
 from semel.runs.attempt import Ended
 from semel.runs.held import Holdings
+from semel.runs.leasing import Leased, LeaseRequest
 from semel.runs.ledger import Ledger
 from semel.runs.models import Isolation
 from semel.runs.registry import Registry
-from semel.runs.transitions import Ending, Leased, LeaseRequest
+from semel.runs.transitions import Ending
 from semel.runs.worklog import WorkLog
 
 Slots: TypeAlias = dict[Isolation, int]

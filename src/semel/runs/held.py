@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from semel.runs.attempt import Job
 from semel.runs.context import Flag
 from semel.runs.keeping import Line
+from semel.runs.leasing import Beat, Leased
 from semel.runs.models import Model
-from semel.runs.transitions import Beat, Leased
 
 
 class Held:
@@ -48,6 +48,7 @@ class Held:
             user=leased.user_id,
             tenant=leased.tenant,
             worker=worker,
+            data_ref=leased.data_ref,
         )
         self.stop = Flag()
         self.task: asyncio.Task[None] | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from semel.bridge import awaited, blocking
 from semel.once.store import Clock
+from semel.runs.keys import KeyEntry, StoreKey
 from semel.runs.ledger import Ledger
 from semel.runs.quotas import Reserve
 from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, checked_user, new_id
-from semel.runs.submitting import KeyEntry, StoreKey
 
 _MAX_KEY = 255
 

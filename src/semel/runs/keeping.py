@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import BigInteger, Connection, and_, case, delete, literal, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case, delete, literal, select
 
 from semel.runs.quotas import read_clock
-from semel.runs.records import MICRO, TERMINAL
+from semel.runs.records import INTERNAL_QUEUE, MICRO, TERMINAL
 from semel.runs.transitions import storable
-from semel.sql.schema import run_events, run_keys, run_logs, runs, workers
+from semel.sql.schema import deliveries, jobs, run_events, run_keys, run_logs, runs, workers
 from semel.sql.statements import Statement, Terms
 
 
@@ -161,19 +161,37 @@ class Published(Struct, frozen=True, kw_only=True):
     fence: int
     note: str | None
 
+    @property
+    def version(self) -> int:
+        """The run's version that this step led to."""
+        return int(self.id.rpartition("/")[2])
+
 
 _NAMES = {"created": "RunCreated", "leased": "RunStarted"}
 
 
 def unpublished(conn: Connection, most: int = 100) -> list[Published]:
     """The oldest events that nobody has confirmed to have published."""
-    rows = conn.execute(
+    return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
+
+
+def unsent(conn: Connection, most: int = 200) -> list[Published]:
+    """The oldest events that a subscription may want, except those that another is handing on at this moment."""
+    return _events(
+        conn.execute(_outbox(run_events.c.unsent).limit(most).with_for_update(of=run_events, skip_locked=True))
+    )
+
+
+def _outbox(which: ColumnElement[bool]) -> Select[Any]:
+    return (
         select(run_events, runs.c.model, runs.c.tenant, runs.c.user_id)
         .join_from(run_events, runs, run_events.c.run_id == runs.c.id)
-        .where(run_events.c.unpublished)
+        .where(which)
         .order_by(run_events.c.at_us, run_events.c.run_id, run_events.c.version)
-        .limit(most)
     )
+
+
+def _events(rows: Iterable[Any]) -> list[Published]:
     return [
         Published(
             id=f"{row.run_id}/{row.version}",
@@ -192,22 +210,35 @@ def unpublished(conn: Connection, most: int = 100) -> list[Published]:
     ]
 
 
-_PUBLISHED_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
-_PUBLISHED = Statement(
-    lambda w: (
-        f"""
-UPDATE semel_run_events AS k SET unpublished = false FROM {w.batch(_PUBLISHED_COLUMNS)}
+_STEP_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
+
+
+def _clearing(flag: str) -> Statement:
+    return Statement(
+        lambda w: (
+            f"""
+UPDATE semel_run_events AS k SET {flag} = false FROM {w.batch(_STEP_COLUMNS)}
 WHERE k.run_id = in_id AND k.version = in_version
 """
-    ),
-    _PUBLISHED_COLUMNS,
-)
+        ),
+        _STEP_COLUMNS,
+    )
+
+
+_PUBLISHED = _clearing("unpublished")
+_SENT = _clearing("unsent")
 
 
 def published(conn: Connection, events: Sequence[Published]) -> None:
     """These have been published."""
     if events:
-        _PUBLISHED.count(conn, [(each.run_id, int(each.id.rpartition("/")[2])) for each in events])
+        _PUBLISHED.count(conn, [(each.run_id, each.version) for each in events])
+
+
+def sent(conn: Connection, events: Sequence[Published]) -> None:
+    """These have been handed on to those who want them."""
+    if events:
+        _SENT.count(conn, [(each.run_id, each.version) for each in events])
 
 
 class Due(Struct, frozen=True):
@@ -226,7 +257,8 @@ class Due(Struct, frozen=True):
 def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[Due]:
     """Runs, with their queues, that are due and that perhaps nobody was told of.
 
-    Of one that was due at once its submitter told; it is named when it has waited for so long all the same.
+    Of one that was due at once its submitter told; it is named when it has waited for so long all the same. The
+    service's own work is nobody's to be told of: its servers look for it themselves.
     """
     now = read_clock(conn, terms)
     pending = literal("PENDING", literal_execute=True)
@@ -234,6 +266,7 @@ def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[Due]:
     told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
     waited = runs.c.due_us <= literal(now, BigInteger) - told
     query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
+    query = query.where(runs.c.queue != INTERNAL_QUEUE)
     return [Due(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
 
 
@@ -244,10 +277,19 @@ def old_runs(conn: Connection, age_us: int, terms: Terms, most: int = 500) -> li
     return list(conn.scalars(query))
 
 
+def data_of(conn: Connection, ids: Sequence[str]) -> list[str]:
+    """Refs of the data of these runs which no other run has."""
+    refs = set(conn.scalars(select(runs.c.data_ref).where(runs.c.id.in_(ids), runs.c.data_ref.is_not(None))))
+    if not refs:
+        return []
+    others = select(runs.c.data_ref).where(runs.c.data_ref.in_(refs), runs.c.id.not_in(ids)).distinct()
+    return sorted(refs - set(conn.scalars(others)))
+
+
 def remove_runs(conn: Connection, ids: Sequence[str]) -> int:
     """Remove runs that are over, with their events, logs and keys."""
     gone = list(conn.scalars(delete(runs).where(runs.c.id.in_(ids), runs.c.status.in_(TERMINAL)).returning(runs.c.id)))
-    for table in (run_events, run_logs):
+    for table in (run_events, run_logs, jobs, deliveries):
         conn.execute(delete(table).where(table.c.run_id.in_(gone)))
     conn.execute(delete(run_keys).where(run_keys.c.job_id.in_(gone)))
     return len(gone)

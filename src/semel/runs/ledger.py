@@ -17,13 +17,15 @@ from sqlalchemy import URL, Connection
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.once.runtime import Loop, Runtime, Threads
 from semel.once.store import Clock
-from semel.runs import keeping, quotas, reading, submitting, transitions
+from semel.runs import keeping, keys, leasing, quotas, reading, submitting, transitions
 from semel.runs.keeping import Due, Line, Published, WorkerCard
+from semel.runs.keys import KeyEntry, StoreKey
+from semel.runs.leasing import Beat, Leased, LeaseRequest
 from semel.runs.quotas import Person, Quota, Reserve, Usage
-from semel.runs.reading import Backlog, Filter
+from semel.runs.reading import Backlog, Filter, Mark
 from semel.runs.records import MICRO, LogLine, Page, Run, Step, Summary, Waiting, WorkerInfo
-from semel.runs.submitting import Answer, KeyEntry, StoreKey, Submission
-from semel.runs.transitions import Beat, Ending, Leased, LeaseRequest, Over
+from semel.runs.submitting import Answer, Found, Submission
+from semel.runs.transitions import Ending, Over
 from semel.sql import engines, migrate
 from semel.sql.opening import open_database
 from semel.sql.statements import Terms, transaction
@@ -59,7 +61,9 @@ class Ledger:
         self._clock = clock
         self._publish = publish
         self._ready = False
+        self._repeats = False
         self._lane = self.runtime.lane(self._submit_now)
+        self._looking = self.runtime.lane(self._look_now)
 
     @property
     def terms(self) -> Terms:
@@ -94,6 +98,14 @@ class Ledger:
     async def _read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         answer: R = await self._patiently(self._database.read, work, args, kwargs)
         return answer
+
+    async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Ask with statements of others, such as the service's own."""
+        return await self._read(work, *args, **kwargs)
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Write with statements of others, as one transaction."""
+        return await self._at_once(work, *args, **kwargs)
 
     async def _at_once(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Several statements as one transaction."""
@@ -138,29 +150,36 @@ class Ledger:
         return answers
 
     async def _submit_now(self, submissions: Sequence[Submission]) -> list[Answer]:
-        return await self._at_once(submitting.submit, submissions, self.terms)
+        """Where repeats were met lately, look for them first: that is cheaper than to find out while writing."""
+        answers = await self._read(submitting.recognised, submissions, self.terms) if self._repeats else {}
+        left = [each for each in submissions if each.id not in answers]
+        if left:
+            written = await self._at_once(submitting.submit, left, self.terms)
+            answers |= {each.id: answer for each, answer in zip(left, written, strict=True)}
+        self._repeats = any(isinstance(answer, Found) for answer in answers.values())
+        return [answers[each.id] for each in submissions]
 
     async def lease(self, request: LeaseRequest) -> list[Leased]:
-        """See transitions.lease. Not sent again by itself: what its reply would have named is given back later."""
-        leased: list[Leased] = await self._once(self._database.write, transitions.lease, (request, self.terms), {})
+        """See leasing.lease. Not sent again by itself: what its reply would have named is given back later."""
+        leased: list[Leased] = await self._once(self._database.write, leasing.lease, (request, self.terms), {})
         return leased
 
     async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
-        """See transitions.lease_these."""
-        return await self._at_once(transitions.lease_these, worker, ids, self.terms)
+        """See leasing.lease_these."""
+        return await self._at_once(leasing.lease_these, worker, ids, self.terms)
 
     async def wake(self) -> tuple[int, float | None]:
-        """See transitions.wake; the pause until the next is due in seconds."""
-        woken, until_next = await self._write(transitions.wake, self.terms)
+        """See leasing.wake; the pause until the next is due in seconds."""
+        woken, until_next = await self._write(leasing.wake, self.terms)
         return woken, None if until_next is None else max(0.0, until_next / MICRO)
 
     async def renew(self, beats: Sequence[Beat]) -> dict[str, bool]:
-        """See transitions.renew."""
-        return await self._write(transitions.renew, beats, self.terms)
+        """See leasing.renew."""
+        return await self._write(leasing.renew, beats, self.terms)
 
     async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-        """See transitions.watch."""
-        return await self._read(transitions.watch, held)
+        """See leasing.watch."""
+        return await self._read(leasing.watch, held)
 
     async def end(self, endings: Sequence[Ending]) -> dict[str, Over]:
         """See transitions.end. A success that was written before, its reply lost, is answered as the first time."""
@@ -172,7 +191,7 @@ class Ledger:
 
     async def held_by(self, worker: str) -> dict[str, int]:
         """The runs that the worker holds by the ledger, with their fences."""
-        return await self._read(transitions.held_by, worker)
+        return await self._read(leasing.held_by, worker)
 
     async def lose_expired(self) -> list[Over]:
         """See transitions.lose_expired."""
@@ -185,6 +204,18 @@ class Ledger:
     async def get(self, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
         """See reading.get."""
         return await self._read(reading.get, ids, tenant)
+
+    async def find(self, run_id: str) -> Run | None:
+        """One run, if it is there; in company where there is some."""
+        return await self._looking(run_id)
+
+    async def _look_now(self, ids: Sequence[str]) -> list[Run | None]:
+        found = await self.get(ids)
+        return [found.get(run_id) for run_id in ids]
+
+    async def marks(self, ids: Sequence[str]) -> dict[str, tuple[Mark, tuple[int, int]]]:
+        """See reading.marks."""
+        return await self._read(reading.marks, ids)
 
     async def list_runs(self, wanted: Filter, limit: int, cursor: str | None) -> Page:
         """See reading.list_runs."""
@@ -202,9 +233,9 @@ class Ledger:
         """See reading.logs."""
         return await self._read(reading.logs, run_id, after, limit)
 
-    async def summary(self, tenant: str, *, grouped: bool) -> list[Summary]:
+    async def summary(self, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
         """See reading.summary."""
-        return await self._read(reading.summary, tenant, grouped=grouped)
+        return await self._read(reading.summary, tenant, grouped=grouped, user=user)
 
     async def backlog(self) -> Backlog:
         """See reading.backlog."""
@@ -258,6 +289,10 @@ class Ledger:
         """See keeping.old_runs."""
         return await self._read(keeping.old_runs, round(age * MICRO), self.terms)
 
+    async def data_of(self, ids: Sequence[str]) -> list[str]:
+        """See keeping.data_of."""
+        return await self._read(keeping.data_of, ids)
+
     async def remove_runs(self, ids: Sequence[str]) -> int:
         """See keeping.remove_runs."""
         return await self._at_once(keeping.remove_runs, ids)
@@ -287,12 +322,12 @@ class Ledger:
         return await self._write(quotas.release, reservation, person)
 
     async def store_key(self, request: StoreKey) -> str:
-        """See submitting.store_key."""
-        return await self._at_once(submitting.store_key, request, self.terms)
+        """See keys.store_key."""
+        return await self._at_once(keys.store_key, request, self.terms)
 
     async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
-        """See submitting.check_key."""
-        return await self._at_once(submitting.check_key, person, key, self.terms)
+        """See keys.check_key."""
+        return await self._at_once(keys.check_key, person, key, self.terms)
 
 
 def _require_folder(url: URL) -> None:
@@ -310,7 +345,7 @@ def _tidy(conn: Connection, terms: Terms) -> int:
     now = quotas.read_clock(conn, terms)
     keeping.forget_workers(conn, 86400 * MICRO, terms)
     keeping.shorten_leases(conn, terms)
-    return submitting.purge_keys(conn, terms) + quotas.purge_reservations(conn, now)
+    return keys.purge_keys(conn, terms) + quotas.purge_reservations(conn, now)
 
 
 def _usage(conn: Connection, person: Person, terms: Terms) -> tuple[Usage, Quota | None]:

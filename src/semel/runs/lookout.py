@@ -33,7 +33,7 @@ class Lookout:
         if self._url.get_backend_name() == "postgresql":
             from semel.once.postgres import hearing
 
-            self._listener = Listener(hearing(self._url))
+            self._listener = Listener(hearing(self._url, greeting=""))
             self._listener.start(CHANNEL, lambda _: _call(loop, self._seen))
         else:
             self._task = loop.create_task(self._watch(f"{self._url.database}-wal"))

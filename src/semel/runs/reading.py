@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Select, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import Connection, Select, Uuid, and_, case, func, literal, or_, select, union_all
 
 from semel.runs.quotas import read_clock
 from semel.runs.records import (
+    HELD_US,
+    INTERNAL_QUEUE,
     MICRO,
     LogLine,
     Page,
@@ -21,14 +23,18 @@ from semel.runs.records import (
     WorkerInfo,
     run_of,
 )
-from semel.sql.schema import run_events, run_logs, runs, workers
-from semel.sql.statements import Terms
+from semel.sql.schema import jobs, run_events, run_logs, runs, workers
+from semel.sql.statements import Statement, Terms, Words
 
 WORKER_SILENCE_US = 45 * MICRO
 """A worker that has not been seen for so long is taken for dead."""
 
-_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result")
+_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "trace")
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
+
+
+NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
+"""True of what somebody submitted, as against work that the service gave to itself."""
 
 
 class Filter(Struct, frozen=True, kw_only=True):
@@ -54,6 +60,8 @@ class Filter(Struct, frozen=True, kw_only=True):
             "payload_hash": self.payload_hash,
         }
         found: list[Any] = [runs.c.tenant == self.tenant]
+        if self.queue != INTERNAL_QUEUE:
+            found.append(NOT_INTERNAL)
         found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
         if self.status is not None:
             found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
@@ -64,12 +72,54 @@ class Filter(Struct, frozen=True, kw_only=True):
         return found
 
 
+_NAMES = [column.name for column in _SHOWN]
+_IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uuid))
+
+
+def _get(words: Words) -> str:
+    """As text with an array: it is one statement, however many ids there are, and its rows cost half as much."""
+    shown = ", ".join(words.plain(name) if name in _IDS else name for name in _NAMES)
+    return f"SELECT {shown} FROM semel_runs WHERE {words.among('id', 'ids', 'uuid')}"
+
+
+_GET = Statement(_get)
+
+
 def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
     """The runs of these ids that there are."""
-    query = select(*_SHOWN).where(runs.c.id.in_(list(ids)))
-    if tenant is not None:
-        query = query.where(runs.c.tenant == tenant)
-    return {run.id: run for run in _runs(conn, query)}
+    rows = _GET.rows(conn, ids=list(ids))
+    found = [run_of(dict(zip(_NAMES, row, strict=True))) for row in rows]
+    return {run.id: run for run in found if tenant is None or run.tenant == tenant}
+
+
+class Mark(Struct, frozen=True):
+    """How a run stands, in short: two that are equal say that nothing was written to it in between."""
+
+    version: int
+    status: str
+    lease_until_us: int | None
+    heartbeat_us: int | None
+    cancel_us: int | None
+    progress: float | None
+    progress_note: str | None
+
+    @classmethod
+    def of(cls, run: Run) -> Mark:
+        """The mark of a run as it was read."""
+        return cls(*(getattr(run, name) for name in cls.__struct_fields__))
+
+
+_MARKED = [runs.c[name] for name in Mark.__struct_fields__]
+
+
+def marks(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[Mark, tuple[int, int]]]:
+    """The marks of these runs, and the (fence, line) of the last that each has logged; (0, 0) before the first."""
+    logged = select(run_logs.c.fence).where(run_logs.c.run_id == runs.c.id)
+    last = logged.order_by(run_logs.c.fence.desc(), run_logs.c.line.desc()).limit(1)
+    line = last.with_only_columns(run_logs.c.line)
+    query = select(runs.c.id, last.scalar_subquery(), line.scalar_subquery(), *_MARKED)
+    rows = conn.execute(query.where(runs.c.id.in_(list(ids))))
+    return {run_id: (Mark(*rest), (fence or 0, number or 0)) for run_id, fence, number, *rest in rows}
 
 
 def _runs(conn: Connection, query: Select[Any]) -> list[Run]:
@@ -115,13 +165,16 @@ def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> l
     return [LogLine(*row) for row in rows]
 
 
-def summary(conn: Connection, tenant: str, *, grouped: bool) -> list[Summary]:
-    """How many runs of each model (and of each value of the parameter that it is summarised by) are in which state."""
+def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
+    """How many runs of each model (and of each value of the parameter that it is summarised by) are in which state.
+
+    Those of one user, or of all.
+    """
     names = [runs.c.model, runs.c.facet] if grouped else [runs.c.model]
     spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us))
     rows = conn.execute(
         select(*names, runs.c.status, func.count(), func.sum(spent))
-        .where(runs.c.tenant == tenant)
+        .where(*Filter(tenant=tenant, user=user).conditions())
         .group_by(*names, runs.c.status)
         .order_by(*names)
     )
@@ -169,6 +222,8 @@ def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:
     row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None or row.status != "PENDING":
         return None
+    if row.due_us - row.created_us >= HELD_US:
+        return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
     if row.due_us > now:
         return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
@@ -177,6 +232,13 @@ def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:
     return Waiting(
         reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
     )
+
+
+def _uploading(conn: Connection, run_id: str) -> str:
+    sent = conn.execute(select(jobs.c.data_bytes, jobs.c.data_total).where(jobs.c.run_id == run_id)).one_or_none()
+    if sent is None or sent.data_total is None:
+        return "its data is being uploaded"
+    return f"its data is being uploaded: {sent.data_bytes:,} of {sent.data_total:,} bytes"
 
 
 def _not_yet(row: Any, now: int) -> str:

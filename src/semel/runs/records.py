@@ -22,6 +22,13 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 MICRO = 1_000_000
 
+HELD_US = 100 * 366 * 86400 * MICRO
+"""A run that is due so long after its creation is held: nobody leases it until it is released."""
+INTERNAL_QUEUE = "semel-service"
+"""The queue of the service's own work. What nobody submitted there is in no list, unless the queue is asked for."""
+INTERNAL_PREFIX = "semel."
+"""How the names of the service's own models begin."""
+
 
 class Run(Struct, frozen=True, kw_only=True):
     """A run as it stood when it was read. ``version`` grows with every step of its life."""
@@ -65,6 +72,8 @@ class Run(Struct, frozen=True, kw_only=True):
     result_digest: str | None
     result_size: int | None
     artifacts: list[Artifact]
+    data_ref: str | None = None
+    """Where the data that it is given lies in the result store, if there is any."""
     replayed: bool = False
     """Of an answer to submit: the run was there already, and nothing was created or charged."""
     quota_warnings: list[str] = []
@@ -80,6 +89,11 @@ class Run(Struct, frozen=True, kw_only=True):
     def done(self) -> bool:
         """True when nothing will change any more."""
         return self.status in TERMINAL
+
+    @property
+    def held(self) -> bool:
+        """True of a run that never could begin so far: its data was not there."""
+        return self.due_us - self.created_us >= HELD_US
 
     @property
     def created_at(self) -> datetime:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from semel.errors import InvalidRequest, UnknownModel
 from semel.runs.models import Model
+from semel.runs.records import INTERNAL_PREFIX
 
 
 class Registry:
@@ -41,6 +42,7 @@ class Registry:
 
 
 def _advice(name: object, known: list[str]) -> str:
+    known = [each for each in known if not each.startswith(INTERNAL_PREFIX)]
     names = ", ".join(sorted(known)) or "none"
     if callable(name):
         return f"a run is submitted by its model's name, not by a function; there are: {names}"

@@ -11,7 +11,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from semel.errors import SemelError
+from semel.runs import tracing
 from semel.runs.app import App
 from semel.runs.attempt import Ended
 from semel.runs.children import Children
@@ -21,12 +24,13 @@ from semel.runs.finishing import Finisher
 from semel.runs.heart import Heart
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
+from semel.runs.leasing import Leased
 from semel.runs.logbook import LogBook
 from semel.runs.lookout import Lookout
 from semel.runs.news import RunEvent
 from semel.runs.records import MICRO
 from semel.runs.sweeper import ROLE, Sweeper
-from semel.runs.transitions import Ending, Leased
+from semel.runs.transitions import Ending
 from semel.runs.worklog import WorkLog
 
 DEAF = 1.0
@@ -192,7 +196,10 @@ class Shift:
 
     async def _attempt(self, held: Held) -> None:
         try:
-            ended = await self._execute(held)
+            with tracing.attempt(held.leased, self._plan.id) as span:
+                ended = await self._execute(held)
+                if span is not None:
+                    span.ended(ended)
         except asyncio.CancelledError:
             held.returning = held.returning or held.cancelled_at is None  # whoever did it, the run is not to blame
             ended = UNDONE if held.cancelled_at is None else Ended(kind="cancelled", reason="cancelled by force")
@@ -232,7 +239,7 @@ class Shift:
 
     async def _execute(self, held: Held) -> Ended:
         if held.model.isolation == "process":
-            return await self._children.run(held.job, held.model, held)
+            return await self._children.run(replace(held.job, trace=tracing.current()), held.model, held)
         run = execute_async if held.model.isolation == "loop" else run_in_thread
         return await run(held.job, held.model, held, self._results, self._app.limits, cancelled=held.stop)
 

@@ -7,6 +7,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ class Signature:
         self.parameters = tuple(parameter.name for parameter in named)
         self._hints = {name: hints[name] for name in self.parameters}
         self._required = frozenset(p.name for p in named if p.default is inspect.Parameter.empty)
+        self._defaults = {p.name: p.default for p in named if p.name not in self._required}
         self._decoder = msgspec.json.Decoder(_struct(named, self._hints), dec_hook=_validated)
 
     def check(self, parameters: Mapping[str, Any]) -> str:
@@ -81,6 +83,18 @@ class Signature:
             raise ValueError(f"cannot keep its parameters as JSON: {error}") from error
         _refuse_oddities(parameters, data)
         return data
+
+    def schema(self) -> dict[str, Any]:
+        """The parameters as JSON Schema, as far as their types tell; a type that says nothing takes anything."""
+        hints = [self._hints[name] for name in self.parameters]
+        types, classes = msgspec.json.schema_components(hints, schema_hook=_schema_of, ref_template="#/$defs/{name}")
+        properties = {name: dict(kind) for name, kind in zip(self.parameters, types, strict=True)}
+        for name, default in self._defaults.items():
+            with suppress(Exception):  # a default may be anything; what has no JSON form is left out
+                properties[name]["default"] = msgspec.json.decode(jsontext.write(default))
+        required = [name for name in self.parameters if name in self._required]
+        schema = {"type": "object", "properties": properties, "required": required}
+        return schema | {"additionalProperties": self.takes_extra} | ({"$defs": classes} if classes else {})
 
     def _refuse_names(self, given: Mapping[str, Any]) -> None:
         for name in given:
@@ -237,6 +251,11 @@ def _refuse_oddities(parameters: Mapping[str, Any], data: bytes) -> None:
 
 def _converted(data: bytes | msgspec.Raw, hint: Any) -> Any:
     return msgspec.json.decode(data, type=hint, dec_hook=_validated)
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """Of a class that checks itself: what it takes is its own matter."""
+    return {"title": getattr(kind, "__name__", str(kind))}
 
 
 def _told(name: str, message: str) -> str:

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, insert, select
 
 from semel.errors import KeyReused, SemelError, StoreUnavailable
-from semel.runs import quotas
+from semel.runs import quotas, reading
+from semel.runs.keys import READ_KEYS, ROUNDS, TAKE_KEYS, KeyKind
 from semel.runs.quotas import Admission, Meter, Person
-from semel.runs.transitions import CHANNEL, EVENT, NOTED, note
-from semel.sql.schema import run_keys, runs
+from semel.runs.records import HELD_US, Run
+from semel.runs.transitions import CHANNEL, EVENT, NOTED, WANTED, note
+from semel.sql.schema import jobs, runs
 from semel.sql.statements import Statement, Terms, Words
 
-_ROUNDS = 10
 
-KeyKind: TypeAlias = Literal["key", "payload"]
+class JobCard(Struct, frozen=True, kw_only=True):
+    """What is kept of a run that is a job of the jobs API."""
+
+    provider: str
+    config: str
+    tracker_run_name: str | None = None
+    data: str | None = None
+    """The folder that is to be uploaded before the run may start."""
+    remote_status: str | None = None
 
 
 class Submission(Struct, frozen=True, kw_only=True):
@@ -48,6 +57,18 @@ class Submission(Struct, frozen=True, kw_only=True):
     facet: str | None = None
     retry_of: str | None = None
     reservation: str | None = None
+    asked: str | None = None
+    """What the key stands for, where that is not the payload."""
+    trace: str | None = None
+    """The ``traceparent`` of the span in which it was submitted."""
+    job: JobCard | None = None
+    first: Submission | None = None
+    """A run that is created with it, and that will release it; until then it is held (see HELD_US)."""
+
+    @property
+    def key_hash(self) -> str:
+        """With what else its key may not be used again."""
+        return self.payload_hash if self.asked is None else self.asked
 
     @property
     def person(self) -> Person:
@@ -69,57 +90,13 @@ class Created(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """The run was there; ``id`` is what the key names."""
+    """The run was there; ``id`` is what the key names, ``run`` the run where it was read on the way."""
 
     id: str
+    run: Run | None = None
 
 
 Answer: TypeAlias = Created | Found | SemelError
-
-_KEY_COLUMNS = {
-    "in_tenant": "text",
-    "in_user": "text",
-    "in_kind": "text",
-    "in_key": "text",
-    "in_hash": "text",
-    "in_job": "text",
-    "in_ttl": "bigint",
-}
-_GIVES_WAY = """CASE
-    WHEN k.expires_us < {now} THEN true
-    WHEN k.kind = 'payload' THEN NOT EXISTS (
-      SELECT 1 FROM semel_runs AS r WHERE r.id = {id} AND r.status IN ('PENDING', 'RUNNING'))
-    ELSE false END"""
-
-# Sorted, so that two batches wait for each other's keys in the same order and never deadlock.
-_TAKE_KEYS = Statement(
-    lambda w: (
-        f"""
-INSERT INTO semel_run_keys AS k (tenant, user_id, kind, key, payload_hash, job_id, created_us, expires_us)
-SELECT in_tenant, in_user, in_kind, in_key, in_hash, in_job, {w.now}, {w.now} + in_ttl
-FROM {w.batch(_KEY_COLUMNS)} WHERE true ORDER BY in_tenant, in_user, in_kind, in_key
-ON CONFLICT (tenant, user_id, kind, key) DO UPDATE
-SET payload_hash = excluded.payload_hash, job_id = excluded.job_id, created_us = excluded.created_us,
-    expires_us = excluded.expires_us
-WHERE {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
-RETURNING job_id
-"""
-    ),
-    _KEY_COLUMNS,
-)
-
-_PLACE_COLUMNS = {name: _KEY_COLUMNS[name] for name in ("in_tenant", "in_user", "in_kind", "in_key")}
-_READ_KEYS = Statement(
-    lambda w: (
-        f"""
-SELECT k.tenant, k.user_id, k.kind, k.key, k.payload_hash, k.job_id FROM {w.batch(_PLACE_COLUMNS)}
-JOIN semel_run_keys AS k ON k.tenant = in_tenant AND k.user_id = in_user AND k.kind = in_kind AND k.key = in_key
-WHERE NOT {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
-"""
-    ),
-    _PLACE_COLUMNS,
-)
-
 
 _RUN_COLUMNS = {
     "in_id": "uuid",
@@ -138,6 +115,7 @@ _RUN_COLUMNS = {
     "in_lease": "bigint",
     "in_max_attempts": "integer",
     "in_max_lost": "integer",
+    "in_trace": "text",
 }
 
 
@@ -146,17 +124,18 @@ def _insert_runs(words: Words) -> str:
 INSERT INTO semel_runs AS k (
   id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts, errors,
   losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, asked_cost,
-  created_us, due_us, lease_us)
+  created_us, due_us, lease_us, trace, data_ref)
 SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1, {words.now},
   0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of, in_cost,
-  in_cost, {words.now}, {words.now} + in_delay, in_lease
+  in_cost, {words.now}, {words.now} + in_delay, in_lease, in_trace,
+  (SELECT d.data_ref FROM semel_runs AS d WHERE d.id = in_retry_of)
 FROM {words.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
     if not words.writes_in_with:
         return f"{inserted} RETURNING id, created_us"
     return f"""
 WITH made AS ({inserted} RETURNING {words.own(NOTED)}, queue, created_us),
 noted AS (INSERT INTO semel_run_events ({EVENT})
-          SELECT {NOTED}, CAST(:publish AS boolean) FROM made)
+          SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM made)
 SELECT CAST(id AS text), created_us,
        (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
 FROM made"""
@@ -205,7 +184,7 @@ def _follow(
         if isinstance(answer, SemelError):
             undecided.append(each)
             continue
-        answers[each.id] = Found(answer.id) if each.payload_hash == leader.payload_hash else _reused(each)
+        answers[each.id] = Found(answer.id) if each.key_hash == leader.key_hash else _reused(each)
     return undecided
 
 
@@ -255,9 +234,11 @@ def _create(
 ) -> None:
     """Take the keys, write the runs of those who got theirs, and answer the others with what their keys name."""
     left = list(submissions)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         won = _take_keys(conn, left, terms)
-        for run_id, created_us in _write_runs(conn, won, terms):
+        written = _write_runs(conn, won, terms)
+        _write_jobs(conn, won, dict(written), terms)
+        for run_id, created_us in written:
             answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
         for each in won:  # sent again after its reply was lost: it is there, and it is its own
             answers.setdefault(each.id, Found(each.id))
@@ -267,14 +248,14 @@ def _create(
             left = [each for each in left if each.id not in answers]
         if not left:
             return
-    raise StoreUnavailable(f"a key changed hands {_ROUNDS} times while it was being submitted; try again")
+    raise StoreUnavailable(f"a key changed hands {ROUNDS} times while it was being submitted; try again")
 
 
 def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Submission]:
-    keyed = [(*each.place, each.payload_hash, each.id, each.key_ttl_us) for each in submissions if each.key is not None]
+    keyed = [(*each.place, each.key_hash, each.id, each.key_ttl_us) for each in submissions if each.key is not None]
     if not keyed:
         return list(submissions)
-    taken = {row[0] for row in _TAKE_KEYS.rows(conn, keyed, now=terms.now)}
+    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=terms.now)}
     return [each for each in submissions if each.key is None or each.id in taken]
 
 
@@ -284,6 +265,32 @@ def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: Term
     rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=terms.now, publish=terms.publish)
     note(conn, rows, terms)
     return [(row[0], row[1]) for row in rows]
+
+
+def _write_jobs(conn: Connection, submissions: Sequence[Submission], created: dict[str, int], terms: Terms) -> None:
+    """Of the runs that were created, those that are jobs, and what must be done first."""
+    new = [each for each in submissions if each.job is not None and each.id in created]
+    if not new:
+        return
+    _write_runs(conn, [each.first for each in new if each.first is not None], terms)
+    conn.execute(insert(jobs), [_job_row(each, created[each.id]) for each in new])
+
+
+def _job_row(each: Submission, created_us: int) -> dict[str, Any]:
+    assert each.job is not None
+    return {
+        "run_id": each.id,
+        "tenant": each.tenant,
+        "user_id": each.user,
+        "provider": each.job.provider,
+        "config": each.job.config,
+        "tracker_run_name": each.job.tracker_run_name,
+        "created_us": created_us,
+        "data": each.job.data,
+        "data_state": None if each.first is None else "uploading",
+        "upload_id": None if each.first is None else each.first.id,
+        "remote_status": each.job.remote_status,
+    }
 
 
 def _run_row(each: Submission) -> tuple[Any, ...]:
@@ -300,10 +307,11 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.facet,
         each.retry_of,
         each.cost,
-        each.delay_us,
+        each.delay_us if each.first is None else HELD_US,
         each.lease_us,
         each.max_attempts,
         each.max_lost,
+        each.trace,
     )
 
 
@@ -317,81 +325,27 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Terms) ->
     keyed = [each for each in submissions if each.key is not None and each.id not in answers]
     if not keyed:
         return answers
-    rows = _READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
+    rows = READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
     held = {tuple(row[:4]): row for row in rows}
     for each in keyed:
         row = held.get(each.place)
         if row is not None:
-            answers[each.id] = Found(row[5]) if row[4] == each.payload_hash else _reused(each)
+            answers[each.id] = Found(row[5]) if row[4] == each.key_hash else _reused(each)
     return answers
+
+
+def recognised(conn: Connection, submissions: Iterable[Submission], terms: Terms) -> dict[str, Answer]:
+    """Those whose keys are in use, answered without a transaction: nothing is written, and nobody waits."""
+    keyed = [each for each in submissions if each.key is not None and each.reservation is None]
+    if not keyed:
+        return {}
+    rows = READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
+    held = {tuple(row[:4]): (row[4], row[5]) for row in rows}
+    same = {each.id: held[each.place][1] for each in keyed if held.get(each.place, ("",))[0] == each.key_hash}
+    there = reading.get(conn, list(set(same.values()))) if same else {}
+    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.place in held}
+    return answers | {asked: Found(run_id, there.get(run_id)) for asked, run_id in same.items()}
 
 
 def _reused(each: Submission) -> KeyReused:
     return KeyReused(f"key reused with different payload: {each.key!r} belongs to other work; use a new key for this")
-
-
-class KeyEntry(Struct, frozen=True):
-    """A key of a user, and the job that it names."""
-
-    key: str
-    job_id: str
-    user: str
-    payload_hash: str
-    created_us: int
-    expires_us: int
-
-
-class StoreKey(Struct, frozen=True, kw_only=True):
-    """A key for a job that the caller created."""
-
-    tenant: str
-    user: str
-    key: str
-    job_id: str
-    ttl_us: int
-
-
-def store_key(conn: Connection, request: StoreKey, terms: Terms) -> str:
-    """Keep the key unless it is in use. Answers the job that it names from now on: the caller's, or an earlier one."""
-    row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
-    for _ in range(_ROUNDS):
-        if _TAKE_KEYS.rows(conn, [row], now=terms.now):
-            return request.job_id
-        held = _READ_KEYS.rows(conn, [row[:4]], now=terms.now)
-        if held:
-            named: str = held[0][5]
-            return named
-    raise StoreUnavailable(f"the key {request.key!r} changed hands {_ROUNDS} times; try again")
-
-
-def check_key(conn: Connection, person: tuple[str, str | None], key: str, terms: Terms) -> KeyEntry | None:
-    """The live key, of one user or of anybody's. One that expired is removed on the way."""
-    tenant, user = person
-    now = quotas.read_clock(conn, terms)
-    own = [run_keys.c.tenant == tenant, run_keys.c.kind == "key", run_keys.c.key == key]
-    if user is not None:
-        own.append(run_keys.c.user_id == user)
-    rows = conn.execute(select(run_keys).where(*own).order_by(run_keys.c.created_us)).all()
-    if any(row.expires_us < now for row in rows):
-        conn.execute(delete(run_keys).where(*own, run_keys.c.expires_us < now))
-    live = [row for row in rows if row.expires_us >= now]
-    if not live:
-        return None
-    row = live[0]
-    return KeyEntry(row.key, row.job_id, row.user_id, row.payload_hash, row.created_us, row.expires_us)
-
-
-_PURGE_KEYS = Statement(
-    lambda w: (
-        f"""
-DELETE FROM semel_run_keys WHERE (tenant, user_id, kind, key) IN (
-  SELECT p.tenant, p.user_id, p.kind, p.key FROM semel_run_keys AS p WHERE p.expires_us < {w.now}
-  ORDER BY p.expires_us LIMIT :most {w.locking("p", skip=True)}
-)"""
-    )
-)
-
-
-def purge_keys(conn: Connection, terms: Terms, most: int = 1000) -> int:
-    """Remove keys that expired."""
-    return _PURGE_KEYS.count(conn, most=most, now=terms.now)

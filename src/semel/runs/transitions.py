@@ -8,6 +8,7 @@
                    └───────────────┘
             retried · lost · snoozed · returned
 
+A run whose data is not there yet is PENDING and held; the step ``uploaded`` lets it be leased.
 The database refuses every other step (a trigger), a RUNNING run without the end of a lease, and a result of a run that
 did not succeed (checks). A lease raises the fence; every later write names it, and changes nothing once it has passed.
 """
@@ -20,10 +21,10 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 
 from semel.runs.attempt import Ended
-from semel.runs.records import Status, micros
+from semel.runs.records import HELD_US, Status, micros
 from semel.sql.statements import Statement, Terms, Words
 
 CHANNEL = "semel_runs"
@@ -39,26 +40,11 @@ END_STEPS = {
 
 NOTED = "id, version, changed_us, step, status, fence, worker, note"
 """What an event keeps of the row that was changed."""
-EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished"
-
-
-class Leased(Struct, frozen=True):
-    """A run as its worker gets it."""
-
-    id: str
-    fence: int
-    model: str
-    parameters: str
-    payload_hash: str
-    attempts: int
-    errors: int
-    user_id: str
-    tenant: str
-    queue: str
-    lease_us: int
-    created_us: int
-    started_us: int
-    changed_us: int
+EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent"
+WANTED = """coalesce(
+  (SELECT max(CASE events WHEN 'RunCompleted' THEN 1 ELSE 2 END) FROM semel_subscriptions WHERE disabled_us IS NULL), 0
+) > CASE WHEN status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') THEN 0 ELSE 1 END"""
+"""Whether a subscription may want the event: asked once a statement, so that also one made a moment ago counts."""
 
 
 class Ending(Struct, frozen=True):
@@ -91,7 +77,7 @@ def changing(words: Words, prelude: str, update: str, returning: str) -> str:
     columns = ", ".join(dict.fromkeys([*NOTED.split(", "), *returning.split(", ")]))
     return f"""
 {with_ + "," if with_ else "WITH"} changed AS ({update} RETURNING {words.own(columns)}),
-noted AS (INSERT INTO semel_run_events ({EVENT}) SELECT {NOTED}, CAST(:publish AS boolean) FROM changed)
+noted AS (INSERT INTO semel_run_events ({EVENT}) SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM changed)
 SELECT {returning.replace("id,", "CAST(id AS text),", 1)} FROM changed
 """
 
@@ -100,7 +86,7 @@ _NOTE = Statement(
     lambda w: (
         f"""
 INSERT INTO semel_run_events ({EVENT})
-SELECT {NOTED}, :publish FROM semel_runs WHERE {w.among("id", "ids")}
+SELECT {NOTED}, :publish, {WANTED} FROM semel_runs WHERE {w.among("id", "ids")}
 """
     )
 )
@@ -121,86 +107,7 @@ def note(conn: Connection, rows: Sequence[Any], terms: Terms) -> None:
         _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
 
 
-def _leasing(words: Words, which: str) -> str:
-    """Lease the runs that ``which`` picks, as ``p``, unless somebody else is at it."""
-    now = words.now
-    return changing(
-        words,
-        f"""picked AS MATERIALIZED (
-  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {words.locking("p", skip=True)}
-)""",
-        f"""UPDATE semel_runs AS k
-SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
-    attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
-    started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL
-FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'PENDING'""",
-        _LEASED,
-    )
-
-
-_LEASED = (
-    "id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us, created_us, "
-    "started_us, changed_us"
-)
-
-_LEASE = Statement(
-    lambda w: _leasing(
-        w,
-        f"p.ready AND p.queue = :queue AND {w.among('p.model', 'models')} "
-        "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
-    )
-)
-_LEASE_THESE = Statement(lambda w: _leasing(w, f"p.due_us <= {w.now} AND {w.among('p.id', 'ids', 'uuid')}"))
-
-
-class LeaseRequest(Struct, frozen=True):
-    """A worker asks for up to ``most`` runs of the models that it knows, from the queues in their order."""
-
-    worker: str
-    queues: tuple[str, ...]
-    models: list[str]
-    most: int
-
-
-def lease(conn: Connection, request: LeaseRequest, terms: Terms) -> list[Leased]:
-    """Take runs that are due."""
-    taken: list[Leased] = []
-    for queue in request.queues:
-        most = request.most - len(taken)
-        if most > 0:
-            values: dict[str, Any] = {"worker": request.worker, "queue": queue, "models": request.models, "most": most}
-            taken += [Leased(*row) for row in change(conn, _LEASE, terms, **values)]
-    return taken
-
-
-def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: Terms) -> list[Leased]:
-    """Take these runs where they are due, also from owners whose leases have ended."""
-    change(conn, _LOSE_THESE, terms, ids=list(ids))
-    rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
-    return [Leased(*row) for row in rows]
-
-
-_WAKE = Statement(
-    lambda w: (
-        f"""
-UPDATE semel_runs SET ready = true WHERE id IN (
-  SELECT p.id FROM semel_runs AS p WHERE p.status = 'PENDING' AND NOT p.ready AND p.due_us <= {w.now}
-  ORDER BY p.due_us LIMIT :most {w.locking("p", skip=True)}
-)"""
-    )
-)
-_NEXT = Statement(lambda w: f"SELECT min(due_us) - {w.now} FROM semel_runs WHERE status = 'PENDING' AND NOT ready")
-
-
-def wake(conn: Connection, terms: Terms, most: int = 500) -> tuple[int, int | None]:
-    """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due."""
-    (until_next,) = _NEXT.rows(conn, now=terms.now)[0]
-    if until_next is None or until_next > 0:
-        return 0, until_next
-    return _WAKE.count(conn, most=most, now=terms.now), 0
-
-
-def _unlocked(words: Words, columns: dict[str, str]) -> str:
+def unlocked(words: Words, columns: dict[str, str]) -> str:
     """The batch without the runs that somebody has locked: one of them must not cost a worker all its leases."""
     if not words.writes_in_with:
         return f"SELECT * FROM {words.batch(columns)}"
@@ -209,69 +116,8 @@ def _unlocked(words: Words, columns: dict[str, str]) -> str:
   FOR UPDATE OF h SKIP LOCKED"""
 
 
-def _fenced(words: Words) -> str:
+def fenced(words: Words) -> str:
     return f"k.id = in_id AND k.fence = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
-
-
-_RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double precision", "in_note": "text"}
-_RENEW = Statement(
-    lambda w: (
-        f"""
-WITH held AS MATERIALIZED ({_unlocked(w, _RENEW_COLUMNS)})
-UPDATE semel_runs AS k
-SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
-    progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END
-FROM held WHERE {_fenced(w)}
-RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
-"""
-    ),
-    _RENEW_COLUMNS,
-)
-
-
-class Beat(Struct, frozen=True):
-    """A sign of life of an attempt, with its progress where that is news."""
-
-    run_id: str
-    fence: int
-    progress: float | None = None
-    note: str | None = None
-
-
-def renew(conn: Connection, beats: Sequence[Beat], terms: Terms) -> dict[str, bool]:
-    """Extend the leases in one statement. Answers those it could, and whether their end is asked for.
-
-    One that is missing is lost, or its row is locked by someone: see watch.
-    """
-    rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
-    return {row[0]: row[1] is not None for row in rows}
-
-
-_WATCH_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
-_WATCH = Statement(
-    lambda w: (
-        f"""
-SELECT {w.plain("k.id")}, k.cancel_us FROM {w.batch(_WATCH_COLUMNS)}
-JOIN semel_runs AS k ON {_fenced(w)}
-"""
-    ),
-    _WATCH_COLUMNS,
-)
-
-
-def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-    """As renew, without extending anything."""
-    return {row[0]: row[1] is not None for row in _WATCH.rows(conn, held)}
-
-
-_HELD_BY = Statement(
-    lambda w: f"SELECT {w.plain('id')}, fence FROM semel_runs WHERE status = 'RUNNING' AND worker = :worker"
-)
-
-
-def held_by(conn: Connection, worker: str) -> dict[str, int]:
-    """The runs that the worker holds, with their fences."""
-    return {row[0]: row[1] for row in _HELD_BY.rows(conn, worker=worker)}
 
 
 _STATUS_AFTER = """CASE
@@ -314,7 +160,7 @@ _END = Statement(
     lambda w: changing(
         w,
         f"held AS MATERIALIZED (SELECT * FROM {w.batch(_END_COLUMNS)})",
-        _END_SET.format(now=w.now, fenced=_fenced(w)),
+        _END_SET.format(now=w.now, fenced=fenced(w)),
         _OVER,
     ),
     _END_COLUMNS,
@@ -345,7 +191,7 @@ def _succeeding(columns: dict[str, str], more: str = "") -> Statement:
 SET status = 'SUCCEEDED', step = 'succeeded', note = NULL, version = version + 1, changed_us = {w.now},
     lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, progress_note = NULL,
     result = in_result, result_digest = in_digest, result_size = in_size{more}
-FROM held WHERE {_fenced(w)}""",
+FROM held WHERE {fenced(w)}""",
             _OVER,
         ),
         columns,
@@ -368,7 +214,7 @@ def _losing(words: Words, which: str) -> str:
   FROM semel_runs AS h
   WHERE h.status = 'RUNNING' AND h.lease_until_us < {words.now} AND {which} {words.locking("h", skip=True)}
 )""",
-        _END_SET.format(now=words.now, fenced=_fenced(words)),
+        _END_SET.format(now=words.now, fenced=fenced(words)),
         _OVER,
     )
 
@@ -378,7 +224,7 @@ _LOSE = Statement(
         w, f"h.id IN (SELECT id FROM semel_runs WHERE status = 'RUNNING' AND lease_until_us < {w.now} LIMIT :most)"
     )
 )
-_LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
+LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
 
 
 def end(conn: Connection, endings: Sequence[Ending], terms: Terms) -> dict[str, Over]:
@@ -435,15 +281,16 @@ def lose_expired(conn: Connection, terms: Terms, most: int = 500) -> list[Over]:
     return [Over(*row) for row in change(conn, _LOSE, terms, most=most)]
 
 
+_MINE_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _MINE = Statement(
     lambda w: (
         f"""
 SELECT {w.plain("k.id")}, {", ".join(f"k.{name}" for name in _OVER.split(", ")[1:])}
-FROM {w.batch(_WATCH_COLUMNS)} JOIN semel_runs AS k ON k.id = in_id AND k.fence = in_fence
+FROM {w.batch(_MINE_COLUMNS)} JOIN semel_runs AS k ON k.id = in_id AND k.fence = in_fence
 WHERE {w.unindexed("k.status")} = 'SUCCEEDED'
 """
     ),
-    _WATCH_COLUMNS,
+    _MINE_COLUMNS,
 )
 
 
@@ -476,3 +323,27 @@ WHERE k.id = held_id AND {w.unindexed("k.status")} IN ('PENDING', 'RUNNING')""",
 def cancel(conn: Connection, ids: Sequence[str], why: str, terms: Terms) -> dict[str, Status]:
     """End what is pending, and ask for the end of what is running. Answers those that this changed."""
     return {row[0]: row[1] for row in change(conn, _CANCEL, terms, ids=list(ids), why=storable(why))}
+
+
+_RELEASE = Statement(
+    lambda w: changing(
+        w,
+        "",
+        f"""UPDATE semel_runs AS k
+SET ready = true, due_us = {w.now}, data_ref = :data_ref, step = 'uploaded', note = NULL, version = version + 1,
+    changed_us = {w.now}
+WHERE {w.among("k.id", "ids", "uuid")} AND {w.unindexed("k.status")} = 'PENDING'
+  AND k.due_us - k.created_us >= {HELD_US}""",
+        "id, queue",
+    )
+)
+_CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
+
+
+def release(conn: Connection, run_id: str, data_ref: str, terms: Terms) -> str | None:
+    """Let a run that is held for its data be leased, with that data. Answers its queue; None when it was not held."""
+    for _, queue in change(conn, _RELEASE, terms, ids=[run_id], data_ref=data_ref):
+        if conn.dialect.name == "postgresql":
+            conn.execute(_CALL, {"queue": queue})
+        return str(queue)
+    return None

@@ -59,7 +59,8 @@ def _meaning(error: exc.DBAPIError) -> Exception:
     if any(words in said for words in _BROKEN_CONNECTION):
         return StoreBroken(f"the database refused the connection: {said}")
     if any(words in said for words in _BROKEN_SQLITE):
-        return StoreBroken(f"the database file cannot be used: {said}")
+        hint = "; can this process write the file and its folder?" if "unable to open" in said else ""
+        return StoreBroken(f"the database file cannot be used: {said}{hint}")
     if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
         return StoreUnavailable(f"the database cannot be reached: {said}")
     return SemelError(f"the database says: {said}")

@@ -78,6 +78,8 @@ runs = Table(
     Column("result_digest", Text, nullable=True),
     Column("result_size", BigInteger, nullable=True),
     Column("artifacts", Text, nullable=True),
+    Column("data_ref", Text, nullable=True),
+    Column("trace", Text, nullable=True),
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
     CheckConstraint("status <> 'RUNNING' OR worker IS NOT NULL", "semel_runs_executor"),

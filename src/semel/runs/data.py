@@ -1,0 +1,93 @@
+"""The data of a run: a folder that was packed before the run started, and is unpacked for each of its attempts.
+
+It lies in the result store under the digest of its content, as a tar.gz, once for all runs that have the same.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from semel.errors import ResultStoreError
+from semel.runs.results import ResultStore
+
+if TYPE_CHECKING:
+    from tarfile import TarFile, TarInfo
+
+_REF = re.compile(r"data/([0-9a-f]{64})/data\.tar\.gz")
+
+
+def ref_of(digest: str) -> str:
+    """Where the archive with this SHA-256, in hex, lies."""
+    return f"data/{digest}/data.tar.gz"
+
+
+def folder_of(ref: str) -> str:
+    """What is to be removed when nobody needs the archive any more."""
+    return ref.rpartition("/")[0]
+
+
+def unpack(results: ResultStore, ref: str, folder: Path) -> Path:
+    """Unpack what lies under the ref into a new folder, if it is what its name says; answer the folder.
+
+    The whole archive is checked before the first file of it is written, and nothing is written outside of the folder.
+    """
+    import tarfile  # which few runs need, and every child process would load
+
+    named = _REF.fullmatch(ref)
+    if named is None:
+        raise ResultStoreError(f"{ref!r:.200} is no place of data")
+    folder.mkdir(parents=True)
+    archive = folder.with_name(f"{folder.name}.tar.gz")
+    try:
+        if _fetch(results, ref, archive) != named[1]:
+            raise ResultStoreError(f"the data {ref} was changed after it was stored: its digest differs")
+        with tarfile.open(archive, "r:gz") as packed:
+            _extract(packed, folder)
+    except (OSError, EOFError, tarfile.TarError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ResultStoreError(f"the data {ref} cannot be unpacked: {error}") from error
+    finally:
+        archive.unlink(missing_ok=True)
+    return folder
+
+
+def _extract(packed: TarFile, folder: Path) -> None:
+    """Everything, or an error before the first file. Early Pythons 3.11 have no filter of their own."""
+    import tarfile
+
+    members = packed.getmembers()
+    links = {member.name.rstrip("/") for member in members if member.issym()}
+    for member in members:
+        if not (member.isfile() or member.isdir() or member.issym()) or not _stays_inside(member, links):
+            raise tarfile.ExtractError(f"{member.name!r:.200} leads out of the folder, or is no file")
+    safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    packed.extractall(folder, members, **safe)  # noqa: S202 -- checked just now
+
+
+def _stays_inside(member: TarInfo, links: set[str]) -> bool:
+    """Neither its name nor what it links to leads out, and none of them leads through another link."""
+    names = [member.name]
+    if member.issym():
+        names.append(posixpath.join(posixpath.dirname(member.name), member.linkname))
+    for name in names:
+        plain = posixpath.normpath(name)
+        if name.startswith("/") or "\\" in name or plain == ".." or plain.startswith("../"):
+            return False
+        steps = name.split("/")
+        if any("/".join(steps[:depth]) in links for depth in range(1, len(steps))):
+            return False
+    return True
+
+
+def _fetch(results: ResultStore, ref: str, target: Path) -> str:
+    digest = sha256()
+    with target.open("xb") as file:
+        for chunk in results.open(ref):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""Traces through OpenTelemetry, where its API is installed: a run goes on in the trace in which it was submitted.
+
+The run keeps one line of text, W3C's ``traceparent``, and every attempt is a span below it. Without OpenTelemetry
+nothing happens here, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from semel.runs.attempt import Ended
+    from semel.runs.leasing import Leased
+
+try:
+    from opentelemetry import context, trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ModuleNotFoundError:
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Attempt:
+    """The span of an attempt."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def ended(self, ended: Ended) -> None:
+        """Say how it ended. Of an error only its kind is told: a message may hold what others should not read."""
+        self._span.set_attribute("semel.end", ended.kind)
+        if ended.kind not in ("succeeded", "snooze", "cancelled"):
+            self._span.set_status(trace.StatusCode.ERROR, ended.kind)
+
+
+def current() -> str | None:
+    """The ``traceparent`` of the span that we are in, if we are in one."""
+    if not INSTALLED or not trace.get_current_span().get_span_context().is_valid:
+        return None
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent")
+
+
+def attempt(leased: Leased, worker: str) -> AbstractContextManager[Attempt | None]:
+    """A span around an attempt, below the one in which its run was submitted."""
+    return _attempt(leased, worker) if _traces() else _NOTHING
+
+
+def _traces() -> bool:
+    """Whether anybody collects traces here: the API alone collects nothing, and is not asked to."""
+    return INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+@contextmanager
+def _attempt(leased: Leased, worker: str) -> Iterator[Attempt]:
+    told: dict[str, Any] = {
+        "semel.run_id": leased.id,
+        "semel.model": leased.model,
+        "semel.attempt": leased.attempts,
+        "semel.queue": leased.queue,
+        "semel.worker": worker,
+    }
+    tracer = trace.get_tracer("semel")
+    above = _above(leased.trace)
+    with tracer.start_as_current_span(
+        f"run {leased.model}", above, kind=trace.SpanKind.CONSUMER, attributes=told, record_exception=False
+    ) as span:
+        yield Attempt(span)
+
+
+def continued(traceparent: str | None) -> AbstractContextManager[None]:
+    """Be in that span for the block: in another process."""
+    return _NOTHING if traceparent is None or not INSTALLED else _continued(traceparent)
+
+
+@contextmanager
+def _continued(traceparent: str) -> Iterator[None]:
+    token = context.attach(_above(traceparent))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def _above(traceparent: str | None) -> Any:
+    """The context that a line of text names; of none, an empty one, so that a run begins a trace of its own."""
+    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    return TraceContextTextMapPropagator().extract(carrier, context.Context())
