@@ -1,0 +1,26 @@
+"""The server around semel: runs, jobs, quotas and keys over HTTP."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from semel.service.settings import Settings
+
+if TYPE_CHECKING:
+    from semel.service.assembly import asgi
+    from semel.service.mounting import wsgi
+
+__all__ = ["Settings", "asgi", "wsgi"]
+
+_HOMES = {"asgi": "semel.service.assembly", "wsgi": "semel.service.mounting"}
+
+
+def __getattr__(name: str) -> Any:
+    """The web stack is loaded when it is first needed: commands that only look at the database start at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from semel.sql.engines import missing
+
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise missing("service", error) from error

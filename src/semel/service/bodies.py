@@ -1,0 +1,98 @@
+"""What requests ask: bodies in JSON of the types that the handler takes, and queries of which every word is known."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.handlers import BaseRouteHandler
+from litestar.params import QueryParameter
+from litestar.types import Empty
+
+from semel.runs import jsontext
+from semel.service.problems import Refused
+
+DEEPEST = jsontext.MAX_DEPTH + 10
+"""Levels of arrays and objects in a body: what the parameters of a run may have, and some around them."""
+
+
+class JsonRequest(Request[Any, Any, Any]):
+    """A request whose JSON is read as what its handler takes, strictly: "7" is no number.
+
+    What is not said to be JSON is refused: a page in somebody's browser can send a form or plain text to this machine
+    unasked, but no JSON.
+    """
+
+    async def json(self) -> Any:
+        """The body, as the type of the handler's ``data``."""
+        if self._json is Empty:
+            if not _is_json(self.headers.get("content-type", "")):
+                said = "the body must be JSON, with the header Content-Type: application/json"
+                raise Refused(415, "UNSUPPORTED_MEDIA_TYPE", said)
+            field = self.route_handler.parsed_data_field
+            self._json = decoded(await self.body(), Any if field is None else field.annotation)
+        return self._json
+
+
+async def require_known_query(request: Request[Any, Any, Any]) -> None:
+    """Refuse what nobody reads: a filter that is spelt wrong would find everything."""
+    if request.scope["query_string"] and (known := _query_of(request.route_handler)):
+        for name in request.query_params:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"
+                raise _refused(f"there is no query parameter {name!r:.100} here{hint}")
+
+
+@cache
+def _query_of(handler: BaseRouteHandler) -> frozenset[str]:
+    """The query parameters that a handler takes."""
+    parameters = handler.parsed_fn_signature.parameters.items()
+    kinds = ((name, field.kwarg_definition) for name, field in parameters)
+    return frozenset(kind.name or name for name, kind in kinds if isinstance(kind, QueryParameter))
+
+
+def decoded(body: bytes, kind: Any = Any) -> Any:
+    """The JSON in the body as that type, or the refusal."""
+    try:
+        if body.count(b"[") + body.count(b"{") > DEEPEST and _depth(msgspec.json.decode(body)) > DEEPEST:
+            raise _too_deep()
+        return _decoder(kind).decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError:
+        raise _refused("the body is not JSON: it is not UTF-8") from None
+    except msgspec.ValidationError as error:
+        raise _refused(f"the body does not fit: {error}") from None
+    except msgspec.DecodeError as error:
+        raise _refused(f"the body is not JSON: {error}") from None
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _depth(value: Any) -> int:
+    levels = 0
+    level = [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        levels += 1
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return levels
+
+
+def _refused(said: str) -> Refused:
+    return Refused(400, "INVALID_REQUEST", said)
+
+
+def _too_deep() -> Refused:
+    return _refused(f"the body may have {DEEPEST} levels of nesting, and it has more")

@@ -1,0 +1,251 @@
+"""The deliverer hands events on to those who subscribed to them. Every process of a server has one.
+
+Each subscription has a way of its own: one that is slow or dead holds up nobody but itself. The events of a run are
+sent one after the other, those of several runs at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from semel.errors import MissingExtra, SemelError
+from semel.model import moment
+from semel.runs.quotas import read_clock
+from semel.runs.records import new_id
+from semel.service import deliveries, subscriptions
+from semel.service.deliveries import TIMEOUT, Answered, Delivery, Ping, Settled
+from semel.service.subscriptions import STREAM, Subscription
+
+if TYPE_CHECKING:
+    from semel.service.settings import Settings
+    from semel.service.site import Site
+    from semel.service.streams import Stream
+    from semel.service.webhooks_out import Sender
+
+TURN = 0.5
+"""Seconds between two looks while there are subscriptions."""
+IDLE_TURN = 2.0
+"""And while there are none."""
+AT_ONCE = 8
+"""Deliveries of a webhook that are leased together."""
+STREAM_BATCH = 200
+LEASE = AT_ONCE * TIMEOUT + 40.0
+"""Seconds for which a delivery is ours: longer than all that are leased with it can take, one after the other."""
+DELAYS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 86400.0)
+"""Seconds between the tries of a webhook; after the last of them it is dead."""
+GONE = 410
+"""The answer of a receiver that wants no more."""
+LONGEST_STREAM_DELAY = 60.0
+"""Redis is tried again and again."""
+GRACE = 2.0
+"""Seconds that tries under way have when the server stops."""
+TIDY_EVERY = 3600.0
+
+_log = logging.getLogger("semel.service")
+
+
+class Deliverer:
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._ledger = site.ledger
+        self._stream: Stream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ways: dict[str, asyncio.Task[None]] = {}
+        self._held: dict[tuple[str, str], Delivery] = {}
+        self._rests_until = 0.0
+        self._tidied = 0.0
+        self._closing = False
+
+    async def open(self) -> None:
+        """Begin."""
+        self._closing = False
+        self._stream = open_stream(self._site.settings)
+        await self._ledger.write(subscriptions.keep_stream, self._stream is not None, self._ledger.terms)
+        self._task = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """Stop: let what is under way come to an end, for a moment, and give the rest back."""
+        self._closing = True
+        if self._task is not None:
+            await _ended([self._task], 0.0)
+        await _ended(list(self._ways.values()), GRACE)
+        try:
+            if self._held:
+                await self._ledger.write(deliveries.give_back, list(self._held.values()), self._ledger.terms)
+        except SemelError as error:
+            _log.warning("deliveries could not be given back, they are tried again later: %s", error)
+        self._held.clear()
+        if self._stream is not None:
+            await self._stream.close()
+
+    async def _serve(self) -> None:
+        while True:
+            pause = IDLE_TURN
+            try:
+                pause = await self._turn()
+            except SemelError as error:
+                _log.warning("events could not be handed on, this is tried again: %s", error)
+            except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed
+                _log.exception("events could not be handed on, this is tried again")
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
+
+    async def _turn(self) -> float:
+        agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+        if agenda.events:
+            while await self._ledger.write(deliveries.fan_out):
+                pass
+            agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+        for each in agenda.due:
+            self._set_out(each)
+        if time.monotonic() - self._tidied > TIDY_EVERY:
+            self._tidied = time.monotonic()
+            await self._ledger.write(deliveries.tidy, self._ledger.terms)
+        return TURN if agenda.subscribed else IDLE_TURN
+
+    def _set_out(self, subscription: Subscription) -> None:
+        """Send what is due for the subscription, unless that is under way."""
+        if subscription.id not in self._ways:
+            way = self._ways[subscription.id] = asyncio.create_task(self._way(subscription))
+            way.add_done_callback(lambda _: self._ways.pop(subscription.id, None))
+
+    async def _way(self, subscription: Subscription) -> None:
+        try:
+            if subscription.kind == "webhook":
+                await self._post_all(subscription)
+            else:
+                await self._add_all(subscription)
+        except SemelError as error:
+            _log.warning("events for %s could not be sent, this is tried again: %s", subscription.id, error)
+        except Exception:  # noqa: BLE001 -- as in _serve
+            _log.exception("events for %s could not be sent, this is tried again", subscription.id)
+
+    async def _lease(self, subscription: Subscription, most: int) -> list[Delivery]:
+        if self._closing:
+            return []
+        leased = await self._ledger.write(deliveries.lease, subscription.id, most, LEASE, self._ledger.terms)
+        self._held |= {(each.subscription_id, each.event_id): each for each in leased}
+        return leased
+
+    async def _settle(self, settled: Sequence[Settled]) -> None:
+        try:
+            await self._ledger.write(deliveries.settle, settled, self._ledger.terms)
+        except SemelError as error:
+            _log.warning("that events were sent could not be noted, they are sent again: %s", error)
+        for each in settled:
+            self._held.pop((each.delivery.subscription_id, each.delivery.event_id), None)
+
+    async def _post_all(self, subscription: Subscription) -> None:
+        async with await sender_to(subscription, self._site.settings) as sender:
+            while leased := await self._lease(subscription, AT_ONCE):
+                runs = [list(group) for _, group in groupby(leased, key=lambda each: each.run_id)]
+                await asyncio.gather(*(self._post(sender, steps) for steps in runs))
+
+    async def _post(self, sender: Sender, steps: Sequence[Delivery]) -> None:
+        """Send the steps of a run in their order."""
+        for delivery in steps:
+            if self._closing:
+                return
+            answered = await sender.send(delivery.event_id, delivery.body)
+            await self._settle([judged(delivery, answered)])
+
+    async def _add_all(self, subscription: Subscription) -> None:
+        while self._stream is not None and time.monotonic() >= self._rests_until:
+            leased = await self._lease(subscription, STREAM_BATCH)
+            if not leased:
+                return
+            error = await self._stream.add([(each.event_id, _name_of(each), each.body) for each in leased])
+            if error is None:
+                await self._settle([Settled(delivery=each, state="delivered", forget=True) for each in leased])
+                continue
+            delay = min(LONGEST_STREAM_DELAY, 2.0 ** min(leased[0].attempts, 10))
+            self._rests_until = time.monotonic() + delay
+            _log.warning("events could not be added to the stream, this is tried again: %s", error)
+            await self._settle([Settled(delivery=each, state="waiting", delay=delay, error=error) for each in leased])
+
+
+def judged(delivery: Delivery, answered: Answered) -> Settled:
+    """What follows from the answer to a webhook."""
+    if answered.good:
+        return Settled(delivery=delivery, state="delivered", status=answered.status)
+    given_up = answered.status == GONE or delivery.attempts > len(DELAYS)
+    delay = 0.0 if given_up else DELAYS[delivery.attempts - 1] * random.uniform(0.9, 1.3)  # noqa: S311 -- jitter
+    if given_up:
+        _log.warning("event %s for %s is given up: %s", delivery.event_id, delivery.subscription_id, answered.error)
+    return Settled(
+        delivery=delivery,
+        state="dead" if given_up else "waiting",
+        delay=delay,
+        status=answered.status,
+        error=answered.error,
+        disable=answered.status == GONE,
+    )
+
+
+async def ping(site: Site, subscription: Subscription) -> tuple[str, Answered]:
+    """Send an event about nothing, once, and answer its id and what became of it."""
+    event_id = f"ping/{new_id()}"
+    now = await site.ledger.read(read_clock, site.ledger.terms)
+    body = msgspec.json.encode(Ping(id=event_id, tenant=subscription.tenant, at=moment(now))).decode()
+    if subscription.kind == "webhook":
+        async with await sender_to(subscription, site.settings) as sender:
+            return event_id, await sender.send(event_id, body)
+    stream = open_stream(site.settings)
+    if stream is None:
+        return event_id, Answered(None, "this server has no SEMEL_EVENTS")
+    try:
+        error = await stream.add([(event_id, "Ping", body)])
+    finally:
+        await stream.close()
+    return event_id, Answered(200 if error is None else None, error)
+
+
+async def sender_to(subscription: Subscription, settings: Settings) -> Sender:
+    """Who posts to the receiver. What that needs takes long to import: when it is first needed, beside the loop."""
+    await asyncio.to_thread(import_module, "semel.service.webhooks_out")
+    from semel.service.webhooks_out import Sender
+
+    return Sender(subscription, private=settings.private_webhooks)
+
+
+async def check_target(url: str, settings: Settings) -> None:
+    """Refuse a URL to which no webhook may go."""
+    await asyncio.to_thread(import_module, "semel.service.addresses")
+    from semel.service.addresses import addresses_of, target_of
+
+    await addresses_of(target_of(url), private=settings.private_webhooks)
+
+
+def open_stream(settings: Settings) -> Stream | None:
+    """The stream of the settings, if there is one."""
+    if settings.events is None:
+        return None
+    try:
+        from semel.service.streams import Stream
+    except ImportError as error:
+        raise MissingExtra("SEMEL_EVENTS needs a driver: pip install 'semel[redis]'") from error
+    return Stream(settings.events, STREAM)
+
+
+def _name_of(delivery: Delivery) -> str:
+    name: str = msgspec.json.decode(delivery.body)["name"]
+    return name
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]], grace: float) -> None:
+    """Let them end, then end them."""
+    if tasks and grace:
+        await asyncio.wait(tasks, timeout=grace)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,149 @@
+"""Whether the service is well: what it leans on answers, and it takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from msgspec import Struct
+from sqlalchemy import Connection, text
+
+from semel.errors import NotMigrated, SemelError
+
+if TYPE_CHECKING:
+    from semel.service.site import Site
+
+PATIENCE = 3.0
+"""Seconds for an answer of the database or of Redis."""
+FRESH = 1.0
+"""Seconds for which an answer is given again: anybody may ask, and nobody is to wear the database out by it."""
+
+_WRITE = text("INSERT OR REPLACE INTO semel_leaders (role, holder, until_us, term_us) VALUES ('readyz', '', 0, 0)")
+
+Word: TypeAlias = Literal["ok", "unavailable", "read-only", "not migrated", "ending"]
+
+
+class Health(Struct, frozen=True):
+    """How it stands. Strangers may read it: it names no address and no cause."""
+
+    status: Literal["ok", "unavailable"]
+    checks: dict[str, Word]
+
+
+class Doctor:
+    """Looks after one site."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._redis = redis_ping(site)
+        self._alive = _Remembered(self._look_alive)
+        self._ready = _Remembered(self._look_ready)
+
+    async def alive(self) -> Health:
+        """The database answers, and Redis where it is used."""
+        return await self._alive.get()
+
+    async def ready(self) -> Health:
+        """Requests can be taken: the database is migrated and can be written, and the server is not about to end."""
+        if self._site.watch.ending:
+            return _health({"server": "ending"})
+        return await self._ready.get()
+
+    async def _look_alive(self) -> Health:
+        checks: dict[str, Callable[[], Awaitable[Word]]] = {"database": self._answers}
+        if self._redis is not None:
+            checks["redis"] = self._redis
+        words = await asyncio.gather(*(check() for check in checks.values()))
+        return _health(dict(zip(checks, words, strict=True)))
+
+    async def _look_ready(self) -> Health:
+        return _health({"database": await self._takes_writes()})
+
+    async def _answers(self) -> Word:
+        return await _within(self._site.ledger.read(_look))
+
+    async def _takes_writes(self) -> Word:
+        """A PostgreSQL that only follows cannot be opened; a file of SQLite is made by that."""
+        checks = [lambda: self._site.ledger.write(_writable), self._opened]
+        if self._site.ledger.url.get_backend_name() == "sqlite":
+            checks.reverse()
+        for check in checks:
+            if (word := await _within(check())) != "ok":
+                return word
+        return "ok"
+
+    async def _opened(self) -> Word:
+        """A service that is mounted may not have been told to start."""
+        await self._site.opened()
+        return "ok"
+
+
+class _Remembered:
+    """Asks once for all who ask at the same time, and keeps the answer for a moment."""
+
+    def __init__(self, look: Callable[[], Awaitable[Health]]) -> None:
+        self._look = look
+        self._lock = asyncio.Lock()
+        self._at = -FRESH
+        self._known: Health | None = None
+
+    async def get(self) -> Health:
+        """The answer."""
+        async with self._lock:
+            if self._known is None or time.monotonic() - self._at >= FRESH:
+                self._known = await self._look()
+                self._at = time.monotonic()
+            return self._known
+
+
+async def _within(asking: Awaitable[Word]) -> Word:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await asking
+    except NotMigrated:
+        return "not migrated"
+    except (SemelError, TimeoutError):
+        return "unavailable"
+
+
+def _health(checks: dict[str, Word]) -> Health:
+    return Health("ok" if all(word == "ok" for word in checks.values()) else "unavailable", checks)
+
+
+def _look(conn: Connection) -> Word:
+    conn.execute(text("SELECT 1"))
+    return "ok"
+
+
+def _writable(conn: Connection) -> Word:
+    """A PostgreSQL that only follows says so; of SQLite's disk, which may be full, only a write tells."""
+    if conn.dialect.name != "postgresql":
+        conn.execute(_WRITE)
+        return "ok"
+    read_only = conn.execute(text("SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"))
+    return "read-only" if read_only.scalar_one() else "ok"
+
+
+def redis_ping(site: Site) -> Callable[[], Awaitable[Word]] | None:
+    """How to ask the Redis that is used, if there is one."""
+    urls = {url for url in (site.settings.redis, site.settings.events) if url is not None}
+    if not urls:
+        return None
+
+    async def ping() -> Word:
+        from redis.asyncio import Redis
+        from redis.exceptions import RedisError
+
+        for url in sorted(urls):
+            client = Redis.from_url(url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE)
+            try:
+                await client.ping()
+            except (RedisError, OSError):
+                return "unavailable"
+            finally:
+                await client.aclose()
+        return "ok"
+
+    return ping

@@ -1,0 +1,352 @@
+"""``/runs``: submit, look, wait, fetch, cancel, retry. What else can be asked of runs lies in the modules beside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from datetime import datetime
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlencode
+
+from litestar import Request, Response, get, post
+from litestar.openapi.spec import Example
+from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
+
+from semel.errors import InvalidRequest, SemelError, UnknownModel
+from semel.runs.records import INTERNAL_PREFIX, Run, Status
+from semel.service import runs_details, runs_events, runs_files
+from semel.service.answers import answered, header, json, refusals, tagged
+from semel.service.gate import Caller
+from semel.service.internal import QUEUE
+from semel.service.limits import hung_up
+from semel.service.problems import Refused, problem_of
+from semel.service.runs_words import IfNoneMatch, RunId, TheRequest, root_of
+from semel.service.site import Site, TheCaller, TheSite
+from semel.service.wire import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
+
+__all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
+
+MOST_AT_ONCE = 1000
+"""Runs in one bulk request."""
+LONGEST_WAIT = 60
+
+Key = Annotated[
+    str | None,
+    HeaderParameter(
+        name="Idempotency-Key",
+        description="Names the run: sent again, it is found, and nothing is created.",
+        examples=[Example(summary="a CI job", value="ci-42")],
+    ),
+]
+ManyRequests = Annotated[list[RunRequest], BodyKwarg(min_items=1, max_items=MOST_AT_ONCE)]
+Wait = Annotated[
+    float, QueryParameter(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the end (or for a change).")
+]
+_TAG = ["runs"]
+_REPLAYED = header("Idempotent-Replayed", "true: the run was there already")
+
+
+def one_key(header: str | None, field: str | None) -> str | None:
+    """The key of a request: in the header (bare or quoted) or in the body, and the same where it is in both."""
+    if header is not None and len(header) > 1 and header[0] == header[-1] == '"':
+        header = header[1:-1]
+    if header is not None and field is not None and header != field:
+        raise Refused(400, "INVALID_REQUEST", "the Idempotency-Key of the header and that of the body differ")
+    return field if header is None else header
+
+
+def user_of(caller: Caller, asked: str | None) -> str:
+    """Whose run it becomes."""
+    if asked is None or asked == caller.user:
+        return caller.user
+    if not caller.may("operator"):
+        raise Refused(403, "FORBIDDEN", "only an operator submits for others")
+    return asked
+
+
+def _cost(data: RunRequest, site: Site, caller: Caller) -> float | None:
+    """What it is taken to cost. Who could say less than the model's would be held by no limit."""
+    if data.cost is not None and not caller.may("operator") and data.cost < site.app.registry[data.model].cost:
+        raise Refused(403, "FORBIDDEN", f"only an operator submits {data.model} for less than it costs")
+    return data.cost
+
+
+def _arguments(data: RunRequest, site: Site, caller: Caller, key: str | None) -> dict[str, Any]:
+    """The arguments of ``submit``. The service's own models and queue are no business of its callers."""
+    if data.model.startswith(INTERNAL_PREFIX):
+        raise UnknownModel(f"unknown model {data.model!r}")
+    if data.queue == QUEUE:
+        raise InvalidRequest(f"the queue {QUEUE!r} is the server's own; choose another")
+    return {
+        "model": data.model,
+        "parameters": data.parameters,
+        "idempotency_key": key,
+        "user": user_of(caller, data.user),
+        "tenant": caller.tenant,
+        "queue": data.queue,
+        "priority": data.priority,
+        "delay": data.delay,
+        "cost": _cost(data, site, caller),
+        "key_ttl": data.key_ttl,
+        "dedupe": data.dedupe,
+    }
+
+
+def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
+    view = run_view(run, root_of(request))
+    headers = {"Location": view.links.self}
+    if run.replayed:
+        return json(view, 200, {**headers, "Idempotent-Replayed": "true"})
+    return json(view, 201, headers)
+
+
+@post(
+    "/runs",
+    tags=_TAG,
+    operation_id="submitRun",
+    summary="Submit a run",
+    response_headers=[_REPLAYED],
+    responses={
+        200: answered(RunView, "The run that was there already."),
+        **refusals(400, 409, 422, body=True),
+    },
+)
+async def submit(
+    data: JSONBody[RunRequest], site: TheSite, caller: TheCaller, request: TheRequest, key: Key = None
+) -> Response[RunView]:
+    """Store a run and answer at once: 201 with the new run, or 200 with the one that was there already."""
+    run = await site.engine.submit(**_arguments(data, site, caller, one_key(key, data.idempotency_key)))
+    return _submitted(run, request)
+
+
+@post(
+    "/runs/bulk",
+    tags=_TAG,
+    operation_id="submitRuns",
+    summary="Submit many runs",
+    status_code=200,
+    responses={
+        207: answered(list[BulkAnswer], "Some were refused; the others are stored."),
+        **refusals(400, body=True),
+    },
+)
+async def submit_many(
+    data: ManyRequests, site: TheSite, caller: TheCaller, request: TheRequest, key: Key = None
+) -> Response[list[BulkAnswer]]:
+    """Store up to 1,000 runs with few statements, and answer in their order.
+
+    With an ``Idempotency-Key``, a run without a key of its own has that key and its place, ``ci-42/0``: sent again,
+    all of them are found.
+
+    Each answer has its place and a run or a problem. 200 when every one is a run, 207 when some were refused: nothing
+    of the others is lost.
+    """
+    asked: list[dict[str, Any]] = []
+    refused: dict[int, SemelError] = {}
+    for place, each in enumerate(data):
+        try:
+            named = each.idempotency_key or (None if key is None else f"{one_key(key, None)}/{place}")
+            asked.append(_arguments(each, site, caller, named))
+        except SemelError as error:
+            refused[place] = error
+    stored = iter(await site.engine.submit_many(asked, strict=False))
+    answers = [refused[place] if place in refused else next(stored) for place in range(len(data))]
+    root = root_of(request)
+    said = [_one_of_many(place, answer, root) for place, answer in enumerate(answers)]
+    return json(said, 207 if any(each.problem for each in said) else 200)
+
+
+def _one_of_many(place: int, answer: Run | SemelError, root: str) -> BulkAnswer:
+    if isinstance(answer, Run):
+        return BulkAnswer(place=place, status=200 if answer.replayed else 201, run=run_view(answer, root))
+    problem = problem_of(answer)
+    return BulkAnswer(place=place, status=problem.status, problem=problem)
+
+
+@get(
+    "/runs/{run_id:str}",
+    tags=_TAG,
+    operation_id="getRun",
+    summary="A run",
+    response_headers=[header("ETag", "Changes with the run")],
+    responses={304: answered(None, "It is as the client knows it."), **refusals(400, 404)},
+)
+async def show(
+    *,
+    run_id: RunId,
+    site: TheSite,
+    caller: TheCaller,
+    request: TheRequest,
+    wait: Wait = 0.0,
+    known: IfNoneMatch = None,
+) -> Response[RunView]:
+    """The run as it stands; 304 to those who know it so.
+
+    With ``wait`` the answer comes when the run is over, or with ``If-None-Match`` as soon as it is other than the
+    client knows it, or when the time is over.
+    """
+    run = await site.run(run_id, caller)
+    answer = tagged(run_view(run, root_of(request)), known)
+    end = time.monotonic() + wait
+    while wait and not run.done and (known is None or answer.status_code == 304):
+        site.places.require(caller.name)
+        change = site.watch.change(run, end - time.monotonic(), end_only=known is None)
+        with site.places.taken(caller.name):
+            changed = await _unless_gone(change, request)
+        if not await site.gate.still(caller):
+            raise Refused(401, "UNAUTHENTICATED", "the token is not valid any more")
+        run = await site.run(run_id, caller)
+        answer = tagged(run_view(run, root_of(request)), known)
+        if not changed:
+            break
+    return answer
+
+
+async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -> bool:
+    """Wait for the change, but not for a client that has hung up."""
+    waiting = asyncio.create_task(change)
+    leaving = asyncio.create_task(hung_up(request.receive))
+    try:
+        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Refused(400, "INVALID_REQUEST", "the client has hung up")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        leaving.cancel()
+
+
+@get(
+    "/runs/{run_id:str}/result",
+    tags=_TAG,
+    operation_id="getResult",
+    summary="What a run returned",
+    responses=refusals(400, 404, 409),
+)
+async def result(run_id: RunId, site: TheSite, caller: TheCaller) -> Response[Any]:
+    """The result as JSON, exactly as it was stored. 409 unless the run SUCCEEDED: ``run_status`` says how it stands."""
+    if caller.sees is not None:
+        await site.run(run_id, caller)
+    data = await site.engine.result_json(run_id, tenant=caller.tenant)
+    return Response(data, media_type="application/json")
+
+
+@post(
+    "/runs/{run_id:str}/cancel",
+    tags=_TAG,
+    operation_id="cancelRun",
+    summary="Cancel a run",
+    status_code=200,
+    responses=refusals(400, 404, 409, body=True),
+)
+async def cancel(
+    run_id: RunId,
+    site: TheSite,
+    caller: TheCaller,
+    request: TheRequest,
+    data: JSONBody[CancelRequest | None] = None,
+) -> Response[RunView]:
+    """End a run that is pending, or ask a running one to end: ``cancel_requested`` is true while it cleans up.
+
+    Again changes nothing. 409 for one that succeeded or failed before.
+    """
+    run = await site.run(run_id, caller)
+    why = {} if data is None or data.why is None else {"why": data.why}
+    run = await site.engine.cancel(run.id, tenant=caller.tenant, **why)
+    return json(run_view(run, root_of(request)))
+
+
+@post(
+    "/runs/{run_id:str}/retry",
+    tags=_TAG,
+    operation_id="retryRun",
+    summary="Submit a run again",
+    response_headers=[_REPLAYED],
+    responses={
+        200: answered(RunView, "The new run was there already."),
+        **refusals(400, 404, 408, 409, 413, 422),
+    },
+)
+async def retry(
+    run_id: RunId, site: TheSite, caller: TheCaller, request: TheRequest, key: Key = None
+) -> Response[RunView]:
+    """Submit a failed or cancelled run again, as a new run with ``retry_of``.
+
+    201 with the new run; 200 with the one that came of an earlier retry: while it is under way, or, of one with the
+    same ``Idempotency-Key``, whatever became of it. Takes no body.
+    """
+    run = await site.run(run_id, caller)
+    if run.model.startswith(INTERNAL_PREFIX):
+        raise Refused(409, "ILLEGAL_TRANSITION", "a job at a provider is not retried; submit it again, with a new key")
+    again = await site.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
+    return _submitted(again, request)
+
+
+def _filter(name: str, description: str) -> Any:
+    return QueryParameter(name=name, description=description, max_length=1000)
+
+
+@get(
+    "/runs",
+    tags=_TAG,
+    operation_id="listRuns",
+    summary="Runs, newest first",
+    response_headers=[header("Link", 'The next page, as rel="next"')],
+    responses=refusals(400),
+)
+async def list_runs(
+    *,
+    site: TheSite,
+    caller: TheCaller,
+    request: TheRequest,
+    status: Annotated[list[Status] | None, QueryParameter(description="Any of these; may be repeated.")] = None,
+    model: Annotated[str | None, _filter("model", "Of this model.")] = None,
+    user: Annotated[str | None, _filter("user", "Of this user; others than oneself for operators.")] = None,
+    queue: Annotated[str | None, _filter("queue", "In this queue.")] = None,
+    key: Annotated[str | None, _filter("idempotency_key", "Submitted with this key.")] = None,
+    payload_hash: Annotated[str | None, _filter("payload_hash", "With this payload.")] = None,
+    since: Annotated[datetime | None, QueryParameter(description="Submitted then or later.")] = None,
+    until: Annotated[datetime | None, QueryParameter(description="Submitted before that.")] = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
+    cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
+) -> Response[RunPage]:
+    """Submitters see their own runs, operators those of everybody in their tenant."""
+    if caller.sees is not None and user not in (None, caller.sees):
+        raise Refused(403, "FORBIDDEN", "only an operator lists the runs of others")
+    page = await site.engine.runs(
+        status=status,
+        model=model,
+        user=user if caller.sees is None else caller.sees,
+        tenant=caller.tenant,
+        queue=queue,
+        idempotency_key=key,
+        payload_hash=payload_hash,
+        since=since,
+        until=until,
+        limit=limit,
+        cursor=cursor,
+    )
+    root = root_of(request)
+    view = RunPage(runs=[run_view(run, root) for run in page.runs], next=page.next)
+    return json(view, headers=None if page.next is None else {"Link": _next_link(request, page.next)})
+
+
+def _next_link(request: Request[Any, Any, Any], cursor: str) -> str:
+    """The same question with the next cursor."""
+    asked = [(name, value) for name, value in parse_qsl(request.scope["query_string"].decode()) if name != "cursor"]
+    return f'<{root_of(request)}/runs?{urlencode([*asked, ("cursor", cursor)])}>; rel="next"'
+
+
+HANDLERS = (
+    submit,
+    submit_many,
+    show,
+    list_runs,
+    result,
+    cancel,
+    retry,
+    *runs_details.HANDLERS,
+    *runs_events.HANDLERS,
+    *runs_files.HANDLERS,
+)

@@ -1,0 +1,121 @@
+"""``semel serve``: the server's processes, and a worker beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from semel.bridge import drive
+from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
+from semel.runs.app import App
+from semel.runs.sweeper import sweep_until_told
+from semel.runs.worker import Worker
+from semel.service import logs, tokens
+from semel.service.answering import answer
+from semel.service.locality import is_loopback
+from semel.service.metering import count_runs, forget
+from semel.service.settings import Settings
+from semel.service.supervision import UNFIT, Child, Main, Supervisor
+
+_PLACES = frozenset({"SEMEL_DB", "SEMEL_ARTIFACTS", "SEMEL_TRANSPORT", "SEMEL_REDIS"})
+
+_log = logging.getLogger("semel.serve")
+
+
+def serve(settings: Settings, load: Callable[[str], App], say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; answers the exit code. ``load`` gets the app from its place."""
+    logs.set_up(settings)
+    place = Place(settings, load)
+    servers = [Child(f"server {number + 1}", place.server, ended=forget) for number in range(settings.processes)]
+    supervisor = Supervisor(settings.drain + 10)
+    return supervisor.run(servers[0], [*servers[1:], *place.beside()], lambda: say(_announcement(settings)))
+
+
+class Place:
+    """What the processes do, each with an app of its own."""
+
+    def __init__(self, settings: Settings, load: Callable[[str], App]) -> None:
+        self._settings = settings
+        self._load = load
+
+    def app(self) -> App:
+        """The app where the settings want it; and if it reads them itself, as in a model's process, there, too."""
+        settings = self._settings
+        app = self._load(settings.app).place(
+            url=settings.db, artifacts=settings.artifacts, transport=settings.transport, redis=settings.redis
+        )
+        os.environ |= {name: value for name, value in settings.environment().items() if name in _PLACES}
+        return app
+
+    def server(self, ready: Callable[[], None]) -> int:
+        """Answer requests."""
+
+        def begin(app: App) -> int:
+            refuse_strangers(app, self._settings)
+            return answer(app, self._settings, ready)
+
+        return self._fit(begin)
+
+    def worker(self, ready: Callable[[], None]) -> int:
+        """Work on runs, or only look after them where RQ's or Celery's workers do the work."""
+
+        def begin(app: App) -> int:
+            count_runs(app.news)
+            ready()
+            if app.transport.announces:
+                _log.info("runs are worked on by RQ's or Celery's own workers, which you start; here only the sweeper")
+                return sweep_until_told(app, every=5.0)
+            settings = self._settings
+            Worker(
+                app,
+                queues=settings.queues.split(","),
+                concurrency=settings.concurrency,
+                processes=settings.worker_processes,
+                threads=settings.threads,
+                drain=settings.drain,
+            ).run()
+            return 0
+
+        return self._fit(begin)
+
+    def _fit(self, begin: Callable[[App], int]) -> int:
+        try:
+            return begin(self.app())
+        except SemelError as error:
+            said = logs.without_secrets(str(error))
+            print(f"semel: {said}", file=sys.stderr)  # noqa: T201 -- as every command says why it failed
+            later = isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken)
+            return 1 if later else UNFIT
+
+    def beside(self) -> list[Child]:
+        """The worker, where there is to be one."""
+        main: Main = self.worker
+        return [Child("worker", main, ended=forget)] if self._settings.worker else []
+
+
+def refuse_strangers(app: App, settings: Settings) -> None:
+    """Without tokens anybody who reaches the port could do anything: then only this machine may."""
+    if is_loopback(settings.host):
+        return
+    ledger = app.ledger(awaited=False)
+    try:
+        there = drive(ledger.read(tokens.any_there))
+    finally:
+        drive(ledger.close())
+    if not there:
+        raise InvalidRequest(
+            f"there are no tokens yet, so the server does not listen on {settings.host}, where others could reach it; "
+            f"make one first: semel token create --user admin --role admin --db {_shown(app)}"
+        )
+
+
+def _shown(app: App) -> str:
+    """The database's URL without its password."""
+    return app.ledger(awaited=False).url.render_as_string(hide_password=True)
+
+
+def _announcement(settings: Settings) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"semel serves {settings.app} on http://{host}:{settings.port} (Ctrl-C ends it)"

@@ -1,0 +1,125 @@
+"""How the service is set up: every option of ``semel serve`` is a variable of the environment, too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Struct, field
+
+from semel.errors import InvalidRequest
+
+PREFIX = "SEMEL_"
+MEBIBYTE = 1024 * 1024
+_SECRETS = frozenset({"db", "redis", "artifacts", "events", "replicate_token", "replicate_webhook_secret"})
+_SECRET = "'***'"  # noqa: S105 -- what is shown instead of one
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """``db`` is ``SEMEL_DB`` in the environment and ``--db`` on the command line; so are the others."""
+
+    app: str = "semel.demo:app"
+    """Where the semel.App is, as module:name; the demo's models by default."""
+    db: str | None = None
+    """The database; None leaves it to the app (the demo's is sqlite:///semel.db)."""
+    transport: Literal["database", "rq", "celery"] | None = None
+    redis: str | None = None
+    artifacts: str | None = None
+    configs: str | None = None
+    """A folder with named configs, one file each."""
+    host: str = "127.0.0.1"
+    port: int = 8001
+    processes: int = 1
+    """How many processes answer requests."""
+    worker: bool = True
+    """Whether a worker runs beside the server."""
+    queues: str = "default"
+    """The queues that the worker serves, in their order, with commas between them."""
+    concurrency: int = 100
+    """Async runs at a time."""
+    worker_processes: int | None = None
+    """Child processes of the worker for blocking models; None for as many as there are CPUs."""
+    threads: int = 8
+    """Runs in threads at a time."""
+    drain: float = 30.0
+    """Seconds for requests and runs to end once the server is told to."""
+    public_url: str | None = None
+    """How the outside calls this server; for providers that call back."""
+    max_body: int = MEBIBYTE
+    """Bytes of a request's body, at the most."""
+    body_timeout: float = 30.0
+    """Seconds within which a request's body must have arrived."""
+    header_timeout: float = 30.0
+    """Seconds within which a request's head must have arrived; so long may a connection also be idle."""
+    rate: float = 0.0
+    """Requests a second that a token may send, in each process, with bursts of twice that; 0 for no limit."""
+    max_waiting: int = 500
+    """Requests of one caller that may wait for runs or listen to them at a time, in each process."""
+    log_format: Literal["pretty", "json"] = "pretty"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    events: str | None = None
+    """A Redis (redis://host/0) to whose stream ``semel:events`` every event goes."""
+    private_webhooks: bool = False
+    """Whether webhooks may go to private addresses."""
+    replicate_url: str = "https://api.replicate.com"
+    replicate_token: str | None = field(default=None)
+    replicate_webhook_secret: str | None = field(default=None)
+
+    def __repr__(self) -> str:
+        """Without what others may not see: passwords lie in URLs."""
+        shown = (f"{name}={_SECRET if name in _SECRETS and value else repr(value)}" for name, value in _fields(self))
+        return f"Settings({', '.join(shown)})"
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which :func:`from_environment` makes the same settings."""
+        return {PREFIX + name.upper(): _written(value) for name, value in _fields(self) if value is not None}
+
+
+def from_environment(environ: Mapping[str, str] | None = None, **options: Any) -> Settings:
+    """The settings of the environment; ``options`` that are not None override it."""
+    environ = os.environ if environ is None else environ
+    found: dict[str, Any] = {}
+    for name in Settings.__struct_fields__:
+        text = environ.get(PREFIX + name.upper())
+        if text:
+            found[name] = text
+    found |= {name: value for name, value in options.items() if value is not None}
+    found.setdefault("replicate_token", environ.get("REPLICATE_API_TOKEN") or None)
+    types = get_type_hints(Settings)
+    try:
+        settings = Settings(
+            **{name: msgspec.convert(value, types[name], strict=False) for name, value in found.items()}
+        )
+    except msgspec.ValidationError as error:
+        wrong = next(name for name, value in found.items() if not _fits(value, types[name]))
+        raise InvalidRequest(f"{PREFIX}{wrong.upper()} is {found[wrong]!r}: {error}") from None
+    _check(settings)
+    return settings
+
+
+def _fields(settings: Settings) -> list[tuple[str, Any]]:
+    return list(msgspec.structs.asdict(settings).items())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _check(settings: Settings) -> None:
+    if not 0 <= settings.port < 65536:
+        raise InvalidRequest(f"port is a number from 0 to 65535, not {settings.port}")
+    for name in ("processes", "max_body", "max_waiting"):  # the worker looks at its own
+        if getattr(settings, name) < 1:
+            raise InvalidRequest(f"{name} is a number from 1 on, not {getattr(settings, name)}")
+    if settings.rate < 0 or settings.drain < 0 or min(settings.body_timeout, settings.header_timeout) <= 0:
+        raise InvalidRequest("rate and drain are 0 or more, body_timeout and header_timeout more than 0")
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

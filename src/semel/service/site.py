@@ -1,0 +1,79 @@
+"""What the handlers of the service work with."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, TypeAlias
+
+from litestar.di import NamedDependency
+from litestar.params import SkipValidation
+
+from semel.errors import RunNotFound
+from semel.runs.app import App
+from semel.runs.ledger import Ledger
+from semel.runs.records import Run
+from semel.service.deliverer import Deliverer
+from semel.service.gate import Caller, Gate
+from semel.service.internal import InternalWork
+from semel.service.limits import Places
+from semel.service.runs_watch import Watch
+from semel.service.settings import Settings
+
+
+class Part(Protocol):
+    """Something that works while the server is up."""
+
+    async def open(self) -> None:
+        """Begin."""
+
+    async def close(self) -> None:
+        """End."""
+
+
+class Site:
+    """An app's runs, and who may have them."""
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        self.app = app
+        self.settings = settings
+        self.engine = app.aio
+        self.ledger: Ledger = app.ledger(awaited=True)
+        self.gate = Gate(self.ledger, settings)
+        self.watch = Watch(self.ledger)
+        self.places = Places(settings.max_waiting)
+        self.parts: list[Part] = [InternalWork(self), self.watch, Deliverer(self)]
+        self._opening: asyncio.Lock | None = None
+        self._open = False
+
+    async def opened(self) -> None:
+        """Open it, if that has not happened: a server that mounts us may not tell of its start."""
+        if self._open:
+            return
+        if self._opening is None:
+            self._opening = asyncio.Lock()
+        async with self._opening:
+            if not self._open:
+                await self.ledger.open()
+                for part in self.parts:
+                    await part.open()
+                self._open = True
+
+    async def close(self) -> None:
+        """Give everything back."""
+        self._open = False
+        await self.gate.close()
+        for part in reversed(self.parts):
+            await part.close()
+        await self.ledger.close()
+        await self.engine.close()
+
+    async def run(self, run_id: str, caller: Caller) -> Run:
+        """The run, if it is the caller's to see: of somebody else's they do not learn that it is there."""
+        run = await self.engine.get(run_id, tenant=caller.tenant)
+        if caller.sees is not None and run.user != caller.sees:
+            raise RunNotFound(f"there is no run {run_id!r}")
+        return run
+
+
+TheSite: TypeAlias = NamedDependency[SkipValidation[Site]]
+TheCaller: TypeAlias = NamedDependency[SkipValidation[Caller]]

@@ -1,0 +1,44 @@
+"""Events to a stream in Redis, for consumer groups. Each entry has the event's id, by which a second one is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from semel.errors import InvalidRequest
+
+LONGEST = 100_000
+"""Entries that are kept, about."""
+PATIENCE = 10.0
+"""Seconds within which Redis must answer."""
+
+
+class Stream:
+    """A stream of events; a connection is made when it is first needed."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._name = name
+        try:
+            self._redis = redis.asyncio.Redis.from_url(
+                url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE, max_connections=4
+            )
+        except ValueError:
+            raise InvalidRequest("SEMEL_EVENTS is no URL of a Redis, as redis://host:6379/0") from None
+
+    async def add(self, events: Sequence[tuple[str, str, str]]) -> str | None:
+        """Add events (id, name, body), all of them in one transaction. Answers why that was not possible, or None."""
+        try:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                for event_id, name, body in events:
+                    entry = {"id": event_id, "name": name, "body": body}
+                    pipeline.xadd(self._name, entry, maxlen=LONGEST, approximate=True)  # type: ignore[arg-type]
+                await pipeline.execute()
+        except (RedisError, OSError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"[:500]
+        return None
+
+    async def close(self) -> None:
+        """Give the connection back."""
+        await self._redis.aclose()

@@ -1,0 +1,259 @@
+"""S2 over real HTTP, with the requests of the document: submit, look, wait, results, cancel, lists, sums, tags."""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+
+from run_service import ended, on_database, token, until
+from semel import Worker
+from semel.demo import baseline_forecast
+from service_ground import Served, served
+
+MODEL = "baseline_forecast_v1"
+PARAMETERS = {"scenario": "high_inflation", "horizon_months": 24, "region": "AU"}
+BODY = {"model": MODEL, "parameters": PARAMETERS}
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With the window of ten minutes in which the same payload is the same run."""
+    with on_database(request, tmp_path_factory.mktemp("s2"), dedupe_window=600) as app:
+        app.model(MODEL, isolation="thread", summary="scenario", max_attempts=2, backoff=(0.01,))(baseline_forecast)
+        with served(app) as service:
+            yield service
+
+
+@pytest.fixture
+def client(service: Served) -> Iterator[httpx.Client]:
+    with service.client() as client:
+        yield client
+
+
+def working(service: Served) -> AbstractContextManager[Worker]:
+    return service.app.working(processes=0, threads=4)
+
+
+def fresh(**more: Any) -> dict[str, Any]:
+    """The document's request, of a scenario that nobody has asked for."""
+    return {"model": MODEL, "parameters": {**PARAMETERS, "scenario": uuid4().hex, "seconds": 0, **more}}
+
+
+def test_s2_2_a_run_is_created_by_the_documents_request(client: httpx.Client) -> None:
+    answer = client.post("/runs", json=BODY)
+    assert answer.status_code == 201
+    run = answer.json()
+    assert (run["model"], run["parameters"]) == (MODEL, PARAMETERS)
+
+
+def test_s2_3_it_answers_at_once_with_what_the_document_names(client: httpx.Client) -> None:
+    run = client.post("/runs", json=fresh()).json()
+    assert UUID(run["run_id"]).version == 7
+    assert run["status"] == "PENDING"
+    assert datetime.fromisoformat(run["created_at"]).tzinfo is not None
+    assert re.fullmatch("[0-9a-f]{64}", run["payload_hash"])
+    assert run["links"] == {"self": f"/runs/{run['run_id']}", "result": f"/runs/{run['run_id']}/result"}
+
+
+def test_s2_4_the_key_travels_in_a_header_and_is_optional(client: httpx.Client) -> None:
+    key = uuid4().hex
+    body = fresh()
+    run = client.post("/runs", json=body, headers={"Idempotency-Key": key}).json()
+    assert run["idempotency_key"] == key
+    assert client.post("/runs", json=fresh()).json()["idempotency_key"] is None
+
+
+def test_s2_5_the_same_key_and_payload_is_the_same_run(client: httpx.Client) -> None:
+    headers = {"Idempotency-Key": uuid4().hex}
+    body = fresh()
+    first = client.post("/runs", json=body, headers=headers)
+    turned = {"parameters": dict(reversed(body["parameters"].items())), "model": MODEL}
+    again = client.post("/runs", json=turned, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert first.json()["run_id"] == again.json()["run_id"]
+
+
+def test_s2_5_a_key_names_its_run_also_when_that_is_over(service: Served, client: httpx.Client) -> None:
+    headers = {"Idempotency-Key": uuid4().hex}
+    body = fresh()
+    run_id = client.post("/runs", json=body, headers=headers).json()["run_id"]
+    with working(service):
+        ended(client, run_id)
+    again = client.post("/runs", json=body, headers=headers)
+    assert (again.status_code, again.json()["run_id"], again.json()["status"]) == (200, run_id, "SUCCEEDED")
+
+
+def test_s2_6_the_same_key_with_another_payload_is_a_409(client: httpx.Client) -> None:
+    headers = {"Idempotency-Key": uuid4().hex}
+    client.post("/runs", json=fresh(), headers=headers)
+    answer = client.post("/runs", json=fresh(), headers=headers)
+    assert (answer.status_code, answer.json()["error_code"]) == (409, "IDEMPOTENCY_KEY_CONFLICT")
+    assert answer.headers["Content-Type"] == "application/problem+json"
+
+
+def test_s2_7_without_a_key_the_same_payload_finds_the_run_while_it_is_under_way(
+    service: Served, client: httpx.Client
+) -> None:
+    body = fresh()
+    first = client.post("/runs", json=body)
+    again = client.post("/runs", json=body)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["run_id"] == again.json()["run_id"]
+    with working(service):
+        ended(client, first.json()["run_id"])
+    later = client.post("/runs", json=body)
+    assert (later.status_code, later.json()["run_id"] == first.json()["run_id"]) == (201, False)
+
+
+def test_s2_7_it_can_be_asked_not_to(client: httpx.Client) -> None:
+    body = {**fresh(), "dedupe": False}
+    assert [client.post("/runs", json=body).status_code for _ in range(2)] == [201, 201]
+
+
+def test_s2_36_a_run_shows_how_it_stands(service: Served, client: httpx.Client) -> None:
+    good = client.post("/runs", json=fresh()).json()["run_id"]
+    bad = client.post("/runs", json=fresh(fail_attempts=9)).json()["run_id"]
+    pending = client.get(f"/runs/{good}").json()
+    assert (pending["status"], pending["started_at"], pending["attempts"]) == ("PENDING", None, 0)
+    with working(service):
+        succeeded, failed = ended(client, good), ended(client, bad)
+    assert (succeeded["status"], succeeded["attempts"], succeeded["error"]) == ("SUCCEEDED", 1, None)
+    assert succeeded["started_at"] <= succeeded["finished_at"]
+    assert (failed["status"], failed["attempts"], failed["result_ref"]) == ("FAILED", 2, None)
+    assert "told to fail" in failed["error"]
+    assert client.get(f"/runs/{uuid4()}").status_code == 404
+
+
+def test_s2_37_a_result_is_a_200_when_it_is_there_409_before_and_404_for_nobodys(
+    service: Served, client: httpx.Client
+) -> None:
+    body = fresh()
+    run_id = client.post("/runs", json=body).json()["run_id"]
+    early = client.get(f"/runs/{run_id}/result")
+    assert (early.status_code, early.json()["error_code"], early.json()["run_status"]) == (
+        409,
+        "RUN_NOT_COMPLETE",
+        "PENDING",
+    )
+    with working(service):
+        ended(client, run_id)
+    result = client.get(f"/runs/{run_id}/result")
+    assert result.status_code == 200
+    assert sorted(result.json()) == ["inputs", "metrics", "notes", "run_id"]
+    assert (result.json()["run_id"], result.json()["notes"]) == (run_id, "simulated")
+    assert client.get(f"/runs/{uuid4()}/result").status_code == 404
+
+
+def test_s2_37_a_failed_run_has_no_result(service: Served, client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh(fatal=True)).json()["run_id"]
+    with working(service):
+        ended(client, run_id)
+    answer = client.get(f"/runs/{run_id}/result")
+    assert (answer.status_code, answer.json()["run_status"]) == (409, "FAILED")
+
+
+def test_s2_38_a_pending_run_is_cancelled_and_never_runs(service: Served, client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh()).json()["run_id"]
+    other = client.post("/runs", json=fresh()).json()["run_id"]
+    assert client.post(f"/runs/{run_id}/cancel").json()["status"] == "CANCELLED"
+    with working(service):
+        ended(client, other)
+    assert client.get(f"/runs/{run_id}").json()["attempts"] == 0
+
+
+def test_s2_38_a_running_run_is_asked_to_end(service: Served, client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh(seconds=20)).json()["run_id"]
+    with working(service):
+        until(lambda: client.get(f"/runs/{run_id}").json()["status"] == "RUNNING", "the start")
+        assert client.post(f"/runs/{run_id}/cancel").status_code == 200
+        assert ended(client, run_id)["status"] == "CANCELLED"
+    late = client.post(f"/runs/{run_id}/cancel")
+    assert (late.status_code, late.json()["status"]) == (200, "CANCELLED")
+
+
+def test_s2_39_runs_are_listed_by_status(service: Served, client: httpx.Client) -> None:
+    ids = {client.post("/runs", json=fresh(seconds=20)).json()["run_id"] for _ in range(2)}
+    with working(service):
+        until(
+            lambda: ids <= {run["run_id"] for run in client.get("/runs?status=RUNNING").json()["runs"]},
+            "both in the list",
+        )
+        for run_id in ids:
+            client.post(f"/runs/{run_id}/cancel")
+            ended(client, run_id)
+    listed = client.get("/runs", params={"status": "CANCELLED", "limit": 1000}).json()["runs"]
+    assert ids <= {run["run_id"] for run in listed}
+    assert {run["status"] for run in listed} == {"CANCELLED"}
+
+
+def test_s2_57_the_completion_is_in_the_timeline_of_the_transaction_that_wrote_it(
+    service: Served, client: httpx.Client
+) -> None:
+    run_id = client.post("/runs", json=fresh()).json()["run_id"]
+    with working(service):
+        run = ended(client, run_id)
+    last = client.get(f"/runs/{run_id}/timeline").json()[-1]
+    assert (last["step"], last["status"], last["version"]) == ("succeeded", "SUCCEEDED", run["version"])
+    assert last["at"] == run["finished_at"]
+
+
+def test_s2_58_runs_are_summed_up_by_model_and_scenario(service: Served, client: httpx.Client) -> None:
+    body = {**fresh(), "dedupe": False}
+    scenario = body["parameters"]["scenario"]
+    ids = [client.post("/runs", json=body).json()["run_id"] for _ in range(3)]
+    client.post(f"/runs/{ids[0]}/cancel")
+    with working(service):
+        for run_id in ids[1:]:
+            ended(client, run_id)
+    sums = client.get("/summary", params={"grouped": "true"}).json()
+    [own] = [each for each in sums if (each["model"], each["group"]) == (MODEL, scenario)]
+    assert (own["counts"], own["total"]) == ({"SUCCEEDED": 2, "CANCELLED": 1}, 3)
+    [whole] = [each for each in client.get("/summary").json() if each["model"] == MODEL]
+    assert (whole["group"], whole["total"] >= 3) == (None, True)
+
+
+def test_s2_59_who_knows_the_tag_gets_a_304_until_something_changes(service: Served, client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh()).json()["run_id"]
+    tags = [client.get(f"/runs/{run_id}").headers["ETag"]]
+
+    def look() -> httpx.Response:
+        return client.get(f"/runs/{run_id}", headers={"If-None-Match": tags[-1]})
+
+    same = look()
+    assert (same.status_code, same.content) == (304, b"")
+    with working(service):
+        ended(client, run_id)
+    changed = look()
+    assert (changed.status_code, changed.json()["status"]) == (200, "SUCCEEDED")
+    tags.append(changed.headers["ETag"])
+    assert look().status_code == 304
+    assert len(set(tags)) == 2
+
+
+def test_b_14_a_pending_run_says_why_it_waits(client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh()).json()["run_id"]
+    told = client.get(f"/runs/{run_id}/waiting").json()["waiting"]
+    assert told["reason"] == "no live worker serves the queue 'default'"
+    assert told["place"] >= 1
+    assert datetime.fromisoformat(told["since"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_s2_39_a_submitter_lists_their_own_and_an_operator_all(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    request.param = kind
+    with on_database(request, tmp_path) as guarded:
+        secrets = [token(guarded, "ann"), token(guarded, "oona", "operator")]
+        with served(guarded) as own, own.client(secrets[0]) as ann, own.client(secrets[1]) as oona:
+            mine = ann.post("/runs", json={"model": "add", "parameters": {"a": 1}}).json()["run_id"]
+            hers = oona.post("/runs", json={"model": "add", "parameters": {"a": 1}}).json()["run_id"]
+            assert [run["run_id"] for run in ann.get("/runs?status=PENDING").json()["runs"]] == [mine]
+            assert {run["run_id"] for run in oona.get("/runs?status=PENDING").json()["runs"]} == {mine, hers}
