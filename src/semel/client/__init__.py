@@ -1,10 +1,46 @@
-"""Requests that are safe to retry, for httpx: give a client one of these transports."""
+"""Clients of a semel server, and transports for httpx that make requests to others safe to retry."""
 
-from semel.sql.engines import missing
+from semel.errors import MissingExtra
 
 try:
+    from semel.client.faces import AsyncClient, Client
+    from semel.client.jobs import SubmitResult, SubmittedJob, submit_cloud_job
     from semel.client.transport import AsyncIdempotentTransport, IdempotentTransport
+    from semel.client.views import (
+        RemoteArtifact,
+        RemoteConfig,
+        RemoteCosts,
+        RemoteEvent,
+        RemoteJob,
+        RemoteLogLine,
+        RemoteModel,
+        RemoteRun,
+        RemoteStep,
+        RemoteSummary,
+        RemoteWaiting,
+        RemoteWorker,
+    )
 except ModuleNotFoundError as error:
-    raise missing("client", error) from error
+    raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[client]'") from error
 
-__all__ = ["AsyncIdempotentTransport", "IdempotentTransport"]
+__all__ = [
+    "AsyncClient",
+    "AsyncIdempotentTransport",
+    "Client",
+    "IdempotentTransport",
+    "RemoteArtifact",
+    "RemoteConfig",
+    "RemoteCosts",
+    "RemoteEvent",
+    "RemoteJob",
+    "RemoteLogLine",
+    "RemoteModel",
+    "RemoteRun",
+    "RemoteStep",
+    "RemoteSummary",
+    "RemoteWaiting",
+    "RemoteWorker",
+    "SubmitResult",
+    "SubmittedJob",
+    "submit_cloud_job",
+]

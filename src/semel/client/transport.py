@@ -217,13 +217,13 @@ class _Tries:
         new_key: Callable[[], str] = _new_key,
     ) -> None:
         self._line = line
-        self._retries = _count("retries", retries)
+        self._retries = count("retries", retries)
         self._methods = frozenset(name.upper() for name in ((methods,) if isinstance(methods, str) else methods))
         self._header = header
         self._backoff = seconds("backoff", backoff, zero=True)
         self._longest_wait = seconds("longest_wait", longest_wait, zero=True)
         self._deadline = inf if deadline is None else seconds("deadline", deadline)
-        self._buffer = _count("buffer", buffer)
+        self._buffer = count("buffer", buffer)
         self._new_key = new_key
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
@@ -374,7 +374,8 @@ def _within(left: float, timeout: Any) -> dict[str, float | None]:
     return {name: left if given.get(name) is None else min(left, given[name]) for name in names}
 
 
-def _count(what: str, given: Any) -> int:
+def count(what: str, given: Any) -> int:
+    """A whole number from 0 on, or a clear error."""
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise InvalidRequest(f"{what}= takes a whole number from 0, not {given!r:.80}")
     return given

@@ -1,0 +1,93 @@
+"""Many submissions in few requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+from msgspec import Raw, Struct
+
+from semel.client.exchange import Exchange, given, written
+from semel.client.refusals import Answer, nonsense, refusal
+from semel.client.sending import SubmitOptions, automatic_key
+from semel.client.views import RemoteRun
+from semel.errors import InvalidRequest, SemelError, ServerUnreachable
+
+MOST_AT_ONCE = 500
+BYTES_AT_ONCE = 256 * 1024
+"""What one request holds: a server takes 1,000 submissions, and a mebibyte unless it is told otherwise."""
+
+_FIELDS = ("model", "parameters", *SubmitOptions.__annotations__)
+
+
+class BulkAnswer(Struct, frozen=True, kw_only=True):
+    """What became of one of many."""
+
+    status: int
+    run: RemoteRun | None = None
+    problem: Raw = Raw(b"{}")
+
+
+async def submitted(exchange: Exchange, submissions: Sequence[Mapping[str, Any]]) -> list[RemoteRun | SemelError]:
+    """The runs, or what there is instead. A server that cannot be reached any more leaves its error with the rest."""
+    if isinstance(submissions, str | Mapping):
+        raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
+    asked = [_prepared(place, each) for place, each in enumerate(submissions)]
+    answers: list[RemoteRun | SemelError] = []
+    for some in _portions([written(each) for each in asked]):
+        try:
+            answers += await _sent(exchange, some)
+        except SemelError as error:
+            if not answers:
+                raise
+            answers += [_left_open(error, each["idempotency_key"]) for each in asked[len(answers) :]]
+            break
+    return answers
+
+
+def _prepared(place: int, submission: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(submission)
+    if "model" not in fields or fields.keys() - set(_FIELDS):
+        raise InvalidRequest(
+            f"submission {place}: it is a mapping with 'model' and any of {', '.join(_FIELDS[1:])}; "
+            f"got {', '.join(map(repr, fields)) or 'nothing'}"
+        )
+    if fields.get("idempotency_key") is None:
+        fields["idempotency_key"] = automatic_key()
+    if fields.get("user") is not None:
+        fields["user"] = str(fields["user"])
+    return given(fields)
+
+
+def _portions(written_ones: list[bytes]) -> Iterator[list[bytes]]:
+    """As many as go into one request, in their order."""
+    some: list[bytes] = []
+    size = 0
+    for each in written_ones:
+        if some and (len(some) == MOST_AT_ONCE or size + len(each) > BYTES_AT_ONCE):
+            yield some
+            some, size = [], 0
+        some.append(each)
+        size += len(each)
+    if some:
+        yield some
+
+
+async def _sent(exchange: Exchange, some: list[bytes]) -> list[RemoteRun | SemelError]:
+    answer = await exchange.ask("POST", "/runs/bulk", body=[Raw(each) for each in some])
+    said = exchange.decoded(answer, list[BulkAnswer])
+    if len(said) != len(some):
+        raise nonsense(answer, exchange.place)
+    return [_one(each) for each in said]
+
+
+def _one(said: BulkAnswer) -> RemoteRun | SemelError:
+    if said.run is not None:
+        return said.run
+    return refusal(Answer(said.status, httpx.Headers(), bytes(said.problem)))
+
+
+def _left_open(error: SemelError, key: str) -> SemelError:
+    """The same error for one that was, or would have been, in a request that failed."""
+    return ServerUnreachable(str(error), idempotency_key=key) if isinstance(error, ServerUnreachable) else error

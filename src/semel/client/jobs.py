@@ -1,0 +1,214 @@
+"""The jobs API for clients: submit with one key over all tries, look, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+from msgspec import Struct
+
+from semel.client.exchange import Exchange, as_json, given, said_by
+from semel.client.line import AwaitedLine
+from semel.client.refusals import Answer, refusal
+from semel.client.sending import automatic_key, line_options, server_url
+from semel.client.views import JobPage, RemoteConfig, RemoteCosts, RemoteJob
+from semel.errors import CostLimitExceeded, QuotaExceeded, RunNotFound, SemelError, ServiceError
+from semel.runs.records import checked_id
+
+SUBMIT_TIMEOUT = 120.0
+"""Seconds for one try: the data of a config may have to be uploaded meanwhile."""
+TIMED_OUT = "Request timed out - job may have been created, check with same idempotency key"
+
+
+class JobAnswer(Struct, frozen=True, kw_only=True):
+    """What came of a submission. ``idempotent_hit``: the job was there already, under the same key."""
+
+    success: bool
+    job_id: str | None = None
+    status: str | None = None
+    data_uploaded: bool | None = None
+    idempotent_hit: bool = False
+    error: str | None = None
+    quota_warnings: list[str] | None = None
+    cost_limit_warning: str | None = None
+
+
+class SubmittedJob(Struct, frozen=True, kw_only=True):
+    """A job that the server has. ``idempotent_hit``: it was there already, under the same key."""
+
+    job_id: str
+    status: str
+    data_uploaded: bool
+    idempotent_hit: bool
+    quota_warnings: list[str]
+    cost_limit_warning: str | None
+    idempotency_key: str
+
+
+@dataclass(frozen=True)
+class SubmitResult:
+    """What came of :func:`submit_cloud_job`. ``idempotency_key`` is the one to ask with again."""
+
+    success: bool
+    job_id: str | None = None
+    error: str | None = None
+    was_duplicate: bool = False
+    idempotency_key: str | None = field(default=None, compare=False)
+
+
+JOBS = "/api/cloud/jobs"
+SUBMIT = f"{JOBS}/submit"
+PAGE = 200
+"""Jobs that are asked for at once."""
+
+
+def submission(config_name: str, key: str, tracker_run_name: str | None) -> dict[str, Any]:
+    """A job's submission as a body."""
+    return given(
+        {"config_name_to_load": config_name, "idempotency_key": key, "tracker_run_name": tracker_run_name or None}
+    )
+
+
+class JobVerbs:
+    """The verbs on jobs."""
+
+    exchange: Exchange
+
+    async def submit_job(
+        self,
+        config_name: str,
+        *,
+        provider: str = "replicate",
+        idempotency_key: str | None = None,
+        tracker_run_name: str | None = None,
+        timeout: float = SUBMIT_TIMEOUT,  # noqa: ASYNC109 -- it is the blocking face's, too
+    ) -> SubmittedJob:
+        """Submit a job of a named config; the job that is there already, when the key was used before.
+
+        One key, ``py-client-<uuid>`` without one, goes with all tries. ``timeout`` is for each of them. Raises
+        ``QuotaExceeded`` and ``CostLimitExceeded`` at once: to try again would not help.
+        """
+        key = automatic_key() if idempotency_key is None else idempotency_key
+        body = submission(config_name, key, tracker_run_name)
+        answer = await self.exchange.ask(
+            "POST", SUBMIT, body=body, key=key, timeout=timeout, params={"provider": provider}
+        )
+        said = self.exchange.decoded(answer, JobAnswer, key=key)
+        if not said.success or said.job_id is None:
+            raise denial(said.error or "Unknown error", key)
+        return SubmittedJob(
+            job_id=said.job_id,
+            status=said.status or "",
+            data_uploaded=bool(said.data_uploaded),
+            idempotent_hit=said.idempotent_hit,
+            quota_warnings=said.quota_warnings or [],
+            cost_limit_warning=said.cost_limit_warning,
+            idempotency_key=key,
+        )
+
+    async def job(self, job_id: str) -> RemoteJob:
+        """The job as it stands."""
+        return await self.exchange.read(_job_path(job_id), RemoteJob, about_run=True)
+
+    async def jobs(
+        self,
+        *,
+        status: str | None = None,
+        config: str | None = None,
+        provider: str | None = None,
+        user: str | int | None = None,
+        limit: int | None = None,
+    ) -> AsyncGenerator[RemoteJob, None]:
+        """Jobs, newest first, page after page: all of them, or up to ``limit``."""
+        asked = {"status": status, "config": config, "provider": provider, "user": user}
+        left = inf if limit is None else limit
+        cursor = None
+        while left > 0:
+            params = {**asked, "limit": int(min(left, PAGE)), "cursor": cursor}
+            page = await self.exchange.read(JOBS, JobPage, params=params)
+            for job in page.jobs:
+                yield job
+            left -= len(page.jobs)
+            cursor = page.next
+            if cursor is None or not page.jobs:
+                return
+
+    async def cancel_job(self, job_id: str) -> RemoteJob:
+        """End a job that waits or uploads, or ask one that runs to end. Again changes nothing."""
+        answer = await self.exchange.ask("POST", f"{_job_path(job_id)}/cancel", about_run=True)
+        return self.exchange.decoded(answer, RemoteJob)
+
+    async def configs(self) -> list[RemoteConfig]:
+        """Every config that a job can name."""
+        return await self.exchange.read("/api/cloud/configs", list[RemoteConfig])
+
+    async def costs(self, user: str | int | None = None) -> RemoteCosts:
+        """What one has spent oneself, or, for operators, somebody else, against the limits of the quota."""
+        return await self.exchange.read("/api/cloud/cost-limit/status", RemoteCosts, params={"user": user})
+
+
+def _job_path(job_id: object) -> str:
+    """Where the job is. What can be no id is no job."""
+    known = checked_id(job_id)
+    if known is None:
+        raise RunNotFound(f"there is no job {str(job_id)!r:.200}")
+    return f"{JOBS}/{known}"
+
+
+def denial(error: str, key: str) -> SemelError:
+    """The error behind an answer of ``success: false``."""
+    if "Quota exceeded" in error:
+        return QuotaExceeded(error)
+    if "Cost limit" in error:
+        return CostLimitExceeded(error)
+    return ServiceError(200, "JOB_REFUSED", error, idempotency_key=key)
+
+
+async def submit_cloud_job(
+    base_url: str,
+    config_name: str,
+    idempotency_key: str | None = None,
+    tracker_run_name: str | None = None,
+    *,
+    provider: str = "replicate",
+    token: str | None = None,
+    timeout: float = 300.0,  # noqa: ASYNC109 -- part of the call as the document has it
+) -> SubmitResult:
+    """Submit a job once, with a key, and say what came of it; no error is raised for what the server or the network do.
+
+    The key is ``py-client-<uuid>`` without one; the result names it, so that whoever got no answer can ask again with
+    the same. ``timeout`` is for the whole of it.
+    """
+    key = automatic_key() if idempotency_key is None else idempotency_key
+    line = AwaitedLine(**line_options(base_url, token, None))
+    exchange = Exchange(line, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
+    try:
+        with anyio.fail_after(timeout):
+            body = as_json(submission(config_name, key, tracker_run_name))
+            answer = await exchange.once("POST", SUBMIT, timeout, params={"provider": provider}, **body)
+        return SubmitResult(**_result(answer), idempotency_key=key)
+    except TimeoutError:
+        return SubmitResult(success=False, error=TIMED_OUT, idempotency_key=key)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await line.hang_up()
+
+
+def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
+    """The fields of a result."""
+    if isinstance(answer, httpx.TimeoutException) and not isinstance(answer, httpx.ConnectTimeout):
+        raise TimeoutError
+    if isinstance(answer, httpx.TransportError):
+        return {"success": False, "error": f"Connection error: {said_by(answer)}"}
+    try:
+        said = msgspec.json.decode(answer.content, type=JobAnswer)
+    except (msgspec.DecodeError, RecursionError):
+        return {"success": False, "error": str(refusal(answer))}
+    if said.success and said.job_id is not None:
+        return {"success": True, "job_id": said.job_id, "was_duplicate": said.idempotent_hit}
+    return {"success": False, "error": said.error or "Unknown error"}

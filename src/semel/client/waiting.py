@@ -1,0 +1,90 @@
+"""Waiting for a run over HTTP, whatever becomes of the server meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from inspect import isawaitable
+from math import inf
+from typing import TypeAlias
+
+import httpx
+
+from semel.client.exchange import Exchange
+from semel.client.refusals import Answer
+from semel.client.streaming import LONGEST_PAUSE
+from semel.client.views import RemoteRun
+
+LONG_POLL = 25.0
+"""Seconds for which the server is asked to hold an answer back until there is something to tell."""
+
+Progress: TypeAlias = Callable[[RemoteRun], object]
+
+
+class Waiting:
+    """One who waits for a run to be over, and tells of its progress where somebody wants to know."""
+
+    def __init__(self, exchange: Exchange, path: str, seconds: float | None, progress: Progress | None) -> None:
+        self._exchange = exchange
+        self._path = path
+        self._seconds = seconds
+        self._end = inf if seconds is None else time.monotonic() + seconds
+        self._progress = progress
+        self._run: RemoteRun | None = None
+        self._tag: str | None = None
+
+    async def ended(self) -> RemoteRun:
+        """The run when it is over."""
+        lost = 0
+        while True:
+            begun = time.monotonic()
+            hold = 0.0 if lost else self._hold()
+            answer = await self._look(hold)
+            pause = self._exchange.wait(lost + 1, answer)
+            if pause is not None and (self._run is not None or lost < self._exchange.retries):
+                lost += 1
+                await self._sleep(min(pause, LONGEST_PAUSE))
+                continue
+            lost = 0
+            run = await self._taken(self._exchange.settled(answer, about_run=True))
+            if run is not None and run.done:
+                return run
+            # A server that answers at once, and tells nothing new, does not hold answers back: it may be about to end.
+            early = run is None and time.monotonic() - begun < hold / 2
+            await self._sleep(1.0 if early else 0.0)
+
+    def _hold(self) -> float:
+        """How long the server may take to answer. Where progress is told, the first answer comes at once."""
+        if self._progress is not None and self._tag is None:
+            return 0.0
+        return max(0.0, min(LONG_POLL, self._end - time.monotonic()))
+
+    async def _look(self, hold: float) -> Answer | httpx.TransportError:
+        headers = {} if self._tag is None else {"if-none-match": self._tag}
+        params = {"wait": f"{hold:.3f}"} if hold else {}
+        return await self._exchange.once(
+            "GET", self._path, self._exchange.timeout + hold, params=params, headers=headers
+        )
+
+    async def _taken(self, answer: Answer) -> RemoteRun | None:
+        """The run, if it is other than it was."""
+        if answer.status == 304:
+            return None
+        run = self._exchange.decoded(answer, RemoteRun)
+        if run == self._run:
+            return None
+        self._run = run
+        if self._progress is not None:
+            self._tag = answer.headers.get("etag")
+            told = self._progress(run)
+            if isawaitable(told):
+                await told
+        return run
+
+    async def _sleep(self, duration: float) -> None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            how = "not known to be over" if self._run is None else f"still {self._run.status}"
+            raise TimeoutError(f"run {self._path.rpartition('/')[2]} is {how} after {self._seconds} seconds")
+        if duration:
+            await self._exchange.line.pause(min(duration, left))
