@@ -1,9 +1,13 @@
 """The `semel` command: what it prints, how it ends, and never a traceback."""
 
+import argparse
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +16,13 @@ from sqlalchemy import make_url
 import servers
 from semel import App, Once, __version__
 from semel.bridge import drive
-from semel.cli import main
-from semel.runs.transitions import LeaseRequest
+from semel.cli import GROUPS, _chosen, main, parser
+from semel.runs.leasing import LeaseRequest
+from semel.sql.schema import REVISIONS
 from semel.testing import FakeClock
 
 USAGE, FAILURE = 2, 1
+NEWEST = REVISIONS[-1]
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
@@ -32,7 +38,7 @@ def semel(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_migrates(sqlite_url: str) -> None:
     done = semel("migrate", sqlite_url)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "migrated from nothing to 0002\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"migrated from nothing to {NEWEST}\n", "")
     with Once(sqlite_url) as once:
         assert once.call("key", lambda: 7).value == 7
 
@@ -44,15 +50,15 @@ def test_the_module_is_the_same_command(sqlite_url: str) -> None:
         timeout=60,
         check=True,
     )
-    assert json.loads(done.stdout) == {"before": None, "after": "0002"}
+    assert json.loads(done.stdout) == {"before": None, "after": NEWEST}
 
 
 def test_json_is_for_programs(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [main(["migrate", postgres_url, "--json"]) for _ in range(2)] == [0, 0]
     out, err = told(capsys)
     assert [json.loads(line) for line in out.splitlines()] == [
-        {"before": None, "after": "0002"},
-        {"before": "0002", "after": "0002"},
+        {"before": None, "after": NEWEST},
+        {"before": NEWEST, "after": NEWEST},
     ]
     assert err == ""
 
@@ -115,14 +121,19 @@ def test_a_database_that_does_not_exist_is_said_in_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["migrate"], ["fly"], ["migrate", "sqlite:///x.db", "y"], ["migrate", "--fast"]]
-)
+@pytest.mark.parametrize("arguments", [["fly"], ["migrate", "sqlite:///x.db", "y"], ["migrate", "--fast"]])
 def test_a_mistake_in_its_use_shows_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == USAGE
     assert "usage: semel" in told(capsys)[1]
+
+
+def test_the_bare_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == USAGE
+    said = told(capsys)[1]
+    assert said.startswith("usage: semel COMMAND")
+    assert "  submit " in said
 
 
 def test_help_is_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +242,160 @@ def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: st
         sweeper.terminate()
         assert sweeper.wait(30) == 0
     app.close()
+
+
+def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The commands under this one, and theirs."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield each
+                yield from every(each)
+
+
+COMMANDS = {each.prog: each for each in every(parser())}
+PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+
+
+def test_help_shows_every_command_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(name.split()[1] for name in COMMANDS if name.count(" ") == 1)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out, _ = told(capsys)
+    for name in grouped:
+        assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example_of_it(name: str) -> None:
+    said = COMMANDS[name].format_help()
+    if " VERB" in said.splitlines()[0] or "VERB ..." in said.split("\n\n")[0]:
+        return
+    assert f"  {name}" in said.partition("examples:\n")[2]
+
+
+def test_what_prints_a_table_or_an_object_can_print_json() -> None:
+    quiet = {"semel serve", "semel worker", "semel sweep", "semel completion"}
+    verbs = {name for name in COMMANDS if not any(other.startswith(f"{name} ") for other in COMMANDS)}
+    without = {name for name in verbs if "--json" not in COMMANDS[name].format_help()}
+    assert without == quiet
+
+
+def test_every_command_and_every_option_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    headings = [found[1] for found in re.finditer(r"^#{2,4} `(semel [a-z ]+)`$", page, re.MULTILINE)]
+    assert sorted(headings) == sorted(COMMANDS)
+    for name, command in COMMANDS.items():
+        section = re.split(r"^#{2,4} ", page.partition(f" `{name}`\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+        if not any(other.startswith(f"{name} ") for other in COMMANDS):
+            assert name in section, f"{name} has no example"
+        if name == "semel serve":
+            continue  # has a page of its own
+        told = [
+            action for action in command._actions if action.help != argparse.SUPPRESS
+        ]  # the rest is other spellings
+        options = {option for action in told for option in action.option_strings if option[:2] == "--"}
+        shared = {"--help", "--json", "--server", "--token", "--db"}
+        assert [option for option in sorted(options - shared) if f"`{option}" not in section] == [], name
+
+
+def examples() -> list[str]:
+    """Every line that the page and the helps show, up to where the shell takes over."""
+    said = [PAGE.read_text(), *(command.epilog or "" for command in COMMANDS.values())]
+    lines = [line.strip() for text in said for line in text.splitlines()]
+    shown = [line for line in lines if re.match(r"semel [a-z]+\b", line) and "  " not in line]
+    return sorted({re.split(r" [>|;#]", line)[0] for line in shown} - {"semel COMMAND --help"})
+
+
+@pytest.mark.parametrize("line", examples())
+def test_every_example_can_be_typed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("inputs.json").write_text("{}")
+    Path("nightly.toml").write_text("")
+    assert callable(_chosen(shlex.split(line)[1:]).do)
+
+
+LIGHT = """
+import sys
+from semel.cli import GROUPS, _chosen, main, parser
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+print([name for name in ("litestar", "sqlalchemy", "httpx", "alembic", "asyncio", "redis") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["submit", "--help"], ["serve", "--help"]], ids=" ".join
+)
+def test_help_loads_no_more_than_it_needs(arguments: list[str]) -> None:
+    code = LIGHT.format(arguments=arguments)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_shell_learns_to_complete_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    scripts = {}
+    for shell in ("bash", "zsh", "tcsh"):
+        assert main(["completion", shell]) == 0
+        scripts[shell] = told(capsys)[0]
+        assert "quota" in scripts[shell]
+    assert "--older-than" in scripts["zsh"]
+    (tmp_path / "semel.bash").write_text(scripts["bash"])
+    asked = "source semel.bash; COMP_WORDS=(semel qu); COMP_CWORD=1; _shtab_semel; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["quota"], done.stderr
+
+
+def test_the_database_to_migrate_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEMEL_DB", f"sqlite:///{tmp_path / 'mine.db'}")
+    assert main(["migrate"]) == 0
+    assert main(["migrate", "--db", f"sqlite:///{tmp_path / 'other.db'}"]) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["mine.db", "other.db"]
+    assert told(capsys)[0] == 2 * f"migrated from nothing to {NEWEST}\n"
+
+
+def test_a_worker_is_put_on_another_database_and_without_an_app_it_is_the_demos(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    command = [sys.executable, "-m", "semel.cli", "worker", "--processes", "1"]
+    where = ["--db", sqlite_url, "--artifacts", str(tmp_path / "elsewhere")]
+    worker = subprocess.Popen([*command, *where], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    app = App(sqlite_url, artifacts=tmp_path / "elsewhere")
+    app.model("baseline_forecast_v1", isolation="thread")(lambda **parameters: parameters)
+    try:
+        run = app.submit("baseline_forecast_v1", {"seconds": 0.0})
+        assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
+    finally:
+        worker.terminate()
+        _, said = worker.communicate(timeout=30)
+        app.close()
+    assert worker.returncode == 0, said
+    assert "no MODULE:APP was named, so this is the demo's app, semel.demo:app" in said
+
+
+@pytest.mark.parametrize("command", ["worker", "sweep"])
+def test_a_wrong_place_for_an_app_is_told(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"shop_of_{command}.py").write_text(APP.format(url=f"sqlite:///{tmp_path / 'x.db'}", folder=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    place = f"shop_of_{command}:app"
+    assert main([command, place, "--db", "redis://localhost/0"]) == FAILURE
+    assert main([command, place, "--transport", "rq"]) == FAILURE
+    monkeypatch.setenv("SEMEL_TRANSPORT", "pigeon")
+    assert main([command, place]) == FAILURE
+    lines = told(capsys)[1].splitlines()
+    assert [line.startswith("semel: ") for line in lines] == [True, True, True]
+    assert "redis" in lines[0]
+    assert "redis" in lines[1]
+    assert "pigeon" in lines[2]
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,79 +1,137 @@
-"""The ``semel`` command."""
+"""The ``semel`` command.
+
+Here is only what every command shares; each has a module of its own, and loads what it needs when it is carried out:
+``semel --help`` waits for no web stack and no database driver.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
+import os
 import sys
-import time
 from collections.abc import Sequence
-from importlib.metadata import version
 
-from sqlalchemy import Engine
+from semel import __version__
+from semel.cli import (
+    collecting,
+    completion,
+    configs,
+    doctor,
+    jobs,
+    keys,
+    looking,
+    migrating,
+    quotas,
+    results,
+    runs,
+    serve,
+    tokens,
+    worker,
+)
+from semel.cli.options import INTERRUPTED
+from semel.cli.parsing import Parser
+from semel.errors import SemelError
 
-from semel.cli import worker
-from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
-from semel.sql import engines, migrate
-from semel.sql.failures import translated
+GROUPS = {
+    "Serve and work": ("serve", "worker", "sweep"),
+    "Runs, through a server": ("submit", "runs", "show", "wait", "logs", "result", "cancel", "retry"),
+    "Jobs, through a server": ("job", "jobs"),
+    "What there is, through a server": ("models", "workers", "summary"),
+    "Manage, on the database": ("token", "quota", "keys", "config"),
+    "Keep in order, on the database": ("migrate", "gc", "doctor"),
+    "Your shell": ("completion",),
+}
+_FOOT = """\
+Commands that go through a server find it by --server or $SEMEL_SERVER (http://127.0.0.1:8001), and you by --token,
+$SEMEL_TOKEN or $SEMEL_TOKEN_FILE. Those on the database find it by --db or $SEMEL_DB (sqlite:///semel.db).
+
+  semel serve                                            begin, with the demo's models
+  semel submit baseline_forecast_v1 seconds=3 --wait     and in another terminal, use it
+  semel COMMAND --help                                   all about a command
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when it worked, 1 when it did not, 2 for a mistake in its use."""
-    parser = argparse.ArgumentParser(prog="semel", description="semel makes work happen once.")
-    parser.add_argument("--version", action="version", version=f"semel {version('semel')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    migration = commands.add_parser(
-        "migrate",
-        help="create or update semel's tables in a database",
-        description="Create or update semel's tables. Running it again, or twice at once, does no harm.",
-    )
-    migration.add_argument("url", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db")
-    migration.add_argument("--json", action="store_true", help="print the result as JSON")
-    migration.set_defaults(do=_say_migrated)
-    worker.add_to(commands)
-    chosen = parser.parse_args(arguments)
+    """Run the command; 0 when it worked, 1 when it did not, 2 for a mistake in its use, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot write must not stop the rest
+            stream.reconfigure(errors="backslashreplace")
+    if not (sys.argv[1:] if arguments is None else arguments):
+        print(parser().format_help(), file=sys.stderr)
+        return 2
+    chosen = _chosen(arguments)
     try:
-        return int(chosen.do(chosen))
+        code = int(chosen.do(chosen))
+        sys.stdout.flush()
     except SemelError as error:
         print(f"semel: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has had enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"semel: {error}", file=sys.stderr)
+        return 1
+    except UnicodeEncodeError as error:  # a word of the command line that is no text comes to us as surrogates
+        print(f"semel: {error.object!r:.200} is not text in UTF-8", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("semel: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
 
 
-def _say_migrated(chosen: argparse.Namespace) -> int:
-    before, after = _migrate(chosen.url)
-    if chosen.json:
-        print(json.dumps({"before": before, "after": after}))
-    elif before == after:
-        print(f"already at {after}")
-    else:
-        print(f"migrated from {before or 'nothing'} to {after}")
-    return 0
-
-
-def _migrate(address: str) -> tuple[str | None, str | None]:
-    url = engines.parse(address.replace("postgres://", "postgresql://", 1))
-    match url.get_backend_name():
-        case "sqlite":
-            engine = engines.sqlite_engine(url)
-        case "postgresql":
-            engine = engines.postgres_engine(url).execution_options(isolation_level="READ COMMITTED")
-        case other:
-            raise InvalidRequest(f"{other!r} has no tables to migrate; give a postgresql:// or sqlite:/// URL")
+def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for. Of a command that takes several words, some may come after its options."""
+    whole = parser()
+    chosen, left = whole.parse_known_args(arguments)
+    name, read = getattr(chosen, "more", ("", str))
+    if left and not name:
+        whole.error(f"unrecognized arguments: {' '.join(left)}")
     try:
-        return _upgrade(engine)
-    finally:
-        engine.dispose()
+        words = [read(word) for word in left]
+    except argparse.ArgumentTypeError as error:
+        whole.error(str(error))
+    if words:
+        setattr(chosen, name, [*getattr(chosen, name), *words])
+    return chosen
 
 
-def _upgrade(engine: Engine, patience: float = 30.0) -> tuple[str | None, str | None]:
-    """Migrate, and wait for others who are at it."""
-    started = time.monotonic()
-    while True:
-        try:
-            with translated(), engine.begin() as conn:
-                return migrate.upgrade(conn)
-        except StoreBroken:
-            raise
-        except StoreUnavailable:
-            if engine.dialect.name != "sqlite" or time.monotonic() > started + patience:
-                raise
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    whole = _Whole(prog="semel", description="semel makes work happen once.")
+    whole.add_argument("--version", action="version", version=f"semel {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for module in (
+        serve,
+        worker,
+        runs,
+        results,
+        jobs,
+        looking,
+        tokens,
+        quotas,
+        keys,
+        configs,
+        migrating,
+        collecting,
+        doctor,
+    ):
+        module.add_to(commands)
+    completion.add_to(commands, parser)
+    return whole
+
+
+class _Whole(Parser):
+    """Shows the commands by what they are for."""
+
+    def format_help(self) -> str:
+        """The page of ``semel --help``."""
+        (actions,) = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        said = {each.dest: each.help for each in actions._get_subactions()}
+        lines = [f"usage: {self.prog} COMMAND ...", "", str(self.description)]
+        for group, names in GROUPS.items():
+            lines += ["", f"{group}:", *(f"  {name:<12}{said[name]}" for name in names)]
+        lines += ["", "Options:", "  -h, --help  show this help", "  --version   show the version", "", _FOOT]
+        return "\n".join(lines)

@@ -12,51 +12,102 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from semel.cli import options
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from semel.runs.app import App
 
+DEMO = "semel.demo:app"
+TRANSPORTS = ("database", "rq", "celery")
+_PLACES = ("db", "transport", "redis", "artifacts")
 
-def add_to(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
+
+def add_to(commands: options.Commands) -> None:
+    """Add the commands."""
+    parser = options.command(
+        commands,
         "worker",
         help="work on the runs of an app",
         description="Work on the runs of an app until SIGTERM or Ctrl-C: then begin nothing new, finish what is "
         "begun, and give back what is not done in time. A second signal gives it back at once.",
+        example="semel worker myproject.runs:app --queues default,gpu --processes 4\n"
+        "semel worker --db postgresql://user@host/name",
     )
-    parser.add_argument("app", metavar="MODULE:APP", help="where the semel.App is, such as myproject.runs:app")
-    parser.add_argument(
-        "-q", "--queue", action="append", metavar="NAME", help="a queue to serve; may be given again (default: default)"
-    )
+    _add_app(parser)
+    options.queue_option(parser)
     parser.add_argument("--name", help="how the worker calls itself (default: the host's name)")
-    parser.add_argument("--concurrency", type=int, default=100, metavar="N", help="async runs at a time (default: 100)")
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="child processes for blocking models (default: CPUs)"
+        "--concurrency", type=options.count, default=100, metavar="N", help="async runs at a time (default: 100)"
     )
-    parser.add_argument("--threads", type=int, default=8, metavar="N", help="runs in threads at a time (default: 8)")
+    parser.add_argument(
+        "--processes", type=options.count, metavar="N", help="child processes for blocking models (default: CPUs)"
+    )
+    parser.add_argument(
+        "--threads", type=options.count, default=8, metavar="N", help="runs in threads at a time (default: 8)"
+    )
     parser.add_argument(
         "--drain",
-        type=float,
+        type=options.amount,
         default=30.0,
         metavar="SECONDS",
         help="how long to wait for runs at the end (default: 30)",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="tell Prometheus there what this worker does, at /metrics (default host: 127.0.0.1)",
+    )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    options.log_option(parser)
     parser.set_defaults(do=_work)
-    sweep = commands.add_parser(
+    _add_sweep(commands)
+
+
+def _add_sweep(commands: options.Commands) -> None:
+    sweep = options.command(
+        commands,
         "sweep",
         help="look after the runs of an app without working on any",
         description="Take back runs whose workers are lost, tell RQ or Celery of runs that nobody was told of, publish "
         "events, remove what expired; until SIGTERM or Ctrl-C. Every semel worker does so, too: this is for those who "
         "have only RQ's or Celery's. Several may run; one is elected.",
+        example="semel sweep myproject.runs:app\nsemel sweep myproject.runs:app --once",
     )
-    sweep.add_argument("app", metavar="MODULE:APP", help="where the semel.App is, such as myproject.runs:app")
-    sweep.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two turns (default: 5)")
+    _add_app(sweep)
+    sweep.add_argument(
+        "--every", type=options.amount, default=5.0, metavar="SECONDS", help="between two turns (default: 5)"
+    )
     sweep.add_argument("--once", action="store_true", help="one turn, whoever is elected, and end")
     sweep.add_argument("--quiet", action="store_true", help="log warnings only")
     sweep.set_defaults(do=_sweep)
+
+
+def _add_app(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "app",
+        metavar="MODULE:APP",
+        nargs="?",
+        help=f"where the semel.App is, such as myproject.runs:app (default: $SEMEL_APP, or the demo's: {DEMO})",
+    )
+    group = parser.add_argument_group("where things are, instead of where the app says")
+    group.add_argument("--db", metavar="URL", help="the database; also $SEMEL_DB")
+    group.add_argument("--transport", choices=TRANSPORTS, help="how workers hear of runs; also $SEMEL_TRANSPORT")
+    group.add_argument("--redis", metavar="URL", help="the Redis of rq and celery; also $SEMEL_REDIS")
+    group.add_argument("--artifacts", metavar="PLACE", help="large results and files; also $SEMEL_ARTIFACTS")
+
+
+def _placed(chosen: argparse.Namespace) -> App:
+    """The app that was named, where it was said to be."""
+    place = chosen.app or os.environ.get("SEMEL_APP")
+    if not place:
+        place = DEMO
+        print(f"semel: no MODULE:APP was named, so this is the demo's app, {DEMO}", file=sys.stderr, flush=True)
+    where = {name: getattr(chosen, name) or os.environ.get(f"SEMEL_{name.upper()}") or None for name in _PLACES}
+    if where["transport"] not in (None, *TRANSPORTS):
+        raise InvalidRequest(f"SEMEL_TRANSPORT is one of {', '.join(TRANSPORTS)}, not {where['transport']!r}")
+    url = where.pop("db")
+    return load_app(place).place(url=url, **where)  # type: ignore[arg-type]  # the transport was looked at above
 
 
 def _log(chosen: argparse.Namespace) -> None:
@@ -64,6 +115,11 @@ def _log(chosen: argparse.Namespace) -> None:
         level=logging.WARNING if chosen.quiet else logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if getattr(chosen, "log_format", None) == "json":
+        from semel.service.logs import formatter
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(formatter("json"))
 
 
 def _sweep(chosen: argparse.Namespace) -> int:
@@ -71,7 +127,7 @@ def _sweep(chosen: argparse.Namespace) -> int:
 
     if not 0.05 <= chosen.every <= 3600:
         raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {chosen.every}")
-    app = load_app(chosen.app)
+    app = _placed(chosen)
     _log(chosen)
     lost = sweep_until_told(app, every=chosen.every, once=chosen.once)
     if chosen.once:
@@ -82,11 +138,16 @@ def _sweep(chosen: argparse.Namespace) -> int:
 def _work(chosen: argparse.Namespace) -> int:
     from semel.runs.worker import Worker
 
-    app = load_app(chosen.app)
+    app = _placed(chosen)
     _log(chosen)
+    if chosen.metrics is not None:
+        from semel.metrics.prometheus import RunMetrics, expose
+
+        app.on_event(RunMetrics())
+        expose(chosen.metrics)
     worker = Worker(
         app,
-        queues=chosen.queue or ["default"],
+        queues=chosen.queues or ["default"],
         name=chosen.name,
         concurrency=chosen.concurrency,
         processes=chosen.processes,
