@@ -255,7 +255,7 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("closed_doors")
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/tutorial.md"])  # see test_tutorial
 def test_every_example_of_the_page_runs_and_shows_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -376,6 +376,7 @@ def test_every_field_of_a_quota_and_of_its_use_has_its_row() -> None:
 def test_every_step_of_a_run_has_its_row() -> None:
     assert rows_of("runs.md", "## The life of a run") == {
         "created",
+        "uploaded",
         "leased",
         "cancel_requested",
         "succeeded",
@@ -391,7 +392,7 @@ def test_every_metric_of_runs_has_its_row() -> None:
 def test_every_option_of_the_worker_command_is_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["worker", "--help"])
-    said = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    said = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert said <= {name.partition(" ")[0] for name in rows_of("deploy.md", "### The command")}
 
 

@@ -1,0 +1,52 @@
+"""The server that bench/service.py loads: the service around one model, and an endpoint that only parses and echoes.
+
+python served_app.py PORT DATABASE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from typing import Any
+
+from litestar import Litestar, Response, post
+from litestar.params import JSONBody
+
+from semel import App
+from semel.service import Settings, answers
+from semel.service.answering import make_server
+from semel.service.assembly import build
+from semel.service.site import Site
+from semel.service.wire import RunRequest
+
+
+@post("/echo")
+async def echo(data: JSONBody[RunRequest]) -> Response[Any]:
+    """The body, parsed and written again."""
+    return answers.json(data, 201)
+
+
+def made_app(url: str) -> App:
+    app = App(url, artifacts=tempfile.gettempdir(), dedupe_window=0)
+
+    @app.model("baseline_forecast_v1")
+    async def forecast(scenario: str, horizon_months: int, region: str) -> None:
+        """Never run here."""
+
+    return app
+
+
+async def main(port: int, url: str) -> None:
+    settings = Settings(port=port)
+    site = Site(made_app(url), settings)
+    application = inner = build(site)
+    while not isinstance(inner, Litestar):
+        inner = inner._inner
+    inner.register(echo)
+    await site.opened()
+    await make_server(application, settings).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
