@@ -217,7 +217,7 @@ def test_a_method_that_is_not_there_is_a_405(client: httpx.Client, method: str, 
 @pytest.mark.parametrize("path", ["/nothing", "/runs/x/y/z", "//runs//", "/../etc/passwd"])
 def test_a_path_that_leads_nowhere_is_a_404(client: httpx.Client, path: str) -> None:
     answer = client.post(path) if path == "//runs//" else client.get(path)
-    assert answer.status_code in (400, 404, 415)
+    assert answer.status_code in (400, 404, 405, 415)  # of some, clients make the root, which has a page
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_mounted_under_a_prefix_it_answers_with_links_that_lead_back(mount: Any,
 
 def assert_answers(client: httpx.Client) -> None:
     """Everything that a client does first works below the prefix."""
-    assert client.get("/semel/healthz").json()["status"] == "ok"
-    assert client.get("/semel/readyz").status_code == 200
+    until(lambda: client.get("/semel/healthz").json()["status"] == "ok", "it is well")
+    until(lambda: client.get("/semel/readyz").status_code == 200, "it is ready")
     made = client.post("/semel/runs", json={"model": "add", "parameters": {"a": 1}})
     assert made.status_code == 201, made.text
     links = made.json()["links"]
