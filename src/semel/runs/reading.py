@@ -63,6 +63,8 @@ class Filter(Struct, frozen=True, kw_only=True):
         if self.queue != INTERNAL_QUEUE:
             found.append(NOT_INTERNAL)
         found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
+        if self.user:
+            found.append(runs.c.user_id != literal("", literal_execute=True))  # which names the index
         if self.status is not None:
             found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
         if self.since_us is not None:

@@ -119,6 +119,22 @@ Index(
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
+Index(
+    "semel_runs_user_list",
+    runs.c.tenant,
+    runs.c.user_id,
+    runs.c.id,
+    postgresql_where=text(_somebody),
+    sqlite_where=text(_somebody),
+)
+_failed = "status = 'FAILED'"
+Index(
+    "semel_runs_failed",
+    runs.c.tenant,
+    runs.c.finished_us,
+    postgresql_where=text(_failed),
+    sqlite_where=text(_failed),
+)
 Index("semel_runs_status", runs.c.status, runs.c.id)
 Index("semel_runs_payload", runs.c.payload_hash)
 
