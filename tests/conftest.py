@@ -1,11 +1,17 @@
-"""What every test can ask for: a server for the whole session, a URL of an empty database for itself."""
+"""What every test can ask for: a server for the whole session, a URL of an empty database for itself, a browser."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import servers
+
+if TYPE_CHECKING:  # a browser's driver takes long to import, and most tests need none
+    from playwright.sync_api import Browser
+
+    from browser_ground import Visitor
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +52,19 @@ def redis_cluster_url(redis_cluster_server: servers.Redis) -> str:
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'semel.db'}"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator["Browser"]:
+    import browser_ground
+
+    with browser_ground.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(chromium: "Browser", request: pytest.FixtureRequest) -> Iterator[Callable[..., "Visitor"]]:
+    import browser_ground
+
+    with browser_ground.visiting(chromium, request) as visit:
+        yield visit

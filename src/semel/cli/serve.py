@@ -44,6 +44,7 @@ See what has become of it, or submit another and wait for it:
   curl -s -w '\\n' {url}/runs
   {semel} submit baseline_forecast_v1 scenario=low --wait --server {url}
 
+Or watch it in a browser: {url}/
 What else can be asked is at {url}/schema/openapi.json, and how it is doing at {url}/metrics.
 Ctrl-C here ends it; the runs stay in the database.
 """

@@ -23,8 +23,9 @@ from litestar.plugins.core import MsgspecDIPlugin
 from semel.runs.app import App
 from semel.service import admin_api, events_api, jobs_api, ops_api, runs_api, webhooks_in
 from semel.service.bodies import JsonRequest, require_known_query
-from semel.service.gate import Caller, Guarded
-from semel.service.problems import answer
+from semel.service.dashboard import pages
+from semel.service.dashboard.session import shown
+from semel.service.gate import Caller, Guarded, pages_alone
 from semel.service.settings import Settings
 from semel.service.site import Site, TheSite
 from semel.service.watching import note_unforeseen, watched
@@ -78,12 +79,14 @@ def build(site: Site) -> Any:
             *admin_api.HANDLERS,
             *events_api.HANDLERS,
             *ops_api.HANDLERS,
+            pages.router(site),
         ],
         dependencies={
             "site": Provide(the_site, sync_to_thread=False),
             "caller": Provide(the_caller, sync_to_thread=False),
         },
-        exception_handlers={Exception: answer},
+        guards=[pages_alone],
+        exception_handlers={Exception: pages.answer},
         after_exception=[note_unforeseen],
         request_class=JsonRequest,
         before_request=require_known_query,
@@ -105,4 +108,4 @@ def build(site: Site) -> Any:
         ),
         request_max_body_size=None,  # the gate looks after that
     )
-    return watched(Guarded(litestar, site.gate, site.settings, site.opened), site)
+    return watched(Guarded(litestar, site.gate, site.settings, site.opened, shown), site)

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from semel.errors import SemelError
 from semel.service import tokens
+from semel.service.cookies import cookie
 from semel.service.limits import (
     MOST_NAMES,
     Body,
@@ -41,11 +42,17 @@ if TYPE_CHECKING:
     from semel.service.settings import Settings
 
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
+Shown: TypeAlias = tuple[int, list[tuple[str, str]], bytes]
+"""How a refusal is shown in a browser: status, headers, content."""
 
-OPEN = re.compile(r"/(?:healthz|readyz|api/cloud/webhooks/\w+/[\w-]+)", re.ASCII)
-"""What anybody may ask: how the server is; and to call back, which proves itself by its signature."""
+OPEN = re.compile(r"/(?:healthz|readyz|api/cloud/webhooks/\w+/[\w-]+|ui/static/[\w.-]+)", re.ASCII)
+"""What anybody may ask: how the server is; to call back, which proves itself by its signature; and the dashboard's
+stylesheet and script, which its sign-in needs."""
 UNOPENED = frozenset({"/healthz", "/readyz"})
 """What is answered even while the database is away."""
+SIGN_IN = "/ui/sign-in"
+SESSION = "semel_session"
+"""The cookie that holds the token of somebody who signed in. It is looked at for pages only, never for the API."""
 LOCAL_USER = "local"
 """Who submits on this machine while there are no tokens."""
 KNOWN_FOR = 5.0
@@ -59,7 +66,19 @@ FAILURES = 60
 FAILURES_REFILLED = 1.0
 """a second after that. Those that were good before pass meanwhile: they may come through the same proxy."""
 
-__all__ = ["LOCAL_USER", "OPEN", "Caller", "Gate", "Guarded", "is_loopback", "refuse", "requires"]
+__all__ = [
+    "LOCAL_USER",
+    "OPEN",
+    "Caller",
+    "Gate",
+    "Guarded",
+    "is_loopback",
+    "is_page",
+    "pages_alone",
+    "path_of",
+    "refuse",
+    "requires",
+]
 
 _log = logging.getLogger("semel.service")
 
@@ -100,6 +119,17 @@ def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRo
     return guard
 
 
+def pages_alone(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """A guard of every handler: who came by a cookie comes to pages, whatever the path looked like at the gate."""
+    if connection.scope["state"].get("by_cookie") and not handler.opt.get("page"):
+        raise Refused(401, "UNAUTHENTICATED", "a token is needed: Authorization: Bearer semel_…")
+
+
+def is_page(path: str) -> bool:
+    """Whether the path (without what it is mounted under) is the dashboard's."""
+    return path in ("", "/", "/ui") or path.startswith("/ui/")
+
+
 class Known(Struct, frozen=True):
     """A token that was found good, and until when (in the process's time) that is taken for true."""
 
@@ -127,6 +157,20 @@ class Gate:
         sent = headers(scope, b"authorization")
         if not sent:
             return await self._nobody(scope)
+        return await self._admitted(sent, scope)
+
+    async def visitor(self, scope: Scope) -> Caller:
+        """Who asks for a page: a browser says it with its cookie, where there is no token in the header."""
+        secret = cookie(scope, SESSION)
+        if secret is None or headers(scope, b"authorization") or not await self.guarded():
+            return await self.caller(scope)  # without tokens a cookie is another server's: ports share them
+        return await self.signed_in(secret, scope)
+
+    async def signed_in(self, secret: str, scope: Scope) -> Caller:
+        """Whose token that is, as if it had been sent in the header; or the refusal."""
+        return await self._admitted([f"Bearer {secret}"], scope)
+
+    async def _admitted(self, sent: list[str], scope: Scope) -> Caller:
         token = await self._token(sent, scope)
         self._within_rate(token.id)
         self._note(token.id)
@@ -223,11 +267,19 @@ class Gate:
 class Guarded:
     """The service behind its gate, as ASGI."""
 
-    def __init__(self, inner: Any, gate: Gate, settings: Settings, opened: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        gate: Gate,
+        settings: Settings,
+        opened: Callable[[], Awaitable[None]],
+        shown: Callable[[Exception, Scope], Shown] | None = None,
+    ) -> None:
         self._inner = inner
         self._gate = gate
         self._settings = settings
         self._opened = opened
+        self._shown = shown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -241,12 +293,11 @@ class Guarded:
             scope, send = {**scope, "method": "GET"}, _bodiless(send)
         body = Body(scope, receive, self._settings)
         try:
-            path = _path(scope)
+            path = path_of(scope)
             if path not in UNOPENED:
                 await self._opened()
             if OPEN.fullmatch(path) is None:
-                caller = await self._gate.caller(scope)
-                scope["state"] = {**scope.get("state", {}), "caller": caller}  # a server may share its dict
+                await self._let_in(path, scope)
             _require_one_key(scope)
             whole = await body.whole()
         except ClientGone:
@@ -255,9 +306,29 @@ class Guarded:
             return
         except SemelError as error:
             await body.drain()
-            await refuse(error, scope, send)
+            await self._refuse(error, scope, send)
             return
         await self._inner(scope, whole, send)
+
+    async def _let_in(self, path: str, scope: Scope) -> None:
+        """Find out who it is. Who is to sign in is nobody yet."""
+        state = {**scope.get("state", {})}  # a server may share its dict
+        scope["state"] = state
+        if not is_page(path):
+            state["caller"] = await self._gate.caller(scope)
+        elif path != SIGN_IN or not await self._gate.guarded():
+            state["by_cookie"] = not headers(scope, b"authorization")
+            state["caller"] = await self._gate.visitor(scope)
+
+    async def _refuse(self, error: SemelError, scope: Scope, send: Send) -> None:
+        """To a browser the refusal is a page, or the way to one."""
+        if self._shown is None or not is_page(path_of(scope)):
+            await refuse(error, scope, send)
+            return
+        status, fields, content = self._shown(error, scope)
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in fields]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})
 
 
 def _bodiless(send: Send) -> Send:
@@ -290,7 +361,8 @@ def _require_one_key(scope: Scope) -> None:
         raise Refused(400, "INVALID_REQUEST", said)
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
+    """The path below the place where the service is mounted."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root else path

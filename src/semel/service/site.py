@@ -41,6 +41,8 @@ class Site:
         self.gate = Gate(self.ledger, settings)
         self.watch = Watch(self.ledger)
         self.places = Places(settings.max_waiting)
+        self.heavy = asyncio.Lock()
+        """Held by who asks much of the database at once, so that all others wait for one such question at the most."""
         self.parts: list[Part] = [InternalWork(self), self.watch, Deliverer(self)]
         self._opening: asyncio.Lock | None = None
         self._open = False

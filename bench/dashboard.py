@@ -1,0 +1,204 @@
+"""What the dashboard costs: the overview and the list of runs with many runs, and fifty browsers that look on.
+
+One process on granian, as `semel serve` runs it. The overview is asked for by servers that have just started, on
+100,000 runs in SQLite. Then fifty streams of it are open for a while, as fifty open pages have, while a run ends every
+second; what the server's process uses of a core is compared with what it uses while nobody looks. Parts can be chosen:
+`./dev bench dashboard open`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from dashboard_lists import fill, list_rows
+from served_app import made_app
+from table import Row, show
+
+import servers
+
+RUNS = 100_000
+ROUNDS = 5
+WINDOWS = ("hour", "day", "week")
+OPEN = 50
+SECONDS = 20.0
+SETTLE = 5.0
+"""Seconds before the use of the core is looked at: what happens once is not meant."""
+
+
+def milliseconds(port: int, path: str) -> tuple[float, int]:
+    """Until all of the page is there, and its bytes."""
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    started = time.perf_counter()
+    line.request("GET", path)
+    answer = line.getresponse()
+    content = answer.read()
+    taken = (time.perf_counter() - started) * 1000
+    line.close()
+    if answer.status != 200:
+        raise SystemExit(f"{path} was answered with {answer.status}: {content[:300]!r}")
+    return taken, len(content)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def server(url: str) -> Iterator[tuple[int, int]]:
+    """The port and the process of a server on the database, which has shown a page that asks for nothing."""
+    port = free_port()
+    command = [sys.executable, "served_app.py", str(port), url]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=Path(__file__).parent / "parts", **quiet) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not answers(port):
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise SystemExit("the server did not start")
+                time.sleep(0.01)
+            yield port, process.pid
+        finally:
+            process.terminate()
+
+
+def answers(port: int) -> bool:
+    """Whether it does; what pages need is imported on the way."""
+    try:
+        milliseconds(port, "/ui/submit")
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def overview_rows(url: str) -> Iterator[Row]:
+    cold: dict[str, list[float]] = {window: [] for window in WINDOWS}
+    weights = dict.fromkeys(WINDOWS, 0)
+    again: list[float] = []
+    for _ in range(ROUNDS):
+        with server(url) as (port, _):
+            for window in WINDOWS:
+                taken, weights[window] = milliseconds(port, f"/?window={window}")
+                cold[window].append(taken)
+            again.append(milliseconds(port, "/?window=week")[0])
+    for window in WINDOWS:
+        note = f"{weights[window] / 1000:.0f} KB"
+        yield Row(
+            f"the overview's first paint, {window}, {RUNS:,} runs, ms", cold[window], 300, at_most=True, note=note
+        )
+    yield Row("the overview again within two seconds, ms", again, None)
+
+
+def core_seconds(pid: int) -> float:
+    """Seconds of a core that the process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def share(pid: int) -> float:
+    """The part of a core that the process uses, in percent."""
+    time.sleep(SETTLE)
+    begun, used = time.monotonic(), core_seconds(pid)
+    time.sleep(SECONDS)
+    return (core_seconds(pid) - used) / (time.monotonic() - begun) * 100
+
+
+class Lookers:
+    """Open pages: each reads the stream of the overview."""
+
+    def __init__(self, port: int) -> None:
+        self._lines = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(OPEN)]
+        self.heard = [0] * OPEN
+        for line in self._lines:
+            line.sendall(b"GET /ui/live HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n")
+        self._threads = [threading.Thread(target=self._read, args=(place,), daemon=True) for place in range(OPEN)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, place: int) -> None:
+        try:
+            while piece := self._lines[place].recv(65536):
+                self.heard[place] += piece.count(b"event: parts")
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.shutdown(socket.SHUT_RDWR)
+            line.close()
+        for thread in self._threads:
+            thread.join(5)
+
+
+@contextmanager
+def a_run_a_second(url: str) -> Iterator[None]:
+    """Somebody submits one every second, and a worker elsewhere ends it."""
+    app = made_app(url)
+    over = threading.Event()
+
+    def submit() -> None:
+        while not over.wait(1.0):
+            app.submit("baseline_forecast_v1", {"scenario": "x", "horizon_months": 1, "region": "AU"})
+
+    with app.working(processes=0):
+        thread = threading.Thread(target=submit)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+    app.close()
+
+
+def open_rows(url: str) -> Iterator[Row]:
+    with a_run_a_second(url), server(url) as (port, pid):
+        alone = share(pid)
+        lookers = Lookers(port)
+        try:
+            together = share(pid)
+        finally:
+            lookers.close()
+        least = min(lookers.heard)
+        if least < 3:
+            raise SystemExit(f"a page heard only {least} times of what changed")
+        note = f"{together:.1f} % with, {alone:.1f} % without; each heard {least} times or more"
+        yield Row(f"{OPEN} open dashboards, % of a core", [together - alone], 5, at_most=True, note=note)
+
+
+def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-bench-")))
+    if {"overview", "open"} & set(chosen):
+        url = f"sqlite:///{folder / 'overview.db'}"
+        fill(url, RUNS)
+        if "overview" in chosen:
+            yield from overview_rows(url)
+        if "open" in chosen:
+            yield from open_rows(url)
+    if "lists" in chosen:
+        yield from list_rows(stack.enter_context(servers.postgres()), folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="*", help="overview, open, lists; all without it")
+    chosen = parser.parse_args().part or ["overview", "open", "lists"]
+    with ExitStack() as stack:
+        return show(rows(chosen, stack))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What the dashboard's list of runs costs the server with 1,000,000 runs, against 10,000: the page as HTML, whole.
+
+    yield from list_rows(postgres, folder)
+
+Both databases have a run every 2.6 seconds until now, so that the last hour is as full in one as in the other. The
+pages are asked for in turn, in one process, without a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import httpx
+import psycopg
+from sqlalchemy import create_engine
+from table import Row
+
+import servers
+from semel import App
+from semel.cli import main as semel_command
+from semel.service import Settings
+from semel.service.assembly import build
+from semel.service.site import Site
+
+SMALL, LARGE = 10_000, 1_000_000
+APART_MS = 2600
+ROUNDS = 5
+PAGES = 15
+"""Times that each page is asked for in a round; the quickest counts, since others use the machine, too."""
+SPENT = """id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts,
+  errors, losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, cost, asked_cost, created_us,
+  due_us, started_us, finished_us, lease_us, worker, last_error"""
+VALUES = """'', 'user' || (n % 100), 'model' || (n % 10), 'default', 0, status, status = 'PENDING', 'x', version, us,
+  version - 1, version / 2, 0, 0, 3, 3, '[]', 'hash' || n, 'key' || n, 0, 0, us, us,
+  ended, ended, 60000000, 'w', CASE status WHEN 'FAILED' THEN 'ValueError: as told' END"""
+STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 50 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
+  ELSE 'SUCCEEDED' END AS status, CASE WHEN n < 20 THEN 1 ELSE 3 END AS version,
+  CASE WHEN n < 20 THEN NULL ELSE us END AS ended"""
+POSTGRES = f"""
+INSERT INTO semel_runs ({SPENT})
+SELECT (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'
+  || substr(md5(n::text), 1, 15))::uuid, {VALUES}
+FROM (SELECT *, {STATES} FROM
+  (SELECT n, {{now}} - n::bigint * {APART_MS * 1000} AS us FROM generate_series(0, {{count}} - 1) AS n)) AS made
+"""
+SQLITE = f"""
+INSERT INTO semel_runs ({SPENT})
+WITH RECURSIVE counted(n) AS (SELECT {{count}} - 1 UNION ALL SELECT n - 1 FROM counted WHERE n > 0),
+timed AS (SELECT n, {{now}} - n * {APART_MS * 1000} AS us FROM counted),
+made AS (SELECT *, {STATES}, printf('%012x7%03x8', us / 1000, n % 4096) || substr(lower(hex(randomblob(8))), 1, 15) AS x
+  FROM timed)
+SELECT substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4) || '-'
+  || substr(x, 21), {VALUES}
+FROM made
+"""
+
+
+def fill(url: str, count: int) -> None:
+    """So many runs, the newest of this moment."""
+    now = time.time_ns() // 1000
+    if url.startswith("postgresql"):
+        semel_command(["migrate", url, "--json"])
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(POSTGRES.format(now=now, count=count).encode())
+            connection.execute("VACUUM ANALYZE semel_runs")
+        return
+    app = App(url)
+    app.runs(limit=1)  # makes the tables
+    app.close()
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(SQLITE.format(now=now, count=count))
+    engine.dispose()
+
+
+class Desk:
+    """Somebody who asks for pages of one database."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.site = Site(App(url), Settings())
+        transport = httpx.ASGITransport(build(self.site), client=("127.0.0.1", 50000))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        self.count = count
+        self.known: dict[str, str] = {}
+
+    async def prepare(self) -> None:
+        """Learn the names of some runs in the middle."""
+        newest = await self.site.engine.runs(limit=1)
+        stamp = int(newest.runs[0].id.replace("-", "")[:12], 16) - self.count // 2 * APART_MS
+        middle = f"{stamp:012x}"
+        cursor = f"{middle[:8]}-{middle[8:]}-7000-8000-000000000000"
+        run = (await self.site.engine.runs(cursor=cursor, limit=1)).runs[0]
+        self.known = {"id": run.id, "hash": run.payload_hash}
+
+    async def page(self, path: str) -> float:
+        """Seconds for a page, which must have come."""
+        start = time.perf_counter()
+        answer = await self.client.get(path.format(**self.known))
+        seconds = time.perf_counter() - start
+        assert answer.status_code == 200, answer.text[:500]
+        return seconds
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        await self.site.close()
+
+
+PATHS = {
+    "the first page": "/ui/runs",
+    "a page in the middle": "/ui/runs?cursor={id}",
+    "back from the middle": "/ui/runs?newer={id}",
+    "FAILED": "/ui/runs?status=FAILED",
+    "three states": "/ui/runs?status=PENDING&status=FAILED&status=SUCCEEDED",
+    "of the last hour": "/ui/runs?last=1h",
+    "of a user": "/ui/runs?user=user7",
+    "of a model": "/ui/runs?model=model3",
+    "search by id": "/ui/runs?q={id}",
+    "search by payload hash": "/ui/runs?q={hash}",
+}
+WORST = {
+    "a model that nobody ran": "/ui/runs?model=none",
+    "a key that nobody had": "/ui/runs?q=nobody",
+    "the end of no id": "/ui/runs?q=0f0f0f0f0f0f",
+}
+"""What has no index, and fits nothing: the page stops looking after a while, and says so."""
+
+
+async def _costs(urls: tuple[str, str], paths: dict[str, str], times: int) -> dict[str, list[tuple[float, float]]]:
+    desks = [Desk(url, count) for url, count in zip(urls, (SMALL, LARGE), strict=True)]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in paths}
+    for desk in desks:
+        await desk.prepare()
+    for _ in range(ROUNDS):
+        for name, path in paths.items():
+            costs: tuple[list[float], list[float]] = ([], [])
+            for _ in range(times):
+                for desk, cost in zip(desks, costs, strict=True):
+                    cost.append(await desk.page(path))
+            found[name].append((min(costs[0]), min(costs[1])))
+    for desk in desks:
+        await desk.close()
+    return found
+
+
+def measured(kind: str, urls: tuple[str, str]) -> Iterator[Row]:
+    """The rows of one kind of database."""
+    for name, pairs in asyncio.run(_costs(urls, PATHS, PAGES)).items():
+        small, large = (median(pair[place] for pair in pairs) * 1e3 for place in (0, 1))
+        note = f"{large:.1f} ms against {small:.1f} ms"
+        ratios = [b / a for a, b in pairs]
+        yield Row(f"list of runs, {kind}: {name}, 1,000,000 / 10,000", ratios, 1.25, at_most=True, note=note)
+    for name, pairs in asyncio.run(_costs(urls, WORST, 1)).items():
+        milliseconds = [large * 1e3 for _, large in pairs]
+        yield Row(f"list of runs, {kind}: {name}, ms with 1,000,000", milliseconds, 1000, at_most=True)
+
+
+def list_rows(postgres: servers.Postgres, folder: Path) -> Iterator[Row]:
+    """What is asked of the list, on both databases."""
+    places: dict[str, Callable[[str], str]] = {
+        "SQLite": lambda name: f"sqlite:///{folder / name}.db",
+        "PostgreSQL": lambda _: postgres.database(),
+    }
+    for kind, place in places.items():
+        urls = (place("small"), place("large"))
+        for url, count in zip(urls, (SMALL, LARGE), strict=True):
+            fill(url, count)
+        yield from measured(kind, urls)
+        if kind == "PostgreSQL":
+            for url in urls:
+                postgres.drop(url)
