@@ -313,9 +313,9 @@ def idle(bench: Bench) -> Iterator[Row]:
     try:
         time.sleep(6)
         with psycopg.connect(url, autocommit=True) as connection:
-            before = transactions(connection)
+            before, begun = transactions(connection), time.monotonic()
             time.sleep(20)
-            queries = (transactions(connection) - before - 2) / 20
+            queries = (transactions(connection) - before - 2) / (time.monotonic() - begun)
         status = Path(f"/proc/{process.pid}/status").read_text()
     finally:
         process.send_signal(signal.SIGTERM)
