@@ -15,7 +15,8 @@ from semel.runs.ledger import Ledger
 from semel.runs.reading import Filter
 from semel.runs.records import STATUSES
 from semel.service.dashboard import asking_runs, runs
-from semel.service.dashboard.asking_runs import Stretch, id_at, walked
+from semel.service.dashboard.asking_runs import Stretch, walked
+from semel.service.dashboard.windows import id_at
 
 
 @pytest.fixture(scope="module", params=BOTH)

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Text, cast, func, literal, or_, select
 
 from semel.runs.reading import Filter
 from semel.runs.records import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id
+from semel.service.dashboard.windows import id_at
 from semel.sql.schema import run_events, run_keys, run_logs, runs
 
 PATIENCE = 0.25
@@ -106,20 +107,10 @@ class Stretch(Struct, frozen=True, kw_only=True):
         return found
 
 
-def id_at(at_us: int) -> str:
-    """The least id that a clock makes at that time."""
-    stamp = min(max(at_us // 1000, 0), 2**48 - 1)
-    text = f"{stamp:012x}70008" + "0" * 15
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
-
-
 def whole_moment(run_id: str, *, down: bool) -> str:
     """The edge of the millisecond in which the id was made: it tells nobody the id of another's run."""
-    stamp = int(run_id.replace("-", "")[:12], 16)
-    if down:
-        return id_at(stamp * 1000)
-    text = f"{stamp:012x}7fffbfff" + "f" * 12
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    moment = run_id[:13]  # twelve digits and a dash
+    return f"{moment}-0000-0000-000000000000" if down else f"{moment}-ffff-ffff-ffffffffffff"
 
 
 def stretch_of(wanted: Filter, cursor: str | None) -> Stretch:

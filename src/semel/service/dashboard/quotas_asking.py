@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from semel.runs import quotas
 from semel.runs.quotas import Quota, Usage
 from semel.runs.records import EVERYBODY, MICRO
+from semel.service.dashboard.windows import id_at
 from semel.sql.statements import Statement, Terms
 
 DAY = 86400
@@ -84,12 +85,6 @@ def _users(conn: Connection, tenant: str, most: int, now: int, own: Sequence[str
     rows = [
         *_ACTIVE.rows(conn, **asked),
         *_HOLDING.rows(conn, at=now, **asked),
-        *_RECENT.rows(conn, since=first_id(now - (DAY + SLACK) * MICRO), **asked),
+        *_RECENT.rows(conn, since=id_at(now - (DAY + SLACK) * MICRO), **asked),
     ]
     return list(dict.fromkeys([*(row[0] for row in rows), *own]))[:most]
-
-
-def first_id(at_us: int) -> str:
-    """What is lower than every id that was made at that time or later: ids begin with their millisecond."""
-    digits = f"{max(0, at_us) // 1000:012x}"
-    return f"{digits[:8]}-{digits[8:]}-7000-8000-000000000000"

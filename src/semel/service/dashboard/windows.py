@@ -39,5 +39,5 @@ WINDOWS = {each.name: each for each in (HOUR, DAY, WEEK)}
 
 def id_at(at_us: int) -> str:
     """The least id of a run that is submitted at that time: ids begin with the milliseconds."""
-    digits = f"{max(0, at_us // 1000):012x}"
+    digits = f"{min(max(0, at_us // 1000), 2**48 - 1):012x}"
     return f"{digits[:8]}-{digits[8:12]}-0000-0000-000000000000"
