@@ -356,6 +356,18 @@ def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(to
     assert rows["silent"][4] == "nothing"
 
 
+def test_what_a_worker_holds_of_other_tenants_is_counted_and_not_named(town: Town) -> None:
+    put_workers(town.app, [{"id": "w-lent", "name": "lent", "seen": 3}])
+    held = {"status": "RUNNING", "worker": "w-lent", "lease_until": -60, "started": 50}
+    theirs = put_runs(town.app, [made_run(60, tenant="elsewhere", **held) for _ in range(8)])
+    (own,) = put_runs(town.app, [made_run(60, **held)])
+    with browser(town, town.root) as root:
+        rows = {row[0].split()[0]: row for row in table(root.open("/"), "workers")}
+    assert own[-12:] in rows["lent"][4]
+    assert rows["lent"][4].endswith("and 8 more")
+    assert not [each for each in theirs if each[-12:] in rows["lent"][4]]
+
+
 def test_quota_use_is_shown_most_used_first(town: Town, tenant: str, operator: Browser) -> None:
     for user, limit in (("ann", 4), ("bob", 10), ("cid", 2), ("dan", 0)):
         drive_quota(town.app, tenant, user, max_concurrent=limit)
