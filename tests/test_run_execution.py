@@ -411,6 +411,15 @@ def test_an_artifact_that_could_lie_elsewhere_is_refused(name: str) -> None:
         Context(job(), Heard(), Flag()).artifact(name)
 
 
+def test_a_folder_that_lies_there_already_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    planted = tmp_path / "planted"
+    planted.mkdir(mode=0o777)
+    with pytest.raises(FileExistsError):
+        Context(job(), Heard(), Flag(), planted).artifact("x")
+    ctx = Context(job(), Heard(), Flag(), tmp_path / "own")
+    assert ctx.artifact("x").parent.parent.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("amount", [-1, float("nan"), float("inf")])
 def test_a_cost_that_cannot_be_is_refused(amount: float) -> None:
     with pytest.raises(InvalidRequest, match="cost"):

@@ -1,22 +1,27 @@
-"""Folders for work in progress that do not outlive their process for long, even one that was killed."""
+"""Folders for work in progress that do not outlive their process for long, even one that was killed.
+
+They lie where every user of the machine may write. So a folder has a name that nobody can foresee, only its owner may
+enter it, and what lies under such a name is looked at through a handle: no link is followed, and nothing in it is
+opened or written before the handle shows a folder of this user's own.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 if sys.platform != "win32":  # where what is left stays
     import fcntl
 
-_LOCK = ".lock"
 _YOUNG = 60.0
-"""Seconds in which a new folder may not have its lock yet."""
+"""Seconds in which a new folder may not be locked yet."""
 
 
 @contextmanager
@@ -27,30 +32,48 @@ def scratch(kind: str, place: Path | None = None) -> Iterator[Path]:
     """
     root = Path(tempfile.gettempdir()) if place is None else place
     prefix = f"semel-{kind}-"
-    for left in root.glob(f"{prefix}*"):
-        _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    if sys.platform != "win32":
+        for left in root.glob(f"{prefix}*"):
+            with suppress(OSError):
+                _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))  # 0700, whatever the umask is
     try:
-        with (folder / _LOCK).open("wb") as lock:
-            _locked(lock)
+        with _locked(folder):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_if_left(folder: Path) -> None:
-    with suppress(OSError):
-        if sys.platform == "win32" or time.time() - folder.stat().st_mtime < _YOUNG:
-            return
-        with (folder / _LOCK).open("wb") as lock:
-            if _locked(lock):
-                shutil.rmtree(folder, ignore_errors=True)
+if sys.platform == "win32":
 
+    @contextmanager
+    def _locked(folder: Path) -> Iterator[None]:  # noqa: ARG001 -- folders have no handles there
+        yield
 
-def _locked(lock: IO[bytes]) -> bool:
-    if sys.platform != "win32":
+else:
+
+    @contextmanager
+    def _locked(folder: Path) -> Iterator[None]:
+        handle = _opened(folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
+            with suppress(OSError):  # a file system without locks: then nobody else gets one, either
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(handle)
+
+    def _opened(folder: Path) -> int:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _remove_if_left(folder: Path) -> None:
+        handle = _opened(folder)
+        try:
+            if _is_ours_and_old(os.fstat(handle)):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)  # which follows no link, either
+        finally:
+            os.close(handle)
+
+    def _is_ours_and_old(found: os.stat_result) -> bool:
+        ours = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return ours and time.time() - found.st_mtime >= _YOUNG

@@ -166,7 +166,7 @@ class Context:
             if self._scratch is None:
                 self._scratch = Path(tempfile.mkdtemp(prefix="semel-run-"))
             else:
-                self._scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._scratch.mkdir(mode=0o700)  # new: what lay there already would be somebody else's
             self._artifacts = {}
         assert self._scratch is not None
         return self._scratch
