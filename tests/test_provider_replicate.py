@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from dashboard_ground import Browser
 from replicate_ground import PACE, Serving, app_on, begun, come_due, ended, failed, row_of, serving, submit, until
 from replicate_server import TOKEN, VERSION, ReplicateServer
 from semel import App
-from semel.errors import InvalidRequest
+from semel.cli import main as semel_command
+from semel.errors import IllegalTransition, InvalidRequest
 from semel.service import Settings
 from semel.service.configs import Config
 from semel.service.providers.replicate import MODEL, Replicate
@@ -376,3 +378,30 @@ def test_a_job_is_submitted_over_http_and_shows_what_became_of_it(
 )
 def test_progress_is_read_from_the_logs_where_it_can_be_told(logs: str | None, share: float | None) -> None:
     assert share_in(logs) == share
+
+
+def test_a_job_at_a_provider_is_retried_by_no_entrance(
+    service: Serving, cloud: ReplicateServer, prompt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = submit(service.app, prompt)
+    begun(cloud, prompt)
+    cloud.finish(prompt, status="failed", error="no memory")
+    failed(service.app, run)
+    said = "a job at a provider is not retried"
+    with pytest.raises(IllegalTransition, match=said):
+        service.app.retry(run.id)
+    assert semel_command(["retry", run.id, "--server", service.address]) != 0
+    assert said in capsys.readouterr().err
+    with httpx.Client(base_url=service.address, follow_redirects=True) as client:
+        for key in ({}, {"Idempotency-Key": "again"}):
+            refused = client.post(f"/runs/{run.id}/retry", headers=key)
+            assert (refused.status_code, refused.json()["error_code"]) == (409, "ILLEGAL_TRANSITION")
+            assert said in refused.json()["detail"]
+        somebody = Browser(client)
+        offered = [each["action"] for each in somebody.open(f"/ui/runs/{run.id}").one(id="run-state").all("form")]
+        assert not offered
+        alone = somebody.send(f"/ui/runs/{run.id}/retry")
+        assert (alone.status, said in alone.text) == (409, True)
+        assert said in somebody.send("/ui/runs/retry", {"run": [run.id]}).text
+    assert [each.id for each in service.app.runs(model=MODEL, limit=1000).runs if each.retry_of == run.id] == []
+    assert len(cloud.of(prompt)) == 1

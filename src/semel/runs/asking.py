@@ -16,6 +16,7 @@ from semel.runs.models import Model, refuse_while_loading
 from semel.runs.records import (
     HELD_US,
     INTERNAL_PREFIX,
+    INTERNAL_QUEUE,
     MICRO,
     Run,
     checked_name,
@@ -91,7 +92,7 @@ class Desk:
         """Everything checked. Only the service itself, which is ``internal``, submits its own models."""
         refuse_while_loading("a run was submitted")
         registered = self._registry[model]
-        if registered.name.startswith(INTERNAL_PREFIX) and not internal and retry_of is None:
+        if registered.name.startswith(INTERNAL_PREFIX) and not internal:
             raise UnknownModel(f"the model {model!r} is the service's own: nobody else submits its runs")
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
@@ -102,6 +103,8 @@ class Desk:
             if kind != "key":
                 key, kind, ttl = f"retry:{retry_of}", "payload", RETRY_WINDOW
         queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
+        if queue == INTERNAL_QUEUE and not internal:
+            raise InvalidRequest(f"the queue {INTERNAL_QUEUE!r} is the service's own; choose another")
         reservation = options.get("reservation")
         return Submission(
             id=new_id(),

@@ -225,12 +225,11 @@ class Engine:
         """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was.
 
         Asked again while the new run is under way, it is found; with a key of its own, whatever became of it.
+        A job at a provider is never retried: it may have been done there, and would be done and paid for twice.
         """
         run = await self.get(run_id, tenant=tenant)
-        if run.status not in ("FAILED", "CANCELLED"):
-            raise IllegalTransition(f"run {run.id} is {run.status}; only a FAILED or CANCELLED run can be retried")
-        if run.held:
-            raise IllegalTransition(f"run {run.id} never got its data; submit the job again")
+        if refusal := run.retry_refusal:
+            raise IllegalTransition(refusal)
         options = SubmitOptions(
             idempotency_key=idempotency_key,
             user=run.user,

@@ -96,6 +96,17 @@ class Run(Struct, frozen=True, kw_only=True):
         return self.due_us - self.created_us >= HELD_US
 
     @property
+    def retry_refusal(self) -> str | None:
+        """Why the run cannot be submitted again by ``retry``, the same for every entrance; None when it can."""
+        if self.status not in ("FAILED", "CANCELLED"):
+            return f"run {self.id} is {self.status}; only a FAILED or CANCELLED run can be retried"
+        if self.model.startswith(INTERNAL_PREFIX):
+            return f"run {self.id}: a job at a provider is not retried; submit it again, with a new key"
+        if self.held:
+            return f"run {self.id} never got its data; submit the job again"
+        return None
+
+    @property
     def created_at(self) -> datetime:
         """When it was submitted."""
         return moment(self.created_us)

@@ -13,12 +13,11 @@ from litestar import Request, Response, get, post
 from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
 
-from semel.errors import InvalidRequest, SemelError, UnknownModel
+from semel.errors import SemelError, UnknownModel
 from semel.runs.records import INTERNAL_PREFIX, Run, Status
 from semel.service import runs_details, runs_events, runs_files
 from semel.service.answers import answered, header, json, refusals, tagged
 from semel.service.gate import Caller
-from semel.service.internal import QUEUE
 from semel.service.limits import hung_up
 from semel.service.problems import Refused, problem_of
 from semel.service.runs_words import IfNoneMatch, RunId, TheRequest, root_of
@@ -73,11 +72,9 @@ def _cost(data: RunRequest, site: Site, caller: Caller) -> float | None:
 
 
 def _arguments(data: RunRequest, site: Site, caller: Caller, key: str | None) -> dict[str, Any]:
-    """The arguments of ``submit``. The service's own models and queue are no business of its callers."""
+    """The arguments of ``submit``. The service's own models are hidden from its callers."""
     if data.model.startswith(INTERNAL_PREFIX):
         raise UnknownModel(f"unknown model {data.model!r}")
-    if data.queue == QUEUE:
-        raise InvalidRequest(f"the queue {QUEUE!r} is the server's own; choose another")
     return {
         "model": data.model,
         "parameters": data.parameters,
@@ -277,8 +274,6 @@ async def retry(
     same ``Idempotency-Key``, whatever became of it. Takes no body.
     """
     run = await site.run(run_id, caller)
-    if run.model.startswith(INTERNAL_PREFIX):
-        raise Refused(409, "ILLEGAL_TRANSITION", "a job at a provider is not retried; submit it again, with a new key")
     again = await site.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
     return _submitted(again, request)
 

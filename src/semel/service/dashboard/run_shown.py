@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from semel.errors import ResultStoreError, RunNotComplete, RunNotFound
 from semel.runs.attempt import Artifact
-from semel.runs.records import MICRO, LogLine, Run, Step, Waiting
+from semel.runs.records import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
 from semel.service.dashboard import asking_runs
 from semel.service.dashboard.timeline_picture import Picture, picture
 from semel.service.dashboard.wording import pretty
@@ -174,6 +174,7 @@ def told_of(told: Seen) -> dict[str, Any]:
         "images": [each for each in run.artifacts if shows(each)][:MOST_IMAGES],
         "seconds": seconds_of(run),
         "live": not run.done,
+        "internal": run.model.startswith(INTERNAL_PREFIX),
     }
 
 
