@@ -5,10 +5,12 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,16 @@ from auth_ground import BOTH, issue
 from programs import Program
 from quota_ground import Grounds
 from semel import App
+from semel.bridge import drive
 from semel.runs.transitions import EVENT, NOTED, WANTED
 from semel.service import Settings, deliverer, webhooks_out
 from semel.service.deliverer import AT_ONCE, DELAYS, LEASE
-from semel.service.deliveries import TIMEOUT
+from semel.service.deliveries import Delivery, renew
 from semel.testing import FakeClock
 from service_ground import Served, made_app, served
-from webhook_ground import Receiver, receiving, until
+from webhook_ground import PATIENCE, Receiver, receiving, until
 
+LEASE_US = round(LEASE * 1_000_000)
 OPEN = Settings(private_webhooks=True)
 
 
@@ -359,6 +363,93 @@ def test_one_that_hangs_holds_up_no_other(house: House, client: httpx.Client, mo
     assert len(hanging.wait_for(AT_ONCE)) == AT_ONCE
 
 
+def test_an_event_without_an_answer_holds_up_no_other_of_its_subscription(
+    house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in ten is never answered; all others are told while these still hang."""
+    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    hung = AT_ONCE - 1
+    receiver = house.receiver(*(["hang"] + [204] * 9) * hung, 204)
+    subscribe(client, receiver.url)
+    count = 10 * hung + 5
+    house.app.submit_many([{"model": "add", "parameters": {"a": number}} for number in range(count)])
+    receiver.wait_for(count)
+    until(lambda: house.states() == {"delivered": count - hung, "waiting": hung}, "all but those are told")
+    assert len(set(receiver.ids)) == len(receiver.ids) == count
+
+
+def test_the_steps_of_a_run_wait_for_one_another_and_for_no_other_run(
+    house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of two servers sends them; a try that failed does not hold up those that follow."""
+    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    house.serve(app=house.another_app(clock=house.clock))
+    answered = threading.Event()
+    receiver = house.receiver()
+
+    def hold(handler: BaseHTTPRequestHandler) -> None:
+        answered.wait(PATIENCE)
+        handler.send_response(500)
+        handler.send_header("content-length", "0")
+        handler.end_headers()
+
+    receiver.behaviours = [hold, 204]
+    subscribe(client, receiver.url)
+    held = house.app.submit("add", {"a": 0})
+    receiver.wait_for(1)
+    house.app.cancel(held.id)
+    others = [house.app.submit("add", {"a": number}) for number in range(1, 4)]
+    receiver.wait_for(1 + len(others))
+    time.sleep(0.1)  # some turns, in which nothing of the first run may be sent
+    assert receiver.ids[0] == f"{held.id}/1"
+    assert set(receiver.ids[1:]) == {f"{run.id}/1" for run in others}
+    answered.set()
+    receiver.wait_for(2 + len(others))
+    assert receiver.ids[-1] == f"{held.id}/2"
+
+
+def test_a_delivery_stays_with_its_server_for_as_long_as_it_is_sent(
+    house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is short and renewed: another server that looks for work all the time does not send it again."""
+    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    monkeypatch.setattr(deliverer, "RENEW_EVERY", 0.02)
+    house.serve(app=house.another_app(clock=house.clock))
+    receiver = house.receiver("hang")
+    subscribe(client, receiver.url)
+    house.app.submit("add", {"a": 1})
+    receiver.wait_for(1)
+    for _ in range(5):
+        house.clock.advance(LEASE * 0.9)
+        until(lambda: house.sql("SELECT due_us FROM semel_deliveries") == [(house.clock.us + LEASE_US,)], "a renewal")
+    assert (len(receiver.received), house.sql("SELECT attempts FROM semel_deliveries")) == (1, [(1,)])
+
+
+def test_a_try_that_ended_is_not_renewed(house: House) -> None:
+    """A renewal that was under way when its try was settled changes nothing."""
+    receiver = house.receiver(500)
+    with served(house.app, OPEN) as service, service.client() as client:
+        subscribe(client, receiver.url)
+        house.app.submit("add", {"a": 1})
+        until(lambda: _noted(house, 1), "the try was settled")
+    before = house.sql("SELECT * FROM semel_deliveries")
+    ledger = house.app.ledger(awaited=False)
+    subscription_id, run_id, version = before[0][:3]
+    stale = {"last_status": None, "last_error": None, "body": "", "state": "waiting", "attempts": 1}
+    leased = Delivery(
+        subscription_id=subscription_id,
+        run_id=str(run_id),
+        version=version,
+        due_us=house.clock.us + LEASE_US,
+        **stale,
+    )
+    try:
+        assert drive(ledger.write(renew, [leased], LEASE, ledger.terms)) == {}
+    finally:
+        drive(ledger.close())
+    assert house.sql("SELECT * FROM semel_deliveries") == before
+
+
 def test_a_server_that_stops_gives_back_what_it_has_not_sent(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliverer, "GRACE", 0.05)
     receiver = house.receiver("hang")
@@ -421,10 +512,7 @@ def test_a_server_killed_between_sending_and_noting_is_followed_by_one_that_send
     house.clock.us = time.time_ns() // 1000
     house.serve()
     receiver.wait_for(30)
-    house.clock.advance(LEASE - 30)
-    time.sleep(0.1)  # some turns, in which nothing may happen: the leases of the dead one have not ended
-    assert len(receiver.received) == 30
-    house.clock.advance(60)
+    house.clock.advance(LEASE + 1)  # soon enough
     until(lambda: house.states() == {"delivered": 30}, "all are marked")
     all_of_them = [f"{run.id}/1" for run in answers]  # type: ignore[union-attr]
     assert Counter(receiver.ids) == Counter(all_of_them + before)
@@ -646,5 +734,5 @@ def test_a_tenant_has_so_many_subscriptions_at_the_most(house: House, client: ht
     assert (answer.status_code, answer.json()["error_code"]) == (409, "TOO_MANY_SUBSCRIPTIONS")
 
 
-def test_the_lease_of_a_delivery_outlasts_all_that_are_sent_after_one_another() -> None:
-    assert LEASE > AT_ONCE * TIMEOUT
+def test_the_lease_of_a_delivery_is_short_and_renewed_well_before_it_ends() -> None:
+    assert 2 * deliverer.RENEW_EVERY < LEASE <= 15

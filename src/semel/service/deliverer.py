@@ -1,7 +1,7 @@
 """The deliverer hands events on to those who subscribed to them. Every process of a server has one.
 
-Each subscription has a way of its own: one that is slow or dead holds up nobody but itself. The events of a run are
-sent one after the other, those of several runs at once.
+Each subscription has its own pace: a receiver that is slow or dead delays no other. The events of a run are sent one
+after the other, those of several runs at once, and a place that becomes free is filled while the others are still busy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +21,7 @@ from semel.model import moment
 from semel.runs.quotas import read_clock
 from semel.runs.records import new_id
 from semel.service import deliveries, subscriptions
-from semel.service.deliveries import TIMEOUT, Answered, Delivery, Ping, Settled
+from semel.service.deliveries import Answered, Delivery, Ping, Settled
 from semel.service.subscriptions import STREAM, Subscription
 
 if TYPE_CHECKING:
@@ -35,11 +34,13 @@ TURN = 0.5
 """Seconds between two looks while there are subscriptions."""
 IDLE_TURN = 2.0
 """And while there are none."""
-AT_ONCE = 8
-"""Deliveries of a webhook that are leased together."""
+AT_ONCE = 16
+"""Requests of one webhook that are under way at the same time."""
 STREAM_BATCH = 200
-LEASE = AT_ONCE * TIMEOUT + 40.0
-"""Seconds for which a delivery is ours: longer than all that are leased with it can take, one after the other."""
+LEASE = 10.0
+"""Seconds after which another server may send what a dead one has begun."""
+RENEW_EVERY = LEASE / 4
+"""Seconds between two renewals of what is being sent."""
 DELAYS = (5.0, 30.0, 120.0, 600.0, 3600.0, 21600.0, 86400.0)
 """Seconds between the tries of a webhook; after the last of them it is dead."""
 GONE = 410
@@ -60,7 +61,7 @@ class Deliverer:
         self._site = site
         self._ledger = site.ledger
         self._stream: Stream | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._ways: dict[str, asyncio.Task[None]] = {}
         self._held: dict[tuple[str, str], Delivery] = {}
         self._rests_until = 0.0
@@ -72,14 +73,13 @@ class Deliverer:
         self._closing = False
         self._stream = open_stream(self._site.settings)
         await self._ledger.write(subscriptions.keep_stream, self._stream is not None, self._ledger.terms)
-        self._task = asyncio.create_task(self._serve())
+        self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._renew_forever())]
 
     async def close(self) -> None:
         """Stop: let what is under way come to an end, for a moment, and give the rest back."""
         self._closing = True
-        if self._task is not None:
-            await _ended([self._task], 0.0)
         await _ended(list(self._ways.values()), GRACE)
+        await _ended(self._tasks, 0.0)
         try:
             if self._held:
                 await self._ledger.write(deliveries.give_back, list(self._held.values()), self._ledger.terms)
@@ -115,7 +115,7 @@ class Deliverer:
 
     def _set_out(self, subscription: Subscription) -> None:
         """Send what is due for the subscription, unless that is under way."""
-        if subscription.id not in self._ways:
+        if subscription.id not in self._ways and not self._closing:
             way = self._ways[subscription.id] = asyncio.create_task(self._way(subscription))
             way.add_done_callback(lambda _: self._ways.pop(subscription.id, None))
 
@@ -145,19 +145,44 @@ class Deliverer:
         for each in settled:
             self._held.pop((each.delivery.subscription_id, each.delivery.event_id), None)
 
-    async def _post_all(self, subscription: Subscription) -> None:
-        async with await sender_to(subscription, self._site.settings) as sender:
-            while leased := await self._lease(subscription, AT_ONCE):
-                runs = [list(group) for _, group in groupby(leased, key=lambda each: each.run_id)]
-                await asyncio.gather(*(self._post(sender, steps) for steps in runs))
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_EVERY)
+            if not self._held:
+                continue
+            try:
+                renewed = await self._ledger.write(
+                    deliveries.renew, list(self._held.values()), LEASE, self._ledger.terms
+                )
+            except SemelError as error:
+                _log.warning("deliveries under way could not be renewed, they may be sent twice: %s", error)
+                continue
+            for key, due_us in renewed.items():
+                if key in self._held:
+                    self._held[key] = msgspec.structs.replace(self._held[key], due_us=due_us)
 
-    async def _post(self, sender: Sender, steps: Sequence[Delivery]) -> None:
-        """Send the steps of a run in their order."""
-        for delivery in steps:
-            if self._closing:
-                return
+    async def _post_all(self, subscription: Subscription) -> None:
+        """Send what is due, ``AT_ONCE`` at a time, until nothing is due or under way."""
+        sending: set[asyncio.Task[None]] = set()
+        async with await sender_to(subscription, self._site.settings) as sender:
+            try:
+                while True:
+                    room = AT_ONCE - len(sending)
+                    leased = await self._lease(subscription, room) if room else []
+                    sending |= {asyncio.create_task(self._post(sender, each)) for each in leased}
+                    if not sending:
+                        return
+                    _, sending = await asyncio.wait(sending, timeout=TURN, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _ended(list(sending), 0.0)
+
+    async def _post(self, sender: Sender, delivery: Delivery) -> None:
+        try:
             answered = await sender.send(delivery.event_id, delivery.body)
-            await self._settle([judged(delivery, answered)])
+        except Exception as error:  # noqa: BLE001 -- as in _serve
+            _log.exception("event %s for %s could not be sent", delivery.event_id, delivery.subscription_id)
+            answered = Answered(None, f"{type(error).__name__}: {error}"[:500])
+        await self._settle([judged(delivery, answered)])
 
     async def _add_all(self, subscription: Subscription) -> None:
         while self._stream is not None and time.monotonic() >= self._rests_until:

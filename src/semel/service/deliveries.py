@@ -5,8 +5,9 @@
                  ▲                             ├─ try again ───▶ waiting, after a pause
                  └───────── resend ────────────└─ give up ─────▶ dead
 
-A lease moves a delivery to a later time and counts the try; what its process does not settle by then is tried again by
-another. So an event may come twice, under the same id, and is never lost.
+A lease moves a delivery to a later time and counts the try. The lease is short and renewed while the event is sent; what
+a dead process has not settled is tried again by another. So an event may come twice, under the same id, and is never lost.
+The steps of a run are leased one after the other: the next one when the first try of those before it has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from semel.service.problems import Refused
 from semel.service.subscriptions import Subscription
 from semel.sql.schema import deliveries, run_events
 from semel.sql.schema import subscriptions as subscription_table
-from semel.sql.statements import Statement, Terms
+from semel.sql.statements import Statement, Terms, Words
 
 State: TypeAlias = Literal["waiting", "delivered", "dead"]
 STATES: tuple[State, ...] = get_args(State)
@@ -171,12 +172,17 @@ def fan_out(conn: Connection) -> bool:
 _COLUMNS = ("subscription_id", "run_id", "version", "state", "attempts", "due_us", "body", "last_status", "last_error")
 
 
-def _leasing(words: Any) -> str:
+def _leasing(words: Words) -> str:
     shown = words.own(", ".join(_COLUMNS)).replace("k.run_id", words.plain("k.run_id"))
     return f"""
 WITH picked AS MATERIALIZED (
   SELECT p.run_id AS picked_id, p.version AS picked_version FROM semel_deliveries AS p
   WHERE p.subscription_id = :subscription AND p.state = 'waiting' AND p.due_us <= {words.now}
+    AND NOT EXISTS (
+      SELECT 1 FROM semel_deliveries AS e
+      WHERE e.run_id = p.run_id AND e.version < p.version AND e.subscription_id = :subscription
+        AND e.state = 'waiting' AND e.last_status IS NULL AND e.last_error IS NULL
+    )
   ORDER BY p.due_us, p.run_id, p.version LIMIT :most {words.locking("p", skip=True)}
 )
 UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {words.now} + :lease
@@ -189,11 +195,47 @@ _LEASE = Statement(_leasing)
 
 
 def lease(conn: Connection, subscription_id: str, most: int, seconds: float, terms: Terms) -> list[Delivery]:
-    """Take what is due for a subscription, in the order of its runs, and count the try."""
+    """Take what is due for a subscription, at most one step of each run, and count the try."""
     values: dict[str, Any] = {"subscription": subscription_id, "most": most, "lease": round(seconds * MICRO)}
     rows = _LEASE.rows(conn, now=terms.now, **values)
     found = [Delivery(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
     return sorted(found, key=lambda each: (each.run_id, each.version))
+
+
+_RENEW_COLUMNS = {
+    "in_subscription": "text",
+    "in_id": "uuid",
+    "in_version": "integer",
+    "in_attempts": "integer",
+    "in_due": "bigint",
+}
+
+
+def _renewing(words: Words) -> str:
+    batch = words.batch(_RENEW_COLUMNS)
+    if words.writes_in_with:  # what is locked is being settled
+        batch = f"""(SELECT b.* FROM {batch} JOIN semel_deliveries AS h
+  ON h.run_id = b.in_id AND h.version = b.in_version AND h.subscription_id = b.in_subscription
+  FOR UPDATE OF h SKIP LOCKED) AS held"""
+    return f"""
+UPDATE semel_deliveries AS k SET due_us = {words.now} + :lease FROM {batch}
+WHERE k.run_id = in_id AND k.version = in_version AND k.subscription_id = in_subscription
+  AND k.attempts = in_attempts AND k.due_us = in_due AND k.state = 'waiting'
+RETURNING {words.own("subscription_id, run_id, version, due_us").replace("k.run_id", words.plain("k.run_id"))}
+"""
+
+
+_RENEW = Statement(_renewing, _RENEW_COLUMNS)
+
+
+def renew(conn: Connection, held: Sequence[Delivery], seconds: float, terms: Terms) -> dict[tuple[str, str], int]:
+    """Keep what is being sent. Returns, by subscription and event, when the leases end now.
+
+    A delivery that was settled or taken over meanwhile is missing from it: its time is not the one that we know.
+    """
+    asked = [(each.subscription_id, each.run_id, each.version, each.attempts, each.due_us) for each in held]
+    rows = _RENEW.rows(conn, asked, now=terms.now, lease=round(seconds * MICRO))
+    return {(row[0], f"{row[1]}/{row[2]}"): row[3] for row in rows}
 
 
 class Answered(Struct, frozen=True):
