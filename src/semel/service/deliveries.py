@@ -5,9 +5,9 @@
                  ▲                             ├─ try again ───▶ waiting, after a pause
                  └───────── resend ────────────└─ give up ─────▶ dead
 
-A lease moves a delivery to a later time and counts the try. The lease is short and renewed while the event is sent; what
-a dead process has not settled is tried again by another. So an event may come twice, under the same id, and is never lost.
-The steps of a run are leased one after the other: the next one when the first try of those before it has ended.
+A lease moves a delivery to a later time and counts the try. It is short and renewed while the event is sent; what a
+dead process has not settled is tried again by another. So an event may come twice, under the same id, and is never
+lost. The steps of a run are leased one after the other: the next one when the first try of those before it has ended.
 """
 
 from __future__ import annotations
