@@ -539,7 +539,7 @@ def test_each_door_takes_its_own_kind_of_once(middleware: Any, once: Any, words:
 def test_the_defaults_are_those_of_the_document() -> None:
     door = Door(Once, "memory://", {})
     assert door.policy == door.engine.policy == Policy.intake()
-    assert (door.policy.ttl, door.policy.lease, door.policy.collect_interval) == (3600, 3600, 600)
+    assert (door.policy.ttl, door.policy.lease, door.policy.collect_interval) == (3600, 60, 600)
     assert (door.methods, door.header, door.required) == (frozenset({"POST"}), "Idempotency-Key", False)
     assert (door.max_response_bytes, door.status_path, door.everywhere) == (None, None, True)
 

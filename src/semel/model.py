@@ -136,10 +136,15 @@ class Replay(Struct, frozen=True):
 
 
 class InFlight(Struct, frozen=True):
-    """Someone works on it. ``retry_after`` is positive and never beyond the owner's lease."""
+    """Someone works on it.
+
+    ``retry_after`` is what is left of the owner's lease, in seconds: positive, and if the owner is dead, the key can be
+    had by then. ``age`` is for how many seconds the owner has had the key, whose renewals do not change it.
+    """
 
     retry_after: float
     fence: int = 0
+    age: float = 0.0
 
 
 class Mismatch(Struct, frozen=True):

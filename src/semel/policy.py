@@ -89,8 +89,12 @@ class Policy:
 
     @classmethod
     def intake(cls, ttl: float = HOUR) -> Policy:
-        """A POST endpoint: one hour, a lease as long as the key, a duplicate in flight is a conflict."""
-        return cls(ttl=ttl, lease=ttl, in_flight="conflict", purge_every=10 * MINUTE)
+        """A POST endpoint: one hour, a duplicate in flight is a conflict.
+
+        The lease is a minute, renewed while the handler runs, so that a killed worker blocks its keys for a minute at
+        most; its document has no lease but the hour, which is ``Policy.intake().but(lease=3600)``.
+        """
+        return cls(ttl=ttl, lease=min(seconds("ttl", ttl), MINUTE), in_flight="conflict", purge_every=10 * MINUTE)
 
     @classmethod
     def jobs(cls) -> Policy:

@@ -34,6 +34,7 @@ from acceptance.together import PATIENCE, beside
 from acceptance.wrapped import Noting
 from semel import Granted, InProgress, Policy, current_claim
 from semel.http import wsgi
+from semel.once.rules import claim_of
 from semel.testing import FaultyStore
 
 KEY = "order-1"
@@ -347,14 +348,44 @@ def test_b7_the_client_learns_when_its_key_expires(site: Doorway, intake: Intake
         site.clock.advance(100)
 
 
-def test_b7_retry_after_is_what_is_left_of_the_real_lease(site: Doorway) -> None:
-    """Rounded up, so that whoever obeys does not come too early."""
+def test_b7_retry_after_grows_with_the_age_of_the_claim_up_to_what_is_left_of_the_real_lease(site: Doorway) -> None:
+    """What began just now is soon done; what is dead can be had when its lease ends. At least a second, rounded up."""
     slow = SlowIntake()
-    service = site.serve(slow, policy=Policy.intake().but(lease=60))
+    service = site.serve(slow)
     with service.under_way(slow, ITEM, key=KEY):
-        for advance, left in ((0, "60"), (13, "47"), (0.5, "47"), (45.9, "1"), (0.59, "1")):
+        for advance, said in ((0, "1"), (0.3, "1"), (12.7, "13"), (0.5, "14"), (16.5, "30"), (20, "10"), (9.5, "1")):
             site.clock.advance(advance)
-            assert service.post(ITEM, key=KEY).headers["retry-after"] == left
+            assert service.post(ITEM, key=KEY).headers["retry-after"] == said
+
+
+def test_b7_retry_after_goes_by_the_age_of_the_claim_whatever_is_renewed(site: Doorway) -> None:
+    slow = SlowIntake()
+    service = site.serve(slow)
+    with service.under_way(slow, ITEM, key=KEY):
+        for age in (50, 100, 150):
+            site.clock.advance(50)
+            record = site.record(KEY)
+            assert record is not None
+            site.keys.renew(claim_of(record))
+            assert service.post(ITEM, key=KEY).headers["retry-after"] == str(min(age, 60))
+        taken_over = site.record(KEY)
+    assert taken_over is not None
+    assert taken_over.fence == record.fence
+    assert slow.items == [ITEM]
+
+
+def test_b7_a_worker_that_died_blocks_its_key_for_a_minute_at_most(site: Doorway) -> None:
+    """With the defaults. It is also said how long."""
+    slow = SlowIntake()
+    service = site.serve(slow)
+    with service.under_way(slow, ITEM, key=KEY) as first:
+        site.clock.advance(59)
+        assert service.post(ITEM, key=KEY).status_code == 409
+        site.clock.advance(1)
+        assert service.post(ITEM, key=KEY).status_code == 201
+        slow.gate.set()
+        assert first.result(PATIENCE).status_code == 409, "should it come back, the other one's answer counts"
+    assert is_replay(service.post(ITEM, key=KEY))
 
 
 def test_b7_a_quoted_key_and_a_bare_one_are_the_same(site: Doorway, intake: Intake) -> None:
@@ -398,7 +429,7 @@ def test_b7_problem_details_say_what_to_do(site: Doorway) -> None:
         response = service.post(ITEM, key=KEY)
     assert response.status_code == 409
     assert response.headers["content-type"] == "application/problem+json"
-    assert response.headers["retry-after"] == "47"
+    assert response.headers["retry-after"] == "13"
     assert response.headers["link"] == '</keys/POST/api/v1/items?key=order-1>; rel="status"'
     assert response.json() == {
         "type": "urn:semel:idempotency-key-processing",
@@ -408,7 +439,7 @@ def test_b7_problem_details_say_what_to_do(site: Doorway) -> None:
         "error_code": "IDEMPOTENCY_KEY_PROCESSING",
         "idempotency_key": KEY,
         "retryable": True,
-        "retry_after": 47,
+        "retry_after": 13,
         "status_url": "/keys/POST/api/v1/items?key=order-1",
     }
     mismatch = service.post(OTHER, key=KEY)
@@ -672,7 +703,7 @@ def test_b7_stripe_refusals(site: Doorway) -> None:
     service = site.serve(slow, policy="stripe")
     with service.under_way(slow, ITEM, key=KEY):
         busy = service.post(ITEM, key=KEY)
-    assert (busy.status_code, busy.headers["retry-after"]) == (409, "60")
+    assert (busy.status_code, busy.headers["retry-after"]) == (409, "1")
     assert busy.json()["error"]["code"] == "idempotency_key_in_use"
     other = service.post(OTHER, key=KEY)
     assert other.status_code == 400

@@ -160,9 +160,10 @@ class Door(Generic[Face]):
         match verdict:
             case Replay(outcome):
                 return replay(outcome, self.policy, key)
-            case InFlight(retry_after):
+            case InFlight(left, _, age):
+                # What has lasted long is likely to last on; what began just now may be done in a moment.
                 url = self._status_url(key, request)
-                return refuse(self.policy, "processing", key, retry_after=retry_after, status_url=url)
+                return refuse(self.policy, "processing", key, retry_after=min(age, left), status_url=url)
             case Mismatch():
                 return refuse(self.policy, "conflict", key)
             case Unknown():

@@ -35,7 +35,8 @@ def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | R
     if now < record.lease_until_us:
         if ours:
             return Granted(claim_of(record))
-        return InFlight((record.lease_until_us - now) / 1e6, record.fence)
+        age = max(0, now - record.created_us) / 1e6
+        return InFlight((record.lease_until_us - now) / 1e6, record.fence, age)
     if (record.unknown or request.unknown) and not (request.resolving or ours):
         return Unknown(record.fence, record.lease_until_us)
     return "abandoned"
