@@ -18,6 +18,7 @@ from semel.errors import (
     RunNotFound,
     SemelError,
 )
+from semel.runs import jsontext
 from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
 from semel.runs.data import folder_of
 from semel.runs.ledger import Ledger
@@ -44,6 +45,9 @@ from semel.runs.submitting import Answer, Created, Submission
 from semel.runs.transports import Transport
 
 R = TypeVar("R")
+
+AT_ONCE = 16 * 1024
+"""Bytes of parameters that are checked in the event loop; more would hold it up for milliseconds."""
 
 
 class Engine:
@@ -106,7 +110,7 @@ class Engine:
             key_ttl=key_ttl,
             dedupe=dedupe,
         )
-        submission = self._desk.submission(model, parameters or {}, options)
+        submission = await self._submission(model, parameters or {}, options)
         answer = await self.ledger.submit(submission)
         run = await self._answered(submission, answer)
         if isinstance(run, SemelError):
@@ -127,15 +131,10 @@ class Engine:
         """
         if isinstance(submissions, str | Mapping):
             raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
-        asked: list[Submission] = []
-        refused: dict[int, SemelError] = {}
-        for place, each in enumerate(submissions):
-            try:
-                asked.append(self._desk.of_mapping(each))
-            except SemelError as error:
-                if strict:
-                    raise type(error)(f"submission {place}: {error}") from error
-                refused[place] = error
+        if jsontext.is_small(submissions, AT_ONCE):
+            asked, refused = self._submissions(submissions, strict=strict)
+        else:
+            asked, refused = await self.ledger.apart(self._submissions, submissions, strict=strict)
         answers = await self.ledger.submit_many(asked)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
         there = await self.ledger.get(found) if found else {}
@@ -146,6 +145,28 @@ class Engine:
             self._tell("created", run.model)
         await self._announce(new)
         return runs
+
+    async def _submission(
+        self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, **more: Any
+    ) -> Submission:
+        """Checked and hashed; large parameters in a thread, so that they hold up no event loop."""
+        if jsontext.is_small(parameters, AT_ONCE):
+            return self._desk.submission(model, parameters, options, **more)
+        return await self.ledger.apart(self._desk.submission, model, parameters, options, **more)
+
+    def _submissions(
+        self, submissions: Sequence[Mapping[str, Any]], *, strict: bool
+    ) -> tuple[list[Submission], dict[int, SemelError]]:
+        asked: list[Submission] = []
+        refused: dict[int, SemelError] = {}
+        for place, each in enumerate(submissions):
+            try:
+                asked.append(self._desk.of_mapping(each))
+            except SemelError as error:
+                if strict:
+                    raise type(error)(f"submission {place}: {error}") from error
+                refused[place] = error
+        return asked, refused
 
     async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
         if isinstance(answer, SemelError | Created):
@@ -238,7 +259,7 @@ class Engine:
             priority=run.priority,
             cost=run.asked_cost,
         )
-        submission = self._desk.submission(run.model, run.parameters, options, retry_of=run.id)
+        submission = await self._submission(run.model, run.parameters, options, retry_of=run.id)
         again = await self._answered(submission, await self.ledger.submit(submission))
         if isinstance(again, SemelError):
             raise again

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from semel.errors import Fatal, InvalidRequest, Retry, RunCancelled, Snooze
-from semel.runs import capture, context, tracing
+from semel.runs import capture, context, jsontext, tracing
 from semel.runs.attempt import Ended, EndKind, Job
 from semel.runs.context import Context, Flag, Stop, Wire
 from semel.runs.failures import names_in, reason_of, traceback_of
@@ -40,7 +40,6 @@ THREAD_GLANCE = 0.1
 """Seconds between two looks at whether a run in a thread was cancelled."""
 
 _VERDICTS = (Retry, Fatal, Snooze, RunCancelled)
-_WIDE = 1 << 64
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,7 +127,7 @@ async def execute_async(
         ended = _judged(ctx, value)
         if ended is not None:
             return ended
-        if not context.has_scratch(ctx) and _weight(value, min(limits.inline_bytes, SMALL)) >= 0:
+        if not context.has_scratch(ctx) and jsontext.is_small(value, min(limits.inline_bytes, SMALL)):
             return _published(ctx, job, value, results, limits)
         handed_over = True
         return await _apart(_published_and_closed, ctx, job, value, results, limits)
@@ -267,29 +266,6 @@ async def _apart(work: Callable[P, T], *arguments: P.args, **options: P.kwargs) 
     import asyncio
 
     return await asyncio.to_thread(work, *arguments, **options)
-
-
-def _weight(value: Any, budget: int) -> int:
-    """What is left of a budget of bytes after the value's JSON, or less than nothing: then it may be large."""
-    kind = type(value)
-    if value is None or kind is bool or kind is float or (kind is int and -_WIDE < value < _WIDE):
-        return budget - 32
-    if kind is str:
-        return -1 if "\0" in value else budget - 32 - 6 * len(value)  # what holds a NUL goes to the result store
-    budget -= 32
-    if kind is dict:
-        for name, item in value.items():
-            budget = _weight(name, budget) if budget < 0 else _weight(item, _weight(name, budget))
-            if budget < 0:
-                return budget
-        return budget
-    if kind is list or kind is tuple:
-        for item in value:
-            budget = _weight(item, budget)
-            if budget < 0:
-                return budget
-        return budget
-    return -1
 
 
 def _judged(ctx: Context, value: Any) -> Ended | None:

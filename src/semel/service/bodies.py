@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from functools import cache
 from typing import Any
@@ -17,6 +18,10 @@ from semel.service.problems import Refused
 
 DEEPEST = jsontext.MAX_DEPTH + 10
 """Levels of arrays and objects in a body: what the parameters of a run may have, and some around them."""
+MOST_VALUES = 200_000
+"""Values in a body: each becomes an object, and all work on a body grows with them."""
+LARGE = 64 * 1024
+"""Bytes from which on a body is read in a thread, so that other requests are answered meanwhile."""
 
 
 class JsonRequest(Request[Any, Any, Any]):
@@ -33,7 +38,10 @@ class JsonRequest(Request[Any, Any, Any]):
                 said = "the body must be JSON, with the header Content-Type: application/json"
                 raise Refused(415, "UNSUPPORTED_MEDIA_TYPE", said)
             field = self.route_handler.parsed_data_field
-            self._json = decoded(await self.body(), Any if field is None else field.annotation)
+            kind = Any if field is None else field.annotation
+            body = await self.body()
+            large = len(body) > LARGE
+            self._json = await asyncio.to_thread(decoded, body, kind) if large else decoded(body, kind)
         return self._json
 
 
@@ -56,10 +64,12 @@ def _query_of(handler: BaseRouteHandler) -> frozenset[str]:
 
 
 def decoded(body: bytes, kind: Any = Any) -> Any:
-    """The JSON in the body as that type, or the refusal."""
+    """The JSON in the body as that type, or the refusal. It is decoded once, and only if its shape is within bounds."""
+    if jsontext.count(body) > MOST_VALUES:
+        raise Refused(413, "BODY_TOO_LARGE", f"the body may have {MOST_VALUES:,} values, and it has more")
+    if jsontext.depth(body) > DEEPEST:
+        raise _too_deep()
     try:
-        if body.count(b"[") + body.count(b"{") > DEEPEST and _depth(msgspec.json.decode(body)) > DEEPEST:
-            raise _too_deep()
         return _decoder(kind).decode(body)
     except RecursionError:
         raise _too_deep() from None
@@ -79,15 +89,6 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _depth(value: Any) -> int:
-    levels = 0
-    level = [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        levels += 1
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
-    return levels
 
 
 def _refused(said: str) -> Refused:

@@ -93,7 +93,7 @@ class JobEngine(Engine):
             cost=order.cost,
             dedupe=False,
         )
-        submission = self._desk.submission(order.model, order.parameters, options, internal=True)
+        submission = await self._submission(order.model, order.parameters, options, internal=True)
         first = None
         if card.data is not None:
             own = SubmitOptions(tenant=caller.tenant, dedupe=False)

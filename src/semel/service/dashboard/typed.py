@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from semel.runs import jsontext
+from semel.service.bodies import DEEPEST, MOST_VALUES
+
 
 class Fault(ValueError):
     """What is wrong with a field, as it is shown beside it."""
@@ -27,6 +30,11 @@ def number(text: str) -> int | float:
 
 def json_value(text: str) -> Any:
     """A value written as JSON."""
+    data = text.encode(errors="replace")
+    if jsontext.count(data) > MOST_VALUES:
+        raise Fault(f"This has more than {MOST_VALUES:,} values.")
+    if jsontext.depth(data) > DEEPEST:
+        raise Fault("This is nested too deeply.")
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
