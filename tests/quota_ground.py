@@ -127,6 +127,15 @@ class Ground:
         with psycopg.connect(self.url) as connection:
             return connection.execute(query).fetchall()
 
+    def write(self, statement: LiteralString) -> None:
+        """What a person with a database client does."""
+        if self.kind == "sqlite":
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection, connection:
+                connection.execute(statement)
+            return
+        with psycopg.connect(self.url) as connection:
+            connection.execute(statement)
+
     def count(self, relation: LiteralString, where: LiteralString = "1 = 1") -> int:
         """How many rows a relation has."""
         counted: int = self.rows("SELECT count(*) FROM " + relation + " WHERE " + where)[0][0]

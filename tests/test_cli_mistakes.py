@@ -50,6 +50,7 @@ def test_a_word_that_is_not_known_is_named(arguments: str, said: str, capsys: py
         "submit add --cost -1",
         "submit add --cost nan",
         "submit add --cost inf",
+        "submit add --cost 1000001",
         "submit add --cost much",
         "submit add --delay -1",
         "submit add --timeout -1",

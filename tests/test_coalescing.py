@@ -181,9 +181,9 @@ def test_calls_of_one_key_in_one_batch_have_one_winner() -> None:
     assert kinds.count(InFlight) == 31
 
 
-def test_an_error_goes_to_its_batch_and_no_further() -> None:
+def test_an_error_of_one_request_fails_none_of_its_neighbours() -> None:
     store = ThreadGate()
-    store.errors["bad"] = SemelError("this batch failed")
+    store.errors["bad"] = SemelError("this one cannot be had")
     once = Once(store, collect=False)
     with crowd(8) as threads:
         first = threads.submit(once.claim, "first")
@@ -194,12 +194,13 @@ def test_an_error_goes_to_its_batch_and_no_further() -> None:
         store.wait_for_a_batch()
         after = [threads.submit(once.claim, key) for key in ("c", "d")]
         until(gathered(once, 2))
-        store.let_pass(2)
+        store.let_pass(6)
         granted(first.result(PATIENCE))
-        for call in batch:
-            with pytest.raises(SemelError, match="this batch failed"):
-                call.result(PATIENCE)
+        assert [granted(batch[place].result(PATIENCE)).key for place in (0, 2)] == ["a", "b"]
+        with pytest.raises(SemelError, match="this one cannot be had"):
+            batch[1].result(PATIENCE)
         assert [granted(call.result(PATIENCE)).key for call in after] == ["c", "d"]
+    assert len(store.batches) == 7, "the first, three and their halves, and those who came after"
 
 
 def test_a_store_that_raises_what_it_should_not_leaves_the_lane_usable() -> None:
@@ -390,10 +391,10 @@ def test_guarded_calls_of_many_tasks_are_all_answered() -> None:
     asyncio.run(scenario())
 
 
-def test_an_error_goes_to_the_tasks_of_its_batch_and_no_further() -> None:
+def test_an_error_of_one_request_fails_no_task_beside_it() -> None:
     async def scenario() -> None:
         store = LoopGate()
-        store.errors["bad"] = SemelError("this batch failed")
+        store.errors["bad"] = SemelError("this one cannot be had")
         once = AsyncOnce(store, collect=False)
         first = asyncio.create_task(once.claim("first"))
         await store.wait_for_a_batch()
@@ -403,12 +404,14 @@ def test_an_error_goes_to_the_tasks_of_its_batch_and_no_further() -> None:
         await store.wait_for_a_batch()
         after = [asyncio.create_task(once.claim(key)) for key in ("c", "d")]
         await turns()
-        store.let_pass(2)
+        store.let_pass(6)
         granted(await first)
-        for error in await asyncio.gather(*batch, return_exceptions=True):
-            assert isinstance(error, SemelError)
+        one, bad, other = await asyncio.gather(*batch, return_exceptions=True)
+        assert [granted(answer).key for answer in (one, other) if not isinstance(answer, BaseException)] == ["a", "b"]
+        assert isinstance(bad, SemelError)
         assert [granted(await task).key for task in after] == ["c", "d"]
-        assert store.batches == [["first"], ["a", "bad", "b"], ["c", "d"]]
+        halves = [["a"], ["bad", "b"], ["bad"], ["b"]]
+        assert store.batches == [["first"], ["a", "bad", "b"], *halves, ["c", "d"]]
 
     asyncio.run(scenario())
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from acceptance.together import in_threads
 from quota_ground import KINDS, Ground, Grounds
@@ -19,8 +20,11 @@ from semel import (
     QuotaExceeded,
     Run,
     SemelError,
+    StoreUnavailable,
 )
+from semel.bridge import drive
 from semel.errors import ReservationLost
+from semel.runs.records import MAX_COST
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
@@ -169,6 +173,90 @@ def test_a_retry_costs_what_the_run_was_to_cost(ground: Ground) -> None:
         ground.app.retry(failed.id)
     ground.app.set_quota(42, Quota(cost_daily=10))
     assert ground.app.retry(failed.id).cost == 5
+
+
+def test_no_sum_of_costs_overflows_whatever_older_runs_have(ground: Ground) -> None:
+    """A release that took 3e8 for a cost left rows whose sum needs more than 64 bits."""
+    ground.app.set_quota(42, Quota(cost_yearly=100, action="warn"))
+    ground.app.set_quota(43, Quota(cost_yearly=100))
+    for _ in range(3):
+        ground.submit(42)
+    ground.write("UPDATE semel_runs SET cost = 9000000000000000000")
+    assert ground.app.usage(42).spent["yearly"] == pytest.approx(2.7e13)
+    assert ground.submit(42, cost=1).cost_limit_warning is not None
+    assert ground.submit(43, cost=1).cost == 1, "and nobody else notices"
+    assert ground.app.usage(43).spent["yearly"] == 1
+
+
+def test_what_a_statement_does_wrong_is_no_unavailable_database(ground: Ground) -> None:
+    """It is not tried again ten times, and nobody is told to come back later."""
+    overflow = "SELECT abs(-9223372036854775807 - 1)" if ground.kind == "sqlite" else "SELECT 9223372036854775807 + 1"
+    ledger = ground.app._engine.ledger
+    with pytest.raises(SemelError, match="the database says") as told:
+        drive(ledger.read(lambda conn: conn.execute(text(overflow)).all()))
+    assert not isinstance(told.value, StoreUnavailable)
+
+
+def test_a_cost_without_sense_is_refused_by_name(grounds: Grounds) -> None:
+    with grounds.empty("sqlite") as ground:
+        ground.app.usage(42)  # by which the tables are made
+        for cost in (MAX_COST + 0.01, 3e8, 1e300, float("nan"), float("inf"), -1, True, "7"):
+            refuse_a_cost(ground, cost)
+        assert ground.count("semel_runs") == 0
+        assert ground.submit(cost=MAX_COST).cost == MAX_COST
+
+
+def refuse_a_cost(ground: Ground, cost: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+        ground.submit(cost=cost)
+    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+        ground.app.submit_many([{"model": "train", "cost": cost}])
+    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+        ground.app.model("other", cost=cost)(lambda ctx: None)
+
+
+def refuse_in_the_database(ground: Ground) -> None:
+    """From now on the database itself refuses runs of one queue, as it does what it cannot keep."""
+    if ground.kind == "postgres":
+        ground.write("ALTER TABLE semel_runs ADD CHECK (queue <> 'cursed')")
+    else:
+        ground.write(
+            "CREATE TRIGGER cursed BEFORE INSERT ON semel_runs WHEN NEW.queue = 'cursed' "
+            "BEGIN SELECT RAISE(ABORT, 'cursed'); END"
+        )
+
+
+def test_what_the_database_refuses_of_one_submitter_fails_nobody_beside_them(ground: Ground) -> None:
+    ground.app.usage(42)  # by which the tables are made
+    refuse_in_the_database(ground)
+    queues = ["default", "cursed", "default", "default", "cursed", "default"]
+
+    async def submit_together() -> list[Any]:
+        app = ground.open_app().aio
+        calls = (app.submit("train", {"number": place}, queue=queue) for place, queue in enumerate(queues))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        await app.close()
+        return answers
+
+    for answers in (asyncio.run(submit_together()), in_threads_of(ground, queues), in_bulk(ground, queues)):
+        assert [isinstance(answer, Run) for answer in answers] == [queue == "default" for queue in queues]
+        assert all("the database says" in str(answer) for answer in answers if isinstance(answer, Exception))
+    assert ground.count("semel_runs") == 3 * 4
+
+
+def in_threads_of(ground: Ground, queues: list[str]) -> list[Any]:
+    def submit(queue: str) -> Any:
+        try:
+            return ground.submit(queue=queue)
+        except SemelError as error:
+            return error
+
+    return in_threads(len(queues), lambda place: submit(queues[place]))
+
+
+def in_bulk(ground: Ground, queues: list[str]) -> list[Any]:
+    wanted = [{"model": "train", "queue": queue, "dedupe": False} for queue in queues]
+    return ground.app.submit_many(wanted)
 
 
 def test_max_concurrent_of_0_lets_nothing_in(ground: Ground) -> None:

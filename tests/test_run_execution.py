@@ -420,7 +420,7 @@ def test_a_folder_that_lies_there_already_is_not_taken_for_ones_own(tmp_path: Pa
     assert ctx.artifact("x").parent.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("amount", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("amount", [-1, 1_000_001, float("nan"), float("inf")])
 def test_a_cost_that_cannot_be_is_refused(amount: float) -> None:
     with pytest.raises(InvalidRequest, match="cost"):
         Context(job(), Heard(), Flag()).cost(amount)

@@ -422,7 +422,7 @@ class Bound:
         (nothing, {"timeout": -1}, "timeout must be more than 0"),
         (nothing, {"timeout": "60"}, "timeout must be a number"),
         (nothing, {"grace": -0.1}, "grace must be at least 0"),
-        (nothing, {"cost": -1}, "cost must be at least 0"),
+        (nothing, {"cost": -1}, "cost is an amount from 0 to 1,000,000, not -1"),
         (nothing, {"priority": 1.5}, "priority must be a whole number"),
         (nothing, {"priority": 2**31}, "priority must be from"),
         (nothing, {"queue": ""}, "queue must be text that is not empty"),

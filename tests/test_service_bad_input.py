@@ -72,6 +72,8 @@ def nested(levels: int) -> bytes:
         (b'{"model": "add", "priority": 2147483648}', "priority"),
         (b'{"model": "add", "priority": 1.5}', "priority"),
         (b'{"model": "add", "cost": -0.01}', "cost"),
+        (b'{"model": "add", "cost": 1000000.01}', "cost"),
+        (b'{"model": "add", "cost": 3e8}', "cost"),
         (b'{"model": "add", "key_ttl": 1e17}', "key_ttl"),
         (b'{"model": "add", "dedupe": "no"}', "dedupe"),
         (b'{"model": "add", "dedupe": 1}', "dedupe"),

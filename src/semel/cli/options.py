@@ -168,6 +168,16 @@ def amount(text: str) -> float:
     return number
 
 
+def cost(text: str) -> float:
+    """What a run may cost."""
+    from semel.runs.records import MAX_COST
+
+    number = amount(text)
+    if number > MAX_COST:
+        raise argparse.ArgumentTypeError(f"{text!r} is too much: a run costs at most {MAX_COST:,}")
+    return number
+
+
 def priority(text: str) -> int:
     """A whole number, such as a database keeps."""
     try:

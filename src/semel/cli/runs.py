@@ -93,7 +93,7 @@ def _add_submit(commands: options.Commands) -> None:
     parser.add_argument("--priority", type=options.priority, metavar="N", help="higher first (default: the model's)")
     parser.add_argument("--delay", type=options.span, metavar="TIME", help="it starts so much later, as 10m")
     parser.add_argument(
-        "--cost", type=options.amount, metavar="X", help="what it is taken to cost (default: the model's)"
+        "--cost", type=options.cost, metavar="X", help="what it is taken to cost (default: the model's)"
     )
     parser.add_argument("--wait", action="store_true", help="wait for its end; ends with 1 unless it succeeds")
     parser.add_argument("--timeout", type=options.span, metavar="TIME", help="how long to --wait (default: for ever)")

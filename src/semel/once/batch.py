@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 from semel.bridge import drive
-from semel.errors import SemelError, StoreUnavailable
+from semel.errors import MissingExtra, NotMigrated, SemelError, StoreUnavailable
 from semel.forks import survive_fork
 
 A = TypeVar("A")
@@ -26,7 +26,34 @@ Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
 LARGEST = 128
 """Calls in a flush. More would save little, and of two groups one is at work here while the other's is in the store."""
 
+_STATE_OF_THE_STORE = (StoreUnavailable, NotMigrated, MissingExtra)
+"""Errors that say nothing of a single request: each of them would fail alone, too."""
+
 _log = logging.getLogger("semel")
+
+
+class Failed:
+    """Stands in the place of an answer; ``error`` is raised by the one who asked."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+async def flush_apart(flush: Flush[A, B], requests: Sequence[A]) -> list[B | Failed]:
+    """Flush a batch; one request that fails takes none of its neighbours with it.
+
+    A batch that was refused for what it holds is halved until the request at fault stands alone. This is safe for
+    every verb: each of them may be sent twice.
+    """
+    try:
+        return [*await flush(requests)]
+    except Exception as error:  # noqa: BLE001 -- it goes to those whose requests it concerns
+        if len(requests) == 1 or isinstance(error, _STATE_OF_THE_STORE):
+            return [Failed(error) for _ in requests]
+        middle = len(requests) // 2
+        return [*await flush_apart(flush, requests[:middle]), *await flush_apart(flush, requests[middle:])]
 
 
 class Lane(Protocol[A_contra, B_co]):
@@ -117,19 +144,18 @@ class LoopLane(Generic[A, B]):
         batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
         self._crowded = len(batch) > 1
         try:
-            answers = await self._flush([request for request, _ in batch])
-        except Exception as error:  # noqa: BLE001 -- it goes to everyone whose call was in the batch
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
+            answers = await flush_apart(self._flush, [request for request, _ in batch])
         except BaseException:
             for _, future in batch:
                 future.cancel()
             raise
         else:
-            abandoned = []
+            abandoned: list[B] = []
             for (_, future), answer in zip(batch, answers, strict=True):
-                if not future.done():
+                if isinstance(answer, Failed):
+                    if not future.done():
+                        future.set_exception(answer.error)
+                elif not future.done():
                     future.set_result(answer)
                 else:
                     abandoned.append(answer)
@@ -230,16 +256,17 @@ class ThreadLane(Generic[A, B]):
             others, self._waiting = self._waiting[: LARGEST - 1], self._waiting[LARGEST - 1 :]
         batch = [own, *others]
         try:
-            flushing = self._flush([call.request for call in batch])
-            answers = drive(cast("Coroutine[Any, Any, list[B]]", flushing))
+            answers = drive(flush_apart(self._flush, [call.request for call in batch]))
         except BaseException as error:  # noqa: BLE001 -- raised by each caller in its own thread
-            shared = error if isinstance(error, Exception) else StoreUnavailable(f"interrupted by {error!r}; try again")
             for call in others:
-                call.error = shared
+                call.error = StoreUnavailable(f"interrupted by {error!r}; try again")
             own.error = error
         else:
             for call, answer in zip(batch, answers, strict=True):
-                call.answer = answer
+                if isinstance(answer, Failed):
+                    call.error = answer.error
+                else:
+                    call.answer = answer
         finally:
             for call, following in pairwise(others):
                 call.next = following

@@ -14,11 +14,11 @@ from semel.runs import capture
 from semel.runs.attempt import Job
 from semel.runs.capture import Lines, Wire
 from semel.runs.data import unpack
+from semel.runs.records import checked_cost
 from semel.runs.results import ResultStore, place
 
 __all__ = ["Context", "Flag", "Stop", "Wire"]
 
-MAX_COST = 10**9
 MAX_NOTE_BYTES = 1000
 
 
@@ -157,9 +157,7 @@ class Context:
 
     def cost(self, amount: float) -> None:
         """Say what the attempt really cost; the last word counts."""
-        if not 0 <= amount <= MAX_COST:  # nor is NaN
-            raise InvalidRequest(f"a cost is a number from 0 to {MAX_COST}, not {amount!r}")
-        self._cost = float(amount)
+        self._cost = float(checked_cost("a cost", amount))
 
     def _folder(self) -> Path:
         if self._artifacts is None:

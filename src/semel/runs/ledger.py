@@ -14,7 +14,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection
 
-from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
+from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
+from semel.once.batch import Failed, flush_apart
 from semel.once.runtime import Loop, Runtime, Threads
 from semel.once.store import Clock
 from semel.runs import keeping, keys, leasing, quotas, reading, submitting, transitions
@@ -143,11 +144,14 @@ class Ledger:
         return await self._lane(submission)
 
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
-        """Submit many, a thousand in a transaction."""
-        answers: list[Answer] = []
+        """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
+        told: list[Answer | Failed] = []
         for start in range(0, len(submissions), _BULK):
-            answers += await self._submit_now(submissions[start : start + _BULK])
-        return answers
+            answers = await flush_apart(self._submit_now, submissions[start : start + _BULK])
+            told.extend(answers)
+        if told and all(isinstance(each, Failed) for each in told):
+            raise next(each.error for each in told if isinstance(each, Failed))
+        return [_error_of(each) if isinstance(each, Failed) else each for each in told]
 
     async def _submit_now(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Where repeats were met lately, look for them first: that is cheaper than to find out while writing."""
@@ -334,6 +338,11 @@ def _require_folder(url: URL) -> None:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise StoreBroken(f"the folder {folder} of the database file is not there; make it, or mend the URL")
+
+
+def _error_of(failed: Failed) -> SemelError:
+    error = failed.error
+    return error if isinstance(error, SemelError) else SemelError(f"it could not be stored: {error!r}")
 
 
 def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:

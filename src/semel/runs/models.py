@@ -23,6 +23,7 @@ import msgspec
 
 from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable
 from semel.fingerprint import canonical
+from semel.runs.records import checked_cost
 from semel.runs.signature import Signature
 
 __all__ = ["MAIN", "Isolation", "Model", "home", "load", "make_model"]
@@ -330,7 +331,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "queue": _label,
     "priority": lambda option, value: _count(option, value, -(2**31)),
     "isolation": lambda option, value: None if value is None else _one_of(option, value),
-    "cost": lambda option, value: _number(option, value, 0),
+    "cost": checked_cost,
     "fatal": _errors,
     "exclude": _names,
     "summary": _name_or_none,

@@ -150,14 +150,14 @@ def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
 
 
 _USAGE = Statement(
-    lambda _: (
+    lambda w: (
         f"""
 SELECT (SELECT count(*) FROM semel_runs
         WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND status IN ('PENDING', 'RUNNING')),
        (SELECT count(*) FROM semel_reservations
         WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
-       {", ".join(f"coalesce(sum(cost) FILTER (WHERE created_us >= :{period}), 0)" for period in _PERIODS)}
+       {", ".join(w.total("cost", f"created_us >= :{period}") for period in _PERIODS)}
 FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
 """
     )

@@ -268,6 +268,17 @@ def checked_seconds(what: str, value: object, *, unit: int = 1) -> float:
     return value
 
 
+MAX_COST = 1_000_000
+"""What one run may cost at the most, in whatever currency: more is a mistake in the unit."""
+
+
+def checked_cost(what: str, value: object) -> float:
+    """An amount of money from 0 to MAX_COST, or a clear error."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COST:  # nor is NaN
+        raise InvalidRequest(f"{what} is an amount from 0 to {MAX_COST:,}, not {value!r}")
+    return value
+
+
 EVERYBODY = "*"
 """Whose quota holds for all who have none of their own."""
 

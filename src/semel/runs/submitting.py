@@ -248,7 +248,8 @@ def _create(
             left = [each for each in left if each.id not in answers]
         if not left:
             return
-    raise StoreUnavailable(f"a key changed hands {ROUNDS} times while it was being submitted; try again")
+    for each in left:
+        answers[each.id] = StoreUnavailable(f"the key {each.key!r} changed hands {ROUNDS} times; try again")
 
 
 def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Submission]:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from semel.runs import jsontext
+from semel.runs.records import MAX_COST
 from semel.service.problems import Refused
 from semel.service.wire import Name
 
@@ -29,7 +30,7 @@ class ConfigBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     data: Annotated[str, Meta(min_length=1, max_length=1000)] | None = None
     queue: Name | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cost: Annotated[float, Meta(ge=0, le=3e8)] | None = None
+    cost: Annotated[float, Meta(ge=0, le=MAX_COST)] | None = None
     providers: dict[str, dict[str, Any]] = {}
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from semel.model import moment
 from semel.runs.models import Model
-from semel.runs.records import LogLine, Run, Status, Step, Summary, Waiting, WorkerInfo
+from semel.runs.records import MAX_COST, LogLine, Run, Status, Step, Summary, Waiting, WorkerInfo
 from semel.service.problems import Problem
 
 Name = Annotated[str, Meta(max_length=200)]
@@ -28,7 +28,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue: Name | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     delay: Annotated[float, Meta(ge=0, le=316_224_000, description="Seconds before it may start.")] = 0.0
-    cost: Annotated[float, Meta(ge=0, le=3e8)] | None = None
+    cost: Annotated[float, Meta(ge=0, le=MAX_COST)] | None = None
     key_ttl: Annotated[float, Meta(ge=0, le=316_224_000, description="Seconds for which the key is kept.")] | None = (
         None
     )

@@ -45,6 +45,11 @@ def sqlstate(error: exc.DBAPIError) -> str | None:
     return state if isinstance(state, str) else None
 
 
+def _is_the_statements_fault(error: BaseException | None) -> bool:
+    """SQLite's general error, as for an overflow: nothing is wrong with the file, and another try fails, too."""
+    return getattr(error, "sqlite_errorname", None) == "SQLITE_ERROR" and "no such column" not in str(error)
+
+
 def _meaning(error: exc.DBAPIError) -> Exception:
     said = str(error.orig).strip().split("\n")[0]
     state = sqlstate(error)
@@ -58,6 +63,8 @@ def _meaning(error: exc.DBAPIError) -> Exception:
         )
     if any(words in said for words in _BROKEN_CONNECTION):
         return StoreBroken(f"the database refused the connection: {said}")
+    if _is_the_statements_fault(error.orig):
+        return SemelError(f"the database says: {said}")
     if any(words in said for words in _BROKEN_SQLITE):
         hint = "; can this process write the file and its folder?" if "unable to open" in said else ""
         return StoreBroken(f"the database file cannot be used: {said}{hint}")

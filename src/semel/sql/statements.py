@@ -45,6 +45,9 @@ class Words(Protocol):
     def own(self, columns: str) -> str:
         """Columns of the changed table ``k``, as RETURNING names them."""
 
+    def total(self, column: str, where: str) -> str:
+        """The sum of a whole number over the rows for which ``where`` is true; 0 of none. It cannot overflow."""
+
     def unindexed(self, column: str) -> str:
         """The text column, not to be looked up by: with the statistics of a table that was empty a moment ago, both
         would rather go through all that is RUNNING for each id than look the id up.
@@ -83,6 +86,10 @@ class Postgres:
         """See Words."""
         return ", ".join(f"k.{name}" for name in columns.split(", "))
 
+    def total(self, column: str, where: str) -> str:
+        """See Words. The sum of bigints is a numeric."""
+        return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
+
     def unindexed(self, column: str) -> str:
         """See Words."""
         return f"({column} || '')"
@@ -117,6 +124,10 @@ class Sqlite:
     def own(self, columns: str) -> str:
         """See Words."""
         return columns
+
+    def total(self, column: str, where: str) -> str:
+        """See Words. ``sum`` raises where 64 bits are too few; ``total`` is a float."""
+        return f"total({column}) FILTER (WHERE {where})"
 
     def unindexed(self, column: str) -> str:
         """See Words."""

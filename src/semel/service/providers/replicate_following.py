@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from semel.errors import Fatal, LeaseLost, Retry, RunCancelled
 from semel.runs.context import Context
-from semel.runs.records import MICRO
+from semel.runs.records import MAX_COST, MICRO
 from semel.service.providers import replicate_rows as rows
 from semel.service.providers.replicate_desk import Desk, share_in
 from semel.service.providers.replicate_matching import Asked, Choice
@@ -211,7 +211,7 @@ class Following:
         if self._price is None or isinstance(seconds, bool) or not isinstance(seconds, int | float):
             return
         if math.isfinite(seconds) and seconds >= 0:
-            self._ctx.cost(self._price * seconds)
+            self._ctx.cost(min(self._price * seconds, MAX_COST))  # what is over is not thrown away for its price
 
     async def _still_mine(self) -> rows.Remote:
         return await self._desk.write(rows.still_mine, self._hold, self._terms)
