@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -185,6 +187,24 @@ def test_told_twice_it_ends_at_once_and_gives_runs_back(db: str, tmp_path: Path)
         serving.stop()
         assert serving.ended() == 0
     app = App(db)
+    given_back = app.get(run["run_id"])
+    assert (given_back.status, given_back.attempts) == ("PENDING", 0)
+    app.close()
+
+
+def test_told_twice_it_waits_until_the_runs_are_given_back(sqlite_url: str, tmp_path: Path) -> None:
+    """Somebody else holds the lock of the file for some seconds: the worker is not killed before it gets its turn."""
+    with Serving(tmp_path, APP, "--db", sqlite_url, "--drain", "600") as serving:
+        run = serving.submit("sleep", {"seconds": 600})
+        serving.becomes(run["run_id"], "RUNNING")
+        serving.stop()
+        until(lambda: "a second signal gives them back" in serving.log, "the worker drains")
+        with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            serving.stop()
+            time.sleep(5.5)  # longer than a database may keep the last courtesies of a worker waiting
+        assert serving.ended() == 0
+    app = App(sqlite_url)
     given_back = app.get(run["run_id"])
     assert (given_back.status, given_back.attempts) == ("PENDING", 0)
     app.close()

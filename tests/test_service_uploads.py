@@ -404,6 +404,54 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
     app.close()
 
 
+TOLD_TWICE = """
+import os, signal, socket, threading
+from pathlib import Path
+import httpx
+from jobs_ground import SlowStore, add_models
+from semel import App
+from semel.service import Settings
+from semel.service.answering import answer
+from semel.service.ports import claim_port
+
+app = App(url, artifacts=SlowStore(Path(artifacts)))
+add_models(app)
+held, settings = claim_port(Settings(port=0, configs=configs, drain=600))
+
+def ask():
+    body = {"config_name_to_load": "reading", "idempotency_key": "k"}
+    place = f"http://127.0.0.1:{settings.port}/api/cloud/jobs/submit"
+    said = httpx.post(place, json=body, timeout=30).json()
+    assert app.results.began.wait(30)
+    slow = socket.create_connection(("127.0.0.1", settings.port))
+    slow.sendall(b"POST /runs HTTP/1.1\\r\\nHost: here\\r\\nContent-Length: 10\\r\\n\\r\\n")
+    httpx.get(f"http://127.0.0.1:{settings.port}/healthz", timeout=30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # until nobody listens any more: the first signal was heard
+        try:
+            socket.create_connection(("127.0.0.1", settings.port)).close()
+        except ConnectionRefusedError:
+            break
+    tell(said)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+answer(app, settings, threading.Thread(target=ask).start)
+"""
+
+
+def test_a_server_that_is_told_twice_gives_its_own_runs_back(url: str, configs: Path, tmp_path: Path) -> None:
+    """A request that does not end keeps it, and an upload is under way."""
+    app = made_app(url, tmp_path)
+    with Program(TOLD_TWICE, url=url, configs=str(configs), artifacts=str(tmp_path / "artifacts")) as program:
+        said = program.hear()
+        program._process.join(60)
+        assert program._process.exitcode == 0
+    assert said["status"] == "uploading"
+    (upload,) = app.runs(queue="semel-service").runs
+    assert (upload.status, upload.attempts) == ("PENDING", 0)
+    app.close()
+
+
 def test_brokers_hear_of_the_job_when_its_data_is_there_and_never_of_the_upload(
     url: str, redis_url: str, configs: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from acceptance.proxy import Line
 from quota_ground import KINDS, Grounds
 from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
+from semel.runs import shift
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger
 from semel.runs.sweeper import ROLE
@@ -122,6 +123,34 @@ def test_a_second_signal_gives_back_at_once(shop: Workshop) -> None:
         program.send(signal.SIGINT)
         assert program.wait() == 0, program.log
     assert (shop.app.get(run.id).status, shop.app.get(run.id).attempts) == ("PENDING", 0)
+
+
+def lock_for_a_while(file: Path, seconds: float) -> None:
+    """Somebody else writes to the SQLite file, from now on for some seconds."""
+    locked = threading.Event()
+
+    def write() -> None:
+        with closing(sqlite3.connect(file, isolation_level=None, timeout=PATIENCE)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            locked.set()
+            time.sleep(seconds)  # the time for which nobody gets the lock
+
+    threading.Thread(target=write).start()
+    assert locked.wait(PATIENCE)
+
+
+def test_told_twice_a_worker_gives_back_although_the_file_is_locked_for_a_while(
+    grounds: Grounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else it has to write may fail in time; the runs are tried for longer."""
+    monkeypatch.setattr(shift, "SILENT", 0.2)
+    with grounds.empty("sqlite") as ground, Workshop("sqlite", ground.url, tmp_path) as shop:
+        folder = shop.place("held")
+        run = shop.app.submit("await_deaf", {"folder": folder})
+        with shop.working(drain=3000):
+            until(lambda: effects(folder), "the start")
+            lock_for_a_while(Path(ground.url.removeprefix("sqlite:///")), 1.0)
+        assert (shop.app.get(run.id).status, shop.app.get(run.id).attempts) == ("PENDING", 0)
 
 
 def test_a_stop_at_the_very_start_is_heard(shop: Workshop) -> None:
@@ -777,6 +806,21 @@ def test_a_stop_is_heard_although_the_database_is_silent(cut_off: tuple[Workshop
             program.wait()
         finally:
             line.speaks.set()
+
+
+def test_told_twice_a_worker_gives_back_although_the_database_is_silent_for_a_while(
+    cut_off: tuple[Workshop, Workshop, Silent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else it has to write may fail in time; the runs are tried for longer."""
+    monkeypatch.setattr(shift, "SILENT", 0.2)
+    here, there, line = cut_off
+    folder = here.place("silent")
+    run = here.app.submit("await_deaf", {"folder": folder})
+    with there.working(drain=3000):
+        until(lambda: effects(folder), "the start")
+        line.speaks.clear()
+        threading.Timer(1.0, line.speaks.set).start()
+    assert (here.app.get(run.id).status, here.app.get(run.id).attempts) == ("PENDING", 0)
 
 
 def test_a_worker_without_its_database_lets_go_when_its_leases_end(

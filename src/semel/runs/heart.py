@@ -23,7 +23,7 @@ LONGEST = 20.0
 BLOCKED = 1.0
 """Seconds that the event loop may stand still before that is said."""
 CARD_EVERY = 15.0
-"""Seconds between two signs of life of an idle worker."""
+"""Seconds between two signs of life of an idle worker, unless there is something new to tell."""
 
 
 class Heart:
@@ -46,6 +46,7 @@ class Heart:
         self._lost = lost
         self._cancelled = cancelled
         self._carded = 0.0
+        self._shown: WorkerCard | None = None
         self._nudged = asyncio.Event()
 
     async def beat_forever(self) -> None:
@@ -90,15 +91,20 @@ class Heart:
     def watch(self, held: Held) -> None:
         """A run was begun."""
         if held.lease / 3 < TICK:
-            self._nudged.set()
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Beat now, unless a beat is under way."""
+        self._nudged.set()
 
     async def beat(self) -> None:
         """One beat: the leases first, then the card."""
         now = time.monotonic()
         await self._keep_leases(now)
-        if now - self._carded >= CARD_EVERY:
-            await self._ledger.worker_seen(self._card())
-            self._carded = now
+        card = self._card()
+        if card != self._shown or now - self._carded >= CARD_EVERY:
+            await self._ledger.worker_seen(card)
+            self._shown, self._carded = card, now
 
     async def _keep_leases(self, now: float) -> None:
         held = [each for each in self._holdings if not each.lost]

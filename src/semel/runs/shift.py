@@ -35,6 +35,10 @@ from semel.runs.worklog import WorkLog
 
 DEAF = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""
+GIVE_BACK = 10.0
+"""Seconds for which a worker that ends tries to give back what is not done; after that the leases run out."""
+SILENT = 5.0
+"""Seconds within which the database must answer what a worker that ends has to say besides."""
 
 
 class Shift:
@@ -97,7 +101,7 @@ class Shift:
 
     async def __aexit__(self, *_: object) -> None:
         """Leave nothing behind, also when the task that works is cancelled: what is held is given back."""
-        if len(self._holdings):
+        if len(self._holdings) and not self._mute:
             self.stop(at_once=True)
             await self._drain_all()
         tasks = [held.task for held in self._holdings if held.task is not None]
@@ -292,7 +296,8 @@ class Shift:
 
     async def _drain_all(self) -> None:
         """Wait for what is held; what is not done in time is given back without charging an attempt."""
-        await self._quietly(self._ledger.worker_seen(self._card()))
+        if len(self._holdings):
+            self._heart.nudge()  # it writes that we drain: giving runs back must not wait for that
         deadline = time.monotonic() + self._plan.drain
         while len(self._holdings) and time.monotonic() < deadline and not self._at_once:
             self._look.clear()
@@ -301,10 +306,15 @@ class Shift:
             if not held.over:
                 held.returning = True
                 self._force(held)
-        ends_by = time.monotonic() + 10.0
-        while len(self._holdings) and time.monotonic() < ends_by and not self._mute:
+        ends_by = time.monotonic() + GIVE_BACK
+        while len(self._holdings) and time.monotonic() < ends_by:
             self._look.clear()
             await self._feeding.sleep(0.1)
+        if left := len(self._holdings):
+            self._mute = True
+            self._log.say(
+                logging.ERROR, f"{left} runs could not be given back in {GIVE_BACK:g} s: their leases run out"
+            )
 
     def _card(self) -> WorkerCard:
         return WorkerCard(
@@ -324,8 +334,9 @@ class Shift:
             work.close()
             return
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(SILENT):
                 await work
         except (SemelError, TimeoutError) as error:
             self._mute = isinstance(error, TimeoutError)
-            self._log.say(logging.WARNING, f"the database did not answer: {str(error) or 'not in 5 seconds'}")
+            why = str(error) or f"not in {SILENT:g} seconds"
+            self._log.say(logging.WARNING, f"the database did not answer: {why}")

@@ -15,6 +15,7 @@ from granian.log import LogLevels
 from granian.server.embed import Server
 
 from semel.runs.app import App
+from semel.runs.shift import GIVE_BACK
 from semel.service.assembly import build
 from semel.service.settings import Settings
 from semel.service.site import Site
@@ -30,15 +31,24 @@ def answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
     return asyncio.run(_answer(app, settings, ready))
 
 
+async def _leave(site: Site) -> None:
+    """End at once: requests under way are cut off, and the service's own runs are given back."""
+    with suppress(Exception):
+        async with asyncio.timeout(GIVE_BACK):
+            await site.internal.close()
+    os._exit(0)
+
+
 async def _answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
     site = Site(app, settings)
     server = make_server(build(site), settings)
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
+    leaving: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        if told.is_set():
-            os._exit(0)
+        if told.is_set() and not leaving:
+            leaving.append(loop.create_task(_leave(site)))
         told.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -43,7 +43,8 @@ class Site:
         self.places = Places(settings.max_waiting)
         self.heavy = asyncio.Lock()
         """Held by who asks much of the database at once, so that all others wait for one such question at the most."""
-        self.parts: list[Part] = [InternalWork(self), self.watch, Deliverer(self)]
+        self.internal = InternalWork(self)
+        self.parts: list[Part] = [self.internal, self.watch, Deliverer(self)]
         self._opening: asyncio.Lock | None = None
         self._open = False
 

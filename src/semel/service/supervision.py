@@ -18,14 +18,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
+from semel.runs.shift import GIVE_BACK
+
 UNFIT = 78
 """How a child exits that could never work here: it has said why, and is not started again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a child that died is started again: twice as long each time."""
 WELL_AFTER = 60.0
 """Seconds after which a child that still lives is well: its next death counts as the first."""
-LAST_GRACE = 5.0
-"""Seconds for a child that was told twice to end."""
+LAST_GRACE = 2 * GIVE_BACK
+"""Seconds for a child that was told twice to end: a worker gives its runs back meanwhile."""
 ORPHANED = 2.0
 """Seconds for what is under way in a child whose parent is gone."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -123,11 +125,13 @@ class Supervisor:
     def _end(self, code: int) -> None:
         """Tell everybody to end; the second time, at once."""
         self._told += 1
-        self._told_at = time.monotonic()
+        if self._told <= 2:  # who asks more often does not wait longer
+            self._told_at = time.monotonic()
         self._code = max(self._code, code)
         for child in self._children:
             if child.pid is not None:
-                os.kill(child.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # the signal came just when it was buried
+                    os.kill(child.pid, signal.SIGTERM)
 
     def _hasten(self) -> None:
         """Who does not end in time is told again, and then not asked any more."""
