@@ -171,6 +171,9 @@ def test_the_whole_list_is_iterated_over_page_by_page(client: Face, monkeypatch:
     assert [run.id for run in client.runs(queue=queue, limit=5)] == ids[:5]
     assert [run.id for run in client.runs(queue=queue, status=["PENDING", "RUNNING"], user="u", model="add")] == ids
     assert client.runs(queue=queue, status="FAILED") == []
+    assert [run.parameters["a"] for run in client.runs(queue=queue, parameters=True)] == list(range(8))[::-1]
+    with pytest.raises(InvalidRequest, match="parameters=True"):
+        _ = client.runs(queue=queue)[0].parameters
     assert client.runs(queue=queue, until=datetime.now(UTC) - timedelta(hours=1)) == []
     assert len(client.runs(queue=queue, since=datetime.now(UTC) - timedelta(hours=1))) == 8
     with pytest.raises(InvalidRequest):

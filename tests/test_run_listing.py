@@ -114,3 +114,42 @@ def test_a_purge_removes_a_run_with_all_that_it_left(app: App, clock: FakeClock,
     assert not list((tmp_path / "artifacts").rglob("*.json"))
     assert {run.id for run in app.runs().runs} == {young.id, waits.id}
     assert not app.submit("work", idempotency_key="k").replayed, "its key went with it"
+
+
+def heavy(app: App, many: int, size: int) -> list[str]:
+    """Runs with parameters of that size; the newest first."""
+    app.model("heavy", isolation="thread")(lambda text: None)
+    return [app.submit("heavy", {"text": f"{n:06}" + "x" * size}).id for n in range(many)][::-1]
+
+
+def test_a_page_that_is_bounded_in_bytes_goes_on_where_it_stopped(app: App) -> None:
+    made = heavy(app, 40, 10_000)
+    pages, cursor = [], None
+    while True:
+        page = app.runs(limit=1000, cursor=cursor, max_bytes=100_000)
+        pages.append(ids(page.runs))
+        assert sum(len(run.parameters_json) for run in page.runs) <= 100_000
+        cursor = page.next
+        if cursor is None:
+            break
+    assert [run for page in pages for run in page] == made
+    assert [len(page) for page in pages] == [8] * 5
+    assert [len(app.runs(limit=n, max_bytes=100_000).runs) for n in (1, 7, 8, 9)] == [1, 7, 8, 8]
+    everything = app.runs(limit=40, parameters=False, max_bytes=100_000)
+    assert (ids(everything.runs), everything.next) == (made, None)
+    fitting = app.runs(limit=39, parameters=False, max_bytes=100_000)
+    assert (ids(fitting.runs), fitting.next) == (made[:39], made[38])
+
+
+def test_a_run_larger_than_a_page_is_a_page_of_its_own(app: App) -> None:
+    made = heavy(app, 3, 5_000)
+    page = app.runs(max_bytes=10)
+    assert (ids(page.runs), page.next) == (made[:1], made[0])
+    assert ids(app.runs(max_bytes=10, cursor=made[1]).runs) == made[2:]
+
+
+def test_a_list_can_leave_parameters_out_and_then_says_so(app: App) -> None:
+    app.submit("work", {"number": 7})
+    assert app.runs().runs[0].parameters == {"number": 7}
+    with pytest.raises(InvalidRequest, match="left the parameters"):
+        _ = app.runs(parameters=False).runs[0].parameters

@@ -13,6 +13,7 @@ import pytest
 
 from run_service import ended, on_database, submitted, token, until
 from semel import App
+from semel.service.runs_api import PAGE_BYTES
 from service_ground import Served, served
 
 
@@ -285,6 +286,32 @@ def test_runs_are_listed_page_by_page_by_their_filters(client: httpx.Client) -> 
     assert "Link" not in last.headers
     by_cursor = client.get("/runs", params={"queue": queue, "limit": 2, "cursor": page.json()["next"]})
     assert [run["run_id"] for run in by_cursor.json()["runs"]] == [ids[2], ids[1]]
+
+
+def test_a_list_leaves_parameters_out_unless_asked(client: httpx.Client) -> None:
+    queue = uuid4().hex
+    submitted(client, "add", {"a": 5}, queue=queue)
+    (listed,) = client.get("/runs", params={"queue": queue}).json()["runs"]
+    assert "parameters" not in listed
+    (whole,) = client.get("/runs", params={"queue": queue, "include": "parameters"}).json()["runs"]
+    assert whole == {**listed, "parameters": {"a": 5}} == client.get(listed["links"]["self"]).json()
+    assert client.get("/runs", params={"include": "secrets"}).status_code == 400
+
+
+def test_a_page_of_large_runs_is_bounded_and_the_link_leads_through_all_of_them(client: httpx.Client) -> None:
+    queue, large = uuid4().hex, "x" * 900_000
+    made = [submitted(client, "echo", {"x": f"{n}{large}"}, queue=queue) for n in range(6)]
+    found, link = [], f"/runs?queue={queue}&limit=1000&include=parameters"
+    while link:
+        page = client.get(link)
+        assert len(page.content) < PAGE_BYTES + 1_000_000
+        found.append([run["run_id"] for run in page.json()["runs"]])
+        link = page.headers.get("Link", "<>")[1:].partition(">")[0]
+    assert [run for page in found for run in page] == made[::-1]
+    assert [len(page) for page in found] == [4, 2]
+    without = client.get("/runs", params={"queue": queue, "limit": 1000})
+    assert len(without.json()["runs"]) == 6
+    assert len(without.content) < 20_000
 
 
 def test_each_filter_finds_what_it_names(client: httpx.Client) -> None:

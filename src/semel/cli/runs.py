@@ -119,6 +119,7 @@ def _add_runs(commands: options.Commands) -> None:
     parser.add_argument("--since", type=options.time_of, metavar="TIME", help="submitted from then on: 2h, 2030-01-31")
     parser.add_argument("--until", type=options.time_of, metavar="TIME", help="submitted before then")
     parser.add_argument("--limit", type=options.whole, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument("--parameters", action="store_true", help="with --json: their parameters, too")
     parser.add_argument(
         "--watch",
         type=options.span,
@@ -241,6 +242,7 @@ def _list(client: Client, chosen: argparse.Namespace) -> None:
         "idempotency_key": chosen.key,
         "since": chosen.since,
         "until": chosen.until,
+        "parameters": chosen.parameters and chosen.json,
     }
     found = list(client.runs(**filters, limit=chosen.limit + 1))
     more = len(found) > chosen.limit

@@ -125,8 +125,9 @@ class RunVerbs:
         since: datetime | None = None,
         until: datetime | None = None,
         limit: int | None = None,
+        parameters: bool = False,
     ) -> AsyncGenerator[RemoteRun, None]:
-        """Runs, newest first, page after page: all of them, or up to ``limit``."""
+        """Runs, newest first, page after page: all of them, or up to ``limit``; with their parameters if asked for."""
         asked = {
             "status": status,
             "model": model,
@@ -136,6 +137,7 @@ class RunVerbs:
             "payload_hash": payload_hash,
             "since": None if since is None else since.isoformat(),
             "until": None if until is None else until.isoformat(),
+            "include": "parameters" if parameters else None,
         }
         left = inf if limit is None else limit
         cursor = None

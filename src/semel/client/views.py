@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType, field
 
+from semel.errors import InvalidRequest
 from semel.runs.records import TERMINAL, Status
 
 
@@ -39,7 +40,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     """How many of the attempts lost their worker: those are counted against ``max_lost`` instead."""
     max_lost: int = 0
     fence: int = 0
-    parameters: dict[str, Any] = {}
+    given: dict[str, Any] | UnsetType = field(default=UNSET, name="parameters")
+    """What ``parameters`` answers, where the server told it."""
     idempotency_key: str | None = None
     retry_of: str | None = None
     cost: float = 0.0
@@ -66,6 +68,13 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         """As ``run_id``."""
         return self.run_id
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for. A list leaves it out, unless it was asked with ``parameters=True``."""
+        if self.given is UNSET:
+            raise InvalidRequest(f"the list left the parameters of run {self.run_id} out: ask it with parameters=True")
+        return self.given
 
     @property
     def done(self) -> bool:

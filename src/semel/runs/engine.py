@@ -209,8 +209,13 @@ class Engine:
         until: datetime | None = None,
         limit: int = 50,
         cursor: str | None = None,
+        parameters: bool = True,
+        max_bytes: int | None = None,
     ) -> Page:
-        """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last."""
+        """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last.
+
+        ``parameters=False`` leaves them out, and ``max_bytes`` ends a page before it is larger (one run it has).
+        """
         checked_limit(limit, 1000)
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
@@ -226,7 +231,7 @@ class Engine:
             since_us=_us("since", since),
             until_us=_us("until", until),
         )
-        return await self.ledger.list_runs(wanted, limit, start)
+        return await self.ledger.list_runs(wanted, limit, start, parameters=parameters, max_bytes=max_bytes)
 
     async def cancel(self, run_id: str, *, why: str = "cancelled by request", tenant: str | None = None) -> Run:
         """End a run that is pending, or ask for the end of one that is running: it gets time to clean up.

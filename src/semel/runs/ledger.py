@@ -221,9 +221,9 @@ class Ledger:
         """See reading.marks."""
         return await self._read(reading.marks, ids)
 
-    async def list_runs(self, wanted: Filter, limit: int, cursor: str | None) -> Page:
+    async def list_runs(self, wanted: Filter, limit: int, cursor: str | None, **how: Any) -> Page:
         """See reading.list_runs."""
-        return await self._read(reading.list_runs, wanted, limit, cursor)
+        return await self._read(reading.list_runs, wanted, limit, cursor, **how)
 
     async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
         """See reading.result."""

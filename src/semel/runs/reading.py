@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -31,6 +31,9 @@ WORKER_SILENCE_US = 45 * MICRO
 
 _HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "trace")
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
+_LISTED = [column for column in _SHOWN if column.name != "parameters"]
+_FIRST_PORTION = 16
+"""Rows that are read at first for a page that is bounded in bytes."""
 
 
 NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
@@ -128,13 +131,42 @@ def _runs(conn: Connection, query: Select[Any]) -> list[Run]:
     return [run_of(dict(row)) for row in conn.execute(query).mappings()]
 
 
-def list_runs(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> Page:
-    """Newest first, page by page: the cost of a page does not grow with its number."""
-    query = select(*_SHOWN).where(*wanted.conditions()).order_by(runs.c.id.desc()).limit(limit + 1)
-    if cursor is not None:
-        query = query.where(runs.c.id < cursor)
-    found = _runs(conn, query)
-    return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
+def list_runs(
+    conn: Connection,
+    wanted: Filter,
+    limit: int,
+    cursor: str | None,
+    *,
+    parameters: bool = True,
+    max_bytes: int | None = None,
+) -> Page:
+    """Newest first, page by page: the cost of a page does not grow with its number.
+
+    A page of ``max_bytes`` ends with the run that would make it larger, but has one at least. It is read in portions,
+    so that not much more than that is ever in memory.
+    """
+    query = select(*(_SHOWN if parameters else _LISTED)).where(*wanted.conditions()).order_by(runs.c.id.desc())
+    found: list[Run] = []
+    portion = limit + 1 if max_bytes is None else _FIRST_PORTION
+    while True:
+        asked = min(portion, limit + 1 - len(found))
+        after = query if cursor is None else query.where(runs.c.id < cursor)
+        rows = conn.execute(after.limit(asked)).mappings().all()
+        for row in rows:
+            if max_bytes is not None:
+                max_bytes -= _weight(row)
+                if max_bytes < 0 and found:
+                    return Page(found, found[-1].id)
+            found.append(run_of(dict(row)))
+        if len(rows) < asked or len(found) > limit:
+            return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
+        cursor = found[-1].id
+        portion *= 2
+
+
+def _weight(row: Mapping[Any, Any]) -> int:
+    """About how many bytes a row is on the wire."""
+    return 1000 + sum(len(value) for value in row.values() if isinstance(value, str))
 
 
 def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:

@@ -50,6 +50,7 @@ class Run(Struct, frozen=True, kw_only=True):
     max_attempts: int
     max_lost: int
     parameters_json: str
+    """Empty in a list that was asked to leave them out."""
     payload_hash: str
     idempotency_key: str | None
     retry_of: str | None
@@ -82,6 +83,8 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def parameters(self) -> dict[str, Any]:
         """What was asked for."""
+        if not self.parameters_json:
+            raise InvalidRequest(f"the list left the parameters of run {self.id} out: ask it for them, or get the run")
         parameters: dict[str, Any] = msgspec.json.decode(self.parameters_json)
         return parameters
 
@@ -307,7 +310,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
     """The run behind a row. Its result belongs to it only when it succeeded."""
     fields = dict(row)
     fields["user"] = fields.pop("user_id")
-    fields["parameters_json"] = fields.pop("parameters")
+    fields["parameters_json"] = fields.pop("parameters", "")
     fields["cost"] /= MICRO
     fields["asked_cost"] /= MICRO
     artifacts = fields["artifacts"]

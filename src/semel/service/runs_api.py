@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlencode
 
 from litestar import Request, Response, get, post
@@ -21,6 +21,7 @@ from semel.service.gate import Caller
 from semel.service.limits import hung_up
 from semel.service.problems import Refused, problem_of
 from semel.service.runs_words import IfNoneMatch, RunId, TheRequest, root_of
+from semel.service.settings import MEBIBYTE
 from semel.service.site import Site, TheCaller, TheSite
 from semel.service.wire import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
 
@@ -29,6 +30,8 @@ __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
 MOST_AT_ONCE = 1000
 """Runs in one bulk request."""
 LONGEST_WAIT = 60
+PAGE_BYTES = 4 * MEBIBYTE
+"""About how large a page of runs may be."""
 
 Key = Annotated[
     str | None,
@@ -305,8 +308,14 @@ async def list_runs(
     until: Annotated[datetime | None, QueryParameter(description="Submitted before that.")] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
     cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
+    include: Annotated[
+        list[Literal["parameters"]] | None, QueryParameter(description="What a list leaves out otherwise.")
+    ] = None,
 ) -> Response[RunPage]:
-    """Submitters see their own runs, operators those of everybody in their tenant."""
+    """Submitters see their own runs, operators those of everybody in their tenant.
+
+    A page ends after ``limit`` runs, or after some megabytes: as long as there is a ``next``, there is more.
+    """
     if caller.sees is not None and user not in (None, caller.sees):
         raise Refused(403, "FORBIDDEN", "only an operator lists the runs of others")
     page = await site.engine.runs(
@@ -321,6 +330,8 @@ async def list_runs(
         until=until,
         limit=limit,
         cursor=cursor,
+        parameters=bool(include),
+        max_bytes=PAGE_BYTES,
     )
     root = root_of(request)
     view = RunPage(runs=[run_view(run, root) for run in page.runs], next=page.next)

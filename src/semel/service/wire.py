@@ -76,7 +76,9 @@ class RunView(Struct, frozen=True, kw_only=True):
     losts: int
     max_lost: int
     fence: int
-    parameters: msgspec.Raw
+    parameters: Annotated[
+        msgspec.Raw | msgspec.UnsetType, Meta(description="Left out of lists, unless they are asked for.")
+    ] = msgspec.UNSET
     idempotency_key: str | None
     retry_of: str | None
     cost: float
@@ -243,7 +245,7 @@ def run_view(run: Run, root: str = "") -> RunView:
         losts=run.losts,
         max_lost=run.max_lost,
         fence=run.fence,
-        parameters=msgspec.Raw(run.parameters_json.encode()),
+        parameters=msgspec.Raw(run.parameters_json.encode()) if run.parameters_json else msgspec.UNSET,
         idempotency_key=run.idempotency_key,
         retry_of=run.retry_of,
         cost=run.cost,
