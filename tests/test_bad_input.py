@@ -811,6 +811,8 @@ def test_a_read_only_file_grants_nothing() -> None:
         Path(folder).chmod(0o755)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("StoreBroken") == done.stdout.count("readonly") == 2, done.stdout
+    assert done.stdout.count(f"the database file {folder}/semel.db cannot be used") == 2
+    assert done.stdout.count("change the owner or the permissions of both") == 2
     assert "Granted" not in done.stdout
     assert "worked" not in done.stdout
 

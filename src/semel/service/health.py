@@ -11,6 +11,7 @@ from msgspec import Struct
 from sqlalchemy import Connection, text
 
 from semel.errors import NotMigrated, SemelError
+from semel.sql.sqlite_file import FileReplaced, check_known
 
 if TYPE_CHECKING:
     from semel.service.site import Site
@@ -25,11 +26,12 @@ _WRITE = text("INSERT OR REPLACE INTO semel_leaders (role, holder, until_us, ter
 Word: TypeAlias = Literal["ok", "unavailable", "read-only", "not migrated", "ending"]
 
 
-class Health(Struct, frozen=True):
-    """How it stands. Strangers may read it: it names no address and no cause."""
+class Health(Struct, frozen=True, omit_defaults=True):
+    """How it stands. Strangers may read it: it names no address and no cause, but a database file that is gone."""
 
     status: Literal["ok", "unavailable"]
     checks: dict[str, Word]
+    detail: str | None = None
 
 
 class Doctor:
@@ -56,10 +58,19 @@ class Doctor:
         if self._redis is not None:
             checks["redis"] = self._redis
         words = await asyncio.gather(*(check() for check in checks.values()))
-        return _health(dict(zip(checks, words, strict=True)))
+        return self._health(dict(zip(checks, words, strict=True)))
 
     async def _look_ready(self) -> Health:
-        return _health({"database": await self._takes_writes()})
+        return self._health({"database": await self._takes_writes()})
+
+    def _health(self, checks: dict[str, Word]) -> Health:
+        url = self._site.ledger.url
+        if checks["database"] != "ok" and url.get_backend_name() == "sqlite":
+            try:
+                check_known(url.database or "")
+            except FileReplaced as error:
+                return Health("unavailable", checks, str(error))
+        return _health(checks)
 
     async def _answers(self) -> Word:
         return await _within(self._site.ledger.read(_look))

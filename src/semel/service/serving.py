@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from mmap import mmap
+from struct import Struct
 
 from semel.bridge import drive
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
@@ -18,6 +20,8 @@ from semel.service.locality import is_loopback
 from semel.service.metering import count_runs, forget
 from semel.service.settings import Settings
 from semel.service.supervision import UNFIT, Child, Main, Supervisor
+from semel.sql import engines
+from semel.sql.sqlite_file import FileReplaced, KnownFile, know
 
 _PLACES = frozenset({"SEMEL_DB", "SEMEL_ARTIFACTS", "SEMEL_TRANSPORT", "SEMEL_REDIS"})
 
@@ -33,12 +37,39 @@ def serve(settings: Settings, load: Callable[[str], App], say: Callable[[str], N
     return supervisor.run(servers[0], [*servers[1:], *place.beside()], lambda: say(_announcement(settings)))
 
 
+class SharedFile:
+    """Which SQLite file the first process found: all others, and those that are started anew, insist on it."""
+
+    _FORM = Struct("QQ")
+
+    def __init__(self) -> None:
+        self._memory = mmap(-1, self._FORM.size)  # shared with all processes that are forked from here
+        self._known: KnownFile | None = None
+
+    def remember(self, app: App) -> None:
+        """The database is open; what is known already stays."""
+        if (file := _file_of(app)) and (known := know(file)) and not any(self._FORM.unpack(self._memory[:])):
+            self._memory[:] = self._FORM.pack(*known.identity)
+
+    def insist(self, app: App) -> None:
+        """No process of this server may use another file."""
+        device, inode = self._FORM.unpack(self._memory[:])
+        if inode and (file := _file_of(app)):
+            self._known = know(file, (device, inode))
+
+
+def _file_of(app: App) -> str | None:
+    url = engines.parse(app.url)
+    return url.database if url.get_backend_name() == "sqlite" else None
+
+
 class Place:
     """What the processes do, each with an app of its own."""
 
     def __init__(self, settings: Settings, load: Callable[[str], App]) -> None:
         self._settings = settings
         self._load = load
+        self._file = SharedFile()
 
     def app(self) -> App:
         """The app where the settings want it; and if it reads them itself, as in a model's process, there, too."""
@@ -47,14 +78,19 @@ class Place:
             url=settings.db, artifacts=settings.artifacts, transport=settings.transport, redis=settings.redis
         )
         os.environ |= {name: value for name, value in settings.environment().items() if name in _PLACES}
+        self._file.insist(app)
         return app
 
     def server(self, ready: Callable[[], None]) -> int:
         """Answer requests."""
 
         def begin(app: App) -> int:
+            def well() -> None:
+                self._file.remember(app)
+                ready()
+
             refuse_strangers(app, self._settings)
-            return answer(app, self._settings, ready)
+            return answer(app, self._settings, well)
 
         return self._fit(begin)
 
@@ -87,7 +123,7 @@ class Place:
             said = logs.without_secrets(str(error))
             print(f"semel: {said}", file=sys.stderr)  # noqa: T201 -- as every command says why it failed
             later = isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken)
-            return 1 if later else UNFIT
+            return 1 if later or isinstance(error, FileReplaced) else UNFIT
 
     def beside(self) -> list[Child]:
         """The worker, where there is to be one."""

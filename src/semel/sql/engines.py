@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Dialect, Engine, TextClause, create_engine, event, exc, make_url
@@ -17,6 +18,7 @@ from semel.bridge import drive
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
 from semel.forks import survive_fork
 from semel.sql.failures import translated
+from semel.sql.sqlite_file import WatchedFile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,9 +81,11 @@ class Database(Protocol):
 class BlockingDatabase:
     """A blocking engine; nothing here suspends."""
 
-    def __init__(self, engine: Engine, *, owned: bool = True) -> None:
+    def __init__(self, engine: Engine, *, owned: bool = True, file: WatchedFile | None = None) -> None:
         self._engine = engine
         self._owned = owned
+        self._file = file
+        self._where = str(Path(engine.url.database or "").absolute()) if self._is_sqlite else ""
         self._kept: list[Connection] = []
         self._closings = 0
         self._writing, self._reading = threading.Lock(), threading.Lock()
@@ -117,7 +121,7 @@ class BlockingDatabase:
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database. SQLite has one writer: threads queue here instead of spinning on the file's lock."""
-        with translated():
+        with translated(self._where):
             if self._is_sqlite:
                 with self._writing, self._engine.begin() as conn:
                     return work(conn, *args, **kwargs)
@@ -151,14 +155,14 @@ class BlockingDatabase:
     ) -> R:
         """See Database."""
         try:
-            with translated(), self._writing, self._looking() as conn, conn.begin():
+            with translated(self._where), self._writing, self._looking() as conn, conn.begin():
                 return work(conn, *args, **kwargs)
         except StoreUnavailable:  # another process wrote since our look, so what we saw cannot be built upon
             return await self.write(work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
-        with translated(), self._reading if self._is_sqlite else nullcontext(), self._looking() as conn:
+        with translated(self._where), self._reading if self._is_sqlite else nullcontext(), self._looking() as conn:
             return work(conn, *args, **kwargs)
 
     def _looking(self) -> Connection:
@@ -170,6 +174,8 @@ class BlockingDatabase:
         self._let_go()
         if self._owned:
             self._engine.dispose()
+        if self._file is not None:
+            self._file.forget()
 
 
 class ThreadedDatabase:

@@ -27,14 +27,14 @@ _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "un
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Raise semel's errors for the database's."""
+def translated(file: str = "") -> Iterator[None]:
+    """Raise semel's errors for the database's. ``file``: the one of SQLite, for those who have to mend it."""
     try:
         yield
     except exc.TimeoutError as error:
         raise StoreUnavailable(f"the connection pool ran dry: {error}") from error
     except exc.DBAPIError as error:
-        raise _meaning(error) from error
+        raise _meaning(error, file) from error
     except OSError as error:  # asyncpg lets the failure to connect through as it is
         raise StoreUnavailable(f"the database cannot be reached: {error}") from error
 
@@ -50,7 +50,16 @@ def _is_the_statements_fault(error: BaseException | None) -> bool:
     return getattr(error, "sqlite_errorname", None) == "SQLITE_ERROR" and "no such column" not in str(error)
 
 
-def _meaning(error: exc.DBAPIError) -> Exception:
+def _way_out(said: str) -> str:
+    if "readonly" not in said and "unable to open" not in said:
+        return ""
+    return (
+        "; this process must be allowed to write the file and its folder, where SQLite keeps its log: "
+        "change the owner or the permissions of both, or run as another user"
+    )
+
+
+def _meaning(error: exc.DBAPIError, file: str) -> Exception:
     said = str(error.orig).strip().split("\n")[0]
     state = sqlstate(error)
     if state == "42P01" or "no such table" in said:
@@ -66,8 +75,8 @@ def _meaning(error: exc.DBAPIError) -> Exception:
     if _is_the_statements_fault(error.orig):
         return SemelError(f"the database says: {said}")
     if any(words in said for words in _BROKEN_SQLITE):
-        hint = "; can this process write the file and its folder?" if "unable to open" in said else ""
-        return StoreBroken(f"the database file cannot be used: {said}{hint}")
+        which = f"the database file {file}" if file else "the database file"
+        return StoreBroken(f"{which} cannot be used: {said}{_way_out(said)}")
     if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
         return StoreUnavailable(f"the database cannot be reached: {said}")
     return SemelError(f"the database says: {said}")

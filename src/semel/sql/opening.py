@@ -5,12 +5,14 @@ from __future__ import annotations
 from sqlalchemy import URL
 
 from semel.sql import engines
+from semel.sql.sqlite_file import WatchedFile
 
 
 def open_database(url: URL, *, awaited: bool) -> engines.Database:
     """SQLite or PostgreSQL, with semel's own settings."""
     if url.get_backend_name() == "sqlite":
-        database = engines.BlockingDatabase(engines.sqlite_engine(url))
+        engine = engines.sqlite_engine(url)
+        database = engines.BlockingDatabase(engine, file=WatchedFile(engine))
         return engines.ThreadedDatabase(database) if awaited else database
     if not awaited:
         return engines.BlockingDatabase(engines.postgres_engine(url))
