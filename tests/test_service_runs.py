@@ -13,7 +13,7 @@ import pytest
 
 from run_service import ended, on_database, submitted, token, until
 from semel import App
-from semel.service.runs_api import PAGE_BYTES
+from semel.service.runs_words import PAGE_BYTES
 from service_ground import Served, served
 
 
@@ -368,6 +368,22 @@ def test_logs_are_read_on_from_where_one_was(worked: httpx.Client) -> None:
     assert {line["level"] for line in first["lines"]} == {"INFO"}
     none = worked.get(f"/runs/{run_id}/logs", params={"after": rest["next"]}).json()
     assert none == {"lines": [], "next": rest["next"]}
+
+
+def test_a_page_of_logs_is_bounded_in_bytes_and_gone_on_from(
+    worked: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("semel.service.runs_details.PAGE_BYTES", 300)
+    monkeypatch.setattr("semel.service.runs_details.PORTION", 10)
+    run_id = submitted(worked, "talk", {"lines": 100})
+    ended(worked, run_id)
+    found, after, pages = [], "0-0", 0
+    while lines := (page := worked.get(f"/runs/{run_id}/logs", params={"after": after}).json())["lines"]:
+        assert len(lines) <= 50
+        found += [line["text"] for line in lines]
+        after, pages = page["next"], pages + 1
+    assert found == [f"line {n}" for n in range(100)]
+    assert pages == 2
 
 
 def test_the_summary_counts_by_model_and_by_the_models_parameter(worked: httpx.Client) -> None:

@@ -20,8 +20,7 @@ from semel.service.answers import answered, header, json, refusals, tagged
 from semel.service.gate import Caller
 from semel.service.limits import hung_up
 from semel.service.problems import Refused, problem_of
-from semel.service.runs_words import IfNoneMatch, RunId, TheRequest, root_of
-from semel.service.settings import MEBIBYTE
+from semel.service.runs_words import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
 from semel.service.site import Site, TheCaller, TheSite
 from semel.service.wire import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
 
@@ -30,8 +29,6 @@ __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
 MOST_AT_ONCE = 1000
 """Runs in one bulk request."""
 LONGEST_WAIT = 60
-PAGE_BYTES = 4 * MEBIBYTE
-"""About how large a page of runs may be."""
 
 Key = Annotated[
     str | None,

@@ -9,10 +9,10 @@ from litestar import Response, get
 from litestar.params import QueryParameter
 
 from semel.errors import InvalidRequest
-from semel.runs.records import INTERNAL_PREFIX
+from semel.runs.records import INTERNAL_PREFIX, LogLine
 from semel.service.answers import json, refusals
 from semel.service.gate import requires
-from semel.service.runs_words import RunId
+from semel.service.runs_words import PAGE_BYTES, RunId
 from semel.service.site import TheCaller, TheSite
 from semel.service.wire import (
     LogPage,
@@ -31,6 +31,8 @@ from semel.service.wire import (
 
 _CURSOR = re.compile(r"([0-9]{1,18})-([0-9]{1,9})")
 _TAG = ["runs"]
+PORTION = 500
+"""Lines that are read from the database at a time."""
 
 
 @get(
@@ -74,10 +76,21 @@ async def logs(
     after: Annotated[str | None, QueryParameter(description="``next`` of the answer before.")] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=10_000, description="Lines at the most.")] = 1000,
 ) -> Response[LogPage]:
-    """Lines, oldest first. ``next`` is where to go on, now or later."""
+    """Lines, oldest first. ``next`` is where to go on, now or later.
+
+    An answer of some megabytes ends before ``limit``; only one without lines says that there are no more.
+    """
     run = await site.run(run_id, caller)
     seen = line_of(after)
-    lines = await site.engine.logs(run.id, after=seen, limit=limit, tenant=caller.tenant)
+    lines: list[LogLine] = []
+    room = PAGE_BYTES
+    while room > 0 and len(lines) < limit:
+        some = await site.ledger.logs(run.id, seen, min(PORTION, limit - len(lines)))
+        lines += some
+        if len(some) < PORTION:
+            break
+        room -= sum(len(each.text) for each in some)
+        seen = (some[-1].fence, some[-1].line)
     last = (lines[-1].fence, lines[-1].line) if lines else seen
     return json(LogPage(lines=[log_view(each) for each in lines], next=f"{last[0]}-{last[1]}"))
 

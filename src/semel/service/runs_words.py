@@ -8,6 +8,8 @@ from litestar import Request
 from litestar.openapi.spec import Example
 from litestar.params import HeaderParameter, PathParameter
 
+from semel.service.settings import MEBIBYTE
+
 RunId: TypeAlias = Annotated[
     str,
     PathParameter(
@@ -17,6 +19,8 @@ RunId: TypeAlias = Annotated[
 IfNoneMatch: TypeAlias = Annotated[
     str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client knows.")
 ]
+PAGE_BYTES = 4 * MEBIBYTE
+"""About how large a page of a list may be."""
 TheRequest: TypeAlias = Request[Any, Any, Any]
 
 
