@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from semel import App, Fatal, KeyReused
+from semel import App, Context, Fatal, KeyReused
 from semel.bridge import drive
 from semel.cli import main as semel_command
 from semel.metrics.prometheus import RunMetrics
@@ -14,6 +14,7 @@ from semel.runs.leasing import LeaseRequest
 from semel.runs.sweeper import Sweeper
 from semel.runs.transports import Database
 from semel.testing import FakeClock
+from serving_ground import until
 
 
 def work(number: int = 0, *, fatal: bool = False) -> int:
@@ -62,7 +63,7 @@ def test_s2_44_a_run_that_fails_is_counted_as_such(app: App, registry: Collector
     assert (value(registry, "runs_succeeded_total"), value(registry, "runs_failed_total")) == (None, 1)
 
 
-def test_s2_46_the_lag_is_the_time_from_submission_to_start(app: App, registry: CollectorRegistry) -> None:
+def test_s2_46_the_lag_of_a_run_that_is_due_at_once_is_the_time_from_submission_to_start(app: App, registry: CollectorRegistry) -> None:
     worked(app)
     (run,) = app.runs().runs
     assert run.started_us is not None
@@ -115,6 +116,55 @@ def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry
     assert drive(sweeper.sweep()) == 1
     assert drive(sweeper.sweep()) == 0
     assert registry.get_sample_value("stuck_runs_detected_total") == 1
+    app.close()
+
+
+def test_s2_45_the_duration_is_that_of_the_last_attempt_also_when_the_sweeper_ends_it(
+    url: str, registry: CollectorRegistry
+) -> None:
+    """Not the time since the first attempt began, and not that of the attempts before."""
+    clock = FakeClock()
+    app = App(url, clock=clock)
+    app.model("work", isolation="thread", lease=60, max_lost=2)(work)
+    app.on_event(RunMetrics(registry))
+    run = app.submit("work")
+    ledger = app._engine.ledger
+    sweeper = Sweeper(ledger, "me", transport=Database(), news=app.news)
+    for _ in range(2):
+        assert drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+        clock.advance(75)
+        assert drive(sweeper.sweep()) == 1
+        clock.advance(1000)
+    assert app.get(run.id).status == "FAILED"
+    assert value(registry, "run_duration_seconds_sum", status="FAILED") == pytest.approx(75)
+    assert value(registry, "run_duration_seconds_count", status="FAILED") == 1
+    app.close()
+
+
+def test_s2_46_the_lag_begins_when_a_run_is_due_and_counts_once_for_each_attempt(
+    url: str, registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    """Neither ``delay=`` nor the pause between two attempts is time in the queue."""
+    clock = FakeClock()
+    app = App(url, artifacts=tmp_path, clock=clock)
+
+    @app.model("work", backoff=(50,), max_attempts=2)
+    async def work(ctx: Context) -> None:
+        if ctx.attempt == 1:
+            raise ConnectionError
+
+    app.on_event(RunMetrics(registry))
+    run = app.submit("work", delay=100)
+    clock.advance(103)
+    with app.working(sweep_every=None, processes=0, poll=0.02):
+        until(lambda: app.get(run.id).step == "retried", "the first attempt failed")
+        retried = app.get(run.id)
+        assert value(registry, "queue_lag_seconds_sum") == pytest.approx(3)
+    clock.advance((retried.due_us - clock.us) / 1e6 + 7)
+    with app.working(sweep_every=None, processes=0, poll=0.02):
+        assert app.wait(run.id, timeout=30).status == "SUCCEEDED"
+    assert value(registry, "queue_lag_seconds_sum") == pytest.approx(10)
+    assert value(registry, "queue_lag_seconds_count") == 2
     app.close()
 
 

@@ -37,7 +37,7 @@ RUN_MEANINGS = {
     "runs_cancelled": "Runs that were cancelled while they ran, by model",
     "runs_retried": "Attempts that will be followed by another, by model",
     "run_duration_seconds": "Seconds from the start of the last attempt to the end of the run, by model and status",
-    "queue_lag_seconds": "Seconds from submission to the start of an attempt, by model",
+    "queue_lag_seconds": "Seconds from the moment a run was due to the start of its attempt, by model",
     "stuck_runs_detected": "Runs whose worker was lost, found by the sweeper",
 }
 

@@ -12,6 +12,7 @@ from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
 from semel.runs.logbook import LogBook
 from semel.runs.news import News, RunEvent
+from semel.runs.records import is_own_work
 from semel.runs.transitions import Ending, Over
 from semel.runs.worklog import WorkLog
 
@@ -108,6 +109,6 @@ class Finisher:
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
         reason = f": {ending.ended.reason}" if ending.ended.reason else ""
         self._log.say(level, f"run {end.step} after {seconds:.3f} s{reason}", held, end.status)
-        if self._news.wanted:
+        if self._news.wanted and not is_own_work(end.model, held.leased.user_id):
             again = end.status == "PENDING"
             self._news.tell(RunEvent("retried" if again else "ended", end.model, end.status, seconds))

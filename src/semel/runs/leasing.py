@@ -31,6 +31,8 @@ class Leased(Struct, frozen=True):
     changed_us: int
     data_ref: str | None = None
     trace: str | None = None
+    due_us: int = 0
+    """When this attempt could have begun."""
 
 
 def _leasing(words: Words, which: str) -> str:
@@ -52,7 +54,7 @@ FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'P
 
 _LEASED = (
     "id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us, created_us, "
-    "started_us, changed_us, data_ref, trace"
+    "started_us, changed_us, data_ref, trace, due_us"
 )
 
 _LEASE = Statement(

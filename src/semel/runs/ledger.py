@@ -26,7 +26,7 @@ from semel.runs.quotas import Person, Quota, Reserve, Usage
 from semel.runs.reading import Backlog, Filter, Mark
 from semel.runs.records import MICRO, LogLine, Page, Run, Step, Summary, Waiting, WorkerInfo
 from semel.runs.submitting import Answer, Found, Submission
-from semel.runs.transitions import Ending, Over
+from semel.runs.transitions import Ending, Lost, Over
 from semel.sql import engines, migrate
 from semel.sql.opening import open_database
 from semel.sql.statements import Terms, transaction
@@ -197,9 +197,13 @@ class Ledger:
         """The runs that the worker holds by the ledger, with their fences."""
         return await self._read(leasing.held_by, worker)
 
-    async def lose_expired(self) -> list[Over]:
+    async def lose_expired(self) -> list[Lost]:
         """See transitions.lose_expired."""
         return await self._write(transitions.lose_expired, self.terms)
+
+    async def attempts_began(self, attempts: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """See transitions.attempts_began."""
+        return await self._read(transitions.attempts_began, attempts)
 
     async def cancel(self, ids: Sequence[str], why: str) -> dict[str, Any]:
         """See transitions.cancel."""

@@ -14,7 +14,8 @@ _log = logging.getLogger("semel.runs")
 class RunEvent(Struct, frozen=True):
     """Something that happened in this process.
 
-    ``seconds`` is the queue lag of one that started, the duration of one that ended, else 0. ``count`` is how many.
+    ``seconds`` of one that started is its queue lag, from the moment it was due; of one that ended the duration of its
+    last attempt; else 0. ``count`` is how many.
     """
 
     kind: Literal["created", "replayed", "refused", "started", "ended", "retried", "stuck"]

@@ -234,20 +234,27 @@ class Backlog(Struct, frozen=True):
 
 
 def backlog(conn: Connection, terms: Terms) -> Backlog:
-    """For those who watch."""
+    """What waits and what runs, without the service's own work."""
     now = read_clock(conn, terms)
     pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
-    ready = and_(runs.c.status == pending, runs.c.ready)
-    row = conn.execute(
+    states = (
+        (runs.c.status == pending, runs.c.ready),
+        (runs.c.status == pending, ~runs.c.ready),
+        (runs.c.status == running,),
+    )
+    whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # by the index
+    rows = conn.execute(
         union_all(
-            select(func.count(), func.min(runs.c.due_us)).where(ready),
-            select(func.count(), func.min(runs.c.due_us)).where(runs.c.status == pending, ~runs.c.ready),
-            select(func.count(), func.min(runs.c.due_us)).where(runs.c.status == running),
+            *(
+                select(literal(number), func.count(), func.min(runs.c.due_us)).where(*state, *which)
+                for number, state in enumerate(states)
+                for which in whose
+            )
         )
     ).all()
-    due, later, held = row
-    oldest = max(0.0, (now - due[1]) / MICRO) if due[1] is not None else 0.0
-    return Backlog(due[0] + later[0], held[0], oldest)
+    due, later, held = (sum(row[1] for row in rows if row[0] == number) for number in range(len(states)))
+    oldest = min((row[2] for row in rows if row[0] == 0 and row[2] is not None), default=now)
+    return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO))
 
 
 def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:

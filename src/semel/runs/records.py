@@ -30,6 +30,11 @@ INTERNAL_PREFIX = "semel."
 """How the names of the service's own models begin."""
 
 
+def is_own_work(model: str, user: str) -> bool:
+    """True for what the service gave to itself, such as an upload: nobody's run, so metrics and events leave it out."""
+    return model.startswith(INTERNAL_PREFIX) and not user
+
+
 class Run(Struct, frozen=True, kw_only=True):
     """A run as it stood when it was read. ``version`` grows with every step of its life."""
 

@@ -28,7 +28,7 @@ from semel.runs.leasing import Leased
 from semel.runs.logbook import LogBook
 from semel.runs.lookout import Lookout
 from semel.runs.news import RunEvent
-from semel.runs.records import MICRO
+from semel.runs.records import MICRO, is_own_work
 from semel.runs.sweeper import ROLE, Sweeper
 from semel.runs.transitions import Ending
 from semel.runs.worklog import WorkLog
@@ -189,10 +189,9 @@ class Shift:
         self._holdings.add(held)
         self._heart.watch(held)
         self._feeding.take(model.isolation)
-        if self._app.news.wanted:
-            self._app.news.tell(
-                RunEvent("started", leased.model, "RUNNING", (leased.changed_us - leased.created_us) / MICRO)
-            )
+        if self._app.news.wanted and not is_own_work(leased.model, leased.user_id):
+            lag = max(0.0, (leased.changed_us - leased.due_us) / MICRO)
+            self._app.news.tell(RunEvent("started", leased.model, "RUNNING", lag))
         self._log.say(logging.INFO, "run started", held)
         if model.isolation == "loop" and model.timeout is not None:
             asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, held)

@@ -21,8 +21,10 @@ from semel.once.background import Background
 from semel.runs.keeping import Published
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
-from semel.runs.records import new_id
+from semel.runs.records import MICRO, is_own_work, new_id
+from semel.runs.transitions import Lost
 from semel.runs.transports import Transport
+from semel.runs.worklog import log_run
 
 if TYPE_CHECKING:
     from semel.runs.app import App
@@ -155,7 +157,7 @@ class Sweeper(Elected):
         if self._turns % 12 == 1:
             removed = await self._ledger.tidy()
             if removed:
-                _log.debug("removed %d keys and reservations that had expired", removed)
+                _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
         if self._transport.announces:
             await self._announce_again()
         return lost
@@ -164,13 +166,31 @@ class Sweeper(Elected):
         total = 0
         while lost := await self._ledger.lose_expired():
             total += len(lost)
-            self._news.tell(RunEvent("stuck", count=len(lost)))
             for run in lost:
-                _log.warning("run %s of %s was stuck: its worker is lost, it is %s now", run.id, run.model, run.status)
-                if run.status != "PENDING":
-                    seconds = (run.changed_us - run.started_us) / 1e6
-                    self._news.tell(RunEvent("ended", run.model, run.status, seconds))
+                log_run(
+                    _log,
+                    logging.WARNING,
+                    f"run {run.id} was stuck: its worker is lost, it is {run.status} now",
+                    model=run.model,
+                    run_id=run.id,
+                    payload_hash=run.payload_hash,
+                    worker_id=run.worker,
+                    status=run.status,
+                    attempt_count=run.attempts,
+                )
+            await self._count([run for run in lost if not is_own_work(run.model, run.user_id)])
         return total
+
+    async def _count(self, lost: Sequence[Lost]) -> None:
+        """Count what was lost, and the durations of attempts that were the last of their runs."""
+        if not lost or not self._news.wanted:
+            return
+        self._news.tell(RunEvent("stuck", count=len(lost)))
+        ended = [run for run in lost if run.status != "PENDING"]
+        began = await self._ledger.attempts_began([(run.id, run.fence) for run in ended])
+        for run in ended:
+            seconds = (run.changed_us - began.get(run.id, run.started_us)) / MICRO
+            self._news.tell(RunEvent("ended", run.model, run.status, seconds))
 
     async def _announce_again(self) -> None:
         """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""

@@ -69,6 +69,16 @@ class Over(Struct, frozen=True):
     changed_us: int
 
 
+class Lost(Over, frozen=True):
+    """A run whose worker was lost."""
+
+    fence: int
+    worker: str
+    payload_hash: str
+    attempts: int
+    user_id: str
+
+
 def changing(words: Words, prelude: str, update: str, returning: str) -> str:
     """An UPDATE of ``semel_runs AS k`` that notes what it changed: in the statement itself where that can be."""
     with_ = f"WITH {prelude}" if prelude else ""
@@ -145,6 +155,7 @@ SET status = {_STATUS_AFTER}, ready = (in_delay <= 0),
     cost = coalesce(in_cost, cost)
 FROM held WHERE {{fenced}}"""
 _OVER = "id, status, step, model, started_us, changed_us"
+_LOST = f"{_OVER}, fence, worker, payload_hash, attempts, user_id"
 
 _END_COLUMNS = {
     "in_id": "uuid",
@@ -215,7 +226,7 @@ def _losing(words: Words, which: str) -> str:
   WHERE h.status = 'RUNNING' AND h.lease_until_us < {words.now} AND {which} {words.locking("h", skip=True)}
 )""",
         _END_SET.format(now=words.now, fenced=fenced(words)),
-        _OVER,
+        _LOST,
     )
 
 
@@ -276,9 +287,26 @@ def storable(text: str) -> str:
     return text.replace("\0", "\\0").encode("utf-8", "replace").decode()
 
 
-def lose_expired(conn: Connection, terms: Terms, most: int = 500) -> list[Over]:
+def lose_expired(conn: Connection, terms: Terms, most: int = 500) -> list[Lost]:
     """Take back the runs whose leases have ended: to be leased again, or FAILED when they were lost too often."""
-    return [Over(*row) for row in change(conn, _LOSE, terms, most=most)]
+    return [Lost(*row) for row in change(conn, _LOSE, terms, most=most)]
+
+
+_BEGAN_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
+_BEGAN = Statement(
+    lambda w: (
+        f"""
+SELECT {w.plain("k.run_id")}, k.at_us FROM {w.batch(_BEGAN_COLUMNS)}
+JOIN semel_run_events AS k ON k.run_id = in_id AND k.fence = in_fence AND k.step = 'leased'
+"""
+    ),
+    _BEGAN_COLUMNS,
+)
+
+
+def attempts_began(conn: Connection, attempts: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """When these attempts (run and fence) began, by run."""
+    return dict(tuple(row) for row in _BEGAN.rows(conn, attempts)) if attempts else {}
 
 
 _MINE_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}

@@ -24,7 +24,7 @@ from semel.model import moment
 from semel.runs import keeping
 from semel.runs.keeping import Published
 from semel.runs.quotas import read_clock
-from semel.runs.records import INTERNAL_PREFIX, MICRO
+from semel.runs.records import MICRO, is_own_work
 from semel.runs.transitions import storable
 from semel.service import subscriptions
 from semel.service.problems import Refused
@@ -148,11 +148,6 @@ ON CONFLICT (run_id, version, subscription_id) DO NOTHING
 )
 
 
-def _own(event: Published) -> bool:
-    """Whether it is about the service's own work, such as an upload, which is nobody's run."""
-    return event.model.startswith(INTERNAL_PREFIX) and not event.user
-
-
 def fan_out(conn: Connection) -> bool:
     """Make deliveries of the oldest events for all that want them. True when there may be more."""
     events = keeping.unsent(conn, FANNED_OUT)
@@ -161,7 +156,7 @@ def fan_out(conn: Connection) -> bool:
         (each.id, event.run_id, event.version, event.at_us, body_of(event))
         for event in events
         for each in active
-        if each.wants(event.name, event.tenant) and not _own(event)
+        if each.wants(event.name, event.tenant) and not is_own_work(event.model, event.user)
     ]
     if made:
         _MAKE.count(conn, made)
