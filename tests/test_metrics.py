@@ -984,7 +984,7 @@ def test_every_event_of_a_request_is_in_the_log_with_key_and_scope(
             "reason": "absent",
         },
         {"level": "WARNING", "event": "unknown", **http, "key": "vanished", "reason": ""},
-        {"level": "DEBUG", "event": "cleanup", "purged": 5},
+        {"level": "INFO", "event": "cleanup", "purged": 5},
     ]  # fmt: skip
 
 
@@ -1004,6 +1004,20 @@ def test_functions_and_messages_are_logged_alike(caplog: pytest.LogCaptureFixtur
         ("collision", "function", "default", "busy"),
         ("miss", "function", "default", "gone"),
         ("unknown", "function", "default", "gone"),
+    ]
+
+
+def test_a_message_that_was_seen_is_logged_at_info(caplog: pytest.LogCaptureFixture) -> None:
+    """It is skipped, and an operator who asks why finds it; a function's or a request's replay stays at debug."""
+    with caplog.at_level(logging.INFO, "semel"), Once("memory://", policy=Policy.router()) as router:
+        handle = router.consumer("assignment_id", key=lambda message: message["id"])(lambda message: None)
+        for _ in range(2):
+            router.check_and_mark("ack_id", "a-1")
+            handle({"id": "b-1"})
+            router.call("function", int)
+    assert told(caplog) == [
+        {"level": "INFO", "event": "hit", "door": "message", "scope": scope, "key": key, "reason": ""}
+        for scope, key in (("ack_id", "a-1"), ("assignment_id", "b-1"))
     ]
 
 

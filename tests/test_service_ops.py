@@ -188,7 +188,7 @@ def test_an_exception_is_in_the_log_and_not_in_the_answer(service: Served, monke
     failed, answered = told(shown, "broken-1")
     assert failed["exception"].startswith("Traceback")
     assert "RuntimeError" in failed["exception"]
-    assert answered["status"] == 500
+    assert answered["http_status"] == 500
     assert "hush" not in shown.getvalue()
     assert "postgresql://user:***@host/name" in shown.getvalue()
 
@@ -197,8 +197,33 @@ def test_an_expected_refusal_is_one_line_without_a_traceback(service: Served) ->
     with logged("json") as shown, service.client() as client:
         client.get("/runs/unknown", headers={"X-Request-Id": "unknown-1"})
         (line,) = until(lambda: told(shown, "unknown-1"), "the request is in the log")
-    assert (line["status"], line["level"], line["logger"]) == (404, "info", "semel.access")
-    assert "exception" not in line
+    assert (line["http_status"], line["level"], line["logger"]) == (404, "info", "semel.access")
+    assert not line.keys() & {"exception", "run_id", "status"}
+
+
+def test_the_line_of_a_request_about_a_run_carries_the_fields_of_the_run(service: Served) -> None:
+    body = {"model": "counted", "parameters": {}}
+    with logged("json") as shown, service.client() as client:
+
+        def line_of(method: str, path: str, **more: Any) -> dict[str, Any]:
+            name = f"{method}-{path}".replace("_", "-")[:100]
+            assert client.request(method, path, headers={"X-Request-Id": name}, **more).is_success
+            (line,) = until(lambda: told(shown, name), "the request is in the log")
+            found: dict[str, Any] = line
+            return found
+
+        made = line_of("POST", "/runs", json=body)
+        place = f"/runs/{made['run_id']}"
+        lines = [made, line_of("GET", place), line_of("GET", f"{place}/timeline"), line_of("POST", f"{place}/cancel")]
+        again = line_of("POST", f"{place}/retry")
+        listed = line_of("GET", "/runs")
+        run = client.get(place).json()
+    for line in lines:
+        known = {"run_id": run["run_id"], "payload_hash": run["payload_hash"], "worker_id": None, "attempt_count": 0}
+        assert line.items() >= {"model": "counted", **known}.items()
+    assert [line["status"] for line in lines] == ["PENDING"] * 3 + ["CANCELLED"]
+    assert (again["http_status"], again["status"], again["run_id"] != run["run_id"]) == (201, "PENDING", True)
+    assert "run_id" not in listed
 
 
 def test_probes_are_not_in_the_log(service: Served) -> None:

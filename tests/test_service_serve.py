@@ -87,7 +87,7 @@ def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service:
         lambda: [each for each in service.lines() if each.get("request_id") == "mine/1"], "the request is in the log"
     )
     (line,) = [each for each in lines if each["logger"] == "semel.access"]
-    assert (line["method"], line["route"], line["status"], line["user"]) == ("GET", "/runs/{run_id}", 400, "local")
+    assert (line["method"], line["route"], line["http_status"], line["user"]) == ("GET", "/runs/{run_id}", 400, "local")
     assert line["ms"] > 0
     refused = until(
         lambda: [each for each in service.lines() if each.get("request_id") == bad.headers["X-Request-Id"]],

@@ -267,6 +267,15 @@ def test_uploads_are_nobodys_runs(service: Served, client: httpx.Client, app: Ap
     assert (upload["model"], upload["user"], upload["status"]) == ("semel.upload", "", "RUNNING")
     assert [each.model for each in app.summary()] == ["read"]
     assert app.usage("local").concurrent == 1
+    backlog = app.backlog()
+    assert (backlog.pending, backlog.running) == (1, 0)
+    store.go_on.set()
+    until(lambda: runs_of(service, "semel-service")[0]["status"] == "SUCCEEDED")
+    with app.working(processes=0):
+        job_in(client, said["job_id"], "completed")
+    shown = client.get("/metrics").text
+    assert 'runs_succeeded_total{model="read"} ' in shown
+    assert "semel.upload" not in shown
 
 
 @pytest.mark.parametrize("way", ["/api/cloud/jobs/{}/cancel", "/runs/{}/cancel"])

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 
-from semel import App
+from semel import App, Once
+from semel.metrics.prometheus import PrometheusMetrics
 from service_ground import made_app, served
 
 OPS = Path(__file__).parents[1] / "ops"
@@ -25,7 +27,7 @@ LABELS_ADDED = {"job", "instance", "le"}
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Every series that /metrics can show, with its labels."""
+    """Every series that /metrics can show, and those of a service with keys of its own, with their labels."""
     folder = tmp_path_factory.mktemp("families")
     app: App = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
 
@@ -36,6 +38,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         client.post("/runs", json={"model": "seen"})
         shown = client.get("/metrics").text
     app.close()
+    keys = CollectorRegistry()
+    with Once("memory://", on_event=PrometheusMetrics(keys)) as once:
+        for _ in range(2):
+            once.call("key", int)
+    shown += generate_latest(keys).decode()
     found: dict[str, set[str]] = {}
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE):
         for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
@@ -95,6 +102,13 @@ def test_every_metric_of_the_document_is_told(families: dict[str, set[str]]) -> 
         "stuck_runs_detected_total",
     }
     assert wanted <= families.keys()
+
+
+def test_a_low_hit_rate_of_requests_is_alerted() -> None:
+    (rule,) = [rule for group in ALERTS["groups"] for rule in group["rules"] if rule["alert"] == "SemelLowHitRate"]
+    assert "idempotency_hit_total" in rule["expr"]
+    assert "< 0.5" in rule["expr"]
+    assert "> 100" in rule["expr"], "a few requests say nothing"
 
 
 def test_every_alert_says_what_it_means_and_what_to_do() -> None:

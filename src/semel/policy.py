@@ -13,6 +13,7 @@ CrashRule = Literal["retake", "unknown"]
 FailureRule = Literal["closed", "open"]
 Dialect = Literal["intake", "ietf", "stripe"]
 TombstoneRule = Literal["gone", "conflict"]
+CleanupLog = Literal["info", "debug"]
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
@@ -23,6 +24,7 @@ _WORDS = {
     "store_failure": FailureRule,
     "dialect": Dialect,
     "tombstone": TombstoneRule,
+    "cleanup_log": CleanupLog,
 }
 
 
@@ -56,6 +58,9 @@ class Policy:
 
     purge_every: float | None = None
     """Seconds between two clean-ups of expired keys; None: a tenth of ``ttl``, at most a minute."""
+
+    cleanup_log: CleanupLog = "info"
+    """The level at which the number of cleaned keys is logged."""
 
     dialect: Dialect = "intake"
     """Over HTTP: which keys are valid, how a refusal looks, and which responses count as failures."""
@@ -108,8 +113,8 @@ class Policy:
 
     @classmethod
     def router(cls) -> Policy:
-        """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds."""
-        return cls(ttl=HOUR)
+        """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds, which is logged at debug."""
+        return cls(ttl=HOUR, cleanup_log="debug")
 
     @classmethod
     def processor(cls) -> Policy:

@@ -152,6 +152,7 @@ def test_s1_18_expired_keys_are_deleted_every_ten_minutes_and_their_number_is_lo
         assert pace.pause() == pytest.approx(600, rel=0.1)
     assert [record.purged for record in caplog.records if hasattr(record, "purged")] == [5]
     assert "5" in next(record.getMessage() for record in caplog.records if hasattr(record, "purged"))
+    assert {record.levelname for record in caplog.records if hasattr(record, "purged")} == {"INFO"}
     stats = intake.stats()
     assert (stats.held.completed, stats.held.expired, stats.purged) == (1, 0, 5)
 

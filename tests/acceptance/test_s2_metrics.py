@@ -1,5 +1,6 @@
 """S2.42-48: what happens to runs is counted, under the document's names."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def test_s2_44_a_run_that_fails_is_counted_as_such(app: App, registry: Collector
     assert (value(registry, "runs_succeeded_total"), value(registry, "runs_failed_total")) == (None, 1)
 
 
-def test_s2_46_the_lag_of_a_run_that_is_due_at_once_is_the_time_from_submission_to_start(app: App, registry: CollectorRegistry) -> None:
+def test_s2_46_the_lag_of_a_run_that_is_due_at_once_is_the_time_from_submission_to_start(
+    app: App, registry: CollectorRegistry
+) -> None:
     worked(app)
     (run,) = app.runs().runs
     assert run.started_us is not None
@@ -165,6 +168,38 @@ def test_s2_46_the_lag_begins_when_a_run_is_due_and_counts_once_for_each_attempt
         assert app.wait(run.id, timeout=30).status == "SUCCEEDED"
     assert value(registry, "queue_lag_seconds_sum") == pytest.approx(10)
     assert value(registry, "queue_lag_seconds_count") == 2
+    app.close()
+
+
+def test_s2_41_the_sweepers_line_about_a_run_carries_the_five_fields(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    app = App(url, clock=clock)
+    app.model("work", isolation="thread", lease=60)(work)
+    run = app.submit("work")
+    ledger = app._engine.ledger
+    drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    clock.advance(61)
+    with caplog.at_level(logging.INFO, "semel.sweeper"):
+        drive(Sweeper(ledger, "me", transport=Database(), news=app.news).sweep())
+    (line,) = [vars(record) for record in caplog.records if record.name == "semel.sweeper"]
+    expected = {"run_id": run.id, "payload_hash": run.payload_hash, "worker_id": "dead", "attempt_count": 1}
+    assert line.items() >= {**expected, "status": "PENDING"}.items()
+    app.close()
+
+
+def test_s2_56_the_keys_that_the_sweeper_cleaned_are_logged_at_info(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    app = App(url, clock=clock, key_ttl=60)
+    app.model("work", isolation="thread")(work)
+    app.submit("work", idempotency_key="k")
+    clock.advance(61)
+    with caplog.at_level(logging.INFO, "semel.sweeper"):
+        drive(Sweeper(app._engine.ledger, "me", transport=Database(), news=app.news).sweep())
+    assert [record.getMessage() for record in caplog.records if record.name == "semel.sweeper"] == [
+        "removed 1 keys and reservations that had expired"
+    ]
     app.close()
 
 

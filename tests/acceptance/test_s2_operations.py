@@ -46,10 +46,16 @@ def grows(service: Serving, before: dict[str, float], name: str, by: float = 1) 
 def test_s2_41_every_line_of_the_servers_worker_carries_the_five_fields(service: Serving) -> None:
     run = service.submit("add", {"a": 1})
     service.becomes(run["run_id"], "SUCCEEDED")
+    about = [("semel.worker", run["run_id"])]
     lines = until(
-        lambda: (found := [line for line in service.lines() if line.get("run_id") == run["run_id"]])[1:] and found,
+        lambda: (
+            (found := [line for line in service.lines() if (line["logger"], line.get("run_id")) in about])[1:] and found
+        ),
         "the worker tells of start and end",
     )
+    requests = [line for line in service.lines() if line["logger"] == "semel.access" and line.get("run_id")]
+    assert {line["route"] for line in requests} >= {"/runs", "/runs/{run_id}"}
+    assert all(line.keys() >= FIELDS for line in requests)
     assert all(line.keys() >= FIELDS for line in service.lines() if line["logger"] == "semel.worker")
     assert [(line["status"], line["attempt_count"]) for line in lines] == [("RUNNING", 1), ("SUCCEEDED", 1)]
     assert {line["payload_hash"] for line in lines} == {run["payload_hash"]}
@@ -92,11 +98,44 @@ def test_s2_47_the_server_counts_runs_whose_worker_was_lost(service: Serving) ->
         client.post(f"/runs/{run['run_id']}/cancel")
 
 
-def test_s2_49_healthz_checks_the_database_and_redis_where_it_is_used(service: Serving) -> None:
+def test_s2_49_healthz_checks_the_database_and_redis_where_it_is_used(
+    service: Serving, request: pytest.FixtureRequest
+) -> None:
     with service.client() as client:
         answer = client.get("/healthz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-    assert set(answer.json()["checks"]) in ({"database"}, {"database", "redis"})
+    with_redis = request.node.callspec.params["service"] == "postgres+redis"
+    assert set(answer.json()["checks"]) == ({"database", "redis"} if with_redis else {"database"})
+
+
+@pytest.mark.parametrize("transport", ["rq", "celery"])
+def test_s2_49_healthz_asks_the_redis_of_the_apps_own_transport(
+    transport: str, sqlite_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    """No setting of the server names it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for url, status, word in ((redis_url, 200, "ok"), (f"redis://127.0.0.1:{port}/0", 503, "unavailable")):
+        app = made_app(sqlite_url, tmp_path, transport=transport, redis=url)
+        with unannounced(app) as client:
+            answer = client.get("/healthz")
+        assert (answer.status_code, answer.json()["checks"]) == (status, {"database": "ok", "redis": word})
+        app.close()
+
+
+def test_s2_49_healthz_asks_the_redis_of_the_events(sqlite_url: str, redis_url: str, tmp_path: Path) -> None:
+    """And says that one is away, although another answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        away = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+    for redis, events, word in (
+        (redis_url, redis_url, "ok"),
+        (redis_url, away, "unavailable"),
+        (None, away, "unavailable"),
+    ):
+        app = made_app(sqlite_url, tmp_path, **({"transport": "rq", "redis": redis} if redis else {}))
+        with unannounced(app, Settings(events=events)) as client:
+            assert client.get("/healthz").json()["checks"] == {"database": "ok", "redis": word}
+        app.close()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

@@ -104,10 +104,16 @@ class Collector(Background):
     """Purges in bounded batches, at an interval with jitter so that many processes do not do it in step."""
 
     def __init__(
-        self, runtime: Runtime, interval: float, purge: Callable[[int], Awaitable[int]], counters: Counters
+        self,
+        runtime: Runtime,
+        interval: float,
+        purge: Callable[[int], Awaitable[int]],
+        counters: Counters,
+        level: int = logging.INFO,
     ) -> None:
         super().__init__(runtime, "semel-collector")
         self._interval = interval
+        self._level = level
         self._purge = purge
         self._counters = counters
 
@@ -130,7 +136,7 @@ class Collector(Background):
             if removed < BATCH:
                 break
         if total:
-            _log.debug("purged %d expired keys", total, extra={"event": "cleanup", "purged": total})
+            _log.log(self._level, "purged %d expired keys", total, extra={"event": "cleanup", "purged": total})
         return total
 
 

@@ -25,7 +25,7 @@ answer took, and every so often what it holds."""
 
 _log = logging.getLogger("semel")
 _LEVELS = {
-    "hit": logging.DEBUG,
+    "hit": logging.DEBUG,  # of a message: INFO, since it is skipped
     "miss": logging.DEBUG,
     "conflict": logging.INFO,
     "collision": logging.INFO,
@@ -171,7 +171,8 @@ class Counters:
             self._tally[name, door, label, reason] += 1
         except KeyError:
             self._add(name, door, label, reason)
-        if _log.isEnabledFor(level := _LEVELS[name]):
+        level = logging.INFO if name == "hit" and door == "message" else _LEVELS[name]
+        if _log.isEnabledFor(level):
             known = {"event": name, "door": door, "scope": scope, "key": key, "reason": reason}
             _log.log(level, "%s: key %r in %r", name, key, scope, extra=known)
         if self._hooks:

@@ -84,7 +84,13 @@ class Engine:
         self._gets = self._lane(store.get)
         self._may_collect = collect and not self._bound
         self._collects = self._may_collect and not store.expires_itself
-        self._collector = Collector(runtime, policy.collect_interval, self._patient(store.purge), self.counters)
+        self._collector = Collector(
+            runtime,
+            policy.collect_interval,
+            self._patient(store.purge),
+            self.counters,
+            logging.DEBUG if policy.cleanup_log == "debug" else logging.INFO,
+        )
         self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
         self._debts = Debts(runtime, store, self._renewer, self._bell.ring)
         if isinstance(self._claims, LoopLane):

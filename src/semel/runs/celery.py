@@ -57,6 +57,12 @@ class CeleryTransport(Announcer):
         self._producer: Any = None
         super().__init__(app, sweep_every=sweep_every, tell_again=tell_again)
 
+    @property
+    def broker(self) -> str:  # type: ignore[override]  # of a Celery app it is known when that is configured
+        """See Announcer."""
+        url = str(self._celery.conf.broker_write_url or self._celery.conf.broker_url or "")
+        return "redis" if url.startswith(("redis", "sentinel")) else "broker"
+
     def after_fork(self) -> None:
         """The parent's connection is the parent's."""
         super().after_fork()

@@ -204,6 +204,8 @@ class Announcer(ABC):
     """
 
     announces = True
+    broker = "redis"
+    """What ``/healthz`` calls the broker."""
 
     def __init__(self, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN) -> None:
         self._app = app

@@ -11,6 +11,7 @@ from msgspec import Struct
 from sqlalchemy import Connection, text
 
 from semel.errors import NotMigrated, SemelError
+from semel.runs.delivery import Announcer, queue_name
 from semel.sql.sqlite_file import FileReplaced, check_known
 
 if TYPE_CHECKING:
@@ -39,12 +40,11 @@ class Doctor:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._redis = redis_ping(site)
         self._alive = _Remembered(self._look_alive)
         self._ready = _Remembered(self._look_ready)
 
     async def alive(self) -> Health:
-        """The database answers, and Redis where it is used."""
+        """The database answers, and Redis where it is used: by the app's transport, the settings or the stream."""
         return await self._alive.get()
 
     async def ready(self) -> Health:
@@ -54,11 +54,29 @@ class Doctor:
         return await self._ready.get()
 
     async def _look_alive(self) -> Health:
-        checks: dict[str, Callable[[], Awaitable[Word]]] = {"database": self._answers}
-        if self._redis is not None:
-            checks["redis"] = self._redis
-        words = await asyncio.gather(*(check() for check in checks.values()))
-        return self._health(dict(zip(checks, words, strict=True)))
+        asked = [("database", self._answers()), *self._brokers()]
+        words = await asyncio.gather(*(each for _, each in asked))
+        checks: dict[str, Word] = {}
+        for (name, _), word in zip(asked, words, strict=True):
+            if checks.get(name, "ok") == "ok":
+                checks[name] = word
+        return self._health(checks)
+
+    def _brokers(self) -> list[tuple[str, Awaitable[Word]]]:
+        """Every broker that is used, each by the name of its check."""
+        settings, transport = self._site.settings, self._site.app.transport
+        urls = {url for url in (settings.redis, settings.events) if url is not None}
+        found: list[tuple[str, Awaitable[Word]]] = [("redis", _within(_redis_answers(url))) for url in sorted(urls)]
+        if isinstance(transport, Announcer):
+            found.append((transport.broker, _within(self._transport_answers(transport))))
+        return found
+
+    async def _transport_answers(self, transport: Announcer) -> Word:
+        try:
+            await self._site.ledger.apart(transport.length, queue_name("default"))
+        except Exception:  # noqa: BLE001 -- whatever the broker's client raises
+            return "unavailable"
+        return "ok"
 
     async def _look_ready(self) -> Health:
         return self._health({"database": await self._takes_writes()})
@@ -137,24 +155,15 @@ def _writable(conn: Connection) -> Word:
     return "read-only" if read_only.scalar_one() else "ok"
 
 
-def redis_ping(site: Site) -> Callable[[], Awaitable[Word]] | None:
-    """How to ask the Redis that is used, if there is one."""
-    urls = {url for url in (site.settings.redis, site.settings.events) if url is not None}
-    if not urls:
-        return None
+async def _redis_answers(url: str) -> Word:
+    from redis.asyncio import Redis
+    from redis.exceptions import RedisError
 
-    async def ping() -> Word:
-        from redis.asyncio import Redis
-        from redis.exceptions import RedisError
-
-        for url in sorted(urls):
-            client = Redis.from_url(url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE)
-            try:
-                await client.ping()
-            except (RedisError, OSError):
-                return "unavailable"
-            finally:
-                await client.aclose()
-        return "ok"
-
-    return ping
+    client = Redis.from_url(url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE)
+    try:
+        await client.ping()
+    except (RedisError, OSError):
+        return "unavailable"
+    finally:
+        await client.aclose()
+    return "ok"

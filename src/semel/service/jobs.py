@@ -19,6 +19,7 @@ from semel.runs.submitting import JobCard
 from semel.service import configs, uploads
 from semel.service.providers import Order, Provider
 from semel.service.providers.local import Local
+from semel.service.watching import concerns
 from semel.sql.schema import jobs, runs
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ async def submit(site: Site, caller: Caller, asked: Asked) -> Submitted:
         return found
     if run.replayed:
         return _replayed(await find(site, caller, run.id))
+    concerns(run.id, run)
     return Submitted(
         job_id=run.id,
         status="uploading" if waits else "queued",
@@ -210,6 +212,9 @@ _OF_RUN = (
     "cost",
     "idempotency_key",
     "model",
+    "payload_hash",
+    "worker",
+    "attempts",
 )
 _JOBS = select(jobs, *(runs.c[name] for name in _OF_RUN)).join_from(jobs, runs, runs.c.id == jobs.c.run_id)
 
@@ -238,6 +243,7 @@ async def find(site: Site, caller: Caller, job_id: str) -> Any:
     row = await site.ledger.read(_find, known, caller.tenant) if known else None
     if row is None or (caller.sees is not None and row.user_id != caller.sees):
         raise RunNotFound(f"there is no job {job_id[:200]!r}")
+    concerns(row.run_id, row)
     return row
 
 

@@ -22,6 +22,7 @@ from semel.service.limits import hung_up
 from semel.service.problems import Refused, problem_of
 from semel.service.runs_words import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
 from semel.service.site import Site, TheCaller, TheSite
+from semel.service.watching import concerns
 from semel.service.wire import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
 
 __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
@@ -91,6 +92,7 @@ def _arguments(data: RunRequest, site: Site, caller: Caller, key: str | None) ->
 
 
 def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
+    concerns(run.id, run)
     view = run_view(run, root_of(request))
     headers = {"Location": view.links.self}
     if run.replayed:
@@ -251,6 +253,7 @@ async def cancel(
     run = await site.run(run_id, caller)
     why = {} if data is None or data.why is None else {"why": data.why}
     run = await site.engine.cancel(run.id, tenant=caller.tenant, **why)
+    concerns(run.id, run)
     return json(run_view(run, root_of(request)))
 
 

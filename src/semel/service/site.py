@@ -18,6 +18,7 @@ from semel.service.internal import InternalWork
 from semel.service.limits import Places
 from semel.service.runs_watch import Watch
 from semel.service.settings import Settings
+from semel.service.watching import concerns
 
 
 class Part(Protocol):
@@ -75,6 +76,7 @@ class Site:
         run = await self.engine.get(run_id, tenant=caller.tenant)
         if caller.sees is not None and run.user != caller.sees:
             raise RunNotFound(f"there is no run {run_id!r}")
+        concerns(run.id, run)
         return run
 
 

@@ -1,7 +1,7 @@
 """Around everything that is answered: a name for each request, a line in the log, and the numbers for those who watch.
 
 Plain ASGI, outside of the gate: what is refused there is seen here, too. Of a request only its method, its route (never
-its path, which holds ids and keys), who sent it and how it ended are told.
+its path, which holds ids and keys), who sent it, how it ended and which run it concerned are logged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -32,6 +33,21 @@ _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked every few seconds by machines: in the log only when they fail, or for debugging."""
 
 _log = logging.getLogger("semel.access")
+_watched: ContextVar[_Seen | None] = ContextVar("semel_watched_request", default=None)
+
+
+def concerns(run_id: str, run: Any) -> None:
+    """Let the access line of the present request name this run; ``run`` is a Run, or a row with its columns."""
+    seen = _watched.get()
+    if seen is not None:
+        seen.run = {
+            "model": run.model,
+            "run_id": run_id,
+            "payload_hash": run.payload_hash,
+            "worker_id": run.worker,
+            "status": run.status,
+            "attempt_count": run.attempts,
+        }
 
 
 class Watched:
@@ -64,6 +80,7 @@ class Watched:
             await send(seen.through(message))
 
         self._meters.begin()
+        token = _watched.set(seen)
         try:
             with bound_contextvars(request_id=seen.id), tracing.request(scope):
                 await self._inner(scope, receive, send_and_see)
@@ -71,6 +88,7 @@ class Watched:
             seen.failed = True
             raise
         finally:
+            _watched.reset(token)
             route = route_of(scope)
             seconds = time.perf_counter() - seen.began
             self._meters.end(seen.method, route, seen.status, seconds)
@@ -80,7 +98,7 @@ class Watched:
 class _Seen:
     """What is seen of one request."""
 
-    __slots__ = ("began", "failed", "id", "method", "status")
+    __slots__ = ("began", "failed", "id", "method", "run", "status")
 
     def __init__(self, scope: Any) -> None:
         self.began = time.perf_counter()
@@ -88,6 +106,7 @@ class _Seen:
         self.id = request_id(scope)
         self.status = 499  # until an answer begins: the client went away before
         self.failed = False
+        self.run: dict[str, Any] = {}
 
     def through(self, message: Any) -> Any:
         """The message on its way out; the first carries the request's name."""
@@ -131,16 +150,17 @@ def _say(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
     if not _log.isEnabledFor(level):
         return
     caller = scope.get("state", {}).get("caller")
-    fields = {
+    fields: dict[str, Any] = {
         "method": seen.method,
         "route": route,
-        "status": seen.status,
+        "http_status": seen.status,
         "ms": round(seconds * 1000, 2),
         "user": None if caller is None else caller.user,
         "request_id": seen.id,
     }
     if caller is not None and caller.tenant:
         fields["tenant"] = caller.tenant
+    fields |= seen.run
     _log.log(level, "%s %s %d", seen.method, route, seen.status, extra=fields)
 
 
