@@ -93,7 +93,7 @@ def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service:
         lambda: [each for each in service.lines() if each.get("request_id") == bad.headers["X-Request-Id"]],
         "the refused request is in the log",
     )
-    assert refused[0]["status"] == 401
+    assert refused[0]["http_status"] == 401
     assert "hush" not in service.log
 
 
