@@ -34,7 +34,7 @@ from semel.runs.transitions import Ending
 from semel.testing import FakeClock
 
 KINDS = ("sqlite", "postgres")
-TABLES = ("runs", "run_keys", "run_events", "run_logs", "quotas", "reservations", "workers", "leaders")
+TABLES = ("runs", "run_keys", "run_events", "run_logs", "quotas", "reservations", "workers", "leaders", "removals")
 LEASE = 60
 START = 1_709_210_096.0
 """2024-02-29 12:34:56 UTC, a Thursday."""

@@ -27,7 +27,7 @@ from semel.bridge import drive
 from semel.runs.transitions import EVENT, NOTED, WANTED
 from semel.service import Settings, deliverer, webhooks_out
 from semel.service.deliverer import AT_ONCE, DELAYS, LEASE
-from semel.service.deliveries import Delivery, renew
+from semel.service.deliveries import Delivery, renew, tidy
 from semel.testing import FakeClock
 from service_ground import Served, made_app, served
 from webhook_ground import PATIENCE, Receiver, receiving, until
@@ -303,6 +303,41 @@ def test_a_receiver_that_fails_is_tried_again_with_growing_pauses_and_then_given
     assert (sent.status_code, sent.json()["state"]) == (202, "waiting")
     until(arrived(client, 1), "it arrives after all")
     assert receiver.ids == [f"{run.id}/1"] * (len(DELAYS) + 2)
+
+
+def test_a_clock_that_is_put_back_lengthens_no_pause(house: House, client: httpx.Client) -> None:
+    receiver = house.receiver(500, 204)
+    subscribe(client, receiver.url)
+    house.app.submit("add", {"a": 1})
+    until(lambda: _noted(house, 1), "the first try")
+    house.clock.advance(-7200)
+    until(lambda: house.sql("SELECT due_us FROM semel_deliveries")[0][0] <= house.clock.us + 7_000_000, "a new pause")
+    house.clock.advance(1.3 * DELAYS[0])
+    until(arrived(client, 1), "it arrives")
+    house.app.submit("add", {"a": 2})
+    house.clock.advance(-7200)
+    until(arrived(client, 2), "what is due at once comes at once")
+
+
+def test_what_is_old_is_forgotten_in_batches(house: House, client: httpx.Client) -> None:
+    """The database ends a statement after 30 seconds, and what it cannot remove at once it must not keep for ever."""
+    subscription = subscribe(client, house.receiver().url)["subscription"]["id"]
+    made = [
+        f"('{each}', '00000000-0000-7000-8000-{number:012x}', 1, '{state}', 1, {due}, '{{}}')"
+        for each, state, due in (
+            (subscription, "delivered", 0),
+            ("gone", "waiting", 0),
+            (subscription, "delivered", house.clock.us),
+        )
+        for number in range(25)
+        if not (each == subscription and due and number)
+    ]
+    made[-1] = made[-1].replace("00000000-", "00000001-")
+    columns = "subscription_id, run_id, version, state, attempts, due_us, body"
+    house.write(f"INSERT INTO semel_deliveries ({columns}) VALUES {', '.join(made)}")
+    ledger = house.app._engine.ledger
+    assert [drive(ledger.write(tidy, ledger.terms, 10)) for _ in range(4)] == [True, True, False, False]
+    assert house.states() == {"delivered": 1}
 
 
 def _noted(house: House, tries: int) -> bool:

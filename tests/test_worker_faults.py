@@ -212,7 +212,7 @@ def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> 
     assert not drive(ledger.lead("sweeper", "heir", 15))
     clock.advance(-3600)
     assert drive(ledger.lead("sweeper", "heir", 15))
-    drive(ledger.tidy())
+    drive(ledger.mend_times())
     clock.advance(61)
     assert [lost.id for lost in drive(ledger.lose_expired())] == [run.id]
     app.close()

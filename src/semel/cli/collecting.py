@@ -111,5 +111,4 @@ def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, i
 def _expired(conn: Connection, terms: Terms) -> tuple[int, int]:
     from semel.runs import keys, quotas
 
-    now = quotas.read_clock(conn, terms)
-    return keys.purge_keys(conn, terms), quotas.purge_reservations(conn, now)
+    return keys.purge_keys(conn, terms), quotas.purge_reservations(conn, terms)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case, delete, literal, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case, delete, literal, or_, select
 
 from semel.runs.quotas import read_clock
 from semel.runs.records import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -262,9 +262,10 @@ def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[Due]:
     """
     now = read_clock(conn, terms)
     pending = literal("PENDING", literal_execute=True)
-    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us)
+    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
     told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
-    waited = runs.c.due_us <= literal(now, BigInteger) - told
+    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was, since it was due
+    waited = or_(runs.c.due_us <= literal(now, BigInteger) - told, put_back)
     query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
     query = query.where(runs.c.queue != INTERNAL_QUEUE)
     return [Due(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 from sqlalchemy import Connection
 
+from semel.runs.records import HELD_US
 from semel.runs.transitions import LOSE_THESE, change, changing, fenced, unlocked
 from semel.sql.statements import Statement, Terms, Words
 
@@ -64,7 +65,9 @@ _LEASE = Statement(
         "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
     )
 )
-_LEASE_THESE = Statement(lambda w: _leasing(w, f"p.due_us <= {w.now} AND {w.among('p.id', 'ids', 'uuid')}"))
+_LEASE_THESE = Statement(
+    lambda w: _leasing(w, f"(p.ready OR p.due_us <= {w.now}) AND {w.among('p.id', 'ids', 'uuid')}")
+)
 
 
 class LeaseRequest(Struct, frozen=True):
@@ -103,12 +106,34 @@ UPDATE semel_runs SET ready = true WHERE id IN (
 )"""
     )
 )
-_NEXT = Statement(lambda w: f"SELECT min(due_us) - {w.now} FROM semel_runs WHERE status = 'PENDING' AND NOT ready")
+_NEXT = Statement(
+    lambda w: (
+        f"""
+SELECT (SELECT min(due_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) - {w.now},
+       (SELECT max(changed_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) > {w.now}
+"""
+    )
+)
+_RESTART = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.now} WHERE id IN (
+  SELECT p.id FROM semel_runs AS p
+  WHERE p.status = 'PENDING' AND NOT p.ready AND p.changed_us > {w.now} AND p.due_us - p.changed_us < {HELD_US}
+  {w.locking("p", skip=True)}
+)"""
+    )
+)
 
 
 def wake(conn: Connection, terms: Terms, most: int = 500) -> tuple[int, int | None]:
-    """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due."""
-    (until_next,) = _NEXT.rows(conn, now=terms.now)[0]
+    """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due.
+
+    A wait that began later than now was begun before the clock was put back: it begins anew, no longer than before.
+    """
+    until_next, began_later = _NEXT.rows(conn, now=terms.now)[0]
+    if began_later and _RESTART.count(conn, now=terms.now):
+        until_next, _ = _NEXT.rows(conn, now=terms.now)[0]
     if until_next is None or until_next > 0:
         return 0, until_next
     return _WAKE.count(conn, most=most, now=terms.now), 0

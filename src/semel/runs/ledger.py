@@ -36,6 +36,8 @@ R = TypeVar("R")
 
 DEADLINE = 30.0
 """Seconds within which the database must answer."""
+TIDYING = 5.0
+"""Seconds that a clean-up may take before the sweeper turns to its other work."""
 _TRIES = 3
 _SQLITE_TRIES = 10
 """A file has one writer, who is not chosen by turns: under load it may take some tries of a second each."""
@@ -197,6 +199,10 @@ class Ledger:
         """The runs that the worker holds by the ledger, with their fences."""
         return await self._read(leasing.held_by, worker)
 
+    async def mend_times(self) -> None:
+        """After the clock was put back: let leases and reservations last no longer than they were asked for."""
+        await self._write(_mend_times, self.terms)
+
     async def lose_expired(self) -> list[Lost]:
         """See transitions.lose_expired."""
         return await self._write(transitions.lose_expired, self.terms)
@@ -290,8 +296,16 @@ class Ledger:
         await self._write(keeping.published, events)
 
     async def tidy(self) -> int:
-        """Remove keys and reservations that expired, and workers that have been silent for a day."""
-        return await self._at_once(_tidy, self.terms)
+        """Remove keys and reservations that expired, and workers that have been silent for a day.
+
+        In batches, for some seconds: what is left then is for the next time.
+        """
+        total, more = 0, True
+        ends_at = time.monotonic() + TIDYING
+        while more and time.monotonic() < ends_at:
+            removed, more = await self._at_once(_tidy, self.terms)
+            total += removed
+        return total
 
     async def old_runs(self, age: float) -> list[str]:
         """See keeping.old_runs."""
@@ -354,11 +368,16 @@ def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:
         return work(conn, *args, **kwargs)
 
 
-def _tidy(conn: Connection, terms: Terms) -> int:
-    now = quotas.read_clock(conn, terms)
-    keeping.forget_workers(conn, 86400 * MICRO, terms)
+def _mend_times(conn: Connection, terms: Terms) -> None:
     keeping.shorten_leases(conn, terms)
-    return keys.purge_keys(conn, terms) + quotas.purge_reservations(conn, now)
+    quotas.restart_reservations(conn, terms)
+
+
+def _tidy(conn: Connection, terms: Terms) -> tuple[int, bool]:
+    most = 1000
+    keeping.forget_workers(conn, 86400 * MICRO, terms)
+    removed = keys.purge_keys(conn, terms, most), quotas.purge_reservations(conn, terms, most)
+    return sum(removed), max(removed) >= most
 
 
 def _usage(conn: Connection, person: Person, terms: Terms) -> tuple[Usage, Quota | None]:

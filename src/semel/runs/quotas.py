@@ -251,6 +251,7 @@ def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
     person = (request.tenant, request.user)
     now = read_clock(conn, terms)
     lock(conn, [person])
+    restart_reservations(conn, Terms(now), tolerance=10.0)
     conn.execute(
         delete(reservations).where(
             reservations.c.tenant == request.tenant,
@@ -306,7 +307,35 @@ def release(conn: Connection, reservation: str, person: tuple[str, str | None]) 
     return bool(conn.execute(delete(reservations).where(*own)).rowcount)
 
 
-def purge_reservations(conn: Connection, now: int) -> int:
+_PURGE = Statement(
+    lambda w: (
+        f"""
+DELETE FROM semel_reservations WHERE id IN (
+  SELECT p.id FROM semel_reservations AS p WHERE p.expires_us < {w.now}
+  ORDER BY p.expires_us LIMIT :most {w.locking("p", skip=True)}
+)"""
+    )
+)
+
+
+def purge_reservations(conn: Connection, terms: Terms, most: int = 1000) -> int:
     """Remove what expired. A consumed one stays until then, so that consuming it again is understood."""
-    removed: int = conn.execute(delete(reservations).where(reservations.c.expires_us < now)).rowcount
-    return removed
+    return _PURGE.count(conn, most=most, now=terms.now)
+
+
+_RESTART = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_reservations SET expires_us = {w.now} + expires_us - created_us, created_us = {w.now}
+WHERE created_us > {w.now} + :tolerance
+"""
+    )
+)
+
+
+def restart_reservations(conn: Connection, terms: Terms, tolerance: float = 0.0) -> None:
+    """A reservation that was made later than now was made before the clock was put back: it lasts no longer for that.
+
+    ``tolerance`` is for those whose time was read before they waited for others.
+    """
+    _RESTART.count(conn, now=terms.now, tolerance=round(tolerance * MICRO))

@@ -29,7 +29,7 @@ from semel.sql.statements import Statement, Terms, Words
 WORKER_SILENCE_US = 45 * MICRO
 """A worker that has not been seen for so long is taken for dead."""
 
-_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "trace")
+_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "result_exact", "trace")
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
 _LISTED = [column for column in _SHOWN if column.name != "parameters"]
 _FIRST_PORTION = 16
@@ -265,7 +265,7 @@ def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:
         return None
     if row.due_us - row.created_us >= HELD_US:
         return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
-    if row.due_us > now:
+    if row.due_us > now and not row.ready:
         return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
     serving = [each for each in list_workers(conn, terms) if each.alive and row.queue in each.queues]
@@ -283,7 +283,7 @@ def _uploading(conn: Connection, run_id: str) -> str:
 
 
 def _not_yet(row: Any, now: int) -> str:
-    seconds = (row.due_us - now) / MICRO
+    seconds = min(row.due_us - now, row.due_us - row.changed_us) / MICRO  # less is left when the clock was put back
     if row.step == "retried":
         return f"backing off for {seconds:.0f} s more after an error ({row.errors} of {row.max_attempts}): {row.note}"
     if row.step == "snoozed":
@@ -343,7 +343,7 @@ def list_workers(conn: Connection, terms: Terms) -> list[WorkerInfo]:
             draining=row.draining,
             started_us=row.started_us,
             seen_us=row.seen_us,
-            alive=now - row.seen_us < WORKER_SILENCE_US,
+            alive=abs(now - row.seen_us) < WORKER_SILENCE_US,
             holds=holds.get(row.id, {}),
         )
         for row in conn.execute(select(workers).order_by(workers.c.name, workers.c.started_us))

@@ -78,6 +78,8 @@ class Run(Struct, frozen=True, kw_only=True):
     result_digest: str | None
     result_size: int | None
     artifacts: list[Artifact]
+    warnings: list[str] = []
+    """What to know about the result, such as numbers in it that JSON has no form for."""
     data_ref: str | None = None
     """Where the data that it is given lies in the result store, if there is any."""
     replayed: bool = False
@@ -318,6 +320,8 @@ def run_of(row: Mapping[str, Any]) -> Run:
     fields["parameters_json"] = fields.pop("parameters", "")
     fields["cost"] /= MICRO
     fields["asked_cost"] /= MICRO
+    warnings = fields["warnings"]
+    fields["warnings"] = msgspec.json.decode(warnings, type=list[str]) if warnings else []
     artifacts = fields["artifacts"]
     fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
     return Run(**fields)

@@ -153,6 +153,7 @@ class Sweeper(Elected):
 
     async def _turn(self) -> int:
         self._turns += 1
+        await self._ledger.mend_times()
         lost = await self._take_back()
         if self._turns % 12 == 1:
             removed = await self._ledger.tidy()

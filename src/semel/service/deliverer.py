@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ LONGEST_STREAM_DELAY = 60.0
 GRACE = 2.0
 """Seconds that tries under way have when the server stops."""
 TIDY_EVERY = 3600.0
+CLOCK_TOLERANCE = 1.0
+"""Seconds by which the database's clock may fall behind ours between two turns before that counts as a step."""
 
 _log = logging.getLogger("semel.service")
 
@@ -66,6 +69,7 @@ class Deliverer:
         self._held: dict[tuple[str, str], Delivery] = {}
         self._rests_until = 0.0
         self._tidied = 0.0
+        self._elapsed = -math.inf
         self._closing = False
 
     async def open(self) -> None:
@@ -102,16 +106,27 @@ class Deliverer:
 
     async def _turn(self) -> float:
         agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+        if self._clock_went_back(agenda.now_us):
+            await self._ledger.write(deliveries.shorten_waits, self._ledger.terms)
+            agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
         if agenda.events:
-            while await self._ledger.write(deliveries.fan_out):
+            while await self._ledger.write(deliveries.fan_out, self._ledger.terms):
                 pass
             agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
         for each in agenda.due:
             self._set_out(each)
         if time.monotonic() - self._tidied > TIDY_EVERY:
             self._tidied = time.monotonic()
-            await self._ledger.write(deliveries.tidy, self._ledger.terms)
+            while await self._ledger.write(deliveries.tidy, self._ledger.terms):
+                pass
         return TURN if agenda.subscribed else IDLE_TURN
+
+    def _clock_went_back(self, now_us: int) -> bool:
+        """Whether the database's clock is behind ours, which cannot be put back. What was before us is not known."""
+        elapsed = time.monotonic() - now_us / 1e6
+        went_back = elapsed > self._elapsed + CLOCK_TOLERANCE
+        self._elapsed = elapsed
+        return went_back
 
     def _set_out(self, subscription: Subscription) -> None:
         """Send what is due for the subscription, unless that is under way."""

@@ -111,6 +111,7 @@ class Delivery(Struct, frozen=True, kw_only=True):
 class Agenda(Struct, frozen=True):
     """What there is to do: events to be handed on, and subscriptions for which something is due."""
 
+    now_us: int
     subscribed: bool
     events: bool
     due: list[Subscription]
@@ -119,14 +120,14 @@ class Agenda(Struct, frozen=True):
 def agenda(conn: Connection, terms: Terms) -> Agenda:
     """Look, without changing anything."""
     active = subscriptions.active(conn)
-    now = read_clock(conn, terms) if active else 0
+    now = read_clock(conn, terms)
     waits = deliveries.c.subscription_id == subscription_table.c.id, deliveries.c.state == "waiting"
     due = select(subscription_table.c.id).where(
         subscription_table.c.disabled_us.is_(None), exists().where(*waits, deliveries.c.due_us <= now)
     )
     ids = set(conn.scalars(due)) if active else set()
     events = conn.execute(select(run_events.c.version).where(run_events.c.unsent).limit(1)).first() is not None
-    return Agenda(bool(active), events, [each for each in active if each.id in ids])
+    return Agenda(now, bool(active), events, [each for each in active if each.id in ids])
 
 
 _MAKE_COLUMNS = {
@@ -139,8 +140,9 @@ _MAKE_COLUMNS = {
 _MAKE = Statement(
     lambda w: (
         f"""
-INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, body)
-SELECT in_subscription, in_id, in_version, 'waiting', 0, in_due, in_body FROM {w.batch(_MAKE_COLUMNS)} WHERE true
+INSERT INTO semel_deliveries (subscription_id, run_id, version, state, attempts, due_us, wait_us, body)
+SELECT in_subscription, in_id, in_version, 'waiting', 0, CASE WHEN in_due > {w.now} THEN {w.now} ELSE in_due END, 0,
+  in_body FROM {w.batch(_MAKE_COLUMNS)} WHERE true
 ON CONFLICT (run_id, version, subscription_id) DO NOTHING
 """
     ),
@@ -148,7 +150,7 @@ ON CONFLICT (run_id, version, subscription_id) DO NOTHING
 )
 
 
-def fan_out(conn: Connection) -> bool:
+def fan_out(conn: Connection, terms: Terms) -> bool:
     """Make deliveries of the oldest events for all that want them. True when there may be more."""
     events = keeping.unsent(conn, FANNED_OUT)
     active = subscriptions.active(conn)
@@ -159,12 +161,13 @@ def fan_out(conn: Connection) -> bool:
         if each.wants(event.name, event.tenant) and not is_own_work(event.model, event.user)
     ]
     if made:
-        _MAKE.count(conn, made)
+        _MAKE.count(conn, made, now=terms.now)
     keeping.sent(conn, events)
     return len(events) == FANNED_OUT
 
 
 _COLUMNS = ("subscription_id", "run_id", "version", "state", "attempts", "due_us", "body", "last_status", "last_error")
+_SHOWN = [deliveries.c[name] for name in _COLUMNS]
 
 
 def _leasing(words: Words) -> str:
@@ -180,7 +183,7 @@ WITH picked AS MATERIALIZED (
     )
   ORDER BY p.due_us, p.run_id, p.version LIMIT :most {words.locking("p", skip=True)}
 )
-UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {words.now} + :lease
+UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {words.now} + :lease, wait_us = :lease
 FROM picked WHERE k.run_id = picked_id AND k.version = picked_version AND k.subscription_id = :subscription
 RETURNING {shown}
 """
@@ -213,7 +216,7 @@ def _renewing(words: Words) -> str:
   ON h.run_id = b.in_id AND h.version = b.in_version AND h.subscription_id = b.in_subscription
   FOR UPDATE OF h SKIP LOCKED) AS held"""
     return f"""
-UPDATE semel_deliveries AS k SET due_us = {words.now} + :lease FROM {batch}
+UPDATE semel_deliveries AS k SET due_us = {words.now} + :lease, wait_us = :lease FROM {batch}
 WHERE k.run_id = in_id AND k.version = in_version AND k.subscription_id = in_subscription
   AND k.attempts = in_attempts AND k.due_us = in_due AND k.state = 'waiting'
 RETURNING {words.own("subscription_id, run_id, version, due_us").replace("k.run_id", words.plain("k.run_id"))}
@@ -267,10 +270,10 @@ def settle(conn: Connection, settled: Sequence[Settled], terms: Terms) -> None:
         if each.forget:
             conn.execute(delete(deliveries).where(*ours))
             continue
-        due_us = now + round(each.delay * MICRO)
+        wait_us = round(each.delay * MICRO)
         error = None if each.error is None else storable(each.error)
-        values = {"state": each.state, "due_us": due_us, "last_status": each.status, "last_error": error}
-        conn.execute(update(deliveries).where(*ours).values(**values))
+        values = {"state": each.state, "due_us": now + wait_us, "last_status": each.status, "last_error": error}
+        conn.execute(update(deliveries).where(*ours).values(**values, wait_us=wait_us))
         if each.disable:
             subscriptions.disable(conn, each.delivery.subscription_id, terms)
 
@@ -280,7 +283,7 @@ def give_back(conn: Connection, unused: Sequence[Delivery], terms: Terms) -> Non
     now = read_clock(conn, terms)
     for each in unused:
         ours = (*_one(each), deliveries.c.attempts == each.attempts, deliveries.c.state == "waiting")
-        conn.execute(update(deliveries).where(*ours).values(due_us=now, attempts=each.attempts - 1))
+        conn.execute(update(deliveries).where(*ours).values(due_us=now, wait_us=0, attempts=each.attempts - 1))
 
 
 def _one(each: Delivery) -> tuple[ColumnElement[bool], ...]:
@@ -312,7 +315,7 @@ def listed(
 ) -> Page:
     """The deliveries of a tenant, the latest first."""
     whose = select(subscription_table.c.id).where(subscription_table.c.tenant == tenant)
-    query = select(deliveries).where(deliveries.c.subscription_id.in_(whose))
+    query = select(*_SHOWN).where(deliveries.c.subscription_id.in_(whose))
     if state is not None:
         query = query.where(deliveries.c.state == state)
     if subscription_id is not None:
@@ -336,18 +339,48 @@ def resend(conn: Connection, tenant: str, place: tuple[str, str, int], terms: Te
         deliveries.c.version == version,
         deliveries.c.subscription_id == subscription_id,
     )
-    due = {"state": "waiting", "due_us": read_clock(conn, terms)}
-    row = conn.execute(update(deliveries).where(*this).values(**due).returning(*deliveries.c)).mappings().first()
+    due = {"state": "waiting", "due_us": read_clock(conn, terms), "wait_us": 0}
+    row = conn.execute(update(deliveries).where(*this).values(**due).returning(*_SHOWN)).mappings().first()
     if row is None:
         raise Refused(404, "NOT_FOUND", f"there is no delivery of {run_id}/{version} to that subscription")
     return Delivery(**row)
 
 
-def tidy(conn: Connection, terms: Terms) -> None:
-    """Forget what has been over for long, and what belongs to no subscription."""
-    now = read_clock(conn, terms)
-    for state, seconds in KEPT.items():
-        old = (deliveries.c.state == state, deliveries.c.due_us < now - seconds * MICRO)
-        conn.execute(delete(deliveries).where(*old))
-    theirs = select(subscription_table.c.id)
-    conn.execute(delete(deliveries).where(deliveries.c.subscription_id.not_in(theirs)))
+_SHORTEN = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_deliveries SET due_us = {w.now} + wait_us WHERE state = 'waiting' AND due_us > {w.now} + wait_us
+"""
+    )
+)
+
+
+def shorten_waits(conn: Connection, terms: Terms) -> int:
+    """A wait that ends later than a new one would began before the clock was put back: let it end in time."""
+    return _SHORTEN.count(conn, now=terms.now)
+
+
+def _forgetting(which: str) -> Statement:
+    return Statement(
+        lambda w: (
+            f"""
+DELETE FROM semel_deliveries WHERE (run_id, version, subscription_id) IN (
+  SELECT p.run_id, p.version, p.subscription_id FROM semel_deliveries AS p WHERE {which.format(now=w.now)}
+  LIMIT :most {w.locking("p", skip=True)}
+)"""
+        )
+    )
+
+
+_FORGET_OLD = _forgetting("p.state = :state AND p.due_us < {now} - :kept")
+_FORGET_ORPHANS = _forgetting("p.subscription_id NOT IN (SELECT id FROM semel_subscriptions)")
+
+
+def tidy(conn: Connection, terms: Terms, most: int = 1000) -> bool:
+    """Forget what has been over for long, and what belongs to no subscription. True when there may be more."""
+    removed = [
+        _FORGET_OLD.count(conn, state=state, kept=seconds * MICRO, most=most, now=terms.now)
+        for state, seconds in KEPT.items()
+    ]
+    removed += [_FORGET_ORPHANS.count(conn, most=most), subscriptions.bury(conn, terms, most)]
+    return max(removed) >= most

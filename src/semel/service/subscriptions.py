@@ -13,7 +13,7 @@ from sqlalchemy import Connection, delete, func, select, update
 from semel.runs.quotas import read_clock
 from semel.runs.records import new_id
 from semel.service.problems import Refused
-from semel.sql.schema import deliveries, subscriptions
+from semel.sql.schema import subscriptions
 from semel.sql.statements import Statement, Terms
 
 Kind: TypeAlias = Literal["webhook", "stream"]
@@ -121,21 +121,36 @@ def find(conn: Connection, subscription_id: str, tenant: str) -> Subscription:
 
 
 def remove(conn: Connection, subscription_id: str, tenant: str) -> None:
-    """End it, and forget what was on its way."""
+    """End it, and forget what was on its way: that is removed little by little, see deliveries.tidy."""
     if find(conn, subscription_id, tenant).kind == "stream":
         raise Refused(409, "STREAM_IS_A_SETTING", "the stream ends when the server starts without SEMEL_EVENTS")
     conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id))
-    conn.execute(delete(deliveries).where(deliveries.c.subscription_id == subscription_id))
 
 
 def disable(conn: Connection, subscription_id: str, terms: Terms) -> None:
     """Send it nothing any more; what was waiting is dead, and can be seen."""
     now = read_clock(conn, terms)
     conn.execute(update(subscriptions).where(subscriptions.c.id == subscription_id).values(disabled_us=now))
-    waits = (deliveries.c.subscription_id == subscription_id, deliveries.c.state == "waiting")
-    conn.execute(
-        update(deliveries).where(*waits).values(state="dead", due_us=now, last_error="the subscription was disabled")
+    bury(conn, terms)
+
+
+_BURY = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_deliveries SET state = 'dead', due_us = {w.now}, last_error = 'the subscription was disabled'
+WHERE (run_id, version, subscription_id) IN (
+  SELECT p.run_id, p.version, p.subscription_id FROM semel_deliveries AS p
+  WHERE p.state = 'waiting' AND p.subscription_id IN (
+    SELECT id FROM semel_subscriptions WHERE disabled_us IS NOT NULL AND kind = 'webhook')
+  LIMIT :most {w.locking("p", skip=True)}
+)"""
     )
+)
+
+
+def bury(conn: Connection, terms: Terms, most: int = 1000) -> int:
+    """Let deliveries to webhooks that were disabled be dead; returns how many, of which there may be more."""
+    return _BURY.count(conn, most=most, now=terms.now)
 
 
 _KEEP_STREAM = Statement(

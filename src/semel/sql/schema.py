@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -121,6 +121,8 @@ runs = Table(
     Column("artifacts", Text, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    Column("result_exact", Text, nullable=True),
+    Column("warnings", Text, nullable=True),
     CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
     CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
     CheckConstraint("status <> 'RUNNING' OR worker IS NOT NULL", "semel_runs_executor"),
@@ -143,6 +145,7 @@ Index(
 )
 _later = "status = 'PENDING' AND NOT ready"
 Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
+Index("semel_runs_later_since", runs.c.changed_us, postgresql_where=text(_later), sqlite_where=text(_later))
 _active = "user_id <> '' AND status IN ('PENDING', 'RUNNING')"
 Index(
     "semel_runs_active",
@@ -178,6 +181,12 @@ Index(
 )
 Index("semel_runs_status", runs.c.status, runs.c.id)
 Index("semel_runs_payload", runs.c.payload_hash)
+Index(
+    "semel_runs_data",
+    runs.c.data_ref,
+    postgresql_where=runs.c.data_ref.is_not(None),
+    sqlite_where=runs.c.data_ref.is_not(None),
+)
 
 run_keys = Table(
     "semel_run_keys",
@@ -193,6 +202,18 @@ run_keys = Table(
     PrimaryKeyConstraint("tenant", "user_id", "kind", "key", name="semel_run_keys_pkey"),
 )
 Index("semel_run_keys_expires", run_keys.c.expires_us)
+_stored = "payload_hash = ''"
+Index("semel_run_keys_stored", run_keys.c.job_id, postgresql_where=text(_stored), sqlite_where=text(_stored))
+"""Keys for jobs that the caller created; of all others the run itself knows its key."""
+
+removals = Table(
+    "semel_removals",
+    metadata,
+    Column("prefix", _name, primary_key=True),
+    Column("data_ref", Text, nullable=True),
+    Column("has_files", Boolean, nullable=False),
+)
+"""Files of runs that are gone: written with the removal of the run, and removed when the files are."""
 
 run_events = Table(
     "semel_run_events",
@@ -381,6 +402,7 @@ deliveries = Table(
     Column("body", Text, nullable=False),
     Column("last_status", Integer, nullable=True),
     Column("last_error", Text, nullable=True),
+    Column("wait_us", BigInteger, nullable=True),
     PrimaryKeyConstraint("run_id", "version", "subscription_id", name="semel_deliveries_pkey"),
 )
 _waiting = "state = 'waiting'"
