@@ -112,6 +112,8 @@ runs = Table(
     Column("cancel_us", BigInteger, nullable=True),
     Column("progress", Float, nullable=True),
     Column("progress_note", Text, nullable=True),
+    Column("progress_us", BigInteger, nullable=True),
+    Column("stall_us", BigInteger, nullable=True),
     Column("last_error", Text, nullable=True),
     Column("traceback", Text, nullable=True),
     Column("result", Text, nullable=True),
@@ -279,6 +281,7 @@ reservations = Table(
     Column("expires_us", BigInteger, nullable=False),
     Column("consumed", Boolean, nullable=False),
     Column("job_id", Text, nullable=True),
+    Column("max_concurrent", Integer, nullable=True),
 )
 Index("semel_reservations_user", reservations.c.tenant, reservations.c.user_id)
 Index("semel_reservations_expires", reservations.c.expires_us)

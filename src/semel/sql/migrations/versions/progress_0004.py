@@ -1,0 +1,48 @@
+"""When a run's progress last moved and how long it may stand still; a reservation's limit; where a result is."""
+
+from alembic import op
+from sqlalchemy import BigInteger, Column, Integer, inspect
+
+revision = "0004"
+down_revision = "0003"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Add the columns, and let the view name where a small result is, too."""
+    op.add_column("semel_runs", Column("progress_us", BigInteger, nullable=True))
+    op.add_column("semel_runs", Column("stall_us", BigInteger, nullable=True))
+    op.add_column("semel_reservations", Column("max_concurrent", Integer, nullable=True))
+    _show_runs("coalesce(result_ref, 'semel:' || CAST(id AS text))")
+
+
+def downgrade() -> None:
+    """Take them away again."""
+    _show_runs("result_ref")
+    op.drop_column("semel_reservations", "max_concurrent")
+    op.drop_column("semel_runs", "stall_us")
+    op.drop_column("semel_runs", "progress_us")
+
+
+def _show_runs(result_ref: str) -> None:
+    """Make the view ``model_runs`` anew; one that is the user's own is left alone."""
+    found = inspect(op.get_bind())
+    if "model_runs" not in found.get_view_names() or "semel_" not in (found.get_view_definition("model_runs") or ""):
+        return
+    if op.get_bind().dialect.name == "postgresql":
+        time, json = "TIMESTAMPTZ 'epoch' + {} * INTERVAL '1 microsecond'", "CAST({} AS jsonb)"
+    else:
+        time, json = "strftime('%Y-%m-%d %H:%M:%f', {} / 1000000.0, 'unixepoch')", "{}"
+        op.execute("DROP VIEW model_runs")
+    how = "CREATE OR REPLACE" if op.get_bind().dialect.name == "postgresql" else "CREATE"
+    op.execute(f"""
+{how} VIEW model_runs AS
+SELECT id, model, status, {json.format("parameters")} AS parameters, payload_hash,
+       {time.format("created_us")} AS created_at, {time.format("started_us")} AS started_at,
+       {time.format("finished_us")} AS finished_at, attempts AS attempt_count, last_error,
+       CASE WHEN status = 'SUCCEEDED' THEN {result_ref} END AS result_ref,
+       CASE WHEN status = 'RUNNING' THEN worker END AS lease_owner,
+       {time.format("lease_until_us")} AS lease_expires_at, {time.format("heartbeat_us")} AS heartbeat_at
+FROM semel_runs
+""")
