@@ -18,6 +18,7 @@ import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import copy_context
 from functools import cached_property
 from typing import Any, LiteralString
 
@@ -86,8 +87,8 @@ class Ground:
         return self.app.submit("train", {"number": options.pop("number", next(self._numbers))}, user=user, **options)
 
     def reserve(self, user: str | int = 42, limit: int = 5, ttl: float = 300) -> str:
-        """A reservation that must be granted."""
-        reservation = self.jobs.reserve_job_slot(user, limit, ttl)
+        """A reservation that must be granted, in a flow of its own: no submission of the test takes it unnamed."""
+        reservation = copy_context().run(self.jobs.reserve_job_slot, user, limit, ttl)
         assert reservation is not None
         return reservation
 

@@ -62,7 +62,7 @@ def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
     """How much there is to remove."""
     from sqlalchemy import and_, func, or_, select
 
-    from semel.runs.quotas import read_clock
+    from semel.runs.quotas import EXPIRED_KEPT_US, read_clock
     from semel.runs.records import MICRO, checked_seconds
     from semel.sql.schema import keys, reservations, run_keys, runs
 
@@ -73,7 +73,7 @@ def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
         "runs": over,
         "runs_with_files": and_(over, or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None))),
         "run_keys": run_keys.c.expires_us < now,
-        "reservations": reservations.c.expires_us < now,
+        "reservations": reservations.c.expires_us < now - EXPIRED_KEPT_US,
         "keys": and_(keys.c.expires_us < now, gone),
     }
     return {name: conn.scalar(select(func.count()).where(each)) or 0 for name, each in wanted.items()}

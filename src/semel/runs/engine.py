@@ -21,9 +21,10 @@ from semel.errors import (
 from semel.runs import jsontext
 from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
 from semel.runs.data import folder_of
+from semel.runs.jobs import close_reservation, open_reservations
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
-from semel.runs.quotas import Quota, Usage
+from semel.runs.quotas import Person, Quota, Usage
 from semel.runs.reading import Backlog, Filter
 from semel.runs.records import (
     MICRO,
@@ -93,7 +94,8 @@ class Engine:
         pending or running, for some minutes; ``dedupe=False`` makes a new run whatever was asked before.
         ``user`` and ``tenant`` say whose it is: keys, payloads and quotas are theirs alone. ``delay`` seconds pass
         before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
-        ``reservation`` is a slot got before.
+        ``reservation`` is a slot got before. Between ``reserve_job_slot`` and ``consume_reservation`` in the same
+        thread or task it need not be named: the run takes the slot.
 
         Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
         ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``, ``StoreUnavailable``: then nothing was stored.
@@ -110,7 +112,7 @@ class Engine:
             key_ttl=key_ttl,
             dedupe=dedupe,
         )
-        submission = await self._submission(model, parameters or {}, options)
+        (submission,) = _with_slots([await self._submission(model, parameters or {}, options)])
         answer = await self.ledger.submit(submission)
         run = await self._answered(submission, answer)
         if isinstance(run, SemelError):
@@ -135,7 +137,9 @@ class Engine:
             asked, refused = self._submissions(submissions, strict=strict)
         else:
             asked, refused = await self.ledger.apart(self._submissions, submissions, strict=strict)
+        asked = _with_slots(asked)
         answers = await self.ledger.submit_many(asked)
+        _close_slots(asked, answers)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
         there = await self.ledger.get(found) if found else {}
         had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
@@ -169,6 +173,7 @@ class Engine:
         return asked, refused
 
     async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
+        _close_slots([submission], [answer])
         if isinstance(answer, SemelError | Created):
             return run_of_answer(submission, answer, {})
         run = answer.run or await self.ledger.find(answer.id)
@@ -207,6 +212,7 @@ class Engine:
         payload_hash: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
+        stalled: bool = False,
         limit: int = 50,
         cursor: str | None = None,
         parameters: bool = True,
@@ -215,6 +221,7 @@ class Engine:
         """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last.
 
         ``parameters=False`` leaves them out, and ``max_bytes`` ends a page before it is larger (one run it has).
+        ``stalled`` leaves only those whose worker lives and whose progress has not moved for ``stall_after``.
         """
         checked_limit(limit, 1000)
         start = None if cursor is None else checked_id(cursor)
@@ -230,6 +237,7 @@ class Engine:
             payload_hash=_name_or_none("payload_hash", payload_hash),
             since_us=_us("since", since),
             until_us=_us("until", until),
+            stalled=bool(stalled),
         )
         return await self.ledger.list_runs(wanted, limit, start, parameters=parameters, max_bytes=max_bytes)
 
@@ -264,7 +272,8 @@ class Engine:
             priority=run.priority,
             cost=run.asked_cost,
         )
-        submission = await self._submission(run.model, run.parameters, options, retry_of=run.id)
+        asked = await self._submission(run.model, run.parameters, options, retry_of=run.id)
+        (submission,) = _with_slots([asked])
         again = await self._answered(submission, await self.ledger.submit(submission))
         if isinstance(again, SemelError):
             raise again
@@ -387,6 +396,25 @@ class Engine:
         """Give the connections back."""
         await self.ledger.apart(self._transport().close)
         await self.ledger.close()
+
+
+def _with_slots(asked: Sequence[Submission]) -> list[Submission]:
+    """Each with a reservation that was made in the same flow, where one is left and none is named."""
+    left: dict[Person, list[str]] = {}
+    given = []
+    for each in asked:
+        slots = left.setdefault(each.person, open_reservations(*each.person))
+        slot = slots.pop(0) if slots and each.reservation is None else None
+        given.append(each if slot is None else msgspec.structs.replace(each, slot=slot))
+    return given
+
+
+def _close_slots(asked: Sequence[Submission], answers: Sequence[Answer]) -> None:
+    for each, answer in zip(asked, answers, strict=True):
+        if not isinstance(answer, SemelError):
+            for reservation in (each.slot, each.reservation):
+                if reservation is not None:
+                    close_reservation(reservation)
 
 
 def _name_or_none(what: str, value: object) -> str | None:

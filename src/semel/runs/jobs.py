@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 from semel.bridge import awaited, blocking
 from semel.once.store import Clock
 from semel.runs.keys import KeyEntry, StoreKey
@@ -10,6 +12,23 @@ from semel.runs.quotas import Reserve
 from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, checked_user, new_id
 
 _MAX_KEY = 255
+_MOST_OPEN = 100
+
+_open: ContextVar[tuple[tuple[str, str, str], ...]] = ContextVar("semel_open_reservations", default=())
+"""What this thread or task has reserved and not used yet, as (tenant, user, reservation), newest last."""
+
+
+def open_reservations(tenant: str, user: str) -> list[str]:
+    """The user's reservations of this thread or task that have no job yet, newest first.
+
+    A run that is submitted between reserve and consume is their job: it takes the slot instead of a second one.
+    """
+    return [reservation for *person, reservation in reversed(_open.get()) if person == [tenant, user]]
+
+
+def close_reservation(reservation: str) -> None:
+    """The reservation has its job, or was given back."""
+    _open.set(tuple(each for each in _open.get() if each[2] != reservation))
 
 
 class Jobs:
@@ -32,18 +51,31 @@ class Jobs:
             max_concurrent=checked_count("max_concurrent", max_concurrent),
             ttl_us=round(checked_seconds("ttl_seconds", ttl_seconds) * MICRO),
         )
-        return await self._ledger.reserve(request)
+        reservation = await self._ledger.reserve(request)
+        if reservation is not None:
+            _open.set((*_open.get(), (self._tenant, user, reservation))[-_MOST_OPEN:])
+        return reservation
 
     async def consume_reservation(
         self, reservation_id: str, *, job_id: str | None = None, user_id: str | int | None = None
-    ) -> None:
-        """The job was created: the slot is the job's now. ``ReservationLost`` when it expired or is another's."""
+    ) -> bool:
+        """The job was created: the slot is the job's now, and the reservation counts no more.
+
+        True also for a reservation that expired meanwhile, as long as its slot is still free. False when another has
+        the slot, or when the reservation was released, used for another job, or is not this user's. The job stands
+        in any case, so nothing of this is an error.
+        """
         job = None if job_id is None else checked_name("job_id", job_id, empty=False)
-        await self._ledger.consume(checked_name("reservation_id", reservation_id), self._person(user_id), job)
+        reservation = checked_name("reservation_id", reservation_id)
+        consumed = await self._ledger.consume(reservation, self._person(user_id), job)
+        close_reservation(reservation)
+        return consumed
 
     async def release_reservation(self, reservation_id: str, *, user_id: str | int | None = None) -> bool:
         """The job was not created: free the slot at once. False when there was nothing left to free."""
-        return await self._ledger.release(checked_name("reservation_id", reservation_id), self._person(user_id))
+        reservation = checked_name("reservation_id", reservation_id)
+        close_reservation(reservation)
+        return await self._ledger.release(reservation, self._person(user_id))
 
     async def store_idempotency_key(
         self, key: str, job_id: str, user_id: str | int | None = None, ttl_hours: float = 24

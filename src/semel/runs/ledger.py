@@ -335,9 +335,9 @@ class Ledger:
         """See quotas.reserve."""
         return await self._at_once(quotas.reserve, request, self.terms)
 
-    async def consume(self, reservation: str, person: tuple[str, str | None], job_id: str | None) -> None:
-        """See quotas.consume."""
-        await self._at_once(_consume, reservation, person, job_id, self.terms)
+    async def consume(self, reservation: str, person: tuple[str, str | None], job_id: str | None) -> bool:
+        """See quotas.consume_after."""
+        return await self._at_once(quotas.consume_after, reservation, person, job_id, self.terms)
 
     async def release(self, reservation: str, person: tuple[str, str | None]) -> bool:
         """See quotas.release."""
@@ -383,9 +383,3 @@ def _tidy(conn: Connection, terms: Terms) -> tuple[int, bool]:
 def _usage(conn: Connection, person: Person, terms: Terms) -> tuple[Usage, Quota | None]:
     used = quotas.usage(conn, person, quotas.read_clock(conn, terms))
     return used, quotas.quotas_of(conn, [person]).get(person)
-
-
-def _consume(
-    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: Terms
-) -> None:
-    quotas.consume(conn, reservation, person, job_id, quotas.read_clock(conn, terms))

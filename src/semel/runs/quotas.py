@@ -11,17 +11,20 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, bindparam, delete, insert, select, text, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
 from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
 from semel.model import moment
-from semel.runs.records import EVERYBODY, MICRO, micros
-from semel.sql.schema import quotas, reservations
+from semel.runs.records import EVERYBODY, MICRO, checked_id, micros
+from semel.sql.schema import quotas, reservations, runs
 from semel.sql.statements import Statement, Terms
 
 Action: TypeAlias = Literal["block", "warn"]
 Person: TypeAlias = tuple[str, str]
 """A tenant and a user."""
+
+EXPIRED_KEPT_US = 3600 * MICRO
+"""An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
 
 _COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
 _PERIODS = ("daily", "weekly", "monthly", "yearly")
@@ -155,7 +158,7 @@ _USAGE = Statement(
 SELECT (SELECT count(*) FROM semel_runs
         WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND status IN ('PENDING', 'RUNNING')),
        (SELECT count(*) FROM semel_reservations
-        WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed),
+        WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
        {", ".join(w.total("cost", f"created_us >= :{period}") for period in _PERIODS)}
 FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
@@ -247,7 +250,7 @@ class Reserve(Struct, frozen=True, kw_only=True):
 
 
 def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
-    """A slot's id, or None when all are in use. What of this user's has expired is cleaned on the way."""
+    """A slot's id, or None when all are in use. What of this user's expired long ago is cleaned on the way."""
     person = (request.tenant, request.user)
     now = read_clock(conn, terms)
     lock(conn, [person])
@@ -256,7 +259,7 @@ def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
         delete(reservations).where(
             reservations.c.tenant == request.tenant,
             reservations.c.user_id == request.user,
-            reservations.c.expires_us < now,
+            reservations.c.expires_us < now - EXPIRED_KEPT_US,
         )
     )
     if conn.scalar(select(reservations.c.id).where(reservations.c.id == request.id)):
@@ -271,47 +274,100 @@ def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
             created_us=now,
             expires_us=now + request.ttl_us,
             consumed=False,
+            max_concurrent=request.max_concurrent,
         )
     )
     return request.id
 
 
-def consume(conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, now: int) -> None:
-    """Bind a live reservation to its job, once; again for the same job changes nothing. All else is refused."""
-    tenant, user = person
-    own = [reservations.c.id == reservation, reservations.c.tenant == tenant]
-    if user is not None:
-        own.append(reservations.c.user_id == user)
+def consume(conn: Connection, reservation: str, person: Person, job_id: str, now: int) -> None:
+    """Bind a live reservation to the run that is about to be written, once. All else is refused."""
     changed = conn.execute(
         update(reservations)
-        .where(*own, reservations.c.expires_us >= now, reservations.c.consumed.is_(False))
+        .where(*_own(reservation, person), reservations.c.expires_us >= now, reservations.c.consumed.is_(False))
+        .where(or_(reservations.c.job_id.is_(None), reservations.c.job_id == job_id))
         .values(consumed=True, job_id=job_id)
     )
     if changed.rowcount:
         return
-    row = conn.execute(select(reservations).where(*own)).one_or_none()
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
     if row is None:
         raise ReservationLost(f"reservation {reservation!r} is not there: it expired, was released, or is another's")
-    if not row.consumed:
+    if row.job_id == job_id:
+        return
+    if row.expires_us < now and not row.consumed:
         raise ReservationLost(f"reservation {reservation!r} has expired; reserve a slot again")
-    if job_id is not None and row.job_id != job_id:
-        raise ReservationLost(f"reservation {reservation!r} was used for another job already")
+    raise ReservationLost(f"reservation {reservation!r} was used for another job already")
+
+
+def consume_after(
+    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: Terms
+) -> bool:
+    """Consume it after its job was created, so nothing is refused. False: the slot is not, or no longer, the job's.
+
+    One that expired is consumed as long as its slot is free: as long as the user's other jobs and reservations leave
+    room under the limit with which it was reserved.
+    """
+    now = read_clock(conn, terms)
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+    if row is None:
+        return False
+    whose = (row.tenant, row.user_id)
+    lock(conn, [whose])
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+    if row is None:
+        return False
+    if row.consumed:
+        return job_id is None or row.job_id in (None, job_id)
+    job = row.job_id if job_id is None else job_id
+    if row.expires_us < now and not _slot_is_free(conn, row, job, now):
+        return False
+    unused = update(reservations).where(reservations.c.id == row.id, reservations.c.consumed.is_(False))
+    return bool(conn.execute(unused.values(consumed=True, job_id=job)).rowcount)  # it may be released at this moment
+
+
+def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> bool:
+    if row.max_concurrent is None:
+        return False
+    known = None if job_id is None else checked_id(job_id)
+    active = select(runs.c.id).where(runs.c.id == known, runs.c.status.in_(["PENDING", "RUNNING"]))
+    own = 0 if known is None or conn.scalar(active) is None else 1
+    others = usage(conn, (row.tenant, row.user_id), now, Quota()).concurrent - own
+    return bool(others < row.max_concurrent)
+
+
+def is_open(conn: Connection, reservation: str, person: Person, now: int) -> bool:
+    """Whether the reservation holds a slot for a job that there is not yet."""
+    live = [reservations.c.expires_us >= now, reservations.c.consumed.is_(False), reservations.c.job_id.is_(None)]
+    return conn.scalar(select(reservations.c.id).where(*_own(reservation, person), *live)) is not None
+
+
+def bind(conn: Connection, reservation: str, person: Person, job_id: str) -> None:
+    """Let the reservation stand for a job that was made in its flow, which consumes it later: both count once."""
+    conn.execute(
+        update(reservations)
+        .where(*_own(reservation, person), reservations.c.consumed.is_(False), reservations.c.job_id.is_(None))
+        .values(job_id=job_id)
+    )
+
+
+def _own(reservation: str, person: tuple[str, str | None]) -> list[ColumnElement[bool]]:
+    tenant, user = person
+    own = [reservations.c.id == reservation, reservations.c.tenant == tenant]
+    return own if user is None else [*own, reservations.c.user_id == user]
 
 
 def release(conn: Connection, reservation: str, person: tuple[str, str | None]) -> bool:
     """Free the slot at once. False when there was nothing to free: used, released or expired and cleaned before."""
-    tenant, user = person
-    own = [reservations.c.id == reservation, reservations.c.tenant == tenant, reservations.c.consumed.is_(False)]
-    if user is not None:
-        own.append(reservations.c.user_id == user)
-    return bool(conn.execute(delete(reservations).where(*own)).rowcount)
+    unused = delete(reservations).where(*_own(reservation, person), reservations.c.consumed.is_(False))
+    return bool(conn.execute(unused).rowcount)
 
 
 _PURGE = Statement(
     lambda w: (
         f"""
 DELETE FROM semel_reservations WHERE id IN (
-  SELECT p.id FROM semel_reservations AS p WHERE p.expires_us < {w.now}
+  SELECT p.id FROM semel_reservations AS p WHERE p.expires_us < {w.now} - {EXPIRED_KEPT_US}
   ORDER BY p.expires_us LIMIT :most {w.locking("p", skip=True)}
 )"""
     )
@@ -319,7 +375,7 @@ DELETE FROM semel_reservations WHERE id IN (
 
 
 def purge_reservations(conn: Connection, terms: Terms, most: int = 1000) -> int:
-    """Remove what expired. A consumed one stays until then, so that consuming it again is understood."""
+    """Remove what expired an hour ago. Until then, consuming it late, or again, is understood."""
     return _PURGE.count(conn, most=most, now=terms.now)
 
 

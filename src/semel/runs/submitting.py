@@ -52,11 +52,14 @@ class Submission(Struct, frozen=True, kw_only=True):
     delay_us: int
     cost: int
     lease_us: int
+    stall_us: int | None
     max_attempts: int
     max_lost: int
     facet: str | None = None
     retry_of: str | None = None
     reservation: str | None = None
+    slot: str | None = None
+    """A reservation in whose flow it is submitted: where that holds a slot still, the run takes it."""
     asked: str | None = None
     """What the key stands for, where that is not the payload."""
     trace: str | None = None
@@ -74,6 +77,11 @@ class Submission(Struct, frozen=True, kw_only=True):
     def person(self) -> Person:
         """Whose quota it meets."""
         return (self.tenant, self.user)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it may have a slot already."""
+        return self.reservation is not None or self.slot is not None
 
     @property
     def place(self) -> tuple[str, str, str, str | None]:
@@ -113,6 +121,7 @@ _RUN_COLUMNS = {
     "in_cost": "bigint",
     "in_delay": "bigint",
     "in_lease": "bigint",
+    "in_stall": "bigint",
     "in_max_attempts": "integer",
     "in_max_lost": "integer",
     "in_trace": "text",
@@ -124,10 +133,10 @@ def _insert_runs(words: Words) -> str:
 INSERT INTO semel_runs AS k (
   id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts, errors,
   losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, asked_cost,
-  created_us, due_us, lease_us, trace, data_ref)
+  created_us, due_us, lease_us, stall_us, trace, data_ref)
 SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1, {words.now},
   0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of, in_cost,
-  in_cost, {words.now}, {words.now} + in_delay, in_lease, in_trace,
+  in_cost, {words.now}, {words.now} + in_delay, in_lease, in_stall, in_trace,
   (SELECT d.data_ref FROM semel_runs AS d WHERE d.id = in_retry_of)
 FROM {words.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
     if not words.writes_in_with:
@@ -156,21 +165,27 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
             first.setdefault(each.place if each.key is not None else (each.id,), each)
         leaders = list(first.values())
         admitted = {}
-        if limited or any(each.reservation is not None for each in leaders):
+        if limited or any(each.reserved for each in leaders):
             admitted = _meet_quotas(conn, leaders, answers, terms)
         _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
         left = _follow([each for each in left if each.id not in answers], first, answers)
         answers |= _known(conn, left, terms)
         left = [each for each in left if each.id not in answers]
-        _free_slots(conn, submissions, answers)
+        _settle_slots(conn, submissions, answers)
     return [answers[each.id] for each in submissions]
 
 
-def _free_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
-    """Whose run was there already, or whose key is another's, needs no slot: its reservation is given back."""
+def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
+    """Whose run was there already, or whose key is another's, needs no slot: its reservation is given back.
+
+    A reservation that its own flow will consume stays, and stands for the run from now on.
+    """
     for each in submissions:
-        if each.reservation is not None and isinstance(answers.get(each.id), Found | KeyReused):
+        answer = answers.get(each.id)
+        if each.reservation is not None and isinstance(answer, Found | KeyReused):
             quotas.release(conn, each.reservation, each.person)
+        if each.slot is not None and isinstance(answer, Created | Found):
+            quotas.bind(conn, each.slot, each.person, answer.id)
 
 
 def _follow(
@@ -193,7 +208,7 @@ def _meet_quotas(
 ) -> dict[str, Admission]:
     """Answer what is refused, or known already, for users who have a quota; give the rest with their warnings."""
     limits = quotas.quotas_of(conn, {each.person for each in submissions})
-    limited = [each for each in submissions if each.person in limits or each.reservation is not None]
+    limited = [each for each in submissions if each.person in limits or each.reserved]
     if not limited:
         return {}
     quotas.lock(conn, {each.person for each in limited})
@@ -217,9 +232,14 @@ def _meet_quotas(
 def _admit(conn: Connection, each: Submission, meters: dict[Person, Meter], now: int) -> Admission:
     """Count it, and bind its reservation; when either is refused, neither was done."""
     meter = copy(meters.get(each.person))
-    admission = meter.admit(each.cost, reserved=each.reservation is not None) if meter else Admission()
+    reserved = each.reservation is not None or (
+        each.slot is not None and quotas.is_open(conn, each.slot, each.person, now)
+    )
+    admission = meter.admit(each.cost, reserved=reserved) if meter else Admission()
     if each.reservation is not None:
         quotas.consume(conn, each.reservation, each.person, each.id, now)
+    elif reserved and each.slot is not None:
+        quotas.bind(conn, each.slot, each.person, each.id)
     if meter:
         meters[each.person] = meter
     return admission
@@ -310,6 +330,7 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.cost,
         each.delay_us if each.first is None else HELD_US,
         each.lease_us,
+        each.stall_us,
         each.max_attempts,
         each.max_lost,
         each.trace,
@@ -337,7 +358,7 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Terms) ->
 
 def recognised(conn: Connection, submissions: Iterable[Submission], terms: Terms) -> dict[str, Answer]:
     """Those whose keys are in use, answered without a transaction: nothing is written, and nobody waits."""
-    keyed = [each for each in submissions if each.key is not None and each.reservation is None]
+    keyed = [each for each in submissions if each.key is not None and not each.reserved]
     if not keyed:
         return {}
     rows = READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
