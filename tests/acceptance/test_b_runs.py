@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quota_ground import KINDS, Grounds
-from semel import App, Quota, QuotaExceeded
+from semel import App, InvalidRequest, Quota, QuotaExceeded
 from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.held import Held
@@ -267,6 +267,64 @@ def test_b12_a_run_that_makes_no_progress_is_alive(app: App, hand: Hand, shop: W
     seen = app.get(run.id)
     assert (seen.status, seen.progress, seen.progress_note) == ("RUNNING", 0.4, "fitting")
     assert seen.heartbeat_us == shop.clock.us
+
+
+# -- B23 -----------------------------------------------------------------------------------------------------------
+
+
+def test_b23_a_run_whose_progress_stands_still_is_stalled_since_it_last_moved(
+    app: App, hand: Hand, shop: Workshop
+) -> None:
+    app.model("slow", stall_after=60, isolation="thread")(_nothing)
+    run, other = app.submit("slow"), app.submit("add", {"a": 1})
+    leased, plain = hand.lease_this(run), hand.lease_this(other)
+    assert leased is not None
+    assert plain is not None
+
+    def beat(progress: float | None = None, note: str | None = None) -> int | None:
+        """Twenty seconds later a heartbeat comes, perhaps with progress; since when the run is stalled then."""
+        shop.clock.advance(20)
+        beats = [Beat(leased.id, leased.fence, progress, note), Beat(plain.id, plain.fence)]
+        assert set(hand.do(hand.ledger.renew(beats))) == {run.id, other.id}
+        seen = app.get(run.id)
+        stalled = [run.id] if seen.stalled_us is not None else []
+        assert [each.id for each in app.runs(stalled=True).runs] == stalled
+        assert app.backlog().stalled == len(stalled)
+        assert hand.do(hand.ledger.lose_expired()) == [], "stalled is not dead"
+        return seen.stalled_us
+
+    began = shop.clock.us
+    assert [beat(), beat(), beat(), beat()] == [None, None, began, began], "it never told of any progress"
+    assert app.get(run.id).stalled_since is not None
+    assert beat(0.4, "fitting") is None
+    moved = shop.clock.us
+    assert [beat(), beat(0.4, "fitting"), beat(0.4, "fitting")] == [None, None, moved], "to say the same is none"
+    assert beat(0.4, "fitting, second round") is None
+    assert [beat(), beat(), beat()] == [None, None, shop.clock.us - 60_000_000]
+    assert app.get(other.id).stalled_us is None, "its model has no stall_after"
+
+
+def test_b23_only_a_run_that_runs_is_stalled_and_an_attempt_begins_afresh(app: App, hand: Hand, shop: Workshop) -> None:
+    app.model("slow", stall_after=30, isolation="thread")(_nothing)
+    run = app.submit("slow")
+    shop.clock.advance(1000)
+    assert app.get(run.id).stalled_us is None
+    for kind in ("retry", "succeeded"):
+        leased = hand.lease_this(run)
+        assert leased is not None
+        assert app.get(run.id).stalled_us is None
+        shop.clock.advance(40)
+        hand.do(hand.ledger.renew([Beat(leased.id, leased.fence)]))
+        assert app.get(run.id).stalled_us == shop.clock.us - 40_000_000
+        assert hand.end(leased, kind)  # type: ignore[arg-type]
+        assert app.get(run.id).stalled_us is None
+        assert app.runs(stalled=True).runs == []
+
+
+@pytest.mark.parametrize("wrong", [0, 0.5, -1, "a", True])
+def test_b23_stall_after_is_a_time_of_a_second_or_more(app: App, wrong: object) -> None:
+    with pytest.raises(InvalidRequest, match="stall_after"):
+        app.model("slow", stall_after=wrong)(_nothing)  # type: ignore[arg-type]
 
 
 # -- B13 -----------------------------------------------------------------------------------------------------------

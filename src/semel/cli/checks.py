@@ -204,6 +204,8 @@ def _runs(conn: Connection) -> Found:
     lost = conn.scalar(select(func.count()).where(runs.c.status == "RUNNING", late)) or 0
     backlog = reading.backlog(conn, terms)
     said = f"{backlog.pending} pending, {backlog.running} running"
+    if backlog.stalled:
+        said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
     if lost:
         said += f"; {lost} lost their worker and nobody took them back"
         return Found(check="runs", state="broken", said=said, advice="start a worker, or semel sweep MODULE:APP")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from semel.cli import options
 from semel.errors import RunNotFound, Unauthenticated
+from semel.runs.records import checked_id
 
 if TYPE_CHECKING:
     from semel.client import Client
@@ -18,7 +19,6 @@ BACKOFF = 0.25
 """Seconds before the second try of a request: somebody sits and waits."""
 LOOKED_AT = 1000
 """How many of the newest runs are looked at for a part of an id."""
-_WHOLE = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 _PART = re.compile(r"[0-9a-f-]{6,35}")
 
 
@@ -39,8 +39,8 @@ def connected(chosen: argparse.Namespace) -> Iterator[Client]:
 def run_id(client: Client, text: str) -> str:
     """The id of the run that is meant: as it is, or the one that begins or ends so among the newest."""
     wanted = text.strip().lower()
-    if _WHOLE.fullmatch(wanted):
-        return wanted
+    if (known := checked_id(wanted)) is not None:
+        return known
     if not _PART.fullmatch(wanted):
         raise RunNotFound(f"{text!r} is no id of a run, nor six or more characters of its beginning or end")
     found = [run.run_id for run in client.runs(limit=LOOKED_AT) if _fits(run.run_id, wanted)]

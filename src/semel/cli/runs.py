@@ -116,6 +116,7 @@ def _add_runs(commands: options.Commands) -> None:
     parser.add_argument("--user", metavar="USER", help="only this user's")
     parser.add_argument("--queue", metavar="QUEUE", help="only this queue's")
     parser.add_argument("--key", metavar="KEY", help="only what was submitted with this key")
+    parser.add_argument("--stalled", action="store_true", help="only what runs without any progress")
     parser.add_argument("--since", type=options.time_of, metavar="TIME", help="submitted from then on: 2h, 2030-01-31")
     parser.add_argument("--until", type=options.time_of, metavar="TIME", help="submitted before then")
     parser.add_argument("--limit", type=options.whole, default=20, metavar="N", help="how many (default: 20)")
@@ -243,6 +244,7 @@ def _list(client: Client, chosen: argparse.Namespace) -> None:
         "since": chosen.since,
         "until": chosen.until,
         "parameters": chosen.parameters and chosen.json,
+        "stalled": chosen.stalled,
     }
     found = list(client.runs(**filters, limit=chosen.limit + 1))
     more = len(found) > chosen.limit
@@ -265,9 +267,13 @@ def _row(run: RemoteRun) -> list[object]:
         took = printing.lasting((run.finished_at - run.started_at).total_seconds())
     elif run.progress is not None and run.status == "RUNNING":
         took = f"{run.progress:.0%}"
-    note = (
-        run.error if run.status in ("FAILED", "CANCELLED") else run.progress_note if run.status == "RUNNING" else None
-    )
+    note = None
+    if run.status in ("FAILED", "CANCELLED"):
+        note = run.error
+    elif run.stalled_since is not None:
+        note = f"stalled: no progress since {printing.when(run.stalled_since)}"
+    elif run.status == "RUNNING":
+        note = run.progress_note
     return [run.run_id, run.status, run.model, run.user, printing.ago(run.created_at), took, note]
 
 
@@ -316,6 +322,7 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "started": printing.when(run.started_at) if run.started_at else None,
         "finished": printing.when(run.finished_at) if run.finished_at else None,
         "progress": f"{percent}{run.progress_note or ''}".strip() or None,
+        "stalled": f"no progress since {printing.when(run.stalled_since)}" if run.stalled_since else None,
         "worker": run.worker if run.status == "RUNNING" else None,
         "cost": f"{run.cost:g}" if run.cost else None,
         "retry of": run.retry_of,

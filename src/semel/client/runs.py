@@ -124,10 +124,14 @@ class RunVerbs:
         payload_hash: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
+        stalled: bool = False,
         limit: int | None = None,
         parameters: bool = False,
     ) -> AsyncGenerator[RemoteRun, None]:
-        """Runs, newest first, page after page: all of them, or up to ``limit``; with their parameters if asked for."""
+        """Runs, newest first, page after page: all of them, or up to ``limit``; with their parameters if asked for.
+
+        ``stalled`` leaves only those whose worker lives and whose progress has not moved for ``stall_after``.
+        """
         asked = {
             "status": status,
             "model": model,
@@ -138,6 +142,7 @@ class RunVerbs:
             "since": None if since is None else since.isoformat(),
             "until": None if until is None else until.isoformat(),
             "include": "parameters" if parameters else None,
+            "stalled": "true" if stalled else None,
         }
         left = inf if limit is None else limit
         cursor = None

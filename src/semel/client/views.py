@@ -54,6 +54,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     progress: float | None = None
     progress_note: str | None = None
+    stalled_since: datetime | None = None
+    """Since when its progress stands still though its worker lives; None unless it is stalled."""
     error: str | None = None
     traceback: str | None = None
     result_ref: str | None = None
@@ -153,6 +155,7 @@ class RemoteModel(Struct, frozen=True, kw_only=True):
     backoff: list[float] = []
     lease: float = 0.0
     timeout: float | None = None
+    stall_after: float | None = None
     cost: float = 0.0
     isolation: str = ""
     exclude: list[str] = []
@@ -203,6 +206,7 @@ class RemoteJob(Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     progress: float | None = None
     progress_note: str | None = None
+    stalled_since: datetime | None = None
     upload: RemoteUpload | None = None
     error: str | None = None
     result: str | None = None

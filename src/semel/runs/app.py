@@ -180,7 +180,8 @@ class App:
         """Register a function as a model; the function stays as it is.
 
         ``max_attempts``, ``backoff`` and ``fatal`` are for its errors, ``max_lost`` and ``lease`` for lost workers;
-        ``timeout`` and ``grace`` end it; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
+        ``timeout`` and ``grace`` end it; ``stall_after`` is how long its progress may stand still before it is shown as
+        stalled; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
         ``priority`` and ``cost`` hold unless a submission says otherwise; ``exclude`` names parameters that do not
         count for the hash, ``summary`` one to group by.
         """

@@ -47,7 +47,8 @@ def _leasing(words: Words, which: str) -> str:
         f"""UPDATE semel_runs AS k
 SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
     attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
-    started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL
+    started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL,
+    progress_us = {now}
 FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'PENDING'""",
         _LEASED,
     )
@@ -146,7 +147,9 @@ _RENEW = Statement(
 WITH held AS MATERIALIZED ({unlocked(w, _RENEW_COLUMNS)})
 UPDATE semel_runs AS k
 SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
-    progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END
+    progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END,
+    progress_us = CASE WHEN in_progress <> coalesce(progress, -1) OR in_note <> coalesce(progress_note, '')
+                       THEN {w.now} ELSE progress_us END
 FROM held WHERE {fenced(w)}
 RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
 """

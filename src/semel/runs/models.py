@@ -58,6 +58,8 @@ class Model:
     """Seconds to wait after the first, second, … error; the last one repeats."""
     lease: float = 60
     timeout: float | None = None
+    stall_after: float | None = None
+    """Seconds without any progress after which a run whose worker lives is shown as stalled; None: never."""
     queue: str = "default"
     priority: int = 0
     cost: float = 0.0
@@ -115,6 +117,7 @@ class ModelOptions(TypedDict, total=False):
     backoff: Sequence[float]
     lease: float
     timeout: float | None
+    stall_after: float | None
     queue: str
     priority: int
     isolation: Isolation | None
@@ -328,6 +331,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "backoff": _waits,
     "lease": lambda option, value: _number(option, value, 0, above=True),
     "timeout": lambda option, value: None if value is None else _number(option, value, 0, above=True),
+    "stall_after": lambda option, value: None if value is None else _number(option, value, 1),
     "queue": _label,
     "priority": lambda option, value: _count(option, value, -(2**31)),
     "isolation": lambda option, value: None if value is None else _one_of(option, value),

@@ -40,6 +40,14 @@ NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
 """True of what somebody submitted, as against work that the service gave to itself."""
 
 
+STALLED = and_(
+    runs.c.status == literal("RUNNING", literal_execute=True),
+    runs.c.stall_us.is_not(None),
+    runs.c.heartbeat_us - runs.c.progress_us >= runs.c.stall_us,
+)
+"""True of a run that is alive and makes no progress; see ``Run.stalled_us``."""
+
+
 class Filter(Struct, frozen=True, kw_only=True):
     """Which runs to list; None is any. ``key`` and ``payload_hash`` are exact."""
 
@@ -52,6 +60,8 @@ class Filter(Struct, frozen=True, kw_only=True):
     payload_hash: str | None = None
     since_us: int | None = None
     until_us: int | None = None
+    stalled: bool = False
+    """Only those that are alive and make no progress."""
 
     def conditions(self) -> list[Any]:
         """As SQL."""
@@ -74,6 +84,8 @@ class Filter(Struct, frozen=True, kw_only=True):
             found.append(runs.c.created_us >= self.since_us)
         if self.until_us is not None:
             found.append(runs.c.created_us < self.until_us)
+        if self.stalled:
+            found.append(STALLED)
         return found
 
 
@@ -231,6 +243,8 @@ class Backlog(Struct, frozen=True):
     pending: int
     running: int
     oldest_wait: float
+    stalled: int = 0
+    """Of those that run: how many are alive and make no progress."""
 
 
 def backlog(conn: Connection, terms: Terms) -> Backlog:
@@ -241,6 +255,7 @@ def backlog(conn: Connection, terms: Terms) -> Backlog:
         (runs.c.status == pending, runs.c.ready),
         (runs.c.status == pending, ~runs.c.ready),
         (runs.c.status == running,),
+        (STALLED,),
     )
     whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # by the index
     rows = conn.execute(
@@ -252,9 +267,9 @@ def backlog(conn: Connection, terms: Terms) -> Backlog:
             )
         )
     ).all()
-    due, later, held = (sum(row[1] for row in rows if row[0] == number) for number in range(len(states)))
+    due, later, held, stalled = (sum(row[1] for row in rows if row[0] == number) for number in range(len(states)))
     oldest = min((row[2] for row in rows if row[0] == 0 and row[2] is not None), default=now)
-    return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO))
+    return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO), stalled)
 
 
 def waiting(conn: Connection, run_id: str, terms: Terms) -> Waiting | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -75,11 +76,15 @@ class Run(Struct, frozen=True, kw_only=True):
     last_error: str | None
     traceback: str | None
     result_ref: str | None
+    """Where the result is, of a run that succeeded: in the result store, or ``semel:<id>`` for one in the database."""
     result_digest: str | None
     result_size: int | None
     artifacts: list[Artifact]
     warnings: list[str] = []
     """What to know about the result, such as numbers in it that JSON has no form for."""
+    progress_us: int | None = None
+    """When the progress of the attempt last moved; before it was told of any, when the attempt began."""
+    stall_us: int | None = None
     data_ref: str | None = None
     """Where the data that it is given lies in the result store, if there is any."""
     replayed: bool = False
@@ -130,6 +135,21 @@ class Run(Struct, frozen=True, kw_only=True):
     def finished_at(self) -> datetime | None:
         """When it ended."""
         return None if self.finished_us is None else moment(self.finished_us)
+
+    @property
+    def stalled_us(self) -> int | None:
+        """Since when it is stalled: it runs, its heartbeat lives, and its progress has not moved for ``stall_after``.
+
+        Judged by the heartbeat, which the database has timed: no other clock is asked.
+        """
+        if self.status != "RUNNING" or self.stall_us is None or self.progress_us is None or self.heartbeat_us is None:
+            return None
+        return self.progress_us if self.heartbeat_us - self.progress_us >= self.stall_us else None
+
+    @property
+    def stalled_since(self) -> datetime | None:
+        """As ``stalled_us``; None when it is not stalled."""
+        return None if self.stalled_us is None else moment(self.stalled_us)
 
     @property
     def cancel_requested(self) -> bool:
@@ -242,9 +262,17 @@ def new_id() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+RESULT_SCHEME = "semel:"
+"""How the ``result_ref`` of a result begins that is kept in the database."""
+_RESULT_FILE = re.compile(r"/[0-9]+/result\.json|\.json")
+
+
 def checked_id(run_id: object) -> str | None:
-    """The id in its one spelling, or None for what cannot be one."""
-    plain = str(run_id).replace("-", "").lower()
+    """The id in its one spelling, or None for what cannot be one. A ``result_ref`` names its run, too."""
+    plain = str(run_id).removeprefix(RESULT_SCHEME)
+    if _RESULT_FILE.fullmatch(plain, 36):
+        plain = plain[:36]
+    plain = plain.replace("-", "").lower()
     if len(plain) != 32 or not all(digit in "0123456789abcdef" for digit in plain):
         return None
     return f"{plain[:8]}-{plain[8:12]}-{plain[12:16]}-{plain[16:20]}-{plain[20:]}"
@@ -322,6 +350,8 @@ def run_of(row: Mapping[str, Any]) -> Run:
     fields["asked_cost"] /= MICRO
     warnings = fields["warnings"]
     fields["warnings"] = msgspec.json.decode(warnings, type=list[str]) if warnings else []
+    if fields["status"] == "SUCCEEDED" and fields["result_ref"] is None:
+        fields["result_ref"] = f"{RESULT_SCHEME}{fields['id']}"
     artifacts = fields["artifacts"]
     fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
     return Run(**fields)

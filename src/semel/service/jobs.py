@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection, Select, and_, literal, or_, select
+from sqlalchemy import Connection, Select, and_, case, literal, or_, select
 
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.asking import SubmitOptions
 from semel.runs.engine import Engine
+from semel.runs.reading import STALLED
 from semel.runs.records import Run, checked_id
 from semel.runs.submitting import JobCard
 from semel.service import configs, uploads
@@ -216,7 +217,8 @@ _OF_RUN = (
     "worker",
     "attempts",
 )
-_JOBS = select(jobs, *(runs.c[name] for name in _OF_RUN)).join_from(jobs, runs, runs.c.id == jobs.c.run_id)
+_STALLED = case((STALLED, runs.c.progress_us)).label("stalled_us")
+_JOBS = select(jobs, *(runs.c[name] for name in _OF_RUN), _STALLED).join_from(jobs, runs, runs.c.id == jobs.c.run_id)
 
 
 def _is(status: str) -> Any:

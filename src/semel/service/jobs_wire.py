@@ -71,6 +71,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     cancel_requested: bool
     progress: float | None
     progress_note: str | None
+    stalled_since: datetime | None
+    """Since when its run makes no progress though its worker lives."""
     upload: UploadView | None
     error: str | None
     result: str | None
@@ -162,6 +164,7 @@ def job_view(row: Any, root: str) -> JobView:
         cancel_requested=row.cancel_us is not None,
         progress=row.progress,
         progress_note=row.progress_note,
+        stalled_since=_moment(row.stalled_us),
         upload=None
         if row.data_state is None
         else UploadView(state=row.data_state, bytes=row.data_bytes, total=row.data_total, data_ref=row.data_ref),

@@ -117,6 +117,7 @@ class Board:
             _gauge("semel_database_up", "Whether the database answered", 1),
             _gauge("runs_pending", "Runs that wait", backlog.pending),
             _gauge("runs_running", "Runs that are worked on", backlog.running),
+            _gauge("runs_stalled", "Runs whose worker lives and whose progress stands still", backlog.stalled),
             _gauge("runs_oldest_pending_seconds", "Seconds that the oldest due run waits", backlog.oldest_wait),
             _gauge("workers_alive", "Workers that were heard of lately, without those inside of servers", alive),
         ]

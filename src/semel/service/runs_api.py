@@ -306,6 +306,9 @@ async def list_runs(
     payload_hash: Annotated[str | None, _filter("payload_hash", "With this payload.")] = None,
     since: Annotated[datetime | None, QueryParameter(description="Submitted then or later.")] = None,
     until: Annotated[datetime | None, QueryParameter(description="Submitted before that.")] = None,
+    stalled: Annotated[bool, QueryParameter(description="Only those whose worker lives and that make no progress.")] = (
+        False
+    ),
     limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
     cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
     include: Annotated[
@@ -328,6 +331,7 @@ async def list_runs(
         payload_hash=payload_hash,
         since=since,
         until=until,
+        stalled=stalled,
         limit=limit,
         cursor=cursor,
         parameters=bool(include),

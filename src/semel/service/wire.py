@@ -91,6 +91,10 @@ class RunView(Struct, frozen=True, kw_only=True):
     cancel_requested: bool
     progress: float | None
     progress_note: str | None
+    stalled_since: Annotated[
+        datetime | None,
+        Meta(description="Since when its progress stands still though its worker lives; null unless it is stalled."),
+    ]
     error: str | None
     traceback: str | None
     result_ref: str | None
@@ -201,6 +205,7 @@ class ModelView(Struct, frozen=True, kw_only=True):
     backoff: list[float]
     lease: float
     timeout: float | None
+    stall_after: float | None
     cost: float
     isolation: str
     exclude: list[str]
@@ -258,6 +263,7 @@ def run_view(run: Run, root: str = "") -> RunView:
         cancel_requested=run.cancel_requested,
         progress=run.progress,
         progress_note=run.progress_note,
+        stalled_since=run.stalled_since,
         error=run.last_error,
         traceback=run.traceback,
         result_ref=run.result_ref if succeeded else None,
@@ -329,6 +335,7 @@ def model_view(model: Model) -> ModelView:
         backoff=list(model.backoff),
         lease=model.lease,
         timeout=model.timeout,
+        stall_after=model.stall_after,
         cost=model.cost,
         isolation=model.isolation,
         exclude=sorted(model.exclude),

@@ -100,6 +100,17 @@ class Stuck(Struct, frozen=True):
     why: str = ""
 
 
+class Stalled(Struct, frozen=True):
+    """A run whose worker lives, and whose progress has not moved since then."""
+
+    id: str
+    model: str
+    user: str
+    worker: str
+    progress: float | None
+    since_us: int
+
+
 class Held(Struct, frozen=True):
     """A run that somebody works on."""
 
@@ -142,6 +153,7 @@ class Look(Struct, frozen=True, kw_only=True):
     """The ends of which only the newest runs were looked at."""
     stuck: list[Stuck]
     late: list[Stuck]
+    stalled: list[Stalled]
     held: list[Held]
     failures: list[Failure]
     uses: list[Use]
@@ -183,6 +195,7 @@ def look(conn: Connection, whose: Whose, window: Window, now_us: int, terms: Ter
         cut=cut,
         stuck=_lost(conn, whose, now),
         late=_explained(conn, late, terms),
+        stalled=_stalled(conn, whose),
         held=_held(conn, whose),
         failures=_failures(conn, whose, now_us),
         uses=_uses(conn, whose, pending + running, ended, now),
@@ -234,6 +247,12 @@ def _late(conn: Connection, whose: Whose, now: int) -> list[Stuck]:
     """Runs that have been due for long, and that nobody has begun."""
     due = select(*_STUCK).where(*whose.filter("PENDING").conditions(), runs.c.due_us < now - LATE * MICRO)
     return _stuck(conn, due.order_by(runs.c.id))
+
+
+def _stalled(conn: Connection, whose: Whose) -> list[Stalled]:
+    columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "progress", "progress_us")]
+    query = select(*columns).where(*whose.filter("RUNNING").conditions(), reading.STALLED)
+    return [Stalled(*row) for row in conn.execute(query.order_by(runs.c.progress_us).limit(STUCK))]
 
 
 def _stuck(conn: Connection, query: Select[Any]) -> list[Stuck]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection, Text, cast, func, literal, or_, select
+from sqlalchemy import Connection, Text, case, cast, func, literal, or_, select
 
-from semel.runs.reading import Filter
+from semel.runs.reading import STALLED, Filter
 from semel.runs.records import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id
 from semel.service.dashboard.windows import id_at
 from semel.sql.schema import run_events, run_keys, run_logs, runs
@@ -60,6 +60,8 @@ class Line(Struct, frozen=True, kw_only=True):
     max_attempts: int
     losts: int
     error: str | None
+    stalled_us: int | None = None
+    """Since when it makes no progress though its worker lives."""
 
     @property
     def done(self) -> bool:
@@ -74,12 +76,13 @@ class Line(Struct, frozen=True, kw_only=True):
         return (self.finished_us - self.started_us) / MICRO
 
 
-_PLAIN = [name for name in Line.__struct_fields__ if name not in ("user", "error", "note")]
+_PLAIN = [name for name in Line.__struct_fields__ if name not in ("user", "error", "note", "stalled_us")]
 _LINE = [
     *(runs.c[name] for name in _PLAIN),
     runs.c.user_id.label("user"),
     func.substr(runs.c.last_error, 1, LONGEST_ERROR).label("error"),
     func.substr(runs.c.note, 1, LONGEST_ERROR).label("note"),
+    case((STALLED, runs.c.progress_us)).label("stalled_us"),
 ]
 
 

@@ -241,7 +241,7 @@ async def _each(site: Site, caller: Caller, run_id: str, one: Callable[[Run], Aw
 def _back(form: Form) -> Asked:
     """The list that the form stands in: where to go back to."""
     try:
-        names = ("model", "user", "queue", "last", "since", "until", "q", "cursor", "newer")
+        names = ("model", "user", "queue", "last", "since", "until", "q", "stalled", "cursor", "newer")
         return read_asked(form.every("status"), {name: form.get(name) for name in names})
     except InvalidRequest:
         return Asked()

@@ -17,7 +17,7 @@ from semel.service.runs_words import TheRequest
 SPANS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """The quick links: of the last hour, day and week."""
 LONGEST = 1000
-_SENT = ("status", "model", "user", "queue", "last", "since", "until", "q")
+_SENT = ("status", "model", "user", "queue", "last", "since", "until", "q", "stalled")
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -31,6 +31,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     since: str = ""
     until: str = ""
     q: str = ""
+    stalled: str = ""
+    """``1``: only runs that make no progress though their workers live."""
     cursor: str | None = None
     newer: str | None = None
 
@@ -57,6 +59,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             queue=self.queue or None,
             since_us=_us(since),
             until_us=_us(until),
+            stalled=self.stalled == "1",
         )
 
 
@@ -74,6 +77,8 @@ def read(status: list[str], texts: dict[str, str]) -> Asked:
         raise InvalidRequest(f"{unknown[0]!r} is not a status; there are {', '.join(STATUSES)}")
     if texts["last"] not in ("", *SPANS):
         raise InvalidRequest(f"last is one of {', '.join(SPANS)}")
+    if texts["stalled"] not in ("", "1"):
+        raise InvalidRequest("stalled is 1, or left out")
     for name in ("since", "until"):
         _moment(name, texts[name])
     plain = {name: texts[name].strip() for name in _SENT[1:]}

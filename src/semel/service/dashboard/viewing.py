@@ -14,6 +14,7 @@ from semel.service.dashboard.asking import (
     Failure,
     Held,
     Look,
+    Stalled,
     Stuck,
     Use,
     Whose,
@@ -95,6 +96,7 @@ class View(Struct, frozen=True, kw_only=True):
     hits: Hits | None
     stuck: list[Stuck]
     late: list[Stuck]
+    stalled: list[Stalled]
     held: list[Held]
     failures: list[Failure]
     workers: list[Bench]
@@ -120,6 +122,7 @@ def viewed(
         hits=hits,
         stuck=look.stuck,
         late=look.late,
+        stalled=look.stalled,
         held=look.held[:RUNNING],
         failures=look.failures,
         workers=_benches(look, whole=not whose.tenant),
