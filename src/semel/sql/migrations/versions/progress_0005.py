@@ -3,8 +3,8 @@
 from alembic import op
 from sqlalchemy import BigInteger, Column, Integer, inspect
 
-revision = "0004"
-down_revision = "0003"
+revision = "0005"
+down_revision = "0004"
 branch_labels = None
 depends_on = None
 
