@@ -194,8 +194,9 @@ class Record(Struct, gc=False):
 
     @property
     def lease_left(self) -> float:
-        """Seconds until the lease ends; zero when it ended or the work is done."""
-        return max(0.0, (self.lease_until_us - self.now_us) / 1e6) if self.state == "claimed" else 0.0
+        """Seconds until the lease ends, never more than it was given; zero when it ended or the work is done."""
+        left = min(self.lease_until_us - self.now_us, self.lease_us)
+        return max(0.0, left / 1e6) if self.state == "claimed" else 0.0
 
     @property
     def outcome(self) -> Outcome | None:

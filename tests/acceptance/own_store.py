@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from semel.model import Granted, Held, Record, Verdict
-from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release, Renew, Ring
+from semel.once.rules import claim_of, finish, gone, grant, judge, live, rewind
+from semel.once.store import ClaimRequest, Clock, Complete, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
 
 
 class DictStore:
@@ -32,6 +32,7 @@ class DictStore:
 
     def _claim(self, request: ClaimRequest, now: int) -> Verdict:
         previous = self._records.get((request.scope, request.key))
+        rewind(previous, now)
         answer = judge(previous, request, now)
         if not isinstance(answer, str):
             return answer
@@ -60,9 +61,7 @@ class DictStore:
             for request in requests:
                 record = self._owned(request, now)
                 if record is not None and record.state == "claimed":
-                    done = request.done
-                    record.state, record.completed_us, record.kind, record.data = "completed", now, done.kind, done.data
-                    record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
+                    finish(record, request.done, now)
                 answers.append(record is not None)
             return answers
 
@@ -76,6 +75,30 @@ class DictStore:
                     del self._records[request.scope, request.key]
                 answers.append(record is not None or self._live(request, now) is None)
             return answers
+
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        with self._lock:
+            now = self._clock()
+            answers = []
+            for request in requests:
+                record = self._live(request, now)
+                ours = record is not None and record.fence == request.fence
+                if record is not None and ours and (request.force or not live(record, now)):
+                    record = self._records.pop((request.scope, request.key)) and None
+                answers.append(record is None)
+            return answers
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        with self._lock:
+            now = self._clock()
+            doomed = [
+                place
+                for place, record in self._records.items()
+                if record.scope == request.scope and (request.force or not live(record, now))
+            ][: request.limit]
+            for place in doomed:
+                del self._records[place]
+            return len(doomed)
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         with self._lock:

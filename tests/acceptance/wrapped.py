@@ -7,7 +7,7 @@ from typing import Any
 
 from acceptance.together import PATIENCE
 from semel.model import Held, Record, Verdict
-from semel.once.store import ClaimRequest, Complete, Ref, Release, Renew, Ring, Store
+from semel.once.store import ClaimRequest, Complete, Forget, ForgetScope, Ref, Release, Renew, Ring, Store
 
 
 class Wrapped:
@@ -39,6 +39,14 @@ class Wrapped:
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         answers: list[bool] = await self._pass("release", requests)
         return answers
+
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        answers: list[bool] = await self._pass("forget", requests)
+        return answers
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        forgotten: int = await self._pass("forget_scope", request)
+        return forgotten
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         answers: list[Record | None] = await self._pass("get", refs)

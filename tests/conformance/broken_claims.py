@@ -315,3 +315,11 @@ class SaysThatItMarked(Broken):
         if request.done is not None:
             del self.records[self.place(request)]
         return verdict
+
+
+@caught_by("test_a_key_at_work_is_taken_by_force_alone", "test_a_stale_complete_is_refused")
+class KnowsNoForce(Broken):
+    """Judges as ever, whoever insists."""
+
+    def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        return judge(record, replace(request, force=False), now)

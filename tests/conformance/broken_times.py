@@ -35,7 +35,7 @@ class NeverForgets(Broken):
     "test_what_is_gone_cannot_be_renewed",
     "test_what_is_gone_is_absent_before_and_after_it_is_collected",
     "test_a_value_without_a_time_of_its_own_lives_as_long_as_its_key",
-    "test_past_retention_the_end_of_the_lease_is_the_end",
+    "test_a_claim_that_outlasts_its_retention_is_kept_for_one_more_after_its_lease",
 )
 class ShowsWhatIsGone(Broken):
     """A claim knows about expiry; the other verbs were forgotten."""
@@ -134,7 +134,7 @@ class TakesTheTimeAsFence(Broken):
 
 @caught_by(
     "test_repeats_do_not_extend_retention",
-    "test_a_clock_that_jumps_breaks_no_lease",
+    "test_a_clock_that_goes_back_breaks_no_lease_and_repeats_no_work",
 )
 class ExtendsRetentionByRepeats(Broken):
     """Every repeat renews the key's time, so that a client which retries often enough keeps it for ever."""
@@ -149,15 +149,62 @@ class ExtendsRetentionByRepeats(Broken):
     "test_retention_counts_from_the_claim",
     "test_a_completed_key_is_replayed",
     "test_a_value_may_be_kept_for_a_shorter_time_than_its_key",
-    "test_an_outcome_past_retention_protects_nothing",
     "test_get_shows_the_record_of_an_outcome",
 )
 class CountsRetentionFromTheOutcome(Broken):
     """The time to live begins anew when the work is done."""
 
     def write(self, record: Record, done: Done, now: int) -> None:
+        ttl = record.expires_us - record.created_us
         super().write(record, done, now)
-        record.expires_us += now - record.created_us
+        record.expires_us = now + ttl
+
+
+@caught_by(
+    "test_work_that_outlasts_its_retention_leaves_an_outcome",
+    "test_a_clock_that_goes_back_lengthens_no_retention_of_work_that_ends_after_it",
+)
+class CountsRetentionFromTheClaimAlone(Broken):
+    """Work that takes longer than its retention leaves an outcome that is gone already, and is done again."""
+
+    def write(self, record: Record, done: Done, now: int) -> None:
+        expires = record.expires_us
+        super().write(record, done, now)
+        record.expires_us = expires
+
+
+@caught_by(
+    "test_a_claim_that_outlasts_its_retention_is_kept_for_one_more_after_its_lease",
+    "test_work_that_outlasts_its_retention_leaves_an_outcome",
+)
+class ForgetsTheLateWithTheirLease(Broken):
+    """Past its retention a claim is gone at the moment its lease ends, so whoever comes then works blindly."""
+
+    def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        return judge(None if record is None or self.over(record, now) else record, request, now)
+
+    def live(self, request: Ref | Owned, now: int) -> Record | None:
+        record = super().live(request, now)
+        return None if record is None or self.over(record, now) else record
+
+    def over(self, record: Record, now: int) -> bool:
+        return now > record.expires_us and record.state == "claimed" and now >= record.lease_until_us
+
+
+@caught_by("test_a_clock_that_goes_back_lengthens_no_lease")
+class WaitsForTheClock(Broken):
+    """Trusts that time only grows: after a step back, a dead owner's lease lasts until the clock is there again."""
+
+    def rewind(self, record: Record | None, now: int) -> None:
+        pass
+
+
+@caught_by("test_a_clock_that_goes_back_breaks_no_lease_and_repeats_no_work")
+class ForgetsWhatComesFromTheFuture(Broken):
+    """After a step back it drops what was made after now, as though it could not be."""
+
+    def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        return "absent" if record is not None and record.created_us > now else judge(record, request, now)
 
 
 @caught_by("test_renewing_does_not_extend_retention")

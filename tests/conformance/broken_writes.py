@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatch
 
 from msgspec.structs import replace
 
 from conformance.sound import Broken, caught_by
 from semel import codec
 from semel.model import Record
-from semel.once.store import Complete, Done, Owned, Ref, Release, Renew
+from semel.once.store import Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew
 
 
 @caught_by(
@@ -227,3 +228,62 @@ class ClosesOnce(Broken):
         if self.closed:
             raise RuntimeError("closed")
         self.closed = True
+
+
+@caught_by("test_a_forgotten_key_is_absent", "test_a_scope_is_forgotten_without_the_keys_at_work")
+class ForgetsTheValueAlone(Broken):
+    """Takes the value away and leaves the key, which nobody can use then."""
+
+    def remove(self, request: Forget) -> None:
+        self.records[self.place(request)].data = None
+
+
+@caught_by("test_a_key_at_work_is_forgotten_by_force_alone", "test_a_batch_is_forgotten_each_in_its_place")
+class ForgetsKeysAtWork(Broken):
+    """Whoever works on the key learns of it when it is too late, although nobody wanted that."""
+
+    def forget_one(self, request: Forget, now: int) -> bool:
+        return super().forget_one(replace(request, force=True), now)
+
+
+@caught_by("test_forgetting_names_the_fence")
+class ForgetsWithoutAFence(Broken):
+    """By key alone: sent again after its reply was lost, it takes away what was done meanwhile."""
+
+    def forget_one(self, request: Forget, now: int) -> bool:
+        record = self.live(request, now)
+        return super().forget_one(replace(request, fence=record.fence) if record is not None else request, now)
+
+
+@caught_by("test_forgetting_what_is_absent_is_true", "test_forgetting_is_sent_again")
+class ForgetsOnce(Broken):
+    """Says whether there was something, so that sent again it says something else."""
+
+    def forget_one(self, request: Forget, now: int) -> bool:
+        return self.live(request, now) is not None and super().forget_one(request, now)
+
+
+@caught_by("test_a_scope_is_forgotten_without_the_keys_at_work", "test_forgetting_a_scope_is_bounded")
+class ForgetsScopesByForce(Broken):
+    """A DELETE for the scope, whoever works in it."""
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        return await super().forget_scope(replace(request, force=True))
+
+
+@caught_by("test_a_scope_is_forgotten_without_the_keys_at_work")
+class ForgetsByPattern(Broken):
+    """Takes the scope for a pattern, and forgets its namesakes."""
+
+    def forgets(self, request: ForgetScope, record: Record, now: int) -> bool:
+        return fnmatch(record.scope, f"{request.scope}*") and super().forgets(
+            replace(request, scope=record.scope), record, now
+        )
+
+
+@caught_by("test_forgetting_a_scope_is_bounded")
+class ForgetsScopesAtOnce(Broken):
+    """One DELETE for a million rows."""
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        return await super().forget_scope(replace(request, limit=2**62))

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from semel.model import Granted, Held, Reason, Record, Verdict
-from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+from semel.once.rules import claim_of, finish, gone, grant, judge, live, rewind
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
 
 
 class Sound:
@@ -36,14 +36,15 @@ class Sound:
         self.fence += 1
         return self.fence
 
+    def rewind(self, record: Record | None, now: int) -> None:
+        rewind(record, now)
+
     def live(self, request: Ref | Owned, now: int) -> Record | None:
         record = self.records.get(self.place(request))
         return None if record is None or gone(record, now) else record
 
     def write(self, record: Record, done: Done, now: int) -> None:
-        record.state = "completed"
-        record.completed_us, record.kind, record.data = now, done.kind, done.data
-        record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
+        finish(record, done, now)
 
     async def each(self, one: Callable[[Any, int], Any], requests: Sequence[Any]) -> list[Any]:
         with self.lock:
@@ -58,6 +59,7 @@ class Sound:
 
     def claim_one(self, request: ClaimRequest, now: int) -> Verdict:
         previous = self.records.get(self.place(request))
+        self.rewind(previous, now)
         verdict = self.judge(previous, request, now)
         return self.take(request, previous, verdict, now) if isinstance(verdict, str) else verdict
 
@@ -99,6 +101,32 @@ class Sound:
         if record.state == "claimed":
             del self.records[self.place(request)]
         return True
+
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        return await self.each(self.forget_one, requests)
+
+    def forget_one(self, request: Forget, now: int) -> bool:
+        record = self.live(request, now)
+        if record is None:
+            return True
+        if record.fence != request.fence or (live(record, now) and not request.force):
+            return False
+        self.remove(request)
+        return True
+
+    def remove(self, request: Forget) -> None:
+        del self.records[self.place(request)]
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        with self.lock:
+            now = self.clock()
+            doomed = [each for each in self.records.values() if self.forgets(request, each, now)][: request.limit]
+            for record in doomed:
+                self.remove(Forget(record.scope, record.key, record.fence))
+            return len(doomed)
+
+    def forgets(self, request: ForgetScope, record: Record, now: int) -> bool:
+        return record.scope == request.scope and (request.force or not live(record, now))
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         return await self.each(self.get_one, refs)

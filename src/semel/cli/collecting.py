@@ -68,7 +68,8 @@ def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
 
     now = read_clock(conn, terms)
     over = runs.c.finished_us < now - round(checked_seconds("older-than", age) * MICRO)
-    gone = or_(keys.c.state != "claimed", keys.c.lease_until_us < now)
+    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
+    gone = or_(keys.c.state != "claimed", keys.c.lease_until_us <= keys.c.expires_us, outlasted < now)
     wanted = {
         "runs": over,
         "runs_with_files": and_(over, or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None))),

@@ -213,7 +213,7 @@ async def run(
         except NotDone:
             pass
         except BaseException:
-            engine.forget(claim)
+            engine.lapse(claim)
             raise
         else:
             await engine.finish(claim, asking, value)

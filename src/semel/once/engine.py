@@ -26,7 +26,7 @@ from semel.errors import (
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
 from semel.once.asking import Asking, Door, claim_in, name_of, new_attempt, print_of
-from semel.once.background import Collector, Renewer, Sampler
+from semel.once.background import BATCH, Collector, Renewer, Sampler
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
 from semel.once.counters import Counters, Hook, Stats
@@ -34,7 +34,7 @@ from semel.once.debts import Debts
 from semel.once.memory import MemoryStore
 from semel.once.patience import patient
 from semel.once.runtime import Runtime
-from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store, Together
+from semel.once.store import ClaimRequest, Complete, Done, Forget, ForgetScope, Ref, Release, Renew, Store, Together
 from semel.policy import CrashRule, Policy, seconds
 
 A = TypeVar("A")
@@ -160,25 +160,65 @@ class Engine:
         """Look at a key without touching it; None when it is free."""
         return await self._gets(Ref(name_of("scope", scope), name_of("key", key)))
 
-    async def resolve(self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None) -> None:
+    async def resolve(
+        self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None, force: bool = False
+    ) -> None:
         """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again.
 
-        The vanished owner's fence is void from then on, should it come back.
+        The vanished owner's fence is void from then on, should it come back. While its lease lives, the owner is
+        taken to be at work: that is :class:`InProgress`, unless ``force`` says that it has vanished all the same.
         """
         record = await self.get(key, scope=scope)
-        if record is None or record.status not in ("unknown", "abandoned"):
-            state = "free" if record is None else record.status.replace("_", " ")
+        if record is None or record.status == "completed":
+            state = "free" if record is None else record.status
             raise InvalidRequest(f"there is nothing to resolve: the key {key!r} in {scope!r} is {state}")
+        if record.status == "in_flight" and not force:
+            raise _at_work(record)
         data = codec.encode(value)
         request = self._request(key, scope, "", self.policy.but(on_crash="unknown"))
         request.resolving = True
+        request.force = force
         verdict = await self._ask(request)
         if not isinstance(verdict, Granted):
             raise InProgress(f"the key {key!r} in {scope!r} was resolved or taken by someone else just now", 1.0)
         if done:
-            await self._record(verdict.claim, Done("value", data))
+            await self._record(verdict.claim, Done("resolved", data))
         else:
             await self.release(verdict.claim)
+
+    async def forget(self, key: str, *, scope: str = DEFAULT_SCOPE, force: bool = False) -> bool:
+        """Forget the key and its outcome: the next caller's work is done anew. False when the key was free.
+
+        A key that somebody works on is refused with :class:`InProgress`; ``force`` takes it from its owner, who can
+        record no outcome any more, so that the work may happen twice.
+        """
+        record = await self.get(key, scope=scope)
+        if record is None:
+            return False
+        if record.status == "in_flight" and not force:
+            raise _at_work(record)
+        forget = self._patient(self.store.forget)
+        if await forget([Forget(record.scope, record.key, record.fence, force)]) == [False]:
+            # Whoever claimed it since came after us, unless it is the same owner, who renewed a lease that had ended.
+            now = await self.get(key, scope=scope)
+            if now is not None and now.fence == record.fence:
+                raise _at_work(now)
+        self._bell.ring(record.scope, record.key)
+        return True
+
+    async def forget_scope(self, scope: str, *, force: bool = False) -> int:
+        """Forget every key of the scope, in bounded steps; answer how many. Keys that are worked on stay.
+
+        ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
+        """
+        step = self._patient(self.store.forget_scope)
+        request = ForgetScope(name_of("scope", scope), BATCH, force)
+        total = 0
+        while True:
+            forgotten = await step(request)
+            total += forgotten
+            if forgotten < BATCH:
+                return total
 
     async def check_and_mark(
         self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
@@ -324,7 +364,7 @@ class Engine:
         elif not self._bound:
             self._debts.owe_release(claim)
 
-    def forget(self, claim: Claim) -> None:
+    def lapse(self, claim: Claim) -> None:
         """Let the claim lapse: nobody renews it any more."""
         self._renewer.forget(claim)
 
@@ -439,6 +479,12 @@ def _described(error: Exception) -> list[str]:
 
 def _us(value: float | None) -> int | None:
     return None if value is None else round(value * 1e6)
+
+
+def _at_work(record: Record) -> InProgress:
+    left = record.lease_left
+    said = f"somebody works on the key {record.key!r} in {record.scope!r}, for {left:.1f} more seconds at least"
+    return InProgress(f"{said}; wait, or take it from them with force=True, and what they do may happen twice", left)
 
 
 def _lost(claim: Claim, verb: str) -> ClaimLost:

@@ -6,15 +6,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 from msgspec.structs import replace
 
 from semel.forks import survive_fork
 from semel.model import Granted, Held, Reason, Record, Verdict
-from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Ref, Release, Renew, Ring
+from semel.once.rules import claim_of, end_of, finish, gone, grant, judge, live, rewind
+from semel.once.store import ClaimRequest, Clock, Complete, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
 
 
 def _wall_clock() -> int:
@@ -53,13 +53,18 @@ class MemoryStore:
     def _claim(self, request: ClaimRequest, now: int) -> Verdict:
         records = self._scopes.setdefault(request.scope, {})
         previous = records.get(request.key)
-        verdict = judge(previous, request, now)
+        verdict = self._judge(previous, request, now)
         if not isinstance(verdict, str):
             return verdict
         self._fence += 1
         record = records[request.key] = grant(request, previous, verdict, self._fence, now)
         self._file(record, record.expires_us)
         return Granted(claim_of(record), verdict)
+
+    @staticmethod
+    def _judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
+        rewind(record, now)
+        return judge(record, request, now)
 
     def _file(self, record: Record, end: int) -> None:
         """Note, to the second, when something about the record may end next; the collector looks there.
@@ -98,7 +103,7 @@ class MemoryStore:
             if previous is not None:
                 if previous.state == "completed" and now <= previous.expires_us:
                     return "seen"
-                verdict = judge(previous, ClaimRequest(scope, key, "", "", 0, ttl_us), now)
+                verdict = self._judge(previous, ClaimRequest(scope, key, "", "", 0, ttl_us), now)
                 if not isinstance(verdict, str):
                     return verdict
             self._fence += 1
@@ -135,14 +140,9 @@ class MemoryStore:
         if record is None or record.fence != request.fence:
             return False
         if record.state == "claimed":
-            done = request.done
-            record.state = "completed"
-            record.completed_us = now
-            record.kind = done.kind
-            record.data = done.data
-            if done.value_ttl_us is not None:
-                record.value_until_us = now + done.value_ttl_us
-            if done.value_ttl_us is not None or now > record.expires_us:
+            expires = record.expires_us
+            finish(record, request.done, now)
+            if record.value_until_us is not None or record.expires_us != expires:
                 self._file(record, record.expires_us)
         return True
 
@@ -160,6 +160,32 @@ class MemoryStore:
             self._remove(record)
         return record.fence == request.fence
 
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """See the contract."""
+        with self._lock:
+            now = self._clock()
+            return [self._forget(request, now) for request in requests]
+
+    def _forget(self, request: Forget, now: int) -> bool:
+        record = self._live(request, now)
+        if record is None:
+            return True
+        if record.fence != request.fence or (live(record, now) and not request.force):
+            return False
+        self._remove(record)
+        return True
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """See the contract."""
+        with self._lock:
+            now = self._clock()
+            records = self._scopes.get(request.scope, {}).values()
+            doomed = islice((each for each in records if request.force or not live(each, now)), request.limit)
+            forgotten = list(doomed)
+            for record in forgotten:
+                self._remove(record)
+            return len(forgotten)
+
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
         with self._lock:
@@ -172,7 +198,7 @@ class MemoryStore:
             return None
         return replace(record, now_us=now)
 
-    def _live(self, place: Ref | Renew | Complete | Release, now: int) -> Record | None:
+    def _live(self, place: Ref | Owned, now: int) -> Record | None:
         record = self._scopes.get(place.scope, {}).get(place.key)
         return None if record is None or gone(record, now) else record
 
@@ -207,7 +233,7 @@ class MemoryStore:
         faded = record.value_until_us is not None and now > record.value_until_us and record.data is not None
         if faded:
             record.data = None
-        self._file(record, max(record.expires_us, now + 1_000_000))
+        self._file(record, end_of(record))
         return int(faded)
 
     async def stats(self) -> Held:

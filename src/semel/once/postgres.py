@@ -19,8 +19,8 @@ from sqlalchemy import URL, Connection, TextClause, exc, text
 from semel.errors import StoreUnavailable
 from semel.model import Held, InFlight, Reason, Record, Verdict
 from semel.once.listener import Hear, Listener
-from semel.once.rules import fingerprint_for, gone, granted, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+from semel.once.rules import fingerprint_for, gone, granted, judge, rewind
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
 from semel.sql.engines import Database, fetch
 from semel.sql.failures import LOCK_TIMEOUT, sqlstate
@@ -123,8 +123,20 @@ WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'
 """)
 
 
-_HOLDS = """k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed'
-  AND NOT (k.expires_us < us AND k.lease_until_us <= us)"""
+# The clock went back. Whoever has the row locked is its owner, or does the same.
+_REWIND = text(f"""
+WITH {_CLOCK},
+held AS MATERIALIZED (
+  SELECT k.scope, k.key FROM unnest(CAST(:scope AS text[]), CAST(:key AS text[])) AS r(scope, key)
+  JOIN semel_keys k ON k.scope = r.scope AND k.key = r.key
+  FOR UPDATE OF k SKIP LOCKED
+)
+UPDATE semel_keys k SET lease_until_us = us + k.lease_us FROM clock, held
+WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed' AND k.lease_until_us > us + k.lease_us
+""")
+
+_HOLDS = """k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND k.state = 'claimed' AND (k.expires_us >= us
+  OR (k.lease_until_us > k.expires_us AND k.lease_until_us + k.expires_us - k.created_us >= us))"""
 _NOTIFIED = f"CASE WHEN k.awaited THEN pg_notify('{CHANNEL}', k.scope || chr(31) || k.key) END"
 
 
@@ -132,7 +144,9 @@ def _complete_from(rows: str) -> TextClause:
     return text(f"""
 WITH {_CLOCK}
 UPDATE semel_keys k
-SET state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl
+SET state = 'completed', completed_us = us, kind = r.kind, value = r.value, value_until_us = us + r.value_ttl,
+    expires_us = CASE WHEN us BETWEEN k.created_us AND k.expires_us THEN k.expires_us
+                      ELSE us + k.expires_us - k.created_us END
 FROM clock, {rows}
 WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
@@ -151,6 +165,31 @@ WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 """)
 
+# As a release, of what somebody else has or had.
+_FORGOTTEN = (
+    """state = 'released', value = NULL, value_until_us = NULL, expires_us = least(k.expires_us, us + 60000000)"""
+)
+_IDLE = "k.state <> 'released' AND (CAST({force} AS boolean) OR k.state <> 'claimed' OR k.lease_until_us <= us)"
+
+_FORGET = text(f"""
+WITH {_CLOCK}
+UPDATE semel_keys k SET {_FORGOTTEN}
+FROM clock, {_many({**_OWNED, "force": "boolean"})}
+WHERE k.scope = r.scope AND k.key = r.key AND k.fence = r.fence AND {_IDLE.format(force="r.force")}
+RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
+""")
+
+_FORGET_SCOPE = text(f"""
+WITH {_CLOCK},
+doomed AS MATERIALIZED (
+  SELECT k.scope, k.key FROM semel_keys k, clock
+  WHERE k.scope = :scope AND {_IDLE.format(force=":force")} ORDER BY k.key LIMIT :most FOR UPDATE OF k
+)
+UPDATE semel_keys k SET {_FORGOTTEN} FROM clock, doomed
+WHERE k.scope = doomed.scope AND k.key = doomed.key
+RETURNING {_NOTIFIED}
+""")
+
 # SKIP LOCKED: an owner that completes in its own open transaction must not hold up everyone's renewal.
 _RENEW = text(f"""
 WITH {_CLOCK},
@@ -165,7 +204,8 @@ WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, k.lease_until_us
 """)
 
-_GONE = "expires_us < us AND NOT (state = 'claimed' AND lease_until_us > us)"
+_GONE = """expires_us < us AND NOT (state = 'claimed' AND lease_until_us > expires_us
+  AND lease_until_us + expires_us - created_us >= us)"""
 
 _PURGE = text(f"""
 WITH {_CLOCK},
@@ -275,6 +315,16 @@ class PostgresStore:
         await self._prepare()
         return await self._database.write(_release, requests, self._terms())
 
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """See the contract."""
+        await self._prepare()
+        return await self._database.write(_forget, requests, self._terms())
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """See the contract."""
+        await self._prepare()
+        return await self._database.write(_forget_scope, request, self._terms())
+
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
         await self._prepare()
@@ -341,6 +391,8 @@ def _judge(
     if waiting := [request for request in undecided.values() if request.waiting]:
         conn.execute(_AWAIT, _places(waiting))
     records = _read(conn, undecided.values(), terms)
+    if rewound := [place for place, record in records.items() if rewind(record, record.now_us)]:
+        conn.execute(_REWIND, {**_places([Ref(*place) for place in rewound]), **terms})
     takeable: dict[int, tuple[Record, Reason]] = {}
     promised: set[tuple[str, str]] = set()
     for at, request in undecided.items():
@@ -526,6 +578,19 @@ def _release(conn: Connection, requests: Sequence[Release], terms: Terms) -> lis
         _name(each) in held or _vacant(records.get((each.scope, each.key))) or _still(records, each) is not None
         for each in requests
     ]
+
+
+def _forget(conn: Connection, requests: Sequence[Forget], terms: Terms) -> list[bool]:
+    held = _fenced(conn, _FORGET, requests, terms, force=[each.force for each in requests])
+    if len(held) == len(requests):
+        return [True] * len(requests)
+    records = _missed(conn, requests, held, terms)
+    return [_name(each) in held or _vacant(records.get((each.scope, each.key))) for each in requests]
+
+
+def _forget_scope(conn: Connection, request: ForgetScope, terms: Terms) -> int:
+    values = {**terms, "scope": request.scope, "force": request.force, "most": request.limit}
+    return len(conn.execute(_FORGET_SCOPE, values).all())
 
 
 def _name(request: Owned) -> tuple[str, str, int]:

@@ -11,6 +11,7 @@ stays, and never falls behind the clock, so fences grow even over a server that 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -31,12 +32,25 @@ from semel.forks import survive_fork
 from semel.model import Held, Reason, Record, State, Verdict
 from semel.once.listener import Hear, Listener
 from semel.once.rules import fingerprint_for, gone, granted, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+from semel.once.store import (
+    ClaimRequest,
+    Clock,
+    Complete,
+    Done,
+    Forget,
+    ForgetScope,
+    Owned,
+    Ref,
+    Release,
+    Renew,
+    Ring,
+)
 
 BUCKETS = 256
 SEPARATOR = "\x1f"
 _ROUNDS = 20
 _encoder = msgpack.Encoder()
+_WILD, _ESCAPED = re.compile(r"([*?\[\]\\])"), r"\\\1"
 
 # Every script takes the records' names as KEYS; as ARGV the time (in tests), the channel, the batch in MessagePack, and
 # then the outcomes' values, since Redis' MessagePack knows no bytes. It answers the time, then one answer a request.
@@ -49,9 +63,15 @@ end
 local asked = cmsgpack.unpack(ARGV[3])
 local function int(number) return string.format('%.0f', number) end
 local answers = {int(now)}
-local function owner(key)  -- fence, state, awaited, expires; nothing when the record is gone
-  local r = redis.call('HMGET', key, 'fence', 'state', 'awaited', 'expires_us', 'lease_until_us')
-  if not r[1] or (now > tonumber(r[4]) and not (r[2] == 'claimed' and now < tonumber(r[5]))) then return {} end
+local function last(state, created, lease, expires)  -- see end_of in the rules
+  if state == 'claimed' and lease > expires then return lease + expires - created end
+  return expires
+end
+local function owner(key)  -- fence, state, awaited, expires, lease, created; nothing when the record is gone
+  local r = redis.call('HMGET', key, 'fence', 'state', 'awaited', 'expires_us', 'lease_until_us', 'created_us')
+  if not r[1] then return {} end
+  for i = 4, 6 do r[i] = tonumber(r[i]) end
+  if now > last(r[2], r[6], r[5], r[4]) then return {} end
   return r
 end
 local function keep(key, ends)  -- a minute longer than needed, so that "expired" can be told from "absent"
@@ -70,7 +90,7 @@ _CLAIM = (
     + """
 for i, request in ipairs(asked) do
   local key, counter, was = KEYS[2 * i - 1], KEYS[2 * i], request.was
-  local seen = redis.call('HMGET', key, 'fence', 'state', 'lease_until_us')
+  local seen = redis.call('HMGET', key, 'fence', 'state', 'lease_until_us', 'lease_us')
   if not seen[1] or (was and seen[1] == int(was.fence) and seen[2] == was.state and seen[3] == int(was.until_us)) then
     local fence = math.max(tonumber(redis.call('GET', counter) or 0) + 1, now)
     redis.call('SET', counter, int(fence))
@@ -80,10 +100,13 @@ for i, request in ipairs(asked) do
       'created_us', int(now), 'lease_us', int(request.lease_us), 'lease_until_us', int(now + request.lease_us),
       'expires_us', int(now + request.ttl_us))
     if request.done then finish(key, request.done, ARGV[3 + i]) end
-    keep(key, now + math.max(request.lease_us, request.ttl_us))
+    keep(key, last('claimed', now, now + request.lease_us, now + request.ttl_us))
     answers[i + 1] = int(fence)
   else
     if request.waiting and seen[2] == 'claimed' then redis.call('HSET', key, 'awaited', '1') end
+    if seen[2] == 'claimed' and tonumber(seen[3]) > now + tonumber(seen[4]) then  -- the clock went back
+      redis.call('HSET', key, 'lease_until_us', int(now + tonumber(seen[4])))
+    end
     answers[i + 1] = redis.call('HGETALL', key)
   end
 end
@@ -98,6 +121,10 @@ for i, request in ipairs(asked) do
   local ours = r[1] == int(request.fence)
   if ours and r[2] == 'claimed' then
     finish(KEYS[i], request.done, ARGV[3 + i])
+    if now < r[6] or now > r[4] then  -- no outcome is born expired
+      redis.call('HSET', KEYS[i], 'expires_us', int(now + r[4] - r[6]))
+      keep(KEYS[i], now + r[4] - r[6])
+    end
     ring(r[3], request)
   end
   answers[i + 1] = ours and 1 or 0
@@ -129,8 +156,24 @@ for i, request in ipairs(asked) do
   if r[1] == int(request.fence) and r[2] == 'claimed' then
     local ends = now + request.lease_us
     redis.call('HSET', KEYS[i], 'lease_us', int(request.lease_us), 'lease_until_us', int(ends))
-    keep(KEYS[i], math.max(ends, tonumber(r[4])))
+    keep(KEYS[i], last('claimed', r[6], ends, r[4]))
     answers[i + 1] = int(ends)
+  end
+end
+return answers
+"""
+)
+_FORGET = (
+    _START
+    + """
+for i, request in ipairs(asked) do
+  local r = owner(KEYS[i])
+  local ours = r[1] and (request.fence == 0 or r[1] == int(request.fence))  -- 0: whoever's
+  answers[i + 1] = r[1] and 0 or 1
+  if ours and (request.force or r[2] ~= 'claimed' or now >= r[5]) then
+    redis.call('DEL', KEYS[i])
+    ring(r[3], request)
+    answers[i + 1] = 2
   end
 end
 return answers
@@ -317,6 +360,25 @@ class RedisStore:
         answers = await self._run(_RELEASE, requests, self._names(requests))
         return [answer == 1 for answer, _ in answers]
 
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """See the contract."""
+        answers = await self._run(_FORGET, requests, self._names(requests))
+        return [answer > 0 for answer, _ in answers]
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """See the contract. Walks over every key under the prefix."""
+        forgotten = 0
+        async with aclosing(self._scan(500, request.scope)) as scan:
+            async for found in scan:
+                left = [Forget(ref.scope, ref.key, 0, request.force) for ref in found]
+                while left and forgotten < request.limit:
+                    some, left = left[: request.limit - forgotten], left[request.limit - forgotten :]
+                    answers = await self._run(_FORGET, some, self._names(some))
+                    forgotten += sum(answer == 2 for answer, _ in answers)
+                if forgotten >= request.limit:
+                    break
+        return forgotten
+
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
         answers = await self._run(_GET, (), self._names(refs))
@@ -346,11 +408,12 @@ class RedisStore:
                     count["expired" if gone(record, now) else record.status] += 1
         return Held(**count)
 
-    async def _scan(self, size: int) -> AsyncGenerator[list[Ref], None]:
-        """Every record under the prefix, in lists of at most ``size``."""
+    async def _scan(self, size: int, scope: str | None = None) -> AsyncGenerator[list[Ref], None]:
+        """Every record under the prefix (in this scope), in lists of at most ``size``."""
+        place = "*:*" if scope is None else f"{len(scope)}:{_WILD.sub(_ESCAPED, scope)}:*"
         found: list[Ref] = []
         with translated():
-            async for name in _each(self._here().scan_iter(match=f"{self._prefix}:{{*}}:*:*", count=500)):
+            async for name in _each(self._here().scan_iter(match=f"{self._prefix}:{{*}}:{place}", count=500)):
                 found.append(self._ref(name))
                 if len(found) == size:
                     yield found

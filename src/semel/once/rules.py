@@ -4,7 +4,7 @@ Every store answers by :func:`judge`; a store only decides how to make "look, th
 
 ::
 
-    absent ──claim──▶ claimed ──complete──▶ completed ──ttl──▶ gone (absent)
+    absent ──claim──▶ claimed ──complete──▶ completed ──ttl or forget──▶ gone (absent)
       ▲                │  ▲ │
       └────release─────┘  │ └─ lease ends ─▶ abandoned ─claim, same fingerprint─▶ claimed (new fence)
                         renew                └─ on_crash="unknown" ─▶ Unknown ─resolve─▶ completed or absent
@@ -13,7 +13,7 @@ Every store answers by :func:`judge`; a store only decides how to make "look, th
 from __future__ import annotations
 
 from semel.model import Claim, Granted, InFlight, Mismatch, Reason, Record, Replay, Unknown, Verdict
-from semel.once.store import ClaimRequest
+from semel.once.store import ClaimRequest, Done
 
 
 def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -35,16 +35,44 @@ def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | R
     if now < record.lease_until_us:
         if ours:
             return Granted(claim_of(record))
-        age = max(0, now - record.created_us) / 1e6
-        return InFlight((record.lease_until_us - now) / 1e6, record.fence, age)
+        if not request.force:
+            age = max(0, now - record.created_us) / 1e6
+            return InFlight(min(record.lease_until_us - now, record.lease_us) / 1e6, record.fence, age)
     if (record.unknown or request.unknown) and not (request.resolving or ours):
         return Unknown(record.fence, record.lease_until_us)
     return "abandoned"
 
 
 def gone(record: Record, now: int) -> bool:
-    """True when retention ended and no live lease protects the record."""
-    return now > record.expires_us and not (record.state == "claimed" and now < record.lease_until_us)
+    """True when the record's time is over."""
+    return now > end_of(record)
+
+
+def end_of(record: Record) -> int:
+    """The last microsecond at which the record is there, if nothing happens to it until then.
+
+    That is when its retention ends. Work that outlasts its retention, or an owner that vanished while it did, is
+    remembered for another retention after its lease.
+    """
+    if record.state == "claimed" and record.lease_until_us > record.expires_us:
+        return record.lease_until_us + record.expires_us - record.created_us
+    return record.expires_us
+
+
+def live(record: Record, now: int) -> bool:
+    """True while an owner's lease protects the record."""
+    return record.state == "claimed" and now < record.lease_until_us
+
+
+def rewind(record: Record | None, now: int) -> bool:
+    """True where the lease had more time left than it was given, since the store's clock went back: now it has not.
+
+    Every claim does this with what it meets, before it is judged, so that nobody waits longer than a lease.
+    """
+    if record is None or record.state != "claimed" or record.lease_until_us <= now + record.lease_us:
+        return False
+    record.lease_until_us = now + record.lease_us
+    return True
 
 
 def differs(recorded: str, asked: str) -> bool:
@@ -77,14 +105,22 @@ def grant(request: ClaimRequest, previous: Record | None, reason: Reason, fence:
         now + request.lease_us,
         now + request.ttl_us,
     )
-    done = request.done
-    if done is not None:
-        record.state = "completed"
-        record.completed_us = now
-        record.kind = done.kind
-        record.data = done.data
-        record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
+    if request.done is not None:
+        finish(record, request.done, now)
     return record
+
+
+def finish(record: Record, done: Done, now: int) -> None:
+    """Write the outcome into a claimed record."""
+    if not record.created_us <= now <= record.expires_us:
+        record.expires_us += (
+            now - record.created_us
+        )  # no outcome is born expired, nor kept for longer than it was asked
+    record.state = "completed"
+    record.completed_us = now
+    record.kind = done.kind
+    record.data = done.data
+    record.value_until_us = None if done.value_ttl_us is None else now + done.value_ttl_us
 
 
 def fingerprint_for(request: ClaimRequest, previous: Record | None, reason: Reason) -> str:

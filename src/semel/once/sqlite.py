@@ -27,8 +27,8 @@ from sqlalchemy import (
 )
 
 from semel.model import Granted, Held, Record, Verdict
-from semel.once.rules import claim_of, gone, grant, judge
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Owned, Ref, Release, Renew, Ring
+from semel.once.rules import claim_of, gone, grant, judge, rewind
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
 from semel.sql import migrate
 from semel.sql.engines import Database
 from semel.sql.schema import keys
@@ -45,15 +45,31 @@ _READ = (
 _FENCES = "UPDATE semel_fence_counter SET last = last + ? RETURNING last"
 _WRITE = f"INSERT OR REPLACE INTO semel_keys ({_COLUMNS}, awaited) VALUES ({'?, ' * 15}false)"
 _HELD = "WHERE scope = ? AND key = ? AND fence = ? AND state = 'claimed'"
-_LIVE = f"{_HELD} AND NOT (expires_us < ? AND lease_until_us <= ?)"
+_LIVE = (
+    f"{_HELD} AND (expires_us >= ? OR (lease_until_us > expires_us AND lease_until_us + expires_us - created_us >= ?))"
+)
 _COMPLETE = (
-    f"UPDATE semel_keys SET state = 'completed', completed_us = ?, kind = ?, value = ?, value_until_us = ? {_LIVE}"
+    "UPDATE semel_keys SET state = 'completed', completed_us = ?, kind = ?, value = ?, value_until_us = ?, "
+    "expires_us = CASE WHEN ? BETWEEN created_us AND expires_us THEN expires_us ELSE ? + expires_us - created_us END "
+    f"{_LIVE}"
 )
 _RENEW = f"UPDATE semel_keys SET lease_us = ?, lease_until_us = ? {_LIVE}"
 _RELEASE = f"DELETE FROM semel_keys {_LIVE}"
+_REWIND = f"UPDATE semel_keys SET lease_until_us = ? {_HELD}"
+_IDLE = "(? OR state <> 'claimed' OR lease_until_us <= ?)"
+_FORGET = f"DELETE FROM semel_keys WHERE scope = ? AND key = ? AND fence = ? AND {_IDLE}"
+_FORGET_SCOPE = (
+    "DELETE FROM semel_keys WHERE scope = ? AND key IN "
+    f"(SELECT key FROM semel_keys WHERE scope = ? AND {_IDLE} ORDER BY key LIMIT ?)"
+)
 
 _now = bindparam("now", type_=BigInteger)
-_gone = and_(keys.c.expires_us < _now, not_(and_(keys.c.state == "claimed", keys.c.lease_until_us > _now)))
+_outlasts = and_(
+    keys.c.state == "claimed",
+    keys.c.lease_until_us > keys.c.expires_us,
+    keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us >= _now,
+)
+_gone = and_(keys.c.expires_us < _now, not_(_outlasts))
 _some_gone = select(keys.c.scope, keys.c.key).where(_gone).limit(bindparam("most"))
 _some_faded = select(keys.c.scope, keys.c.key).where(keys.c.value_until_us < _now).limit(bindparam("most"))
 _PURGE = delete(keys).where(tuple_(keys.c.scope, keys.c.key).in_(_some_gone))
@@ -119,6 +135,16 @@ class SqliteStore:
         await self._prepare()
         return await self._database.write(_release, requests, self._clock)
 
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """See the contract."""
+        await self._prepare()
+        return await self._database.write(_forget, requests, self._clock)
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """See the contract."""
+        await self._prepare()
+        return await self._database.write(_forget_scope, request, self._clock)
+
     async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
         """See Together."""
         await self._prepare()
@@ -164,6 +190,8 @@ def _read(conn: Connection, wanted: Iterable[Ref | ClaimRequest | Owned]) -> dic
 
 def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
     records, now = _read(conn, requests), clock()
+    if rewound := [record for record in records.values() if rewind(record, now)]:
+        conn.exec_driver_sql(_REWIND, [(each.lease_until_us, each.scope, each.key, each.fence) for each in rewound])
     judged = [judge(records.get((request.scope, request.key)), request, now) for request in requests]
     free = sum(isinstance(verdict, str) for verdict in judged)
     fences = _draw(conn, free) if free else iter(())
@@ -217,8 +245,9 @@ def _renew(conn: Connection, requests: Sequence[Renew], clock: Clock) -> list[in
 def _complete(conn: Connection, requests: Sequence[Complete], clock: Clock) -> list[bool]:
     now = clock()
     rows = [
-        (now, each.done.kind, each.done.data, _fades(each.done, now), each.scope, each.key, each.fence, now, now)
+        (now, done.kind, done.data, _fades(done, now), now, now, each.scope, each.key, each.fence, now, now)
         for each in requests
+        for done in (each.done,)
     ]
     if _all_changed(conn, _COMPLETE, rows):
         return [True] * len(rows)
@@ -238,6 +267,20 @@ def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> lis
     return [record is None or record.fence == each.fence for each, record in zip(requests, found, strict=True)]
 
 
+def _forget(conn: Connection, requests: Sequence[Forget], clock: Clock) -> list[bool]:
+    now = clock()
+    rows = [(each.scope, each.key, each.fence, each.force, now) for each in requests]
+    if _all_changed(conn, _FORGET, rows):
+        return [True] * len(requests)
+    return [record is None for record in _found(conn, requests, now)]
+
+
+def _forget_scope(conn: Connection, request: ForgetScope, clock: Clock) -> int:
+    values = (request.scope, request.scope, request.force, clock(), request.limit)
+    forgotten: int = conn.exec_driver_sql(_FORGET_SCOPE, values).rowcount
+    return forgotten
+
+
 def _all_changed(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) -> bool:
     """Whether all the rows' owners still held their keys, as nearly always."""
     changed: int = conn.exec_driver_sql(statement, rows).rowcount
@@ -245,12 +288,10 @@ def _all_changed(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) 
 
 
 def _found(conn: Connection, wanted: Sequence[Owned], now: int) -> list[Record | None]:
-    """What each one's key holds after the change: its own work, also where its retention had ended before."""
+    """What each one's key holds after the change."""
     records = _read(conn, wanted)
     found = (records.get((each.scope, each.key)) for each in wanted)
-    return [
-        None if record is None or (gone(record, now) and record.completed_us != now) else record for record in found
-    ]
+    return [None if record is None or gone(record, now) else record for record in found]
 
 
 _VERBS: dict[type, Callable[..., list[Any]]] = {

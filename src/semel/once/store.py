@@ -10,8 +10,11 @@ drive it without an event loop; an *async* store suspends as it likes. Every ver
 Rules that hold for all verbs:
 
 * Time is the store's. A store takes an optional ``clock`` (microseconds since 1970) that replaces it in tests.
-* A record is **gone** when its retention ended (``now > expires``) and no live lease protects it. A gone record is
-  absent to every verb, whether or not the collector has removed it.
+* A record is **gone** when its retention ended (``now > expires``). A claim whose lease ends after that is remembered
+  for one more retention after its lease, so that its owner may still complete it and nobody works blindly after one who
+  vanished. A gone record is absent to every verb, whether or not the collector has removed it.
+* No lease lasts longer than it was asked for. A store whose clock went back finds leases with more than ``lease_us``
+  left: the first claim that meets such a lease moves its end to ``now + lease_us``.
 * Every verb may be sent again after its reply was lost, and then answers as the first time.
 * A verb that cannot reach its data raises :class:`~semel.errors.StoreUnavailable`. It never guesses.
 """
@@ -45,6 +48,8 @@ class ClaimRequest(Struct):
     waiting: bool = False
     resolving: bool = False
     done: Done | None = None
+    force: bool = False
+    """Take the key from an owner whose lease lives, too."""
 
 
 class Done(Struct):
@@ -88,8 +93,25 @@ class Renew(Struct):
     lease_us: int
 
 
-Owned: TypeAlias = Complete | Release | Renew
-"""What only the owner of a fence may ask."""
+class Forget(Struct):
+    """An operator wants the record of ``fence`` to be absent; with ``force`` also while its lease lives."""
+
+    scope: str
+    key: str
+    fence: int
+    force: bool = False
+
+
+class ForgetScope(Struct):
+    """An operator wants at most ``limit`` of a scope's records to be absent; with ``force`` also those at work."""
+
+    scope: str
+    limit: int
+    force: bool = False
+
+
+Owned: TypeAlias = Complete | Release | Renew | Forget
+"""What names the fence of the record that it is about."""
 
 
 class Store(Protocol):
@@ -124,6 +146,9 @@ class Store(Protocol):
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         """Record each outcome; False when the fence no longer holds the key.
 
+        Retention is not extended, unless the work ended outside of it (past ``expires``, or before ``created`` since
+        the clock went back): then it counts from now, so that no outcome is born expired.
+
         A completed record is never overwritten: completing it again with its own fence changes nothing and is True.
         """
 
@@ -132,6 +157,19 @@ class Store(Protocol):
 
         A released key is absent. Releasing what is absent, or what this very fence completed, changes nothing
         and is True.
+        """
+
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """Make each record absent, whatever its state; False when another fence has the key, or a live lease holds it.
+
+        ``force`` overrules the lease: its owner has lost the key. Forgetting what is absent changes nothing and is
+        True. The next claim's fence is greater, as ever.
+        """
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """Make at most ``limit`` records of the scope absent; answer how many. Fewer means that none is left.
+
+        Records with a live lease stay, unless ``force`` is set.
         """
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:

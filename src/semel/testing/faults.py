@@ -9,9 +9,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 from semel.errors import StoreUnavailable
 from semel.model import Held, Record, Verdict
-from semel.once.store import ClaimRequest, Complete, Ref, Release, Renew, Ring, Store
+from semel.once.store import ClaimRequest, Complete, Forget, ForgetScope, Ref, Release, Renew, Ring, Store
 
-Verb: TypeAlias = Literal["open", "claim", "renew", "complete", "release", "get", "purge", "stats"]
+Verb: TypeAlias = Literal[
+    "open", "claim", "renew", "complete", "release", "forget", "forget_scope", "get", "purge", "stats"
+]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -81,6 +83,14 @@ class FaultyStore:
     async def release(self, requests: Sequence[Release]) -> list[bool]:
         """Release, unless a fault comes between."""
         return await self._pass("release", self.inner.release, requests)
+
+    async def forget(self, requests: Sequence[Forget]) -> list[bool]:
+        """Forget, unless a fault comes between."""
+        return await self._pass("forget", self.inner.forget, requests)
+
+    async def forget_scope(self, request: ForgetScope) -> int:
+        """Forget a scope, unless a fault comes between."""
+        return await self._pass("forget_scope", self.inner.forget_scope, request)
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """Look, unless a fault comes between."""

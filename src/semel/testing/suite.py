@@ -12,6 +12,7 @@ from semel.testing.rules.claims import Claims
 from semel.testing.rules.faults import Faults
 from semel.testing.rules.fences import Fences
 from semel.testing.rules.fingerprints import Fingerprints
+from semel.testing.rules.forgetting import Forgetting
 from semel.testing.rules.lifecycle import Lifecycle
 from semel.testing.rules.names import Names
 from semel.testing.rules.outcomes import Outcomes
@@ -23,7 +24,20 @@ from semel.testing.rules.upkeep import Upkeep
 from semel.testing.world import Opener, World
 
 
-class StoreSuite(Claims, Fingerprints, Fences, Ownership, Times, Outcomes, Names, Upkeep, Races, Lifecycle, Faults):
+class StoreSuite(
+    Claims,
+    Fingerprints,
+    Fences,
+    Ownership,
+    Times,
+    Outcomes,
+    Forgetting,
+    Names,
+    Upkeep,
+    Races,
+    Lifecycle,
+    Faults,
+):
     """The rules that every store keeps. Derive from it a class named ``Test…`` and say how to open your store::
 
         class TestMyStore(StoreSuite):

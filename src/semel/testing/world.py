@@ -22,7 +22,7 @@ from semel import codec
 from semel.bridge import drive
 from semel.model import Claim, Granted, Held, Kind, Record, Verdict
 from semel.once.faces import AsyncOnce, Once
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Ref, Release, Renew, Store
+from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, ForgetScope, Ref, Release, Renew, Store
 from semel.policy import Policy
 from semel.testing.clock import FakeClock
 
@@ -58,10 +58,11 @@ def ask(
     waiting: bool = False,
     resolving: bool = False,
     done: Done | None = None,
+    force: bool = False,
 ) -> ClaimRequest:
     """A request for a key, under a new attempt id unless one is given. Times are seconds."""
     attempt = attempt or uuid.uuid4().hex
-    return ClaimRequest(scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done)
+    return ClaimRequest(scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done, force)
 
 
 def done(value: Any = None, *, kind: Kind = "value", value_ttl: float | None = None) -> Done:
@@ -77,6 +78,11 @@ def completing(claim: Claim, value: Any = None, *, value_ttl: float | None = Non
 def releasing(claim: Claim) -> Release:
     """What the owner of this claim sends to give it back."""
     return Release(claim.scope, claim.key, claim.fence)
+
+
+def forgetting(claim: Claim, *, force: bool = False) -> Forget:
+    """What an operator sends to forget the record of this claim."""
+    return Forget(claim.scope, claim.key, claim.fence, force)
 
 
 def renewing(claim: Claim, lease: float = LEASE) -> Renew:
@@ -126,6 +132,16 @@ class Client:
         """Release one claim."""
         (answer,) = self.run(self.store.release([releasing(claim)]))
         return bool(answer)
+
+    def forget(self, claim: Claim, *, force: bool = False) -> bool:
+        """Forget the record of one claim."""
+        (answer,) = self.run(self.store.forget([forgetting(claim, force=force)]))
+        return bool(answer)
+
+    def forget_scope(self, scope: str = SCOPE, limit: int = 1000, *, force: bool = False) -> int:
+        """Forget keys of a scope once."""
+        forgotten: int = self.run(self.store.forget_scope(ForgetScope(scope, limit, force)))
+        return forgotten
 
     def renew(self, claim: Claim, lease: float = LEASE) -> int | None:
         """Renew one claim."""

@@ -10,7 +10,7 @@ from semel.errors import StoreBroken, StoreUnavailable
 from semel.model import Granted, InFlight, Replay
 from semel.testing.faults import FaultyStore
 from semel.testing.rules.lifecycle import Work
-from semel.testing.world import World, ask, completing, done, releasing, renewing, us
+from semel.testing.world import World, ask, completing, done, forgetting, releasing, renewing, us
 
 
 class Faults:
@@ -60,6 +60,16 @@ class Faults:
             first, again = _twice(world, lost, "renew", [renewing(claim, 90)])
             assert first == again == [world.clock.us + us(90)]
             assert world.record(lost).lease_until_us == world.clock.us + us(90)
+
+    def test_forgetting_is_sent_again(self, world: World) -> None:
+        """It is True, and the key is absent; what was claimed in between stays, however much it is forced."""
+        for lost in ("lose_request", "lose_reply"):
+            claim = world.completed(lost)
+            first, again = _twice(world, lost, "forget", [forgetting(claim)])
+            assert first == again == [True]
+            world.granted(lost)
+            with world.untouched(lost):
+                assert world.forget(claim, force=True) is False
 
     def test_a_batch_is_sent_again(self, world: World) -> None:
         """A batch of everything: each request is answered as the first time."""

@@ -54,6 +54,19 @@ def _resolved(world: World, key: str) -> Claim:
     return stale
 
 
+def _forgotten_and_claimed_anew(world: World, key: str) -> Claim:
+    stale = world.granted(key)
+    assert world.forget(stale, force=True)
+    world.granted(key)
+    return stale
+
+
+def _taken_by_force(world: World, key: str) -> Claim:
+    stale = world.granted(key)
+    world.granted(key, resolving=True, force=True)
+    return stale
+
+
 STALE: tuple[Callable[[World, str], Claim], ...] = (
     _taken_over,
     _taken_over_and_completed,
@@ -61,6 +74,8 @@ STALE: tuple[Callable[[World, str], Claim], ...] = (
     _expired_and_claimed_anew,
     _purged_and_claimed_anew,
     _resolved,
+    _forgotten_and_claimed_anew,
+    _taken_by_force,
 )
 """Every way in which a fence becomes stale while another one has the key."""
 
@@ -69,7 +84,7 @@ class Fences:
     """Zombies write nothing."""
 
     def test_the_fence_grows_over_everything_that_can_happen(self, world: World) -> None:
-        """Release, takeover, resolving, expiry and purge: whoever gets the key next has a greater fence."""
+        """Release, takeover, resolving, expiry, purge and forgetting: who gets the key next has a greater fence."""
         fences = [(first := world.granted(lease=10)).fence]
         assert world.release(first)
         fences.append((released := world.granted(lease=10, unknown=True)).fence)
@@ -88,7 +103,16 @@ class Fences:
         fences.append((again := world.granted()).fence)
         assert world.release(again)
         world.purge()
+        fences.append((worked := world.granted()).fence)
+        assert world.forget(worked, force=True)
+        world.purge()
+        fences.append((finished := world.completed()).fence)
+        assert world.forget(finished)
+        fences.append(world.granted(done=done()).fence)
+        assert world.forget_scope() == 1
+        world.purge()
         fences.append(world.granted().fence)
+        fences.append(world.granted(resolving=True, force=True).fence)
         assert all(earlier < later for earlier, later in pairwise(fences)), fences
 
     def test_the_fence_grows_in_a_store_that_was_emptied(self, world: World) -> None:

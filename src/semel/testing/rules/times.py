@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from semel.model import Claim, Granted, InFlight, Mismatch, Replay
-from semel.testing.world import LEASE, World, ask, us
+from semel.model import Claim, Granted, InFlight, Mismatch, Replay, Unknown
+from semel.testing.world import LEASE, World, ask, done, us
 
 
 def _gone(world: World) -> Claim:
@@ -110,23 +110,47 @@ class Times:
         assert isinstance(world.claim(fingerprint="1:aa"), InFlight)
         assert world.complete(claim) is True
 
-    def test_past_retention_the_end_of_the_lease_is_the_end(self, world: World) -> None:
-        """With the lease that protected it the record goes: whoever comes then starts afresh."""
+    def test_a_claim_that_outlasts_its_retention_is_kept_for_one_more_after_its_lease(self, world: World) -> None:
+        """Its owner vanished, or is late: the key is abandoned, or unknown, and not free for whoever comes blindly."""
         claim = world.granted(fingerprint="1:aa", lease=100, ttl=10)
-        world.clock.us = claim.lease_until_us
+        lost = world.granted("unknown", lease=5, ttl=10, unknown=True)
+        world.clock.advance(4)
+        assert world.renew(lost, 96) == claim.lease_until_us
+        end = claim.lease_until_us + us(10)
+        world.clock.us = end
+        assert world.purge() == 0
+        assert world.record().status == "abandoned"
+        assert isinstance(world.claim(fingerprint="1:bb"), Mismatch)
+        assert isinstance(world.claim("unknown"), Unknown)
+        assert world.renew(lost, 1) == end + us(1)
+        world.clock.us = end + 1
         assert world.get() is None
         assert world.complete(claim) is False
+        assert world.purge() == 1
         verdict = world.claim(fingerprint="1:bb")
         assert isinstance(verdict, Granted)
-        assert verdict.reason == "expired"
+        assert isinstance(world.claim("unknown"), InFlight)
 
-    def test_an_outcome_past_retention_protects_nothing(self, world: World) -> None:
-        """Completed under a lease that outlived retention, the record is gone at once."""
-        claim = world.granted(lease=100, ttl=10)
-        world.clock.advance(50)
-        assert world.complete(claim, 1) is True
-        assert world.get() is None
-        assert isinstance(world.claim(), Granted)
+    def test_work_that_outlasts_its_retention_leaves_an_outcome(self, world: World) -> None:
+        """No outcome is born expired: its retention counts from the end of the work, whether its lease lives or not."""
+        claims = [world.granted(f"key {number}", lease=100, ttl=10) for number in range(3)]
+        world.clock.advance(10)
+        assert world.complete(claims[0], "in time") is True
+        assert world.record("key 0").expires_us == claims[0].expires_us
+        world.clock.us += 1
+        assert world.complete(claims[1], "late") is True
+        ends = {"key 1": world.clock.us + us(10)}
+        world.clock.us = claims[2].lease_until_us + 1
+        assert world.complete(claims[2], "later still") is True
+        assert world.complete(claims[2], "again") is True
+        ends["key 2"] = world.clock.us + us(10)
+        for key, end in ends.items():
+            world.clock.us = end
+            assert world.record(key).expires_us == end
+            assert isinstance(world.claim(key), Replay)
+            world.clock.us = end + 1
+            assert world.get(key) is None
+        assert world.purge() == 3
 
     def test_an_owner_may_act_until_retention_ends(self, world: World) -> None:
         """At its last microsecond the record is there: its fence completes, renews and releases; a stale one cannot."""
@@ -188,20 +212,55 @@ class Times:
         assert again.claim.fence > first.claim.fence
         assert again.claim.expires_us == world.clock.us + us(100)
 
-    def test_a_clock_that_jumps_breaks_no_lease(self, world: World) -> None:
-        """Set back, a key at work stays in flight, and a completed one replays; set right again, all is as before."""
+    def test_a_clock_that_goes_back_breaks_no_lease_and_repeats_no_work(self, world: World) -> None:
+        """Set back, a key at work stays in flight, and a completed one replays; set right again, nothing is lost."""
         claim = world.granted("at work", lease=10)
         world.completed("done", value=1)
         world.clock.advance(-7200)
-        verdict = world.claim("at work")
-        assert isinstance(verdict, InFlight)
-        assert verdict.retry_after > 0
+        assert isinstance(world.claim("at work"), InFlight)
         assert isinstance(world.claim("done"), Replay)
         assert world.purge() == 0
+        assert world.renew(claim, 10) == world.clock.us + us(10)
         world.clock.advance(7200)
-        assert isinstance(world.claim("at work"), InFlight)
         assert world.complete(claim, 2) is True
-        assert world.value("done") == 1
+        assert (world.value("at work"), world.value("done")) == (2, 1)
+        assert isinstance(world.claim("done"), Replay)
+
+    def test_a_clock_that_goes_back_lengthens_no_lease(self, world: World) -> None:
+        """Who asks for the key of a dead owner waits no longer than the lease that the owner asked for."""
+        world.granted("waits", lease=5)
+        world.granted("marks", lease=5)
+        world.granted("renewed", lease=100)
+        renewed = world.granted("renewed too", lease=100)
+        assert world.renew(renewed, 5) is not None
+        world.clock.advance(-3600)
+        assert world.record("waits").lease_left == 5
+        for key, lease in (("waits", 5), ("renewed too", 5), ("renewed", 100)):
+            first = world.claim(key)
+            assert isinstance(first, InFlight)
+            assert first.retry_after == lease
+        assert isinstance(world.claim("marks", done=done()), InFlight)
+        world.clock.advance(4)
+        again = world.claim("waits")
+        assert isinstance(again, InFlight)
+        assert again.retry_after == 1
+        world.clock.advance(1)
+        for key in ("waits", "marks", "renewed too"):
+            verdict = world.claim(key)
+            assert isinstance(verdict, Granted), key
+            assert verdict.reason == "abandoned"
+        assert isinstance(world.claim("renewed"), InFlight)
+
+    def test_a_clock_that_goes_back_lengthens_no_retention_of_work_that_ends_after_it(self, world: World) -> None:
+        """Completed after the step, a key is kept for as long as was asked, counted from then."""
+        claim = world.granted(lease=10, ttl=100)
+        world.clock.advance(-86400)
+        assert world.complete(claim, 1) is True
+        assert world.record().expires_us == world.clock.us + us(100)
+        world.clock.advance(100)
+        assert isinstance(world.claim(), Replay)
+        world.clock.us += 1
+        assert world.get() is None
 
     def test_without_a_clock_the_store_has_its_own_time(self, world: World) -> None:
         """Leases end by themselves, retention too, and what is meant to last lasts."""

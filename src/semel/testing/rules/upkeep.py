@@ -103,7 +103,7 @@ class Upkeep:
         completed = world.granted("completed", lease=1000, ttl=10)
         renewed = world.granted("renewed", lease=1000, ttl=10)
         assert world.complete(completed) is True
-        assert world.renew(renewed, 11) is not None
+        assert world.renew(renewed, 10) is not None
         world.clock.advance(11)
         assert world.get("completed") is None
         assert world.get("renewed") is None

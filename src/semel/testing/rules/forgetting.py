@@ -1,0 +1,109 @@
+"""An operator forgets keys: the next caller starts afresh, and whoever was at work is only interrupted by force."""
+
+from __future__ import annotations
+
+from semel.model import Granted, InFlight, Replay
+from semel.testing.world import SCOPE, World, ask, done, forgetting
+
+
+class Forgetting:
+    """What an operator takes away, and what not."""
+
+    def test_a_forgotten_key_is_absent(self, world: World) -> None:
+        """Completed, abandoned or unknown: the outcome is gone, and the next caller is granted the key as a new one."""
+        claims = {
+            "completed": world.completed("completed", value="old"),
+            "abandoned": world.granted("abandoned", lease=10, fingerprint="1:aa"),
+            "unknown": world.granted("unknown", lease=10, unknown=True),
+        }
+        world.clock.advance(10)
+        for key, claim in claims.items():
+            assert world.forget(claim) is True, key
+            assert world.get(key) is None, key
+            verdict = world.claim(key, fingerprint="1:bb")
+            assert isinstance(verdict, Granted), key
+            assert verdict.reason == "absent", key
+            assert world.record(key).data is None, key
+
+    def test_a_key_at_work_is_forgotten_by_force_alone(self, world: World) -> None:
+        """To the last microsecond of the lease; by force its owner has lost it."""
+        claim = world.granted(lease=10)
+        world.clock.us = claim.lease_until_us - 1
+        with world.untouched():
+            assert world.forget(claim) is False
+        assert world.forget(claim, force=True) is True
+        assert world.get() is None
+        assert world.complete(claim, "late") is False
+        assert world.renew(claim) is None
+        lapsed = world.granted(lease=10)
+        world.clock.us = lapsed.lease_until_us
+        assert world.forget(lapsed) is True
+
+    def test_forgetting_names_the_fence(self, world: World) -> None:
+        """What was claimed anew since the operator looked is not forgotten, not even by force."""
+        stale = world.completed(value="old", ttl=10)
+        world.clock.us = stale.expires_us + 1
+        world.completed(value="new")
+        with world.untouched():
+            assert world.forget(stale) is False
+            assert world.forget(stale, force=True) is False
+        at_work = world.granted("at work", lease=10)
+        world.clock.advance(10)
+        world.granted("at work")
+        with world.untouched("at work"):
+            assert world.forget(at_work, force=True) is False
+
+    def test_forgetting_what_is_absent_is_true(self, world: World) -> None:
+        """Forgotten before, released or gone: so it may be sent again after its reply was lost."""
+        claim = world.completed()
+        released, expired = world.granted("released"), world.completed("gone", ttl=10)
+        assert world.release(released)
+        world.clock.us = expired.expires_us + 1
+        for absent in (claim, claim, released, expired):
+            assert world.forget(absent) is True
+        assert world.stats().live == 0
+
+    def test_a_batch_is_forgotten_each_in_its_place(self, world: World) -> None:
+        """In the order of the batch, also where one key is named twice."""
+        completed, at_work, forced = world.completed("b"), world.granted("c"), world.granted("a")
+        batch = [forgetting(at_work), forgetting(completed), forgetting(forced, force=True), forgetting(completed)]
+        assert world.run(world.store.forget(batch)) == [False, True, True, True]
+        assert isinstance(world.claim("c"), InFlight)
+        assert world.stats().live == 1
+
+    def test_a_scope_is_forgotten_without_the_keys_at_work(self, world: World) -> None:
+        """Completed, marked and abandoned go; what is in flight goes by force alone; other scopes stay."""
+        world.completed("completed")
+        world.granted("marked", done=done())
+        world.granted("abandoned", lease=10)
+        others = ("other", f"{SCOPE}:", f"{SCOPE[:-1]}*", SCOPE[:-1], f"{SCOPE[:-1]}?")
+        for scope in others:
+            world.completed("completed", scope=scope)
+        world.clock.advance(10)
+        at_work = world.granted("at work")
+        assert world.forget_scope() == 3
+        assert isinstance(world.claim("at work"), InFlight)
+        assert world.stats().live == 1 + len(others)
+        assert world.forget_scope() == 0
+        assert world.forget_scope(force=True) == 1
+        assert world.complete(at_work) is False
+        assert world.forget_scope(f"{SCOPE[:-1]}*") == 1
+        assert world.stats().live == len(others) - 1
+        assert world.forget_scope("never used") == 0
+
+    def test_forgetting_a_scope_is_bounded(self, world: World) -> None:
+        """It takes at most as many as it is told; fewer means that none is left."""
+        world.claims([ask(f"at work {number}") for number in range(5)])
+        world.claims([ask(f"done {number}", done=done()) for number in range(25)])
+        assert [world.forget_scope(limit=10) for _ in range(4)] == [10, 10, 5, 0]
+        assert world.stats().live == 5
+
+    def test_a_key_at_work_is_taken_by_force_alone(self, world: World) -> None:
+        """As whoever resolves it by force does: in one step, so that nobody comes in between."""
+        first = world.granted(lease=100, unknown=True)
+        assert isinstance(world.claim(resolving=True), InFlight)
+        second = world.granted(resolving=True, force=True)
+        assert world.complete(first, "first") is False
+        assert world.complete(second, "second") is True
+        assert isinstance(world.claim(resolving=True, force=True), Replay)
+        assert world.value() == "second"
