@@ -261,7 +261,9 @@ def in_bulk(ground: Ground, queues: list[str]) -> list[Any]:
 
 def test_max_concurrent_of_0_lets_nothing_in(ground: Ground) -> None:
     ground.app.set_quota(42, Quota(max_concurrent=0))
-    assert refused(ground) == "Quota exceeded: Maximum 0 concurrent jobs allowed"
+    assert refused(ground) == (
+        "Quota exceeded: Maximum 0 concurrent jobs allowed for user '42'; ask an admin to raise it (semel quota set)"
+    )
     assert ground.jobs.reserve_job_slot(42, 0) is None
     ground.submit(43)
     ground.app.set_quota(42, Quota(max_concurrent=0, action="warn"))

@@ -268,3 +268,17 @@ def test_the_head_of_an_answer_is_that_of_get(client: httpx.Client) -> None:
         head, full = client.head(path), client.get(path)
         assert (head.status_code, head.headers["content-type"]) == (full.status_code, full.headers["content-type"])
         assert head.content == b""
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "valid"),
+    [
+        ("POST", "/admin/subscriptions", {"url": "http://x", "events": ["RunFinished"]}, "RunChanged, RunCompleted"),
+        ("GET", "/runs?status=DONE", None, "CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED"),
+        ("GET", "/api/cloud/jobs?status=DONE", None, "cancelled, completed, failed"),
+    ],
+)
+def test_who_names_something_that_is_not_there_is_told_what_is(
+    client: httpx.Client, method: str, path: str, body: object, valid: str
+) -> None:
+    refused(client.request(method, path, json=body), 400, "INVALID_REQUEST", valid)

@@ -6,12 +6,18 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from celery import Celery, current_app
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from redis import Redis
 
 import servers
@@ -257,3 +263,48 @@ def test_a_forked_process_gets_a_connection_of_its_own(sqlite_url: str, redis_ur
     )
     assert connections
     assert messages == 3
+
+
+def test_the_extra_brings_what_celery_needs_for_redis() -> None:
+    """Celery's transport is imported with nothing but what the extra asks for, and what that asks for."""
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    brought: set[str] = set()
+    asked = [Requirement(each) for each in [*extras["celery"], *extras["redis"]]]
+    while asked:
+        wanted = asked.pop()
+        name = canonicalize_name(wanted.name)
+        if name == "semel" or (wanted.marker and not wanted.marker.evaluate()):
+            continue
+        with suppress(PackageNotFoundError):
+            needs = [Requirement(each) for each in requires(name) or []]
+            plain = [each for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+            more = [each for each in needs if each.marker and not each.marker.evaluate({"extra": ""})]
+            more = [each for each in more if any(each.marker.evaluate({"extra": extra}) for extra in wanted.extras)]
+            asked += [Requirement(str(each).partition(";")[0]) for each in more]
+            asked += [] if name in brought else plain
+            brought.add(name)
+    lacking = [
+        module
+        for module, owners in packages_distributions().items()
+        if not {canonicalize_name(owner) for owner in owners} & brought
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS.format(lacking=set(lacking))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+_IMPORTS = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {lacking!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+import kombu.transport.redis, celery.backends.redis
+assert kombu.transport.redis.redis is not None
+"""

@@ -200,7 +200,8 @@ def period_starts(now: int) -> dict[str, int]:
 class Meter:
     """One user's use against their quota, while several submissions of a transaction add to it one by one."""
 
-    def __init__(self, quota: Quota, used: Usage) -> None:
+    def __init__(self, user: str, quota: Quota, used: Usage) -> None:
+        self._user = user
         self._quota = quota
         self._counts = {"max_concurrent": used.concurrent, "per_hour": used.last_hour, "per_day": used.last_day}
         self._spent = {period: micros(amount) for period, amount in used.spent.items()}
@@ -219,10 +220,14 @@ class Meter:
         if limit is None:
             return None
         if count > limit and self._quota.action == "block":
-            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {_COUNTED[name]} allowed")
+            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {_COUNTED[name]} allowed{self._whose(limit)}")
         if count >= self._quota.warn_at * limit:
             return f"{count} of {limit} {_COUNTED[name]} in use"
         return None
+
+    def _whose(self, limit: int) -> str:
+        """Who may do nothing at all wants to know who that is: often it is not the user that they meant."""
+        return "" if limit else f" for user {self._user!r}; ask an admin to raise it (semel quota set)"
 
     def _cost_warning(self, cost: int) -> str | None:
         told = None

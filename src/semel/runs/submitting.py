@@ -215,7 +215,7 @@ def _meet_quotas(
     answers |= _known(conn, limited, terms)
     assert terms.now is not None
     meters = {
-        person: Meter(quota, quotas.usage(conn, person, terms.now, quota))
+        person: Meter(person[1], quota, quotas.usage(conn, person, terms.now, quota))
         for person, quota in limits.items()
         if any(each.id not in answers for each in limited if each.person == person)
     }

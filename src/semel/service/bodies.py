@@ -14,7 +14,7 @@ from litestar.params import QueryParameter
 from litestar.types import Empty
 
 from semel.runs import jsontext
-from semel.service.problems import Refused
+from semel.service.problems import Refused, with_choices
 
 DEEPEST = jsontext.MAX_DEPTH + 10
 """Levels of arrays and objects in a body: what the parameters of a run may have, and some around them."""
@@ -76,7 +76,7 @@ def decoded(body: bytes, kind: Any = Any) -> Any:
     except UnicodeDecodeError:
         raise _refused("the body is not JSON: it is not UTF-8") from None
     except msgspec.ValidationError as error:
-        raise _refused(f"the body does not fit: {error}") from None
+        raise _refused(f"the body does not fit: {with_choices(str(error), kind)}") from None
     except msgspec.DecodeError as error:
         raise _refused(f"the body is not JSON: {error}") from None
 

@@ -119,7 +119,7 @@ async def cancel(run_id: RunId, request: TheRequest, site: TheSite, caller: TheC
     """End the run, or ask it to end."""
     run = await site.run(run_id, caller)
     ended = await site.engine.cancel(run.id, tenant=caller.tenant)
-    said = "Cancelled." if ended.done else "It was asked to end, and gets time to clean up."
+    said = "Cancelled." if ended.done else "Cancel requested. The run gets time to clean up."
     return see(request, site, f"/ui/runs/{run.id}", said=said)
 
 

@@ -171,7 +171,7 @@ async def cancel(request: TheRequest, site: TheSite, caller: TheCaller) -> Respo
 
     async def one(run: Run) -> Done:
         ended = await site.engine.cancel(run.id, tenant=caller.tenant)
-        said = "cancelled" if ended.done else "asked to end: it gets time to clean up"
+        said = "cancelled" if ended.done else "cancel requested: it gets time to clean up"
         return Done(run.id, ok=True, said="was cancelled before" if run.status == "CANCELLED" else said)
 
     return await _to_many(request, site, caller, "Cancel", one)
