@@ -131,8 +131,8 @@ class Ground:
     def write(self, statement: LiteralString) -> None:
         """What a person with a database client does."""
         if self.kind == "sqlite":
-            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection, connection:
-                connection.execute(statement)
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as file, file:
+                file.execute(statement)
             return
         with psycopg.connect(self.url) as connection:
             connection.execute(statement)

@@ -100,7 +100,7 @@ def test_a_retry_is_a_new_run_and_one_however_often_it_is_asked_for(app: App) ->
 
 
 def test_a_purge_removes_a_run_with_all_that_it_left(app: App, clock: FakeClock, tmp_path: Path) -> None:
-    old = app.submit("work", idempotency_key="k")
+    old = app.submit("work", idempotency_key="k", key_ttl=300)
     with app.working(processes=0):
         assert app.wait(old.id, timeout=60).status == "SUCCEEDED"
     clock.advance(1000)
@@ -113,7 +113,7 @@ def test_a_purge_removes_a_run_with_all_that_it_left(app: App, clock: FakeClock,
         app.get(old.id)
     assert not list((tmp_path / "artifacts").rglob("*.json"))
     assert {run.id for run in app.runs().runs} == {young.id, waits.id}
-    assert not app.submit("work", idempotency_key="k").replayed, "its key went with it"
+    assert not app.submit("work", idempotency_key="k").replayed, "its key had ended before"
 
 
 def heavy(app: App, many: int, size: int) -> list[str]:

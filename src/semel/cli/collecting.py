@@ -46,7 +46,7 @@ def _collect(chosen: argparse.Namespace) -> int:
 
     with database.opened(chosen) as ledger:
         counts = drive(ledger.read(_old, chosen.older_than, ledger.terms))
-        with_files = counts.pop("runs_with_files")
+        with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not chosen.dry_run:
             artifacts = _artifacts(chosen, with_files)
             counts = _remove(options.database(chosen), ledger, chosen.older_than, artifacts)
@@ -63,16 +63,18 @@ def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
     from sqlalchemy import and_, func, or_, select
 
     from semel.runs.quotas import EXPIRED_KEPT_US, read_clock
-    from semel.runs.records import MICRO, checked_seconds
-    from semel.sql.schema import keys, reservations, run_keys, runs
+    from semel.runs.records import checked_seconds
+    from semel.runs.retention import is_old
+    from semel.sql.schema import keys, removals, reservations, run_keys, runs
 
     now = read_clock(conn, terms)
-    over = runs.c.finished_us < now - round(checked_seconds("older-than", age) * MICRO)
+    over = is_old(now, checked_seconds("older-than", age))
     outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
     gone = or_(keys.c.state != "claimed", keys.c.lease_until_us <= keys.c.expires_us, outlasted < now)
     wanted = {
         "runs": over,
         "runs_with_files": and_(over, or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None))),
+        "left_files": removals.c.has_files,
         "run_keys": run_keys.c.expires_us < now,
         "reservations": reservations.c.expires_us < now - EXPIRED_KEPT_US,
         "keys": and_(keys.c.expires_us < now, gone),

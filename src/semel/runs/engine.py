@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from semel.bridge import drive
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
@@ -18,9 +19,8 @@ from semel.errors import (
     RunNotFound,
     SemelError,
 )
-from semel.runs import jsontext
+from semel.runs import jsontext, retention
 from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
-from semel.runs.data import folder_of
 from semel.runs.jobs import close_reservation, open_reservations
 from semel.runs.ledger import Ledger
 from semel.runs.news import News, RunEvent
@@ -42,6 +42,7 @@ from semel.runs.records import (
 )
 from semel.runs.registry import Registry
 from semel.runs.results import ResultStore
+from semel.runs.retention import Removal
 from semel.runs.submitting import Answer, Created, Submission
 from semel.runs.transports import Transport
 
@@ -382,15 +383,56 @@ class Engine:
         return (await self.ledger.usage((checked_name("tenant", tenant), checked_name("user", user))))[0]
 
     async def purge(self, older_than: float) -> int:
-        """Remove runs that were over so many seconds ago, with their events, logs, files and data; answer how many."""
-        total = 0
-        while ids := await self.ledger.old_runs(checked_seconds("older_than", older_than)):
-            for run_id in ids:
-                await self.ledger.apart(self._results().remove, run_id)
-            for ref in await self.ledger.data_of(ids):
-                await self.ledger.apart(self._results().remove, folder_of(ref))
-            total += await self.ledger.remove_runs(ids)
+        """Remove runs that were over so many seconds ago, with their events, logs, files and data; answer how many.
+
+        A run that a live key names stays until the key ends. What an earlier purge left behind when it died, or when
+        the files could not be reached (``ResultStoreError``), is removed, too.
+        """
+        age = checked_seconds("older_than", older_than)
+        failed = await self._remove_files()
+        total, after = 0, None
+        while True:
+            removed = await self.ledger.write(retention.remove_runs, age, after, self.ledger.terms)
+            if removed.next is None:
+                break
+            total, after = total + removed.count, removed.next
+            failed = await self._remove_files() or failed
+        if failed is not None:
+            raise ResultStoreError(
+                f"{total} runs were removed, but not all files: {failed}; purge again to remove them"
+            )
         return total
+
+    async def _remove_files(self) -> ResultStoreError | None:
+        """Remove the files of runs that are gone. What cannot be removed is left for the next time."""
+        after, failed = "", None
+        while found := await self.ledger.read(retention.pending_removals, after):
+            after = found[-1].prefix
+            failed = await self.ledger.apart(self._remove_these, found) or failed
+        return failed
+
+    def _remove_these(self, found: Sequence[Removal]) -> ResultStoreError | None:
+        results, ledger = self._results(), self.ledger.blocking()
+        failed = None
+        done: list[str] = []
+        try:
+            for each in found:
+                try:
+                    if each.data_ref is None:
+                        results.remove(each.prefix)
+                        done.append(each.prefix)
+                    else:
+                        drive(ledger.write(retention.remove_data, each, results.remove, ledger.terms))
+                except ResultStoreError as error:
+                    failed = error
+            more = bool(done)
+            while more:
+                more = drive(ledger.write(retention.remove_logs, done))
+            drive(ledger.write(retention.settle, done))
+        finally:
+            if ledger is not self.ledger:
+                drive(ledger.close())
+        return failed
 
     async def close(self) -> None:
         """Give the connections back."""

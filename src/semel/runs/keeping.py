@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case
 from semel.runs.quotas import read_clock
 from semel.runs.records import INTERNAL_QUEUE, MICRO, TERMINAL
 from semel.runs.transitions import storable
-from semel.sql.schema import deliveries, jobs, run_events, run_keys, run_logs, runs, workers
+from semel.sql.schema import run_events, runs, workers
 from semel.sql.statements import Statement, Terms
 
 
@@ -269,28 +269,3 @@ def due(conn: Connection, silent_us: int, most: int, terms: Terms) -> list[Due]:
     query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
     query = query.where(runs.c.queue != INTERNAL_QUEUE)
     return [Due(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
-
-
-def old_runs(conn: Connection, age_us: int, terms: Terms, most: int = 500) -> list[str]:
-    """Ids of runs that were over so long ago."""
-    now = read_clock(conn, terms)
-    query = select(runs.c.id).where(runs.c.finished_us < now - age_us).limit(most)
-    return list(conn.scalars(query))
-
-
-def data_of(conn: Connection, ids: Sequence[str]) -> list[str]:
-    """Refs of the data of these runs which no other run has."""
-    refs = set(conn.scalars(select(runs.c.data_ref).where(runs.c.id.in_(ids), runs.c.data_ref.is_not(None))))
-    if not refs:
-        return []
-    others = select(runs.c.data_ref).where(runs.c.data_ref.in_(refs), runs.c.id.not_in(ids)).distinct()
-    return sorted(refs - set(conn.scalars(others)))
-
-
-def remove_runs(conn: Connection, ids: Sequence[str]) -> int:
-    """Remove runs that are over, with their events, logs and keys."""
-    gone = list(conn.scalars(delete(runs).where(runs.c.id.in_(ids), runs.c.status.in_(TERMINAL)).returning(runs.c.id)))
-    for table in (run_events, run_logs, jobs, deliveries):
-        conn.execute(delete(table).where(table.c.run_id.in_(gone)))
-    conn.execute(delete(run_keys).where(run_keys.c.job_id.in_(gone)))
-    return len(gone)

@@ -307,17 +307,12 @@ class Ledger:
             total += removed
         return total
 
-    async def old_runs(self, age: float) -> list[str]:
-        """See keeping.old_runs."""
-        return await self._read(keeping.old_runs, round(age * MICRO), self.terms)
-
-    async def data_of(self, ids: Sequence[str]) -> list[str]:
-        """See keeping.data_of."""
-        return await self._read(keeping.data_of, ids)
-
-    async def remove_runs(self, ids: Sequence[str]) -> int:
-        """See keeping.remove_runs."""
-        return await self._at_once(keeping.remove_runs, ids)
+    def blocking(self) -> Ledger:
+        """The same, for threads: itself where it blocks anyway. Close it after use."""
+        if not self.awaited:
+            return self
+        url = self.url.render_as_string(hide_password=False)
+        return Ledger(url, awaited=False, clock=self._clock, publish=self._publish)
 
     async def set_quota(self, person: Person, quota: Quota | None) -> None:
         """See quotas.set_quota."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 from sqlalchemy import Connection, insert, select
 
-from semel.errors import KeyReused, SemelError, StoreUnavailable
+from semel.errors import KeyReused, RunNotFound, SemelError, StoreUnavailable
 from semel.runs import quotas, reading
 from semel.runs.keys import READ_KEYS, ROUNDS, TAKE_KEYS, KeyKind
 from semel.runs.quotas import Admission, Meter, Person
@@ -157,8 +157,8 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
     """Judge and write a batch. One that cannot be had is an error in the answer, and touches none of the others."""
     now, limited = quotas.look(conn, terms)
     terms = Terms(now, terms.publish)
-    answers: dict[str, Answer] = {}
-    left = list(submissions)
+    answers = _without_their_first(conn, submissions, terms)
+    left = [each for each in submissions if each.id not in answers]
     while left:
         first: dict[tuple[Any, ...], Submission] = {}
         for each in left:
@@ -173,6 +173,19 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         left = [each for each in left if each.id not in answers]
         _settle_slots(conn, submissions, answers)
     return [answers[each.id] for each in submissions]
+
+
+def _without_their_first(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> dict[str, Answer]:
+    """Retries of runs that were purged meanwhile cannot be had; the others' runs stay until the transaction ends."""
+    wanted = {each.retry_of for each in submissions if each.retry_of is not None}
+    if not wanted:
+        return {}
+    query = select(runs.c.id).where(runs.c.id.in_(wanted)).order_by(runs.c.id)
+    there = set(conn.scalars(query.with_for_update(read=True, key_share=True)))
+    orphans = [each for each in submissions if each.retry_of is not None and each.retry_of not in there]
+    gone = "it was removed, being old, and cannot be retried; submit its work as a new run"
+    refused: dict[str, Answer] = {each.id: RunNotFound(f"there is no run {each.retry_of}: {gone}") for each in orphans}
+    return refused | _known(conn, orphans, terms)
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:

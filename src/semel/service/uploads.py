@@ -17,7 +17,7 @@ from sqlalchemy import Connection, exists, or_, select, update
 
 from semel.bridge import drive
 from semel.errors import Fatal, ResultStoreError, Retry, RunCancelled
-from semel.runs import transitions
+from semel.runs import retention, transitions
 from semel.runs.app import App
 from semel.runs.context import Context
 from semel.runs.data import ref_of
@@ -142,6 +142,7 @@ def progressed(conn: Connection, run_id: str, packed: int, total: int) -> bool:
 
 def released(conn: Connection, run_id: str, data_ref: str, terms: Terms) -> str | None:
     """The data is there: release the run, once. Answers the run's queue; None when it was not waiting any more."""
+    retention.lock_data(conn, data_ref, terms)
     done = update(jobs).where(_uploading(run_id)).values(data_state="uploaded", data_ref=data_ref)
     if not conn.execute(done).rowcount:
         return None
