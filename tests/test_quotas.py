@@ -111,7 +111,8 @@ def test_a_cost_limit_holds_for_its_period_in_utc(
     at(ground, first)
     ground.finish(ground.submit(cost=0.9))
     at(ground, last)
-    assert refused(ground, cost=0.2) == f"Cost limit exceeded: $0.90 spent of $1.00 {period} limit."
+    said = f"Cost limit exceeded: $0.90 spent of $1.00 {period} limit. This job would cost $0.20."
+    assert refused(ground, cost=0.2) == said
     assert ground.app.usage(42).spent[period] == 0.9
     at(ground, next_)
     assert ground.app.usage(42).spent[period] == 0
@@ -125,7 +126,9 @@ def test_the_first_cost_limit_that_is_reached_is_named(ground: Ground) -> None:
     ground.clock.advance(DAY)  # the first of March: a new month, too
     ground.submit(cost=5)
     ground.clock.advance(DAY)
-    assert refused(ground, cost=4) == "Cost limit exceeded: $5.00 spent of $8.00 monthly limit."
+    said = "Cost limit exceeded: $5.00 spent of $8.00 monthly limit. This job would cost $4.00."
+    assert refused(ground, cost=4) == said
+    assert refused(ground, cost=3.0005).endswith(" This job would cost $3.0005.")
     ground.submit(cost=3)
 
 
@@ -587,6 +590,9 @@ def test_a_batch_fills_quotas_one_by_one_in_its_order(ground: Ground) -> None:
         ({"warn_at": "80%"}, "warn_at .* not '80%'"),
         ({"warn_at": None}, "warn_at .* not None"),
         ({"warn_at": True}, "warn_at .* not True"),
+        ({"cost_hourly": 1}, "a quota has no 'cost_hourly'; did you mean 'cost_"),
+        ({"concurrent": 1}, "a quota has no 'concurrent'; did you mean 'max_concurrent'"),
+        ({"colour": 1}, "a quota has no 'colour'; there are: action, cost_daily"),
     ],
     ids=str,
 )
@@ -644,6 +650,19 @@ def test_a_job_id_that_cannot_be_is_refused(ground: Ground, job_id: Any) -> None
     with pytest.raises(InvalidRequest, match=r"^job_id "):
         ground.jobs.consume_reservation(ground.reserve(), job_id=job_id)
     assert ground.app.usage(42).reserved == 1
+
+
+def test_a_key_that_would_be_forgotten_at_once_is_refused(ground: Ground) -> None:
+    with pytest.raises(InvalidRequest, match="ttl_hours is 0, so that the key would be forgotten at once"):
+        ground.jobs.store_idempotency_key("k", "job-1", ttl_hours=0)
+    with pytest.raises(InvalidRequest, match="key_ttl is 0"):
+        ground.submit(idempotency_key="k", key_ttl=0)
+    assert ground.count("semel_run_keys") == ground.count("semel_runs") == 0
+
+
+def test_an_unknown_option_of_a_submission_is_named_with_the_nearest(ground: Ground) -> None:
+    with pytest.raises(InvalidRequest, match="submission 0: a submission has no 'idempotence_key'; did you mean 'idem"):
+        ground.app.submit_many([{"model": "train", "idempotence_key": "k"}])
 
 
 @pytest.mark.parametrize("number", [-1, None, "5", float("nan"), float("inf"), True, 2**63], ids=str)

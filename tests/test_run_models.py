@@ -408,7 +408,7 @@ class Bound:
 @pytest.mark.parametrize(
     ("function", "options", "told"),
     [
-        (nothing, {"retries": 3}, "no option 'retries'; there are backoff, cost"),
+        (nothing, {"retries": 3}, "no option 'retries'; there are: backoff, cost"),
         (nothing, {"max_attempts": 0}, "max_attempts must be from 1"),
         (nothing, {"max_attempts": 1.5}, "max_attempts must be a whole number"),
         (nothing, {"max_attempts": True}, "max_attempts must be a whole number"),

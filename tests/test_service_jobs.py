@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import httpx
 import pytest
 
 from jobs_ground import SUBMIT, add_models, job, job_in, runs_of, submit, token, write_config
-from semel import App, Quota, UnknownModel
+from semel import App, JobStore, Quota, UnknownModel
+from semel.client import Client
 from semel.service import Settings
 from service_ground import Served, made_app, served
+
+HOUR_US = 3600 * 1_000_000
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -75,6 +79,35 @@ def test_a_hundred_submissions_with_one_key_make_one_job(client: httpx.Client, s
 
 def test_without_a_key_every_submission_is_a_job_of_its_own(client: httpx.Client) -> None:
     assert submit(client, "adding")["job_id"] != submit(client, "adding")["job_id"]
+
+
+def test_a_key_is_kept_for_as_long_as_the_submission_says(client: httpx.Client, app: App) -> None:
+    submit(client, "adding", "two days", ttl_hours=48)
+    submit(client, "adding", "a day")
+    with closing(JobStore(app.url)) as store:
+        kept = [store.get_idempotency_key(key, user_id="local") for key in ("two days", "a day")]
+    assert [entry and entry.expires_us - entry.created_us for entry in kept] == [48 * HOUR_US, 24 * HOUR_US]
+    with closing(Client(str(client.base_url))) as remote:
+        assert remote.submit_job("adding", provider="local", idempotency_key="a minute", ttl_hours=1 / 60).job_id
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"ttl_hours": 0, "idempotency_key": "k"}, "ttl_hours is 0, so that the key would be forgotten at once"),
+        ({"ttl_hours": -1, "idempotency_key": "k"}, "ttl_hours is a number from 0 to 87840, not -1"),
+        ({"ttl_hours": 24}, "ttl_hours says how long a key is kept, and there is none"),
+        ({"ttl_hour": 24}, "unknown field `ttl_hour`; did you mean 'ttl_hours'?"),
+        ({"config": "adding"}, "unknown field `config`; there are: config_name_to_load, idempotency_key,"),
+    ],
+)
+def test_a_body_that_cannot_be_is_refused_with_what_would_do(
+    client: httpx.Client, body: dict[str, Any], said: str
+) -> None:
+    answer = client.post(SUBMIT, json={"config_name_to_load": "adding", **body})
+    assert answer.status_code == 400
+    assert said in answer.json()["detail"]
+    assert client.get("/api/cloud/jobs").json()["jobs"] == []
 
 
 def test_a_key_that_cannot_be_one_creates_nothing(client: httpx.Client) -> None:
@@ -180,7 +213,8 @@ def test_what_was_spent_is_shown_against_the_limits(client: httpx.Client, app: A
     app.set_quota("local", Quota(cost_daily=5, cost_monthly=100))
     assert "cost_limit_warning" not in submit(client, "adding")
     assert submit(client, "adding")["cost_limit_warning"] == "$4.00 spent of $5.00 daily limit."
-    assert submit(client, "adding")["error"] == "Cost limit exceeded: $4.00 spent of $5.00 daily limit."
+    said = "Cost limit exceeded: $4.00 spent of $5.00 daily limit. This job would cost $2.00."
+    assert submit(client, "adding")["error"] == said
     status = client.get("/api/cloud/cost-limit/status").json()
     limits = {each["period"]: each for each in status["limits"]}
     assert (status["user"], status["action"], status["can_submit"]) == ("local", "block", True)

@@ -365,7 +365,8 @@ def test_s0_39_a_cost_limit_blocks_or_warns(client: httpx.Client, app: App, peri
     denied = submit(client, "production")
     assert denied == {
         "success": False,
-        "error": f"Cost limit exceeded: ${spent + 1:.2f} spent of ${limit:.2f} {period} limit.",
+        "error": f"Cost limit exceeded: ${spent + 1:.2f} spent of ${limit:.2f} {period} limit. "
+        "This job would cost $1.00.",
     }
     app.set_quota("local", Quota(action="warn", **{f"cost_{period}": limit}))  # type: ignore[arg-type]
     warned = submit(client, "production")

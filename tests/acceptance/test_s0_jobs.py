@@ -671,7 +671,8 @@ def test_s0_39_a_cost_limit_blocks_and_says_what_was_spent(ground: Ground, perio
     assert ground.submit(cost=7.5).cost_limit_warning is None
     with pytest.raises(CostLimitExceeded) as refused:
         ground.submit(cost=2.51)
-    assert str(refused.value) == f"Cost limit exceeded: $7.50 spent of $10.00 {period} limit."
+    said = f"Cost limit exceeded: $7.50 spent of $10.00 {period} limit."
+    assert str(refused.value) == f"{said} This job would cost $2.51."
     assert ground.submit(cost=2.5).cost_limit_warning == f"$10.00 spent of $10.00 {period} limit."
     with pytest.raises(CostLimitExceeded, match=rf"\$10\.00 spent of \$10\.00 {period} limit\."):
         ground.submit()

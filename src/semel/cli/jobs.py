@@ -63,6 +63,7 @@ def _add_submit(verbs: options.Commands) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the config's name")
     parser.add_argument("--provider", choices=PROVIDERS, default="local", help="who does the work (default: local)")
     parser.add_argument("--key", metavar="KEY", help="names the job: submitted again, it is found (default: a new one)")
+    parser.add_argument("--key-ttl", type=options.span, metavar="TIME", help="how long the key is kept (default: 24h)")
     parser.add_argument("--run-name", metavar="NAME", help="what a tracker is to call it")
     options.server_options(parser)
     parser.set_defaults(do=_submit)
@@ -90,7 +91,11 @@ def _submit(chosen: argparse.Namespace) -> int:
     with connected(chosen) as client:
         try:
             job = client.submit_job(
-                chosen.config, provider=chosen.provider, idempotency_key=key, tracker_run_name=chosen.run_name
+                chosen.config,
+                provider=chosen.provider,
+                idempotency_key=key,
+                tracker_run_name=chosen.run_name,
+                ttl_hours=None if chosen.key_ttl is None else chosen.key_ttl / 3600,
             )
         except KeyboardInterrupt:
             printing.say(f"semel: interrupted; perhaps it was submitted: the same again with --key {key} finds it")

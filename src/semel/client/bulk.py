@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 from msgspec import Raw, Struct
 
+from semel._validation import nearest
 from semel.client.exchange import Exchange, given, written
 from semel.client.refusals import Answer, nonsense, refusal
 from semel.client.sending import SubmitOptions, automatic_key
@@ -48,7 +49,10 @@ async def submitted(exchange: Exchange, submissions: Sequence[Mapping[str, Any]]
 
 def _prepared(place: int, submission: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(submission)
-    if "model" not in fields or fields.keys() - set(_FIELDS):
+    for name in fields:
+        if name not in _FIELDS:
+            raise InvalidRequest(f"submission {place}: a submission has no {name!r}; {nearest(name, _FIELDS)}")
+    if "model" not in fields:
         raise InvalidRequest(
             f"submission {place}: it is a mapping with 'model' and any of {', '.join(_FIELDS[1:])}; "
             f"got {', '.join(map(repr, fields)) or 'nothing'}"

@@ -67,11 +67,10 @@ PAGE = 200
 """Jobs that are asked for at once."""
 
 
-def submission(config_name: str, key: str, tracker_run_name: str | None) -> dict[str, Any]:
+def submission(config_name: str, key: str, tracker_run_name: str | None, ttl_hours: float | None) -> dict[str, Any]:
     """A job's submission as a body."""
-    return given(
-        {"config_name_to_load": config_name, "idempotency_key": key, "tracker_run_name": tracker_run_name or None}
-    )
+    fields = {"config_name_to_load": config_name, "idempotency_key": key, "tracker_run_name": tracker_run_name or None}
+    return given({**fields, "ttl_hours": ttl_hours})
 
 
 class JobVerbs:
@@ -86,15 +85,17 @@ class JobVerbs:
         provider: str = "replicate",
         idempotency_key: str | None = None,
         tracker_run_name: str | None = None,
+        ttl_hours: float | None = None,
         timeout: float = SUBMIT_TIMEOUT,  # noqa: ASYNC109 -- it is the blocking face's, too
     ) -> SubmittedJob:
         """Submit a job of a named config; the job that is there already, when the key was used before.
 
-        One key, ``py-client-<uuid>`` without one, goes with all tries. ``timeout`` is for each of them. Raises
+        One key, ``py-client-<uuid>`` without one, goes with all tries; it names the job for ``ttl_hours``, a day when
+        they are left out. ``timeout`` is for each of the tries. Raises
         ``QuotaExceeded`` and ``CostLimitExceeded`` at once: to try again would not help.
         """
         key = automatic_key() if idempotency_key is None else idempotency_key
-        body = submission(config_name, key, tracker_run_name)
+        body = submission(config_name, key, tracker_run_name, ttl_hours)
         answer = await self.exchange.ask(
             "POST", SUBMIT, body=body, key=key, timeout=timeout, params={"provider": provider}
         )
@@ -177,6 +178,7 @@ async def submit_cloud_job(
     *,
     provider: str = "replicate",
     token: str | None = None,
+    ttl_hours: float | None = None,
     timeout: float = 300.0,  # noqa: ASYNC109 -- part of the call as the document has it
 ) -> SubmitResult:
     """Submit a job once, with a key, and say what came of it; no error is raised for what the server or the network do.
@@ -189,7 +191,7 @@ async def submit_cloud_job(
     exchange = Exchange(line, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
     try:
         with anyio.fail_after(timeout):
-            body = as_json(submission(config_name, key, tracker_run_name))
+            body = as_json(submission(config_name, key, tracker_run_name, ttl_hours))
             answer = await exchange.once("POST", SUBMIT, timeout, params={"provider": provider}, **body)
         return SubmitResult(**_result(answer), idempotency_key=key)
     except TimeoutError:

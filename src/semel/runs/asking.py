@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 from msgspec import Struct
 
+from semel._validation import nearest
 from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
 from semel.runs import tracing
 from semel.runs.keys import KeyKind
@@ -21,6 +22,7 @@ from semel.runs.records import (
     Run,
     checked_cost,
     checked_name,
+    checked_retention,
     checked_seconds,
     checked_user,
     micros,
@@ -73,7 +75,10 @@ class Desk:
             )
         options = dict(asked)
         known = {"model", "parameters", *SubmitOptions.__annotations__}
-        if options.keys() - known or "model" not in options:
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"a submission has no {name!r}; {nearest(name, known)}")
+        if "model" not in options:
             raise InvalidRequest(
                 f"a submission is a mapping with 'model' and any of {', '.join(sorted(known - {'model'}))}; "
                 f"got {', '.join(map(repr, options)) or 'nothing'}"
@@ -137,7 +142,7 @@ class Desk:
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
             key = checked_name("idempotency_key", given, most=MAX_KEY, empty=False)
-            return key, "key", checked_seconds("key_ttl", self._terms.key_ttl if ttl is None else ttl)
+            return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
         if options.get("dedupe", True) and self._terms.dedupe_window > 0:
             return payload_hash, "payload", self._terms.dedupe_window
         return None, "payload", 0.0

@@ -9,7 +9,15 @@ from semel.once.store import Clock
 from semel.runs.keys import KeyEntry, StoreKey
 from semel.runs.ledger import Ledger
 from semel.runs.quotas import Reserve
-from semel.runs.records import MICRO, checked_count, checked_name, checked_seconds, checked_user, new_id
+from semel.runs.records import (
+    MICRO,
+    checked_count,
+    checked_name,
+    checked_retention,
+    checked_seconds,
+    checked_user,
+    new_id,
+)
 
 _MAX_KEY = 255
 _MOST_OPEN = 100
@@ -86,7 +94,7 @@ class Jobs:
             user="" if user_id is None else checked_user("user_id", user_id),
             key=checked_name("key", key, most=_MAX_KEY, empty=False),
             job_id=checked_name("job_id", job_id, empty=False),
-            ttl_us=round(checked_seconds("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
+            ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
         return await self._ledger.store_key(request)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
+from semel._validation import nearest
 from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable
 from semel.fingerprint import canonical
 from semel.runs.records import checked_cost
@@ -135,7 +136,7 @@ def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelO
     known = _OPTIONS
     for option in options:
         if option not in known:
-            raise InvalidRequest(f"{about} has no option {option!r}; there are {', '.join(sorted(known))}")
+            raise InvalidRequest(f"{about} has no option {option!r}; {nearest(option, known)}")
     if not callable(function):
         raise InvalidRequest(f"{about} needs a function, not {function!r:.80}")
     try:

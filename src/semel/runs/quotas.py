@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, StructMeta
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
+from semel._validation import nearest
 from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
 from semel.model import moment
 from semel.runs.records import EVERYBODY, MICRO, checked_id, micros
@@ -30,7 +31,19 @@ _COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "p
 _PERIODS = ("daily", "weekly", "monthly", "yearly")
 
 
-class Quota(Struct, frozen=True, kw_only=True):
+class _Limits(StructMeta):
+    """Refuses a limit that there is not by naming the nearest, where Python would raise a bare TypeError."""
+
+    if not TYPE_CHECKING:  # to type checkers Quota takes its fields
+
+        def __call__(self, *args: object, **limits: object) -> object:
+            for name in limits:
+                if name not in self.__struct_fields__:
+                    raise InvalidRequest(f"a quota has no {name!r}; {nearest(name, self.__struct_fields__)}")
+            return super().__call__(*args, **limits)
+
+
+class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
     """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
 
     max_concurrent: int | None = None
@@ -237,11 +250,17 @@ class Meter:
                 continue
             if (spent >= micros(limit) or spent + cost > micros(limit)) and self._quota.action == "block":
                 raise CostLimitExceeded(
-                    f"Cost limit exceeded: ${spent / MICRO:.2f} spent of ${limit:.2f} {period} limit."
+                    f"Cost limit exceeded: ${spent / MICRO:.2f} spent of ${limit:.2f} {period} limit. "
+                    f"This job would cost {_dollars(cost)}."
                 )
             if told is None and spent + cost >= self._quota.warn_at * micros(limit):
                 told = f"${(spent + cost) / MICRO:.2f} spent of ${limit:.2f} {period} limit."
         return told
+
+
+def _dollars(cost: int) -> str:
+    """Two places, or as many as a smaller cost needs."""
+    return f"${cost / MICRO:.2f}" if cost % (MICRO // 100) == 0 else f"${cost / MICRO:.6f}".rstrip("0")
 
 
 class Reserve(Struct, frozen=True, kw_only=True):

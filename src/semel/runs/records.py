@@ -306,6 +306,17 @@ def checked_seconds(what: str, value: object, *, unit: int = 1) -> float:
     return value
 
 
+def checked_retention(what: str, value: object, *, unit: int = 1) -> float:
+    """How long a key is kept: as checked_seconds, and more than 0."""
+    kept = checked_seconds(what, value, unit=unit)
+    if not kept:
+        raise InvalidRequest(
+            f"{what} is 0, so that the key would be forgotten at once and protect from nothing; give a time above 0, "
+            "or no key"
+        )
+    return kept
+
+
 MAX_COST = 1_000_000
 """What one run may cost at the most, in whatever currency: more is a mistake in the unit."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
+from semel._validation import nearest
 from semel.errors import InvalidRequest, UnknownModel
 from semel.runs.models import Model
 from semel.runs.records import INTERNAL_PREFIX
@@ -46,6 +46,4 @@ def _advice(name: object, known: list[str]) -> str:
     names = ", ".join(sorted(known)) or "none"
     if callable(name):
         return f"a run is submitted by its model's name, not by a function; there are: {names}"
-    close = difflib.get_close_matches(str(name), known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {names}"
-    return f"unknown model {name!r}{hint}"
+    return f"unknown model {name!r}; {nearest(name, known)}"

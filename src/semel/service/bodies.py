@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 from functools import cache
 from typing import Any
 
@@ -13,8 +12,9 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import QueryParameter
 from litestar.types import Empty
 
+from semel._validation import misfit, nearest
 from semel.runs import jsontext
-from semel.service.problems import Refused, with_choices
+from semel.service.problems import Refused
 
 DEEPEST = jsontext.MAX_DEPTH + 10
 """Levels of arrays and objects in a body: what the parameters of a run may have, and some around them."""
@@ -50,9 +50,7 @@ async def require_known_query(request: Request[Any, Any, Any]) -> None:
     if request.scope["query_string"] and (known := _query_of(request.route_handler)):
         for name in request.query_params:
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"
-                raise _refused(f"there is no query parameter {name!r:.100} here{hint}")
+                raise _refused(f"there is no query parameter {name!r:.100} here; {nearest(name, known)}")
 
 
 @cache
@@ -76,7 +74,7 @@ def decoded(body: bytes, kind: Any = Any) -> Any:
     except UnicodeDecodeError:
         raise _refused("the body is not JSON: it is not UTF-8") from None
     except msgspec.ValidationError as error:
-        raise _refused(f"the body does not fit: {with_choices(str(error), kind)}") from None
+        raise _refused(f"the body does not fit: {misfit(str(error), kind)}") from None
     except msgspec.DecodeError as error:
         raise _refused(f"the body is not JSON: {error}") from None
 

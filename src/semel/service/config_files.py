@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from semel._validation import misfit
 from semel.runs import jsontext
 from semel.runs.records import MAX_COST
 from semel.service.problems import Refused
@@ -67,7 +68,10 @@ def names(folder: Path) -> list[str]:
 
 def body_of(value: Any) -> ConfigBody:
     """What is written there as a config; raises ``ValueError``."""
-    body = msgspec.convert(value, ConfigBody)
+    try:
+        body = msgspec.convert(value, ConfigBody)
+    except msgspec.ValidationError as error:
+        raise ValueError(misfit(str(error), ConfigBody)) from error
     data = jsontext.write([body.parameters, body.providers])  # what could not be kept is found now
     if jsontext.has_nul(data):
         raise ValueError("a text in it holds the character NUL")

@@ -54,6 +54,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     provider: str
     config: str
     key: str | None
+    key_ttl: float | None = None
     tracker_run_name: str | None = None
 
     @property
@@ -88,6 +89,7 @@ class JobEngine(Engine):
         """The run, and whether it waits for data; as :meth:`~semel.runs.engine.Engine.submit`."""
         options = SubmitOptions(
             idempotency_key=asked.key,
+            key_ttl=asked.key_ttl,
             user=caller.user,
             tenant=caller.tenant,
             queue=order.queue,

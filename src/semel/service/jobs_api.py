@@ -13,7 +13,7 @@ from litestar.openapi.spec import Example
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from semel.errors import InvalidRequest, NotMigrated, ResultStoreError, SemelError, StoreUnavailable
-from semel.runs.records import checked_id, checked_name
+from semel.runs.records import checked_id, checked_name, checked_retention
 from semel.service import configs, jobs
 from semel.service.answers import json, refusals
 from semel.service.config_files import ConfigBody
@@ -72,10 +72,12 @@ async def submit(
 
     What cannot be had is answered with ``success: false`` and an ``error``; then nothing was created.
     """
+    named = one_key(key, data.idempotency_key)
     asked = Asked(
         provider=provider,
         config=data.config_name_to_load,
-        key=one_key(key, data.idempotency_key),
+        key=named,
+        key_ttl=_key_ttl(data.ttl_hours, named),
         tracker_run_name=_tracker_name(data.tracker_run_name),
     )
     try:
@@ -85,6 +87,15 @@ async def submit(
     except SemelError as error:
         answer = JobAnswer(success=False, error=str(error))
     return json(answer)
+
+
+def _key_ttl(hours: float | None, key: str | None) -> float | None:
+    """Seconds for which the key is kept."""
+    if hours is None:
+        return None
+    if key is None:
+        raise InvalidRequest("ttl_hours says how long a key is kept, and there is none; send an idempotency_key, too")
+    return checked_retention("ttl_hours", hours, unit=3600) * 3600
 
 
 def _tracker_name(name: str | None) -> str | None:

@@ -27,6 +27,14 @@ class JobRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str | None,
         Meta(description="Names the job for a day; shorter than 256 characters.", examples=["ci-build-abc123"]),
     ] = None
+    ttl_hours: Annotated[
+        float | None,
+        Meta(
+            description="Hours for which the key names the job; 24 when it is left out.",
+            examples=[48],
+            extra_json_schema={"exclusiveMinimum": 0, "maximum": 87_840},
+        ),
+    ] = None
     tracker_run_name: Annotated[
         str | None, Meta(description="What an experiment tracker calls it.", examples=["gh-17"])
     ] = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +13,7 @@ from litestar.exceptions import HTTPException
 from litestar.routes import HTTPRoute
 from msgspec import Struct
 
+from semel._validation import misfit
 from semel.errors import (
     CostLimitExceeded,
     IllegalTransition,
@@ -105,41 +105,6 @@ def problem_of(error: Exception) -> Problem:
     return _problem(500, "INTERNAL_ERROR", "something went wrong here; the server's log says what")
 
 
-def with_choices(said: str, kind: Any) -> str:
-    """What msgspec says of a value that is none of those that there are, and which those are."""
-    if not said.startswith("Invalid enum value"):
-        return said
-    path = [name for name, _ in re.findall(r"\.(\w+)|(\[)", said.partition(" - at `$")[2])]
-    known = msgspec.inspect.type_info(kind)
-    found = _choices(known, path) or _choices(known, [*path, ""])  # a query's parameter that may come again has no path
-    return f"{said}; valid are {', '.join(found)}" if found else said
-
-
-def _choices(kind: msgspec.inspect.Type, path: list[str]) -> list[str]:
-    """The values that may stand there. A step of the path is a field's name, or empty for an item."""
-    match kind:
-        case msgspec.inspect.Metadata():
-            return _choices(kind.type, path)
-        case msgspec.inspect.UnionType():
-            return [choice for each in kind.types for choice in _choices(each, path)]
-        case msgspec.inspect.StructType() if path:
-            return [
-                choice
-                for each in kind.fields
-                if each.encode_name == path[0]
-                for choice in _choices(each.type, path[1:])
-            ]
-        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType() | msgspec.inspect.SetType() if path:
-            return _choices(kind.item_type, path[1:])
-        case msgspec.inspect.DictType() if path:
-            return _choices(kind.value_type, path[1:])
-        case msgspec.inspect.LiteralType() if not path:
-            return [str(value) for value in kind.values]
-        case msgspec.inspect.EnumType() if not path:
-            return [str(each.value) for each in kind.cls]
-    return []
-
-
 def _said(error: HTTPException) -> str:
     """The message, and of a request that does not fit its schema what does not."""
     if isinstance(error.extra, list):
@@ -187,7 +152,7 @@ def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None
     fields = request.route_handler.parsed_fn_signature.parameters
     for wrong in error.extra if isinstance(error.extra, list) else []:
         if isinstance(wrong, dict) and wrong.get("key") in fields:
-            wrong["message"] = with_choices(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
+            wrong["message"] = misfit(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
 
 
 def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:

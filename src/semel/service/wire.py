@@ -29,7 +29,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     delay: Annotated[float, Meta(ge=0, le=316_224_000, description="Seconds before it may start.")] = 0.0
     cost: Annotated[float, Meta(ge=0, le=MAX_COST)] | None = None
-    key_ttl: Annotated[float, Meta(ge=0, le=316_224_000, description="Seconds for which the key is kept.")] | None = (
+    key_ttl: Annotated[float, Meta(gt=0, le=316_224_000, description="Seconds for which the key is kept.")] | None = (
         None
     )
     dedupe: Annotated[bool, Meta(description="Without a key: find the same run while it is under way.")] = True
