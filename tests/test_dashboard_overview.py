@@ -480,11 +480,24 @@ def hits_shown(town: Town) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("hit", "miss", "verdict"),
-    [(0, 0, ""), (81, 19, "good"), (80, 20, "fair"), (50, 50, "fair"), (49, 51, "warning"), (0, 1, "warning")],
+    ("hit", "miss", "low", "verdict"),
+    [
+        (0, 0, None, ""),
+        (81, 19, None, "good"),
+        (80, 20, None, "fair"),
+        (0, 5, None, "fair"),
+        (0, 100_000, None, "fair"),
+        (0, 0, 0.5, ""),
+        (0, 99, 0.5, "fair"),
+        (49, 51, 0.5, "warning"),
+        (50, 50, 0.5, "fair"),
+        (81, 19, 0.9, "warning"),
+    ],
 )
-def test_a_replay_rate_is_good_above_80_percent_and_to_be_looked_at_below_50(hit: int, miss: int, verdict: str) -> None:
-    assert Hits(hit, miss).verdict == verdict
+def test_a_replay_rate_is_good_above_80_percent_and_a_warning_only_below_what_the_operator_calls_low(
+    hit: int, miss: int, low: float | None, verdict: str
+) -> None:
+    assert Hits(hit, miss, low).verdict == verdict
 
 
 @pytest.mark.parametrize("window", [HOUR, DAY, WEEK])

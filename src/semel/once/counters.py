@@ -103,6 +103,8 @@ class Stats(Struct, frozen=True):
     since: float
     doors: dict[tuple[str, str], Counts] = {}
     """The same by door and scope: ``stats.doors["http", "http"]``."""
+    low_replay_rate: float | None = None
+    """The share of replays below which requests over HTTP are warned of; None: never."""
 
     @property
     def warnings(self) -> list[str]:
@@ -112,14 +114,14 @@ class Stats(Struct, frozen=True):
     def findings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
         """The warnings, each with what it is about: its kind, the door and the scope."""
         for (door, scope), counts in self.doors.items():
-            for kind, said in _findings(door, counts, self.since):
+            for kind, said in _findings(door, counts, self.since, self.low_replay_rate):
                 yield (kind, door, scope), f"{scope}: {said}"
 
 
-def _findings(door: str, counts: Counts, since: float) -> Iterator[tuple[str, str]]:
+def _findings(door: str, counts: Counts, since: float, low: float | None) -> Iterator[tuple[str, str]]:
     rate = f"{counts.hit_rate:.1%}"
-    if door == "http" and counts.calls >= 100 and counts.hit_rate < 0.5:
-        said = f"{rate} of requests with a key were replays (below 50 %): "
+    if low is not None and door == "http" and counts.calls >= 100 and counts.hit_rate < low:
+        said = f"{rate} of requests with a key were replays (below {100 * low:g} %): "
         yield "low_hit_rate", said + "look whether clients send a key anew with every retry"
     if door != "http" and counts.calls >= 100 and counts.replay_rate > 0.05:
         yield "high_replay_rate", f"{rate} of calls are replays (over 5 %): something upstream retries too eagerly"
@@ -133,10 +135,20 @@ def _findings(door: str, counts: Counts, since: float) -> Iterator[tuple[str, st
 class Counters:
     """Adds up the events and tells those who listen.
 
-    Beyond ``most_scopes`` scopes the rest is counted together, so memory stays bounded.
+    Beyond ``most_scopes`` scopes the rest is counted together, so memory stays bounded. Clients that seldom retry have
+    few replays and are healthy: a low rate is warned of only where ``low_replay_rate`` says what is low.
     """
 
-    def __init__(self, *, most_scopes: int = MOST_SCOPES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        most_scopes: int = MOST_SCOPES,
+        clock: Callable[[], float] = time.monotonic,
+        low_replay_rate: float | None = None,
+    ) -> None:
+        if low_replay_rate is not None and not 0 < low_replay_rate <= 1:
+            raise InvalidRequest(f"low_replay_rate is a share over 0 and up to 1, such as 0.5, not {low_replay_rate!r}")
+        self._low_replay_rate = low_replay_rate
         self._tally: dict[tuple[str, str, str, str], int] = {}
         self._scopes = Scopes(most_scopes)
         self._clock = clock
@@ -205,7 +217,7 @@ class Counters:
         for (name, door, label, reason), number in sorted(self._tally.copy().items()):
             for counts in (doors.setdefault((door, label), Counts()), scopes.setdefault(label, Counts())):
                 counts.add(name, reason, number)
-        return Stats(held, scopes, self.purged, self._clock() - self._started, doors)
+        return Stats(held, scopes, self.purged, self._clock() - self._started, doors, self._low_replay_rate)
 
     def warn(self) -> None:
         """Say in the log what an operator should look at: once, until it is over and begins anew."""

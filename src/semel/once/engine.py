@@ -57,6 +57,7 @@ class Engine:
         collect: bool = True,
         retry_for: float = 5.0,
         on_event: Hook | None = None,
+        low_replay_rate: float | None = None,
         bound_to: Engine | None = None,
     ) -> None:
         """``bound_to``: this engine works inside a user's transaction for that other one, whose counters it shares.
@@ -69,7 +70,7 @@ class Engine:
         self.policy = policy
         self._ttl_us = round(policy.ttl * 1e6)
         self._value_ttl_us = _us(policy.value_ttl)
-        self.counters: Counters = Counters() if bound_to is None else bound_to.counters
+        self.counters: Counters = Counters(low_replay_rate=low_replay_rate) if bound_to is None else bound_to.counters
         self._runtime = runtime
         self._retry_for = seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None

@@ -41,13 +41,16 @@ class Face:
         collect: bool = True,
         retry_for: float = 5.0,
         on_event: Hook | None = None,
+        low_replay_rate: float | None = None,
         **options: Any,
     ) -> None:
         """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
 
         ``policy`` is the default for every call. ``collect=False`` switches the background clean-up off.
         ``retry_for`` is how many seconds a call tries again while the store is away. ``on_event`` hears every
-        verdict, for metrics. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
+        verdict, for metrics. ``low_replay_rate=0.5`` warns of HTTP scopes in which fewer requests than that are
+        replays; without it a low rate is no warning. ``prefix`` (Redis) begins every key's name.
+        ``clock`` is for tests.
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
@@ -58,6 +61,7 @@ class Face:
             collect=collect,
             retry_for=retry_for,
             on_event=on_event,
+            low_replay_rate=low_replay_rate,
         )
 
     @classmethod

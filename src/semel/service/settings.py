@@ -57,6 +57,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Requests a second that a token may send, in each process, with bursts of twice that; 0 for no limit."""
     max_waiting: int = 500
     """Requests of one caller that may wait for runs or listen to them at a time, in each process."""
+    low_replay_rate: float | None = None
+    """The share of submissions below which the dashboard warns of few replays, such as 0.5; None: it never does."""
     log_format: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     events: str | None = None
@@ -117,6 +119,8 @@ def _check(settings: Settings) -> None:
     for name in ("processes", "max_body", "max_waiting"):  # the worker looks at its own
         if getattr(settings, name) < 1:
             raise InvalidRequest(f"{name} is a number from 1 on, not {getattr(settings, name)}")
+    if settings.low_replay_rate is not None and not 0 < settings.low_replay_rate <= 1:
+        raise InvalidRequest(f"low_replay_rate is a share over 0 and up to 1, not {settings.low_replay_rate}")
     if settings.rate < 0 or settings.drain < 0 or min(settings.body_timeout, settings.header_timeout) <= 0:
         raise InvalidRequest("rate and drain are 0 or more, body_timeout and header_timeout more than 0")
 

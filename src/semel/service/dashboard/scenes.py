@@ -181,9 +181,9 @@ class Scene:
 class Stage:
     """The scenes of a site."""
 
-    def __init__(self) -> None:
+    def __init__(self, low_replay_rate: float | None) -> None:
         self._scenes: dict[tuple[Whose, str], Scene] = {}
-        self._tally = Tally()
+        self._tally = Tally(low_replay_rate)
 
     def scene(self, site: Site, whose: Whose, window: Window) -> Scene:
         """That one. The rate of hits is of all tenants together, so only the main one's operators see it."""
@@ -206,5 +206,5 @@ def scene_of(site: Site, caller: Caller, window: Window) -> Scene:
     """What the caller sees."""
     stage = _stages.get(site)
     if stage is None:
-        stage = _stages[site] = Stage()
+        stage = _stages[site] = Stage(site.settings.low_replay_rate)
     return stage.scene(site, Whose(caller.tenant, caller.sees), window)
