@@ -149,6 +149,16 @@ def test_the_scheme_is_taken_in_any_case_and_two_authorizations_in_none(town: To
     assert town.root.get("/runs", headers={"authorization": f"Bearer {secret}"}).status_code == 401
 
 
+def test_a_token_in_a_second_header_is_refused_even_if_it_was_good_a_moment_ago(town: Town) -> None:
+    """The two together read as the text of a good one."""
+    secret = town.root.secret
+    assert town.root.get("/runs").status_code == 200
+    for first, second in (("Bearer", secret), (f"Bearer {secret}", ""), (f"Bearer {secret}", f"Bearer {secret}")):
+        both = [("Authorization", first), ("Authorization", str(second))]
+        assert town.line.get("/runs", headers=both).status_code == 401
+        assert town.line.get("/ui/runs", headers=both, follow_redirects=False).status_code != 200
+
+
 def test_only_a_digest_of_a_token_is_kept(town: Town) -> None:
     secret = town.root.secret
     ledger = town.app.ledger(awaited=False)
@@ -281,6 +291,9 @@ def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are
         {"X-Real-IP": "127.0.0.1"},
         {"X-Forwarded-Host": "localhost"},
         {"Via": "1.1 proxy"},
+        {"X-Forwarded-Proto": "https"},
+        {"X-Forwarded-Port": "443"},
+        {"X-Forwarded-Prefix": "/semel"},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
     ],
     ids=lambda headers: " ".join(f"{name}={value}" for name, value in headers.items()),
@@ -459,3 +472,16 @@ def test_what_is_printed_by_accident_has_no_secret() -> None:
     assert "port=7" in repr(settings)
     target = {"kind": "webhook", "target": "https://h/", "events": "*", "created_us": 0, "disabled_us": None}
     assert "hush" not in repr(Subscription(id="1", tenant="", secret="hush", **target))
+
+
+def test_an_operator_cannot_submit_for_nobody(town: Town) -> None:
+    """A run of nobody's would be held by nobody's quota."""
+    operator = town.admit("oona", "operator")
+    town.root.put("/admin/quotas/oona", json={"max_concurrent": 0})
+    asked = {"model": "add", "parameters": {"a": 1}}
+    assert operator.post("/runs", json=asked).status_code == 429
+    alone = operator.post("/runs", json={**asked, "user": ""})
+    assert (alone.status_code, alone.json()["error_code"]) == (400, "INVALID_REQUEST")
+    assert "user" in alone.json()["detail"]
+    assert operator.post("/runs/bulk", json=[{**asked, "user": ""}]).status_code in (207, 400)
+    assert operator.get("/runs", params={"user": ""}).json()["runs"] == []

@@ -81,6 +81,20 @@ def test_what_follows_a_body_is_no_part_of_it(town: Town) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.parametrize("name", ["Content-Encoding", "Content-Type"])
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_header_about_the_body_is_not_overlooked(town: Town, name: str, second: int) -> None:
+    body = json.dumps(RUN).encode()
+    said = {"Content-Encoding": ("identity", "gzip"), "Content-Type": ("application/json", "text/plain")}[name]
+    pair = [f"{name}: {said[second]}", f"{name}: {said[1 - second]}"]
+    if name != "Content-Type":
+        pair.append("Content-Type: application/json")
+    sent = head(town, "POST /runs HTTP/1.1", f"Content-Length: {len(body)}", "Connection: close", *pair) + body
+    assert status_of(bare(town.address, sent)) in (400, 415)
+    same = head(town, "POST /runs HTTP/1.1", f"Content-Length: {len(body)}", "Connection: close", pair[0], pair[0])
+    assert status_of(bare(town.address, same + body)) in (400, 415)
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "GZIP"])
 def test_a_compressed_body_is_refused(town: Town, encoding: str) -> None:
     answer = town.root.post("/runs", content=b"\x1f\x8b\x08" + b"\0" * 50, headers={"Content-Encoding": encoding})

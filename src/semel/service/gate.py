@@ -202,11 +202,13 @@ class Gate:
 
         What is not good is not remembered, so it costs the same whatever is wrong with it, and fills no memory.
         """
-        mark = sha256(" ".join(sent).encode()).digest()
+        if len(sent) != 1:
+            raise self._not_good(address_of(scope))
+        mark = sha256(sent[0].encode()).digest()
         known = self._known.get(mark)
         if known is not None and time.monotonic() < known.until:
             return known.token
-        found = await self._look_up(sent)
+        found = await self._look_up(sent[0])
         self._known.pop(mark, None)
         if found is None:
             raise self._not_good(address_of(scope))
@@ -222,9 +224,9 @@ class Gate:
             return Refused(429, "TOO_MANY_REQUESTS", said, retry_after=wait)
         return Refused(401, "UNAUTHENTICATED", "the token is not valid, or no longer")
 
-    async def _look_up(self, sent: list[str]) -> tuple[Token, float | None] | None:
-        scheme, _, text = sent[0].partition(" ")
-        parsed = tokens.parse(text.strip()) if scheme.lower() == "bearer" and len(sent) == 1 else None
+    async def _look_up(self, sent: str) -> tuple[Token, float | None] | None:
+        scheme, _, text = sent.partition(" ")
+        parsed = tokens.parse(text.strip()) if scheme.lower() == "bearer" else None
         return None if parsed is None else await self._ledger.read(tokens.check, *parsed, self._ledger.terms)
 
     def _remember(self, mark: bytes, known: Known) -> None:

@@ -22,6 +22,8 @@ MOST_NAMES = 10_000
 """Of how many tokens, or addresses, the use is remembered."""
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods whose body nobody reads."""
+_SAID_ONCE = (b"content-type", b"content-encoding")
+"""Headers of which a second one would be overlooked here and believed elsewhere, or the other way round."""
 DRAINED = 4 * 1024 * 1024
 """Bytes of a refused body that are read and dropped, so that a client that sends first and reads then sees why."""
 DRAINED_FOR = 5.0
@@ -152,6 +154,10 @@ class Body:
             raise self._too_large()
         if self._scope["method"] in BODILESS:
             return self._receive
+        for name in _SAID_ONCE:
+            if len(headers(self._scope, name)) > 1:
+                said = f"there are two headers {name.decode().title()}, and a body is of one kind"
+                raise Refused(400, "INVALID_REQUEST", said)
         if (header(self._scope, b"content-encoding") or "identity").strip().lower() != "identity":
             raise Refused(415, "UNSUPPORTED_MEDIA_TYPE", "a body is taken as it is, without a Content-Encoding")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +11,9 @@ from urllib.parse import urlsplit
 from semel.service.limits import header, headers
 from semel.service.problems import Refused
 
-_CARRIED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
+_CARRIED = re.compile(
+    rb"forwarded|via|x-real-ip|x-forwarded(-.*)?|x-original-(host|url|forwarded-for)|[a-z-]*client-ip"
+)
 """What a proxy adds. Behind one every request seems to be sent from this machine."""
 
 
@@ -32,7 +35,7 @@ def require_local(scope: Any) -> None:
     client = scope.get("client")
     if client and client[0] and not is_loopback(client[0]):
         raise Refused(403, "LOOPBACK_ONLY", "without tokens this server answers only the machine it runs on")
-    if any(header(scope, name) is not None for name in _CARRIED):
+    if any(_CARRIED.fullmatch(name) for name, _ in scope["headers"]):
         said = "without tokens this server answers no proxy: make a token, and let every request carry one"
         raise Refused(403, "LOOPBACK_ONLY", said)
     hosts = headers(scope, b"host")

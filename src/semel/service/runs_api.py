@@ -13,7 +13,7 @@ from litestar import Request, Response, get, post
 from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
 
-from semel.errors import SemelError, UnknownModel
+from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.runs.records import INTERNAL_PREFIX, Run, Status
 from semel.service import runs_details, runs_events, runs_files
 from semel.service.answers import answered, header, json, refusals, tagged
@@ -57,7 +57,9 @@ def one_key(header: str | None, field: str | None) -> str | None:
 
 
 def user_of(caller: Caller, asked: str | None) -> str:
-    """Whose run it becomes."""
+    """Whose run it becomes. It is somebody's: a run of nobody's would be held by no quota."""
+    if asked == "":
+        raise InvalidRequest("user is empty: name the user, or leave it out to submit a run of your own")
     if asked is None or asked == caller.user:
         return caller.user
     if not caller.may("operator"):

@@ -15,7 +15,7 @@ from semel.runs.models import Model
 from semel.runs.records import MAX_COST, LogLine, Run, Status, Step, Summary, Waiting, WorkerInfo
 from semel.service.problems import Problem
 
-Name = Annotated[str, Meta(max_length=200)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
