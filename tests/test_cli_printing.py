@@ -42,6 +42,9 @@ def test_a_time_is_read_with_a_zone() -> None:
     assert before <= options.time_of("2h") + timedelta(hours=2) <= datetime.now(UTC)
     with pytest.raises(argparse.ArgumentTypeError, match="no time"):
         options.time_of("yesterday")
+    for number in ("1777900000", "90", "1.5", "20300131"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no time"):
+            options.time_of(number)
 
 
 @pytest.mark.parametrize(

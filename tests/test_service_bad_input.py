@@ -168,6 +168,12 @@ def test_an_id_may_be_written_in_capitals_and_without_dashes(client: httpx.Clien
         "since=yesterday",
         "since=2024-01-01T00:00:00",
         "until=99999-01-01T00:00:00Z",
+        "since=1777900000",
+        "until=1777900000.5",
+        "since=-1",
+        "since=1e9",
+        "until=0",
+        "since=20300131",
         "model=%00",
         "user=%0a",
         "queue=%7f",
@@ -254,11 +260,12 @@ def test_what_is_wrong_is_said_in_words_of_the_request(client: httpx.Client) -> 
     assert client.post("/runs", headers=headers).json()["detail"] == "the body is missing"
     many = [{"model": "add", "parameters": {}}] * 1001
     assert client.post("/runs/bulk", json=many).json()["detail"].startswith("the body: ")
-    assert "as 2030-01-31T12:00:00Z" in client.get("/runs?since=2030-01-31").json()["detail"]
+    for wrong in ("2030-01-31", "1777900000", "1e9"):
+        assert "as 2030-01-31T12:00:00Z" in client.get("/runs", params={"since": wrong}).json()["detail"]
 
 
 def test_a_method_that_is_not_there_is_told_with_those_that_are(client: httpx.Client) -> None:
-    for path, allowed in (("/runs", "GET, OPTIONS, POST"), ("/runs/x/cancel", "OPTIONS, POST")):
+    for path, allowed in (("/runs", "GET, HEAD, OPTIONS, POST"), ("/runs/x/cancel", "OPTIONS, POST")):
         told = client.patch(path)
         assert (told.status_code, told.headers["allow"]) == (405, allowed)
 

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
+from litestar.routes import HTTPRoute
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import (
@@ -21,6 +23,7 @@ from schemathesis.checks import (
 )
 
 from run_service import ended, on_database, submitted, token
+from semel.service.assembly import build
 from service_ground import Served, served
 
 EXAMPLES = 2000
@@ -46,6 +49,7 @@ class Described:
         self.address = service.address
         self.headers = headers
         self.run_id = run_id
+        self.site_app = build(service.site)._inner._inner
         answer = httpx.get(f"{service.address}/schema/openapi.json", headers=headers)
         assert answer.status_code == 200, answer.text
         self.schema: dict[str, Any] = answer.json()
@@ -183,3 +187,66 @@ def test_thousands_of_answers_are_as_the_schema_says(described: Described) -> No
 
 def test_no_schema_holds_a_secret(described: Described) -> None:
     assert not re.search(r"semel_[0-9a-f]{16}_", str(described.schema))
+
+
+def test_every_route_says_which_methods_it_takes(described: Described) -> None:
+    """In the answer to OPTIONS, and in the refusal of every other method; what GET answers HEAD does, too."""
+    litestar = described.site_app
+    routes = [route for route in litestar.routes if isinstance(route, HTTPRoute)]
+    assert len(routes) > 70
+    with httpx.Client(base_url=described.address, headers=described.headers) as client:
+        for route in routes:
+            path = re.sub(r"\{(\w+):(\w+)\}", lambda found: {"int": "7", "path": "a/b"}.get(found[2], "x"), route.path)
+            takes = {str(method) for method in route.methods} | ({"HEAD"} if "GET" in route.methods else set())
+            options = client.options(path)
+            assert (options.status_code, methods_in(options)) == (204, takes), route.path
+            for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - takes:
+                refused = client.request(method, path)
+                if refused.status_code != 404:  # a path that takes anything lies over this one
+                    assert (refused.status_code, methods_in(refused)) == (405, takes), (method, route.path)
+
+
+def methods_in(answer: httpx.Response) -> set[str]:
+    return set(answer.headers.get("allow", "").split(", "))
+
+
+def bodies_of(described: Described) -> Iterator[tuple[str, Any]]:
+    """What each operation takes: its name and its type."""
+    for route in described.site_app.routes:
+        for handler in route.route_handlers if isinstance(route, HTTPRoute) else ():
+            if handler.include_in_schema and (field := handler.parsed_data_field) is not None:
+                yield handler.operation_id, field.annotation
+
+
+def test_the_schema_of_a_body_has_every_bound_that_is_kept(described: Described) -> None:
+    """What is refused is refused by the schema, too: unknown fields, and numbers and texts out of bounds."""
+    components = described.schema["components"]["schemas"]
+    kinds = {kind for _, annotated in bodies_of(described) for kind in structs_in(msgspec.inspect.type_info(annotated))}
+    assert {kind.__name__ for kind in kinds} >= {"RunRequest", "CancelRequest", "JobRequest", "QuotaBody", "ConfigBody"}
+    for kind in kinds:
+        shown = components[kind.__name__]
+        assert shown.get("additionalProperties") is False, kind
+        exact = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")[1][kind.__name__]
+        for name, field in exact["properties"].items():
+            assert bounds_in(shown["properties"][name]) == bounds_in(field), (kind, name)
+    run = components["RunRequest"]["properties"]
+    assert bounds_in(run["cost"])["minimum"] == bounds_in(run["key_ttl"])["exclusiveMinimum"] == 0
+    assert bounds_in(run["user"]) == {"minLength": 1, "maxLength": 200}
+    assert bounds_in(components["QuotaBody"]["properties"]["max_concurrent"])["minimum"] == 0
+
+
+def structs_in(info: Any) -> Iterator[type]:
+    if isinstance(info, msgspec.inspect.StructType):
+        yield info.cls
+        for field in info.fields:
+            yield from structs_in(field.type)
+    for inner in (getattr(info, "item_type", None), getattr(info, "type", None), *getattr(info, "types", ())):
+        if inner is not None:
+            yield from structs_in(inner)
+
+
+def bounds_in(schema: Any) -> dict[str, float]:
+    """The bounds of a field, wherever in its schema they stand."""
+    parts = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern")
+    return {name: part[name] for part in parts for name in names if name in part}

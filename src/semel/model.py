@@ -26,6 +26,14 @@ Reason: TypeAlias = Literal["absent", "expired", "abandoned"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+def time_in(text: str) -> datetime:
+    """The time that an ISO 8601 text names. A bare number is none: seconds, milliseconds, or a date without dashes?"""
+    text = text.strip()
+    if text.isdecimal():
+        raise ValueError(f"{text} is a number")
+    return datetime.fromisoformat(text)
+
+
 def moment(us: int) -> datetime:
     """The store's microseconds as an aware datetime."""
     return _EPOCH + timedelta(microseconds=us)

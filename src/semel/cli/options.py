@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from semel.errors import InvalidRequest
+from semel.model import time_in
 
 SERVER = "http://127.0.0.1:8001"
 DATABASE = "sqlite:///semel.db"
@@ -126,10 +127,10 @@ def age(text: str) -> float:
 
 def time_of(text: str) -> datetime:
     """A time: ISO 8601, here where no zone is given; or a span before now."""
-    if _SPAN.fullmatch(text.strip().lower()):
+    if not text.strip().replace(".", "", 1).isdecimal() and _SPAN.fullmatch(text.strip().lower()):
         return datetime.now(UTC) - timedelta(seconds=span(text))
     try:
-        return datetime.fromisoformat(text).astimezone()
+        return time_in(text).astimezone()
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no time; it looks like 2030-01-31, 2030-01-31T12:00 or 2h (before now)"

@@ -8,17 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 from litestar import Litestar, Request
 from litestar.di import Provide
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.plugins.core import MsgspecDIPlugin
+from litestar.routes import HTTPRoute
 
 from semel.runs.app import App
 from semel.service import admin_api, events_api, jobs_api, ops_api, runs_api, webhooks_in
@@ -26,6 +29,7 @@ from semel.service.bodies import JsonRequest, require_known_query
 from semel.service.dashboard import pages
 from semel.service.dashboard.session import shown
 from semel.service.gate import Caller, Guarded, pages_alone
+from semel.service.problems import allow
 from semel.service.settings import Settings
 from semel.service.site import Site, TheSite
 from semel.service.watching import note_unforeseen, watched
@@ -38,14 +42,44 @@ class Lean(Litestar):
     def _get_default_plugins(plugins: list[Any]) -> list[Any]:
         return [*plugins, MsgspecDIPlugin()]
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI. Litestar's own answer to OPTIONS names the methods of the first handler of a route only."""
+
+        async def send_allow(message: Any) -> None:
+            if message["type"] == "http.response.start" and scope.get("path_template") in self._methods:
+                methods = allow(self._methods[scope["path_template"]])
+                message = {**message, "headers": [*_without_allow(message["headers"]), (b"allow", methods.encode())]}
+            await send(message)
+
+        options = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await super().__call__(scope, receive, send_allow if options else send)
+
+    @cached_property
+    def _methods(self) -> dict[str, set[str]]:
+        return {route.path_format: set(route.methods) for route in self.routes if isinstance(route, HTTPRoute)}
+
+
+def _without_allow(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name != b"allow"]
+
 
 class _Rendered(JsonRenderPlugin):
-    """The schema with where the service is: it may be mounted below a path."""
+    """The schema with where the service is, which may be mounted below a path, and with every bound of the bodies."""
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
         """See Litestar."""
         root = request.scope.get("root_path", "")
-        return super().render(request, {**openapi_schema, "servers": [{"url": root or "/"}]})
+        components = openapi_schema["components"]
+        components = {**components, "schemas": {**components["schemas"], **_bodies(request.app)}}
+        return super().render(request, {**openapi_schema, "servers": [{"url": root or "/"}], "components": components})
+
+
+def _bodies(app: Litestar) -> dict[str, Any]:
+    """The bodies as msgspec decodes them: Litestar leaves out bounds of 0, and that unknown fields are refused."""
+    routes = (route for route in app.routes if isinstance(route, HTTPRoute))
+    fields = [handler.parsed_data_field for route in routes for handler in route.route_handlers]
+    kinds = [field.annotation for field in fields if field is not None]
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
 
 
 def asgi(app: App, settings: Settings | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -46,9 +47,12 @@ class JsonRequest(Request[Any, Any, Any]):
 
 
 async def require_known_query(request: Request[Any, Any, Any]) -> None:
-    """Refuse what nobody reads: a filter that is spelt wrong would find everything."""
+    """Refuse what nobody reads: a filter that is spelt wrong would find everything. A time is never a number."""
     if request.scope["query_string"] and (known := _query_of(request.route_handler)):
-        for name in request.query_params:
+        times = _times_of(request.route_handler)
+        for name, value in request.query_params.multi_items():
+            if name in times and _is_number(value):  # seconds, or milliseconds? since when? in which zone?
+                raise _refused(f"{name} is a time, not a number, as 2030-01-31T12:00:00Z")
             if name not in known:
                 raise _refused(f"there is no query parameter {name!r:.100} here; {nearest(name, known)}")
 
@@ -59,6 +63,21 @@ def _query_of(handler: BaseRouteHandler) -> frozenset[str]:
     parameters = handler.parsed_fn_signature.parameters.items()
     kinds = ((name, field.kwarg_definition) for name, field in parameters)
     return frozenset(kind.name or name for name, kind in kinds if isinstance(kind, QueryParameter))
+
+
+@cache
+def _times_of(handler: BaseRouteHandler) -> frozenset[str]:
+    """Those of them that are times."""
+    fields = handler.parsed_fn_signature.parameters.items()
+    return frozenset(name for name, field in fields if datetime in (field.annotation, *field.args))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def decoded(body: bytes, kind: Any = Any) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 import msgspec.inspect
 from litestar import Request, Response
-from litestar.exceptions import HTTPException
-from litestar.routes import HTTPRoute
+from litestar.exceptions import HTTPException, MethodNotAllowedException
 from msgspec import Struct
 
 from semel._validation import misfit
@@ -134,23 +134,25 @@ def _problem(status: int, code: str, detail: str, *, retry_after: float | None =
     )
 
 
-def _methods(request: Request[Any, Any, Any]) -> set[str]:
-    """What can be done with what was asked for."""
-    steps = [step for step in request.scope["path"].split("/") if step]
-    found: set[str] = set()
-    for route in request.app.routes:
-        parts = route.path_components
-        if not isinstance(route, HTTPRoute) or len(parts) != len(steps):
-            continue
-        if all(not isinstance(part, str) or part == step for part, step in zip(parts, steps, strict=True)):
-            found |= route.methods
-    return {str(method) for method in found}
+def allow(methods: Iterable[str]) -> str:
+    """The header Allow: what a route takes, and HEAD where it takes GET."""
+    known = set(methods)
+    return ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
+
+
+def allow_of(error: Exception) -> dict[str, str]:
+    """The header of a refusal that needs one: what the route takes instead."""
+    if isinstance(error, MethodNotAllowedException) and error.headers:
+        return {"allow": allow(error.headers["allow"].split(", "))}
+    return {}
 
 
 def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None:
     """Of a parameter that is none of the values that there are, say which those are."""
+    if not isinstance(error.extra, list):  # nor is there a handler, where there is no such route or method
+        return
     fields = request.route_handler.parsed_fn_signature.parameters
-    for wrong in error.extra if isinstance(error.extra, list) else []:
+    for wrong in error.extra:
         if isinstance(wrong, dict) and wrong.get("key") in fields:
             wrong["message"] = misfit(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
 
@@ -171,6 +173,4 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
         _name_choices(request, error)
     problem = problem_of(error)
     content, headers = body_of(problem)
-    if problem.status == 405:
-        headers["allow"] = ", ".join(sorted(_methods(request)))
-    return Response(content, status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+    return Response(content, status_code=problem.status, headers=headers | allow_of(error), media_type=MEDIA_TYPE)

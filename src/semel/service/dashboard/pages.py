@@ -43,7 +43,7 @@ def router(site: Site) -> Router:
     """The pages: no form is looked at that is not ours, and no answer leaves without its policy."""
 
     async def checked(request: TheRequest) -> None:
-        if request.method != "GET":
+        if request.method not in ("GET", "OPTIONS"):
             request.scope["state"]["form"] = await posted(request, site.settings)
 
     return Router(

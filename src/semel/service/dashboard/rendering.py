@@ -23,7 +23,7 @@ from semel.service.cookies import cookie, is_https, made_cookie
 from semel.service.dashboard import static_files, wording
 from semel.service.dashboard.forms import CSRF, new_secret, secret_of
 from semel.service.gate import Caller, path_of
-from semel.service.problems import Problem, problem_of
+from semel.service.problems import Problem, allow_of, problem_of
 from semel.service.runs_words import TheRequest, root_of
 from semel.service.site import Site
 from semel.service.tokens import Role
@@ -160,7 +160,7 @@ def problem_answer(request: TheRequest, error: Exception) -> Response[bytes]:
     return Response(
         problem_page(request.scope, problem),
         status_code=problem.status,
-        headers=problem_headers(problem),
+        headers=problem_headers(problem) | allow_of(error),
         media_type="text/html",  # Litestar adds the charset
     )
 

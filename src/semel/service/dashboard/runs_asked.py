@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from semel.errors import InvalidRequest
+from semel.model import time_in
 from semel.runs.reading import Filter
 from semel.runs.records import MICRO, STATUSES, checked_id, checked_name
 from semel.service.gate import Caller
@@ -100,7 +101,7 @@ def _moment(name: str, text: str) -> datetime | None:
     if not text:
         return None
     try:
-        when = datetime.fromisoformat(text.strip())
+        when = time_in(text)
         return when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
     except (ValueError, OverflowError):
         raise InvalidRequest(f"{name} is a time such as 2026-01-31T12:00") from None
