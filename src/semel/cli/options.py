@@ -205,6 +205,19 @@ def queue_option(parser: Parsing, name: str = "queues") -> None:
     parser.add_argument("--queue", dest=name, type=names, action="extend", help=argparse.SUPPRESS)
 
 
+WAIT_FOR_DATABASE = 60.0
+
+
+def wait_option(parser: Parsing) -> None:
+    """``--wait-for-database``."""
+    parser.add_argument(
+        "--wait-for-database",
+        type=amount,
+        metavar="SECONDS",
+        help=f"to wait at the start for a database that is unavailable; 0: not (default: {WAIT_FOR_DATABASE:g})",
+    )
+
+
 def log_option(parser: Parsing) -> None:
     """``--log-format``; ``--log`` is the same, and ``text`` another word for ``pretty``."""
     kinds = ["pretty", "json"]

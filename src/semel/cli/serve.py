@@ -91,6 +91,7 @@ def _say_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--redis", metavar="URL", help="the Redis of rq and celery: redis://host/0")
     group.add_argument("--artifacts", metavar="WHERE", help="large results and files: a folder, s3://bucket/prefix, …")
     group.add_argument("--configs", metavar="FOLDER", help="named configs of jobs, one file each")
+    options.wait_option(group)
 
 
 def _say_how(group: argparse._ArgumentGroup) -> None:

@@ -58,6 +58,7 @@ def add_to(commands: options.Commands) -> None:
         metavar="[HOST:]PORT",
         help="tell Prometheus there what this worker does, at /metrics (default host: 127.0.0.1)",
     )
+    options.wait_option(parser)
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     options.log_option(parser)
     parser.set_defaults(do=_work)
@@ -79,6 +80,7 @@ def _add_sweep(commands: options.Commands) -> None:
         "--every", type=options.amount, default=5.0, metavar="SECONDS", help="between two turns (default: 5)"
     )
     sweep.add_argument("--once", action="store_true", help="one turn, whoever is elected, and end")
+    options.wait_option(sweep)
     sweep.add_argument("--quiet", action="store_true", help="log warnings only")
     sweep.set_defaults(do=_sweep)
 
@@ -129,6 +131,7 @@ def _sweep(chosen: argparse.Namespace) -> int:
         raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {chosen.every}")
     app = _placed(chosen)
     _log(chosen)
+    _wait_for_database(app, chosen)
     lost = sweep_until_told(app, every=chosen.every, once=chosen.once)
     if chosen.once:
         print(f"{lost} lost runs were taken back")
@@ -154,9 +157,22 @@ def _work(chosen: argparse.Namespace) -> int:
         threads=chosen.threads,
         drain=chosen.drain,
     )
+    _wait_for_database(app, chosen)
     worker.run()
     _leave_threads_behind()
     return 0
+
+
+def _wait_for_database(app: App, chosen: argparse.Namespace) -> None:
+    from semel.runs.ledger import wait_for_database
+
+    seconds = chosen.wait_for_database
+    if seconds is None:
+        try:
+            seconds = options.amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(options.WAIT_FOR_DATABASE))
+        except argparse.ArgumentTypeError as error:
+            raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
+    wait_for_database(app.ledger(awaited=False), seconds)
 
 
 def _leave_threads_behind() -> None:

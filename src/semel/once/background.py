@@ -13,10 +13,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
-from semel.errors import SemelError
+from semel.errors import SemelError, StoreUnavailable
 from semel.forks import survive_fork
 from semel.model import Claim, Held
 from semel.once.counters import Counters
+from semel.once.outage import Outage
 from semel.once.runtime import Runtime, Signal
 from semel.once.store import Renew
 
@@ -33,6 +34,7 @@ class Background(ABC):
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
+        self._outage = Outage(_log, f"the store of {name}", "this is tried again")
         self.after_fork()
         survive_fork(self)
 
@@ -92,6 +94,9 @@ async def _loop(owner: weakref.ref[Background], signal: Signal) -> None:
         background._ticking = True
         try:
             await background.tick()
+            background._outage.succeeded()
+        except StoreUnavailable as error:
+            background._outage.failed(error)
         except SemelError as error:
             _log.warning("%s failed and will be tried again: %s", background._name, error)
         except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed

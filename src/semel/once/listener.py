@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from semel.forks import survive_fork
+from semel.once.outage import Outage
 
-Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str]]
-"""``hear(channel, stopped)``: connect, then yield every payload until stopped; raises when the connection breaks."""
+Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
+"""``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while
+there is none; raises when the connection breaks."""
+
+PATIENCE = 5.0
+"""Seconds without a connection before that is logged."""
 
 _log = logging.getLogger("semel.listener")
 
@@ -21,8 +26,16 @@ class Listener:
     What is missed while the connection is down is lost, so a listener only ever hastens what a poll would find.
     """
 
-    def __init__(self, hear: Hear) -> None:
+    def __init__(self, hear: Hear, *, outage: Outage | None = None, broke: Callable[[], None] = lambda: None) -> None:
+        """``outage`` logs that nothing is heard; ``broke`` is called when the connection could not be had or broke."""
         self._hear = hear
+        self._broke = broke
+        self._outage = outage or Outage(
+            _log,
+            "the connection on which ended claims are announced",
+            "who waits for a claim asks the store again and again instead, and learns of its end later",
+            patience=PATIENCE,
+        )
         self.after_fork()
         survive_fork(self)
 
@@ -50,11 +63,14 @@ class Listener:
         while not stopped.is_set():
             try:
                 for payload in self._hear(channel, stopped):
-                    heard(payload)
+                    self._outage.succeeded()
                     pause = 0.1
+                    if payload is not None:
+                        heard(payload)
             except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
                 if stopped.is_set():
                     return
-                _log.warning("cannot hear about ended claims, waiters poll meanwhile: %s", error)
+                self._outage.failed(error)
+                self._broke()
                 stopped.wait(pause)
                 pause = min(pause * 2, 5.0)

@@ -241,7 +241,7 @@ def hearing(url: URL, greeting: str | None = None) -> Hear:
     """LISTEN over psycopg, for the listener's thread. ``greeting`` is heard first: what came before was not."""
     address = url.set(drivername="postgresql").render_as_string(hide_password=False)
 
-    def hear(channel: str, stopped: Event) -> Iterator[str]:
+    def hear(channel: str, stopped: Event) -> Iterator[str | None]:
         import psycopg
 
         with psycopg.connect(address, autocommit=True, application_name="semel-listener") as conn:
@@ -251,6 +251,7 @@ def hearing(url: URL, greeting: str | None = None) -> Hear:
             while not stopped.is_set():
                 for notice in conn.notifies(timeout=0.5):
                     yield notice.payload
+                yield None
 
     return hear
 

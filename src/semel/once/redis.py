@@ -245,13 +245,12 @@ class _Complete(Struct):
 def hearing(client: Any) -> Hear:
     """SUBSCRIBE, for the listener's thread; the client connects when it begins."""
 
-    def hear(channel: str, stopped: Event) -> Iterator[str]:
+    def hear(channel: str, stopped: Event) -> Iterator[str | None]:
         with client.pubsub(ignore_subscribe_messages=True) as subscription:
             subscription.subscribe(channel)
             while not stopped.is_set():
                 message = subscription.get_message(timeout=0.5)
-                if message is not None:
-                    yield message["data"].decode()
+                yield None if message is None else message["data"].decode()
 
     return hear
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from weakref import WeakSet
 from semel.bridge import awaited, blocking
 from semel.errors import InvalidRequest
 from semel.forks import survive_fork
+from semel.once.outage import Outage
 from semel.once.store import Clock
 from semel.runs.asking import Terms
 from semel.runs.engine import Engine
@@ -95,6 +97,13 @@ class App:
         self.url = url
         self.registry = Registry()
         self.news = News()
+        self.outage = Outage(
+            logging.getLogger("semel.database"),
+            "the database",
+            "runs under way go on while their leases last, and everything is tried again until it is back",
+            patience=1.0,
+        )
+        """What the workers and servers of this process report to, together: one outage is one story in the log."""
         self.limits = Limits(inline_bytes=inline_result_bytes, max_bytes=max_result_bytes)
         self.terms = Terms(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish

@@ -280,6 +280,7 @@ class Announcer(ABC):
         with self._lock:
             if self._sweeping is None:
                 ledger = self._app.ledger(awaited=False)
+                ledger.outage = self._app.outage
                 holder = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-6:]}"
                 sweeper = Sweeper(
                     ledger,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from semel.errors import SemelError
+from semel.errors import SemelError, StoreUnavailable
 from semel.runs.attempt import Ended
 from semel.runs.held import Holdings
 from semel.runs.leasing import Leased, LeaseRequest
@@ -134,8 +134,7 @@ class Feeding:
     async def _wake(self) -> tuple[int, float | None]:
         try:
             return await self._ledger.wake()
-        except SemelError as error:
-            self._log.say(logging.WARNING, f"the database did not answer: {error}")
+        except StoreUnavailable:
             return 0, None
 
     def _room(self, kind: Isolation) -> int:
@@ -179,7 +178,10 @@ class Feeding:
         try:
             leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, most))
         except SemelError as error:
-            self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
+            if isinstance(error, StoreUnavailable):
+                self._ledger.unavailable(error)
+            else:
+                self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
             self._doubt = True
             await self.sleep(1.0)
             return 0
@@ -190,7 +192,7 @@ class Feeding:
                 async with asyncio.timeout(5.0):
                     await self.give_back_unknown()
             except (SemelError, TimeoutError) as error:
-                self._log.say(logging.WARNING, f"what a lost answer leased is not given back yet: {error}")
+                self._ledger.unavailable(f"what a lost answer leased is not given back yet: {error}")
         return len(leased)
 
     async def give_back_unknown(self) -> None:

@@ -64,7 +64,7 @@ class Finisher:
                     await self._book.write([held for held, _ in batch])  # who sees the end finds the whole log
                     over = await self._ledger.end([ending for _, ending in batch])
                 except StoreUnavailable as error:
-                    self._log.say(logging.WARNING, f"{len(batch)} ends could not be written yet: {error}")
+                    self._log.say(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
                     self._alone = len(batch) if len(batch) > 1 else self._alone  # perhaps one of them is locked
                     self._waiting += [each for each in batch if not each[0].lost]
                     await asyncio.sleep(pause)
@@ -97,11 +97,9 @@ class Finisher:
     def _settle(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
         for held, ending in batch:
             self._holdings.drop(held)
-            end = over.get(ending.run_id)
-            if end is None:
-                self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
-            else:
-                self._tell(held, ending, end)
+            if ending.run_id in over:
+                self._tell(held, ending, over[ending.run_id])
+        self._log.say_lost([held for held, ending in batch if ending.run_id not in over])
         self._written()
 
     def _tell(self, held: Held, ending: Ending, end: Over) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from semel.errors import StoreUnavailable
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
 from semel.runs.ledger import Ledger
@@ -68,9 +69,11 @@ class Heart:
             async with asyncio.timeout(LONGEST):
                 await self.beat()
         except TimeoutError:
-            self._log.say(logging.WARNING, "the heartbeat got no answer from the database")
+            self._ledger.unavailable(f"a heartbeat got no answer in {LONGEST:g} s")
+        except StoreUnavailable as error:
+            self._ledger.unavailable(error)
         except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
-            self._log.say(logging.WARNING, f"the heartbeat did not reach the database: {error!r}")
+            self._log.say(logging.WARNING, f"a heartbeat failed: {error!r}")
 
     async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
@@ -131,17 +134,19 @@ class Heart:
         self._judge(held, answer)
 
     def _judge(self, held: list[Held], answer: dict[str, bool]) -> None:
-        for each in held:
-            if each.over:
-                continue  # its end was being written while we asked
-            if each.leased.id not in answer:
-                self._lost(each)
-            elif answer[each.leased.id] and each.cancelled_at is None:
+        ours = [each for each in held if not each.over]  # of the others the end was being written while we asked
+        self._let_go([each for each in ours if each.leased.id not in answer])
+        for each in ours:
+            if answer.get(each.leased.id) and each.cancelled_at is None:
                 self._cancelled(each)
 
     def _let_go_of_the_expired(self) -> None:
         """Without the database for a whole lease, somebody else may have the run by now: stop working on it."""
         now = time.monotonic()
-        for each in self._holdings:
-            if not each.lost and not each.over and now - each.renewed > each.lease:
-                self._lost(each)
+        self._let_go([each for each in self._holdings if not each.over and now - each.renewed > each.lease])
+
+    def _let_go(self, held: list[Held]) -> None:
+        lost = [each for each in held if not each.lost]
+        for each in lost:
+            self._lost(each)
+        self._log.say_lost(lost)

@@ -11,6 +11,7 @@ from semel.runs.context import Flag
 from semel.runs.keeping import Line
 from semel.runs.leasing import Beat, Leased
 from semel.runs.models import Model
+from semel.runs.records import MICRO
 
 
 class Held:
@@ -68,7 +69,8 @@ class Held:
     def line(self, level: str, text: str) -> None:
         """Keep the line until the next flush."""
         self.line_count += 1
-        self.lines.append(Line(self.leased.id, self.leased.fence, self.line_count, time.time_ns() // 1000, level, text))
+        at_us = self.leased.changed_us + round((time.monotonic() - self.started) * MICRO)  # on the database's clock
+        self.lines.append(Line(self.leased.id, self.leased.fence, self.line_count, at_us, level, text))
 
     def beat(self) -> Beat:
         """A sign of life, with the progress where there is news of it."""

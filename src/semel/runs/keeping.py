@@ -90,6 +90,22 @@ def lead(conn: Connection, role: str, holder: str, term: float, terms: Terms) ->
     return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=terms.now))
 
 
+_TERM_LEFT = Statement(
+    lambda w: (
+        f"""
+SELECT until_us - {w.now} FROM semel_leaders
+WHERE role = :role AND holder <> :holder AND until_us >= {w.now} AND until_us <= {w.now} + term_us
+"""
+    )
+)
+
+
+def term_left(conn: Connection, role: str, holder: str, terms: Terms) -> float:
+    """Seconds for which another has the role; 0 when it can be had."""
+    rows = _TERM_LEFT.rows(conn, role=role, holder=holder, now=terms.now)
+    return max(rows[0][0] / MICRO, 1e-6) if rows else 0.0
+
+
 _SHORTEN = Statement(
     lambda w: (
         f"""

@@ -6,6 +6,7 @@ Blocking over a blocking database, awaited over an async one; one body serves bo
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -14,8 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection
 
+from semel.bridge import drive
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.batch import Failed, flush_apart
+from semel.once.outage import Outage
 from semel.once.runtime import Loop, Runtime, Threads
 from semel.once.store import Clock
 from semel.runs import keeping, keys, leasing, quotas, reading, submitting, transitions
@@ -33,6 +36,8 @@ from semel.sql.statements import Terms, transaction
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_log = logging.getLogger("semel.database")
 
 DEADLINE = 30.0
 """Seconds within which the database must answer."""
@@ -65,6 +70,8 @@ class Ledger:
         self._publish = publish
         self._ready = False
         self._repeats = False
+        self.outage: Outage | None = None
+        """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
         self._lane = self.runtime.lane(self._submit_now)
         self._looking = self.runtime.lane(self._look_now)
 
@@ -124,10 +131,9 @@ class Ledger:
         for tries in range(1, most + 1):
             try:
                 return await self._once(how, work, args, kwargs)
-            except StoreBroken:
-                raise
-            except StoreUnavailable:
-                if tries == most:
+            except StoreUnavailable as error:
+                if tries == most or isinstance(error, StoreBroken):
+                    self.unavailable(error)
                     raise
                 await self.runtime.sleep(0.05 * tries)
         raise AssertionError("unreachable")
@@ -137,9 +143,17 @@ class Ledger:
             async with self._deadline():
                 if not self._ready:
                     await self.open()
-                return await how(work, *args, **kwargs)
+                answer = await how(work, *args, **kwargs)
         except TimeoutError:
             raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
+        if self.outage is not None:
+            self.outage.succeeded()
+        return answer
+
+    def unavailable(self, error: object) -> None:
+        """The database could not be had: where an outage is reported, that is logged in few lines."""
+        if self.outage is not None:
+            self.outage.failed(error)
 
     async def submit(self, submission: Submission) -> Answer:
         """Submit one, in company where there is some."""
@@ -279,6 +293,10 @@ class Ledger:
         """See keeping.lead."""
         return await self._write(keeping.lead, role, holder, term, self.terms)
 
+    async def term_left(self, role: str, holder: str) -> float:
+        """See keeping.term_left."""
+        return await self._read(keeping.term_left, role, holder, self.terms)
+
     async def step_down(self, role: str, holder: str) -> None:
         """See keeping.step_down."""
         await self._write(keeping.step_down, role, holder)
@@ -345,6 +363,33 @@ class Ledger:
     async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
         """See keys.check_key."""
         return await self._at_once(keys.check_key, person, key, self.terms)
+
+
+def wait_for_database(ledger: Ledger, seconds: float) -> None:
+    """Block until a blocking ledger can be opened, for so long; one line says that it is waited for.
+
+    Raises what is in the way when the time is over, and at once when waiting would not help. Closes the ledger.
+    """
+    began = time.monotonic()
+    waits = False
+    try:
+        while True:
+            try:
+                drive(ledger.open())
+            except StoreUnavailable as error:
+                left = seconds - (time.monotonic() - began)
+                if left <= 0 or isinstance(error, StoreBroken):
+                    raise
+                if not waits:
+                    waits = True
+                    _log.warning("the database is unavailable, waiting for it for up to %g s: %s", seconds, error)
+                time.sleep(min(0.5, left))
+            else:
+                break
+    finally:
+        drive(ledger.close())
+    if waits:
+        _log.warning("the database is available after %.0f s", time.monotonic() - began)
 
 
 def _require_folder(url: URL) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from semel.errors import StoreUnavailable
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
 from semel.runs.worklog import WorkLog
@@ -30,6 +31,8 @@ class LogBook:
             await asyncio.sleep(EVERY)
             try:
                 await self.write(self._holdings)
+            except StoreUnavailable:
+                continue  # the ledger has reported it
             except Exception as error:  # noqa: BLE001 -- it is tried again, whatever it was
                 self._log.say(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 

@@ -6,13 +6,17 @@ It only hastens what a look at the database would find anyway.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 
 from sqlalchemy import URL
 
-from semel.once.listener import Listener
+from semel.once.listener import PATIENCE, Listener
+from semel.once.outage import Outage
 from semel.runs.transitions import CHANNEL
+
+_log = logging.getLogger("semel.listener")
 
 GLANCE = 0.01
 """Seconds between two glances at a SQLite file, which cost a microsecond each and are no queries."""
@@ -21,9 +25,17 @@ GLANCE = 0.01
 class Lookout:
     """Calls ``seen`` in the loop whenever somebody wrote."""
 
-    def __init__(self, url: URL, seen: Callable[[], None]) -> None:
+    def __init__(self, url: URL, seen: Callable[[], None], *, poll: float, database: Outage) -> None:
+        """``poll`` is how often its owner looks anyway; ``database`` knows whether that is away altogether."""
         self._url = url
         self._seen = seen
+        self._outage = Outage(
+            _log,
+            "the connection on which PostgreSQL announces runs",
+            f"a new run starts when this worker next looks for one, every {poll:g} s, instead of at once",
+            patience=PATIENCE,
+            within=database,
+        )
         self._listener: Listener | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -33,7 +45,9 @@ class Lookout:
         if self._url.get_backend_name() == "postgresql":
             from semel.once.postgres import hearing
 
-            self._listener = Listener(hearing(self._url, greeting=""))
+            self._listener = Listener(
+                hearing(self._url, greeting=""), outage=self._outage, broke=lambda: _call(loop, self._seen)
+            )
             self._listener.start(CHANNEL, lambda _: _call(loop, self._seen))
         else:
             self._task = loop.create_task(self._watch(f"{self._url.database}-wal"))

@@ -52,6 +52,7 @@ class Shift:
         self._holdings = Holdings()
         self._stopping = self._at_once = self._mute = False
         self._ledger = app.ledger(awaited=True)
+        self._ledger.outage = app.outage
         self._results = app.results
         self._book = LogBook(self._ledger, self._holdings, self._log)
         self._feeding = Feeding(
@@ -82,7 +83,7 @@ class Shift:
             publish=app.publish,
             interval=plan.sweep_every or 5.0,
         )
-        self._lookout = Lookout(self._ledger.url, self._feeding.hear)
+        self._lookout = Lookout(self._ledger.url, self._feeding.hear, poll=plan.poll, database=app.outage)
         self._heart = Heart(
             self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
         )
@@ -220,8 +221,7 @@ class Shift:
         held.over = True
         if held.lost:
             self._holdings.drop(held)
-            self._log.say(logging.WARNING, "the lease was lost: what the attempt did was discarded", held)
-            return
+            return  # the heart has logged it
         try:
             ending = self._ending(held, ended)
         except Exception as error:  # noqa: BLE001 -- a run must never hang for it

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,32 +31,60 @@ if TYPE_CHECKING:
     from semel.runs.app import App
 
 ROLE = "sweeper"
+TERM = 4.5
+"""Seconds for which one is elected: so long, at the most, does nobody do the work of one that died."""
 
 _log = logging.getLogger("semel.sweeper")
 
 
 class Elected(Background):
-    """Does its work while it is elected: for three turns at a time, and who leads asks again when one is left."""
+    """Works every ``interval`` seconds while it is elected.
+
+    A term is short, and its holder asks for the next one at half time. The others ask when it would be over.
+    """
 
     def __init__(self, ledger: Ledger, role: str, holder: str, interval: float) -> None:
         super().__init__(ledger.runtime, f"semel-{role}")
+        self._outage = ledger.outage or self._outage
         self._ledger = ledger
         self._role = role
         self._holder = holder
         self._interval = interval
-        self._leads_until = 0.0
+        self._term = min(TERM, 3 * interval)
+        self._asks_at = self._leads_until = 0.0
+        self._works_at = time.monotonic() + _jittered(min(interval, 0.5))
 
     async def elected(self) -> bool:
         """Whether the role is ours."""
         now = time.monotonic()
-        if now + self._interval > self._leads_until:
-            term = 3 * self._interval
-            self._leads_until = now + term if await self._ledger.lead(self._role, self._holder, term) else 0.0
+        if now >= self._asks_at:
+            left = 0.0
+            if now >= self._leads_until:
+                left = await self._ledger.term_left(self._role, self._holder)
+            if not left and await self._ledger.lead(self._role, self._holder, self._term):
+                self._leads_until, self._asks_at = now + self._term, now + self._term / 2
+            else:
+                self._leads_until, self._asks_at = 0.0, now + min(_jittered(self._interval), left + 0.1)
         return now < self._leads_until
 
     def pause(self) -> float:
         """See Background."""
-        return self._interval * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        now = time.monotonic()
+        return max(0.02, min(self._asks_at, self._works_at if now < self._leads_until else self._asks_at) - now)
+
+    async def tick(self) -> None:
+        """See Background."""
+        if await self.elected() and time.monotonic() >= self._works_at:
+            self._works_at = time.monotonic() + _jittered(self._interval)
+            await self.work()
+
+    @abstractmethod
+    async def work(self) -> None:
+        """One turn."""
+
+
+def _jittered(seconds: float) -> float:
+    return seconds * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
 
 
 class Publisher(Elected):
@@ -65,8 +94,8 @@ class Publisher(Elected):
         super().__init__(ledger, "publisher", holder, interval)
         self._publish = publish
 
-    async def tick(self) -> None:
-        """See Background. What could not be published stays, and is tried in the next turn."""
+    async def work(self) -> None:
+        """See Elected. What could not be published stays, and is tried in the next turn."""
         while await self.elected() and (events := await self._ledger.unpublished()):
             if not await self.publish(events):
                 return
@@ -112,7 +141,6 @@ class Sweeper(Elected):
         self._tell_again = tell_again
         self._turns = 0
         self._told: dict[tuple[str, int], float] = {}
-        self._until_next: float | None = None
 
     def start(self) -> None:
         """See Background."""
@@ -132,23 +160,15 @@ class Sweeper(Elected):
         if self._publisher is not None:
             await self._publisher.end()
 
-    def pause(self) -> float:
-        """See Background. The first turn comes soon."""
-        interval = self._interval if self._turns else min(self._interval, 0.5)
-        interval *= random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
-        return interval if self._until_next is None else max(0.05, min(interval, self._until_next))
-
-    async def tick(self) -> None:
-        """See Background."""
-        self._until_next = None
-        if await self.elected():
-            await self._turn()
+    async def work(self) -> None:
+        """See Elected."""
+        await self._turn()
 
     async def sweep(self) -> int:
         """One turn, and everything published; answers how many runs were found lost."""
         lost = await self._turn()
         if self._publisher is not None:
-            await self._publisher.tick()
+            await self._publisher.work()
         return lost
 
     async def _turn(self) -> int:
@@ -195,7 +215,9 @@ class Sweeper(Elected):
 
     async def _announce_again(self) -> None:
         """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""
-        _, self._until_next = await self._ledger.wake()
+        _, until_next = await self._ledger.wake()
+        if until_next is not None:
+            self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
         waiting = await self._ledger.due(self._tell_again, 1000)
         now = time.monotonic()
         self._told = {run.step: self._told[run.step] for run in waiting if run.step in self._told}
@@ -216,6 +238,7 @@ def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
 
 async def _sweep(app: App, every: float, once: bool) -> int:
     ledger = app.ledger(awaited=True)
+    ledger.outage = app.outage
     holder = f"sweeper-{os.getpid()}-{new_id()[-6:]}"
     sweeper = Sweeper(ledger, holder, transport=app.transport, news=app.news, publish=app.publish, interval=every)
     told = asyncio.Event()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from semel.runs.held import Held
+
+NAMED = 20
+"""Runs that one line names at the most."""
 
 _log = logging.getLogger("semel.worker")
 
@@ -59,3 +63,13 @@ class WorkLog:
             status=status or "RUNNING",
             attempt_count=leased.attempts,
         )
+
+    def say_lost(self, lost: Sequence[Held]) -> None:
+        """One line for all leases that were lost together."""
+        what = "what the attempt did is discarded, and the run goes on elsewhere or is done again"
+        if len(lost) == 1:
+            self.say(logging.WARNING, f"the lease was lost: {what}", lost[0])
+        elif lost:
+            ids = ", ".join(held.leased.id for held in lost[:NAMED]) + (", …" if len(lost) > NAMED else "")
+            what = "what the attempts did is discarded, and the runs go on elsewhere or are done again"
+            self.say(logging.WARNING, f"{len(lost)} leases were lost: {what}: {ids}")

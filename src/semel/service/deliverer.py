@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from semel.errors import MissingExtra, SemelError
+from semel.errors import MissingExtra, SemelError, StoreUnavailable
 from semel.model import moment
 from semel.runs.quotas import read_clock
 from semel.runs.records import new_id
@@ -98,8 +98,8 @@ class Deliverer:
             pause = IDLE_TURN
             try:
                 pause = await self._turn()
-            except SemelError as error:
-                _log.warning("events could not be handed on, this is tried again: %s", error)
+            except StoreUnavailable:
+                pass  # the ledger has reported it
             except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed
                 _log.exception("events could not be handed on, this is tried again")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
@@ -140,8 +140,8 @@ class Deliverer:
                 await self._post_all(subscription)
             else:
                 await self._add_all(subscription)
-        except SemelError as error:
-            _log.warning("events for %s could not be sent, this is tried again: %s", subscription.id, error)
+        except StoreUnavailable:
+            pass  # the ledger has reported it
         except Exception:  # noqa: BLE001 -- as in _serve
             _log.exception("events for %s could not be sent, this is tried again", subscription.id)
 
@@ -156,7 +156,8 @@ class Deliverer:
         try:
             await self._ledger.write(deliveries.settle, settled, self._ledger.terms)
         except SemelError as error:
-            _log.warning("that events were sent could not be noted, they are sent again: %s", error)
+            if not isinstance(error, StoreUnavailable):  # which the ledger has reported
+                _log.warning("that events were sent could not be noted, they are sent again: %s", error)
         for each in settled:
             self._held.pop((each.delivery.subscription_id, each.delivery.event_id), None)
 
@@ -170,7 +171,8 @@ class Deliverer:
                     deliveries.renew, list(self._held.values()), LEASE, self._ledger.terms
                 )
             except SemelError as error:
-                _log.warning("deliveries under way could not be renewed, they may be sent twice: %s", error)
+                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
+                    _log.warning("deliveries under way could not be renewed, they may be sent twice: %s", error)
                 continue
             for key, due_us in renewed.items():
                 if key in self._held:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from semel.errors import StoreUnavailable
 from semel.runs.reading import Mark
 from semel.runs.records import TERMINAL, Run
 
@@ -125,7 +126,8 @@ class Watch:
             try:
                 await self._look()
             except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again: somebody waits
-                _log.warning("runs that somebody waits for could not be looked at: %r", error)
+                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
+                    _log.warning("runs that somebody waits for could not be looked at: %r", error)
                 self._pause = LONGEST
             self._pause = max(self._pause, SHARE * (time.monotonic() - started))
 

@@ -12,6 +12,7 @@ from struct import Struct
 from semel.bridge import drive
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.runs.app import App
+from semel.runs.ledger import wait_for_database
 from semel.runs.sweeper import sweep_until_told
 from semel.runs.worker import Worker
 from semel.service import logs, tokens
@@ -118,7 +119,9 @@ class Place:
 
     def _fit(self, begin: Callable[[App], int]) -> int:
         try:
-            return begin(self.app())
+            app = self.app()
+            wait_for_database(app.ledger(awaited=False), self._settings.wait_for_database)
+            return begin(app)
         except SemelError as error:
             said = logs.without_secrets(str(error))
             print(f"semel: {said}", file=sys.stderr)  # noqa: T201 -- as every command says why it failed

@@ -27,6 +27,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     transport: Literal["database", "rq", "celery"] | None = None
     redis: str | None = None
     artifacts: str | None = None
+    wait_for_database: float = 60.0
+    """Seconds for which a process that starts waits for a database that is unavailable; 0: not."""
     configs: str | None = None
     """A folder with named configs, one file each."""
     host: str = "127.0.0.1"
@@ -121,8 +123,10 @@ def _check(settings: Settings) -> None:
             raise InvalidRequest(f"{name} is a number from 1 on, not {getattr(settings, name)}")
     if settings.low_replay_rate is not None and not 0 < settings.low_replay_rate <= 1:
         raise InvalidRequest(f"low_replay_rate is a share over 0 and up to 1, not {settings.low_replay_rate}")
-    if settings.rate < 0 or settings.drain < 0 or min(settings.body_timeout, settings.header_timeout) <= 0:
-        raise InvalidRequest("rate and drain are 0 or more, body_timeout and header_timeout more than 0")
+    if min(settings.rate, settings.drain, settings.wait_for_database) < 0:
+        raise InvalidRequest("rate, drain and wait_for_database are 0 or more")
+    if min(settings.body_timeout, settings.header_timeout) <= 0:
+        raise InvalidRequest("body_timeout and header_timeout are more than 0")
 
 
 def _written(value: Any) -> str:

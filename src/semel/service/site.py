@@ -39,6 +39,7 @@ class Site:
         self.settings = settings
         self.engine = app.aio
         self.ledger: Ledger = app.ledger(awaited=True)
+        self.ledger.outage = app.outage
         self.gate = Gate(self.ledger, settings)
         self.watch = Watch(self.ledger)
         self.places = Places(settings.max_waiting)

@@ -190,7 +190,6 @@ class Settler(Elected):
     def __init__(self, ledger: Ledger, holder: str) -> None:
         super().__init__(ledger, "settler", holder, SETTLE_EVERY)
 
-    async def tick(self) -> None:
-        """See Background."""
-        if await self.elected():
-            await self._ledger.write(settle, self._ledger.terms)
+    async def work(self) -> None:
+        """See Elected."""
+        await self._ledger.write(settle, self._ledger.terms)

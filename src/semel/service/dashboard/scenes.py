@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
+from semel.errors import StoreUnavailable
 from semel.runs.records import MICRO, TERMINAL
 from semel.service.dashboard import asking
 from semel.service.dashboard.asking import Whose
@@ -172,7 +173,8 @@ class Scene:
             try:
                 await self._look()
             except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again: somebody looks
-                _log.warning("the overview could not be made anew: %r", error)
+                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
+                    _log.warning("the overview could not be made anew: %r", error)
                 self._seen_at = time.monotonic()
                 self._pause = EVERY
         self._wake()

@@ -154,8 +154,7 @@ class Desk:
                 return await self.site.ledger.write(work, *args, **kwargs)
             except StoreBroken:
                 raise
-            except StoreUnavailable as error:
-                _log.warning("the database did not answer, trying again: %s", error)
+            except StoreUnavailable:  # which the ledger has reported
                 await asyncio.sleep(1.0)
 
     @contextmanager
@@ -252,7 +251,8 @@ class Desk:
                 for orphan in await self.site.ledger.read(rows.orphans, 100, self.site.ledger.terms):
                     await self._tidy(orphan)
             except SemelError as error:
-                _log.warning("remote jobs could not be looked after: %s", error)
+                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
+                    _log.warning("remote jobs could not be looked after: %s", error)
             except Exception:  # noqa: BLE001 -- one that cannot be looked after must not end it for the others
                 _log.exception("remote jobs could not be looked after")
             await asyncio.sleep(self.pace.tidy)
