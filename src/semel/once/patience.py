@@ -37,7 +37,7 @@ def patient(
             except StoreUnavailable as error:
                 if time.monotonic() + pause > started + retry_for:
                     raise
-                _log.info("the store is away, trying again in %.2f s: %s", pause, error)
+                _log.debug("the store is unavailable, trying again in %.2f s: %s", pause, error)
             else:
                 if took is not None:
                     took(time.monotonic() - started)
