@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -23,7 +24,9 @@ from semel import (
     Mismatch,
     Once,
     OriginalFailed,
+    OutcomeGone,
     Replay,
+    Unencodable,
     current_claim,
 )
 from store_urls import StoreUrls, store_urls
@@ -127,6 +130,44 @@ def test_effect_and_outcome_vanish_together(once: Once, engine: Engine, key: str
     assert once.call(key, lambda: "again").value == "again"
 
 
+def test_a_value_that_cannot_be_stored_shares_the_fate_of_its_effect(once: Once, engine: Engine, key: str) -> None:
+    """Its error ends the transaction, and neither is there; caught and committed, both are, and the value is gone."""
+
+    def work(session: Session) -> Any:
+        session.execute(INSERT, {"key": key})
+        return object()
+
+    with pytest.raises(Unencodable), Session(engine) as session, session.begin():
+        once.on(session).call(key, lambda: work(session))
+    assert (effects(engine, key), once.get(key)) == (0, None)
+    with Session(engine) as session, session.begin():
+        claim = granted(once.on(session).claim(key))
+        with pytest.raises(Unencodable):
+            once.on(session).complete(claim, work(session))
+    assert effects(engine, key) == 1
+    with pytest.raises(OutcomeGone):
+        once.call(key, int)
+
+
+def test_an_object_completed_inside_is_replayed_as_what_the_function_returns(
+    once: Once, engine: Engine, key: str
+) -> None:
+    @dataclass
+    class Receipt:
+        number: int
+
+    @once.guard(scope="receipts", key=lambda: key)
+    def work() -> Receipt:
+        receipt = Receipt(7)
+        with Session(engine) as session, session.begin():
+            session.execute(INSERT, {"key": key})
+            once.on(session).complete(current_claim(), receipt)
+        return receipt
+
+    assert [work(), work()] == [Receipt(7)] * 2
+    assert effects(engine, key) == 1
+
+
 @BOTH
 def test_work_that_fails_leaves_no_trace_once_it_is_rolled_back(
     once: Once, engine: Engine, key: str, what: Any
@@ -220,8 +261,12 @@ def test_every_verb_takes_part(once: Once, engine: Engine, key: str) -> None:
         inside.release(claim)
         again = granted(inside.claim(key))
         assert again.fence > claim.fence
-        inside.complete(again, 7)
+        inside.complete(again, 6)
+        assert inside.forget(key)
+        assert not inside.forget(key)
+        inside.complete(granted(inside.claim(key)), 7)
         assert isinstance(inside.claim(key), Replay)
+        assert inside.forget_scope(f"{key} alone") == 0
         assert inside.stats().held.completed >= 1
         session.commit()
     assert once.call(key, int).value == 7

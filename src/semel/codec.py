@@ -2,20 +2,24 @@
 
 The bytes are MessagePack; what MessagePack lacks (big integers, Decimal, tuples, sets, dates, …) travels in
 extension types numbered below. The numbers are stored in users' databases: never change one, only add.
+
+Objects of users' own classes are stored by a :class:`Codec` that knows these classes, as a name and plain parts. Who
+reads them without knowing the class gets the parts: no class is ever looked up by what stands in a database.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
-from msgspec import MsgspecError, msgpack
+from msgspec import Struct, msgpack
 
-from semel.errors import Unencodable
+from semel.errors import OutcomeGone, Unencodable
 
 (
     _BIG_INT,
@@ -31,27 +35,104 @@ from semel.errors import Unencodable
     _COMPLEX,
     _BYTEARRAY,
     _PAIRS,
-) = range(1, 14)
+    _OBJECT,
+    _PATH,
+    _POSIX_PATH,
+    _WINDOWS_PATH,
+) = range(1, 18)
 _DEEPEST = 200
+LARGEST = 256 * 1024 * 1024
+"""Bytes of a value at the most: within what every store takes."""
 
 _encoder = msgpack.Encoder()
 
 
-def encode(value: Any) -> bytes:
-    """The value as bytes, or :class:`Unencodable` naming the part that cannot be kept exactly."""
-    try:
-        return _encoder.encode(value if _is_flat(value) else _lower(value, 0))
-    except RecursionError as error:
-        raise Unencodable("the value contains itself or is nested too deeply to be stored") from error
-    except UnicodeEncodeError as error:
-        raise Unencodable("a text in the value holds half of a surrogate pair, which is not valid text") from error
-    except (MsgspecError, OverflowError) as error:
-        raise Unencodable(f"the value cannot be stored: {error}") from error
+class Shape(Struct, frozen=True):
+    """How objects of one class are stored: their name, their plain parts, and how they are made of these again.
+
+    ``parts`` gives a list; its first item is what is read by those who do not know the class.
+    """
+
+    kind: type
+    name: str
+    parts: Callable[[Any], list[Any]]
+    make: Callable[..., Any]
 
 
-def decode(data: bytes) -> Any:
-    """The value that :func:`encode` was given: equal, and of the same types."""
-    return _decoder.decode(data)
+class Codec:
+    """Values to bytes and back, with the classes that it knows."""
+
+    def __init__(self, shapes: Iterable[Shape] = ()) -> None:
+        self._shapes = {shape.kind: shape for shape in shapes}
+        self._names = {shape.name: shape for shape in self._shapes.values()}
+        self._decoder = msgpack.Decoder(ext_hook=self._raise)
+
+    def encode(self, value: Any) -> bytes:
+        """The value as bytes, or :class:`Unencodable` naming the part that cannot be kept exactly."""
+        try:
+            data = _encoder.encode(value if _is_flat(value) else self._lower(value, 0))
+        except Unencodable:
+            raise
+        except RecursionError as error:
+            raise Unencodable("the value contains itself or is nested too deeply to be stored") from error
+        except UnicodeEncodeError as error:
+            raise Unencodable("a text in the value holds half of a surrogate pair, which is not valid text") from error
+        except Exception as error:  # whatever a user's class raises while it is looked at
+            raise Unencodable(f"the value cannot be stored: {error}") from error
+        if len(data) > LARGEST:
+            raise Unencodable(
+                f"the value has {len(data)} bytes, and at most {LARGEST} can be stored: keep it elsewhere"
+            )
+        return data
+
+    def decode(self, data: bytes) -> Any:
+        """The value that :meth:`encode` was given: equal, and of the same types."""
+        return self._decoder.decode(data)
+
+    def _lower(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _AS_IS:
+            return value
+        if depth > _DEEPEST:
+            raise Unencodable(f"the value contains itself or is nested deeper than {_DEEPEST} levels")
+        if kind is dict:
+            if all(type(name) is str for name in value):
+                return {name: self._lower(item, depth + 1) for name, item in value.items()}
+            return self._extension(_PAIRS, [list(pair) for pair in value.items()], depth)
+        if kind is list:
+            return [self._lower(item, depth + 1) for item in value]
+        if kind is int:
+            if -(2**63) <= value < 2**64:
+                return value
+            size = (value.bit_length() + 8) // 8
+            return msgpack.Ext(_BIG_INT, value.to_bytes(size, "big", signed=True))
+        tag = _TAGGED.get(kind)
+        if tag is not None:
+            return self._extension(tag[0], tag[1](value), depth)
+        shape = self._shapes.get(kind)
+        if shape is None:
+            raise Unencodable(_advice(value))
+        return self._extension(_OBJECT, [shape.name, *shape.parts(value)], depth)
+
+    def _extension(self, code: int, plain: Any, depth: int) -> msgpack.Ext:
+        return msgpack.Ext(code, _encoder.encode(self._lower(plain, depth + 1)))
+
+    def _raise(self, code: int, data: memoryview) -> Any:
+        if code == _BIG_INT:
+            return int.from_bytes(data, "big", signed=True)
+        plain = self._decoder.decode(data)
+        return self._object(*plain) if code == _OBJECT else _UNTAGGED[code](plain)
+
+    def _object(self, name: str, content: Any, *more: Any) -> Any:
+        if not self._names:
+            return content
+        try:
+            return self._names[name].make(content, *more)
+        except Exception as error:  # whatever a user's class raises while it is made
+            raise OutcomeGone(
+                f"this work was done and will not be done again, but its result, a {name}, does not fit what the "
+                f"function returns now ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _is_flat(value: Any) -> bool:
@@ -65,36 +146,13 @@ def _is_flat(value: Any) -> bool:
     return True
 
 
-def _lower(value: Any, depth: int) -> Any:
-    kind = type(value)
-    if kind in _AS_IS:
-        return value
-    if depth > _DEEPEST:
-        raise Unencodable(f"the value contains itself or is nested deeper than {_DEEPEST} levels")
-    if kind is dict:
-        if all(type(name) is str for name in value):
-            return {name: _lower(item, depth + 1) for name, item in value.items()}
-        return msgpack.Ext(_PAIRS, _encoder.encode(_lower([list(pair) for pair in value.items()], depth + 1)))
-    if kind is list:
-        return [_lower(item, depth + 1) for item in value]
-    if kind is int:
-        if -(2**63) <= value < 2**64:
-            return value
-        size = (value.bit_length() + 8) // 8
-        return msgpack.Ext(_BIG_INT, value.to_bytes(size, "big", signed=True))
-    tag = _TAGGED.get(kind)
-    if tag is None:
-        raise Unencodable(_advice(value))
-    code, plain = tag
-    return msgpack.Ext(code, _encoder.encode(_lower(plain(value), depth + 1)))
-
-
 def _advice(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    known = "None, bool, int, float, str, bytes, Decimal, dates and times, UUID, list, tuple, set and dict"
+    known = "None, bool, int, float, str, bytes, Decimal, dates and times, UUID, Path, list, tuple, set and dict"
     return (
-        f"a value of type {kind} cannot be stored so that it replays exactly; return plain data instead ({known}), "
-        "for example dataclasses.asdict(x), model.model_dump() or member.value"
+        f"a value of type {kind} cannot be stored so that it replays exactly; return plain data ({known}), or annotate "
+        "what the function returns: the dataclasses, msgspec structs, pydantic models, enums and named tuples that a "
+        "return annotation names are stored, too"
     )
 
 
@@ -136,7 +194,13 @@ _TAGGED: dict[type, tuple[int, Callable[[Any], Any]]] = {
     frozenset: (_FROZENSET, list),
     complex: (_COMPLEX, lambda number: [number.real, number.imag]),
     bytearray: (_BYTEARRAY, bytes),
+    type(Path()): (_PATH, str),
+    PurePosixPath: (_POSIX_PATH, str),
+    PureWindowsPath: (_WINDOWS_PATH, str),
 }
+PLAIN_TYPES: tuple[type, ...] = (*_AS_IS, int, list, dict, *_TAGGED)
+"""What can be stored without a shape; of these types exactly, not of their subclasses."""
+
 _UNTAGGED: dict[int, Callable[[Any], Any]] = {
     _DECIMAL: Decimal,
     _DATETIME: _to_clock(datetime),
@@ -150,13 +214,11 @@ _UNTAGGED: dict[int, Callable[[Any], Any]] = {
     _COMPLEX: lambda plain: complex(*plain),
     _BYTEARRAY: bytearray,
     _PAIRS: dict,
+    _PATH: Path,
+    _POSIX_PATH: PurePosixPath,
+    _WINDOWS_PATH: PureWindowsPath,
 }
 
-
-def _raise(code: int, data: memoryview) -> Any:
-    if code == _BIG_INT:
-        return int.from_bytes(data, "big", signed=True)
-    return _UNTAGGED[code](_decoder.decode(data))
-
-
-_decoder = msgpack.Decoder(ext_hook=_raise)
+PLAIN = Codec()
+"""Knows no classes but those of Python."""
+encode, decode = PLAIN.encode, PLAIN.decode

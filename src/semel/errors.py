@@ -19,7 +19,7 @@ class Unfingerprintable(SemelError, ValueError):
 
 
 class Unencodable(SemelError, TypeError):
-    """An outcome cannot be stored so that it replays exactly; its claim was given back."""
+    """A value cannot be stored so that it replays exactly. Of work: it is done, its key too, and its value is lost."""
 
 
 class StoreUnavailable(SemelError):
@@ -58,7 +58,7 @@ class OutcomeUnknown(SemelError):
 
 
 class OutcomeGone(SemelError):
-    """The work was done and will not be done again, but its outcome is no longer stored."""
+    """The work was done and will not be done again, but its outcome is not stored, or no longer."""
 
 
 class OriginalFailed(SemelError):

@@ -12,14 +12,17 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from semel import codec
+from semel.codec import PLAIN, Codec
 from semel.errors import InvalidRequest, OutcomeGone
 
 R = TypeVar("R")
 
 State: TypeAlias = Literal["claimed", "completed", "released"]
 Kind: TypeAlias = str
-"""What an outcome is: ``value``, ``error``, ``seen`` or ``response``."""
+"""What an outcome is: ``value``, ``error``, ``seen`` or ``response``.
+
+``resolved`` is a value that an operator gave; ``unstored`` is work that was done and whose value could not be stored.
+"""
 Reason: TypeAlias = Literal["absent", "expired", "abandoned"]
 """Why a claim was granted: no record, a record past its retention, or an owner whose lease ended."""
 
@@ -87,7 +90,7 @@ _responses = msgspec.msgpack.Decoder(Response)
 _packer = msgspec.msgpack.Encoder()
 
 
-def packed(kind: Kind, value: Any) -> tuple[Kind, bytes]:
+def packed(kind: Kind, value: Any, codec: Codec = PLAIN) -> tuple[Kind, bytes]:
     """An outcome as it is stored: its kind, and its bytes."""
     if type(value) is Response:
         return "response", _packer.encode(value)
@@ -107,17 +110,24 @@ class Outcome(Struct, frozen=True, gc=False):
     @property
     def value(self) -> Any:
         """The recorded value, decoded anew each time, so that no caller can change another's."""
-        if self.data is None:
+        return self.read(PLAIN)
+
+    def read(self, codec: Codec) -> Any:
+        """The recorded value, with the classes that the codec knows."""
+        if self.data is None or self.kind == "unstored":
+            why = "was kept for a shorter time than its key (value_ttl)"
+            if self.data is not None:
+                why = f"could not be stored: {PLAIN.decode(self.data)}"
             raise OutcomeGone(
                 f"this work was done at {self.completed_at:%Y-%m-%d %H:%M:%S} UTC and will not be done again, "
-                "but its result was kept for a shorter time than its key (value_ttl)"
+                f"but its result {why}"
             )
         return _responses.decode(self.data) if self.kind == "response" else codec.decode(self.data)
 
     @property
     def gone(self) -> bool:
-        """True for a tombstone: the work was done, its value is no longer stored."""
-        return self.data is None
+        """True for a tombstone: the work was done, its value is not stored, or no longer."""
+        return self.data is None or self.kind == "unstored"
 
     @property
     def completed_at(self) -> datetime:

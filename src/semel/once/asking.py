@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from contextvars import ContextVar
 from itertools import count
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from semel.codec import PLAIN, Codec
 from semel.errors import InvalidRequest
 from semel.forks import survive_fork
 from semel.model import Claim, Granted, Kind
@@ -37,6 +39,18 @@ class Asking(Struct):
     reconciling: bool = False
     door: Door = "function"
     label: str = ""
+    codec: Codec = PLAIN
+
+
+current: ContextVar[tuple[Claim, Codec]] = ContextVar("semel_current_claim")
+"""The claim that the running work is done under, and the codec for its value."""
+
+
+def codec_for(claim: Claim) -> Codec:
+    """The codec of the work that runs under this claim, if it runs here."""
+    own, codec = current.get((None, PLAIN))
+    same = own is not None and (own.scope, own.key, own.fence) == (claim.scope, claim.key, claim.fence)
+    return codec if same else PLAIN
 
 
 def claim_in(given: object) -> Claim:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cached_property, partial, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 from uuid import UUID
 
 from semel.bridge import drive
+from semel.codec import PLAIN, Codec
 from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.model import Claim, Kind, Replay, Result
-from semel.once.asking import Asking, Door, name_of
+from semel.once.asking import Asking, Door, current, name_of
 from semel.once.engine import Engine
+from semel.once.return_types import ReturnType, codec_of
 from semel.policy import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 D = TypeVar("D")
-
-_current: ContextVar[Claim] = ContextVar("semel_current_claim")
 
 
 @overload
@@ -43,8 +42,10 @@ def current_claim(*default: Any) -> Any:
     Where there is none (a request without a key), the default is answered, if one is given.
     """
     try:
-        return _current.get(*default)
+        return current.get()[0]
     except LookupError:
+        if default:
+            return default[0]
         raise SemelError(
             "current_claim() has no answer here: it is for code that runs inside a guarded call or a request with a "
             "key; current_claim(None) asks whether there is one"
@@ -52,13 +53,13 @@ def current_claim(*default: Any) -> Any:
 
 
 @contextmanager
-def working_under(claim: Claim) -> Iterator[None]:
+def working_under(claim: Claim, codec: Codec = PLAIN) -> Iterator[None]:
     """Make the claim the current one."""
-    token = _current.set(claim)
+    token = current.set((claim, codec))
     try:
         yield
     finally:
-        _current.reset(token)
+        current.reset(token)
 
 
 class Plan(Generic[P, R]):
@@ -95,6 +96,14 @@ class Plan(Generic[P, R]):
         self._fingerprint = fingerprint
         self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._data = data
+        self._codec = PLAIN if kind == "seen" else codec_of(function)
+
+    @property
+    def codec(self) -> Codec:
+        """How what the function returns is stored. A class that its annotation names may be defined by now."""
+        if self._codec is None:
+            self._codec = codec_of(self.function) or PLAIN
+        return self._codec
 
     def ask(self, *args: P.args, **kwargs: P.kwargs) -> Asking:
         """Key and fingerprint of one call."""
@@ -104,7 +113,7 @@ class Plan(Generic[P, R]):
             print_ = self._of_arguments(*args, **kwargs) if self._fingerprint or self._key is None else ""
         key = print_ if self._key is None else _text(self._key(*args, **kwargs))
         door: Door = "message" if self.kind == "seen" else "function"
-        return Asking(key, self.scope, print_, self.policy, self.kind, self.renew, door=door)
+        return Asking(key, self.scope, print_, self.policy, self.kind, self.renew, door=door, codec=self.codec)
 
     def keep(self, value: R, *args: P.args, **kwargs: P.kwargs) -> Any:
         """What is recorded: the value, or for messages the data that is kept for audit."""
@@ -117,7 +126,9 @@ class Plan(Generic[P, R]):
         outcome = replay.outcome
         if outcome.kind == "error" and not outcome.gone:
             raise OriginalFailed(*outcome.value)
-        value = None if self.kind == "seen" else outcome.value
+        value = None if self.kind == "seen" else outcome.read(asking.codec)
+        if outcome.kind == "resolved" and isinstance(asking.codec, ReturnType):
+            value = asking.codec.fitted(value)
         return Result(value, True, asking.key, asking.scope, outcome.fence)
 
     @cached_property
@@ -208,7 +219,7 @@ async def run(
     if asking.reconciling:
         # If the hook itself fails, the claim is left to lapse, and its outcome is unknown again.
         try:
-            with working_under(claim):
+            with working_under(claim, asking.codec):
                 value = await invoke(plan.reconcile, *args, **kwargs)
         except NotDone:
             pass
@@ -218,12 +229,15 @@ async def run(
         else:
             await engine.finish(claim, asking, value)
             return Result(value, True, asking.key, asking.scope, claim.fence)
+    worked = False
     try:
-        with working_under(claim):
+        with working_under(claim, asking.codec):
             value = await invoke(plan.function, *args, **kwargs)
+            worked = True
             kept = plan.keep(value, *args, **kwargs)
     except BaseException as error:
-        await engine.fail(claim, asking, error)
+        # When only data= failed, the message was handled all the same.
+        await (engine.lose(claim, asking, error) if worked else engine.fail(claim, asking, error))
         raise
     await engine.finish(claim, asking, kept)
     return Result(value, False, asking.key, asking.scope, claim.fence)

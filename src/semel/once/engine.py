@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
-from semel import codec
+from semel.codec import PLAIN, Codec, encode
 from semel.errors import (
     ClaimLost,
     InProgress,
@@ -25,7 +25,7 @@ from semel.errors import (
     Unencodable,
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
-from semel.once.asking import Asking, Door, claim_in, name_of, new_attempt, print_of
+from semel.once.asking import Asking, Door, claim_in, codec_for, name_of, new_attempt, print_of
 from semel.once.background import BATCH, Collector, Renewer, Sampler
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
@@ -132,12 +132,15 @@ class Engine:
     async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
         """Record the outcome that every later caller gets.
 
-        Raises :class:`Unencodable` for a value that cannot replay exactly, after giving the claim back, and
-        :class:`ClaimLost` when the key was taken over.
+        Raises :class:`ClaimLost` when the key was taken over, and :class:`Unencodable` for a value that cannot replay
+        exactly: the work is done, so the key is, too, and later callers get :class:`OutcomeGone`.
         """
         claim = claim_in(claim)
         kept = self.policy.value_ttl if value_ttl is None else seconds("value_ttl", value_ttl)
-        await self._complete(claim, "value", value, kept)
+        done, unstored = _done("value", value, kept, codec_for(claim))
+        await self._record(claim, done)
+        if unstored is not None:
+            raise unstored
 
     async def release(self, claim: Claim) -> None:
         """Give the key back undone; the next caller starts afresh."""
@@ -175,7 +178,7 @@ class Engine:
             raise InvalidRequest(f"there is nothing to resolve: the key {key!r} in {scope!r} is {state}")
         if record.status == "in_flight" and not force:
             raise _at_work(record)
-        data = codec.encode(value)
+        data = encode(value)
         request = self._request(key, scope, "", self.policy.but(on_crash="unknown"))
         request.resolving = True
         request.force = force
@@ -232,7 +235,7 @@ class Engine:
         if self.memory is not None:
             return self.mark(self.memory, key_type, message_id, data, ttl)
         request = self._request(message_id, key_type, "", policy, None, ttl)
-        request.done = Done("seen", codec.encode(data), _us(policy.value_ttl))
+        request.done = Done("seen", encode(data), _us(policy.value_ttl))
         try:
             verdict = self._note(request, await self._ask(request), "message")
         except StoreUnavailable:
@@ -253,7 +256,7 @@ class Engine:
             self._sampler.start()
         ttl_us = self._ttl_us if ttl is None else round(seconds("ttl", ttl) * 1e6)
         answer = memory.mark(
-            name_of("scope", key_type), name_of("key", message_id), codec.encode(data), ttl_us, self._value_ttl_us
+            name_of("scope", key_type), name_of("key", message_id), encode(data), ttl_us, self._value_ttl_us
         )
         if answer == "seen":
             self.counters.note("hit", key_type, message_id, "", "message")
@@ -323,12 +326,21 @@ class Engine:
         return verdict
 
     async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
-        """Record the value that the work returned.
+        """Record the value that the work returned; of one that cannot be stored, that the work was done.
 
         If the store is away, or the caller is cancelled meanwhile, it is recorded as soon as it can be.
         """
+        done, unstored = _done(asking.kind, value, asking.policy.value_ttl, asking.codec)
+        await self._finish(claim, asking, done)
+        if unstored is not None:
+            raise unstored
+
+    async def lose(self, claim: Claim, asking: Asking, error: BaseException) -> None:
+        """Record that the work was done, although its value could not be made."""
+        await self._finish(claim, asking, _unstored(": ".join(_described(error))))
+
+    async def _finish(self, claim: Claim, asking: Asking, done: Done) -> None:
         self._renewer.forget(claim)
-        done = await self._done(claim, asking.kind, value, asking.policy.value_ttl)
         try:
             await self._record(claim, done)
         except ClaimLost:
@@ -347,7 +359,7 @@ class Engine:
         self._renewer.forget(claim)
         done = None
         if asking.policy.on_error == "keep" and isinstance(error, Exception):
-            done = await self._done(claim, "error", _described(error), asking.policy.value_ttl)
+            done, _ = _done("error", _described(error), asking.policy.value_ttl)
         try:
             await (self.release(claim) if done is None else self._record(claim, done))
         except (ClaimLost, StoreUnavailable) as second:
@@ -412,17 +424,6 @@ class Engine:
                 await signal.wait(min(pause, left, verdict.retry_after))
                 pause = min(pause * 2, _LAST_POLL)
 
-    async def _complete(self, claim: Claim, kind: Kind, value: Any, value_ttl: float | None) -> None:
-        await self._record(claim, await self._done(claim, kind, value, value_ttl))
-
-    async def _done(self, claim: Claim, kind: Kind, value: Any, value_ttl: float | None) -> Done:
-        try:
-            kind, data = packed(kind, value)
-        except Unencodable:
-            await self.release(claim)
-            raise
-        return Done(kind, data, _us(value_ttl))
-
     async def _record(self, claim: Claim, done: Done) -> None:
         if not await self._completes(Complete(claim.scope, claim.key, claim.fence, done)):
             raise _lost(claim, "complete")
@@ -469,7 +470,23 @@ _EVENTS: dict[type, str] = {
 }
 
 
-def _described(error: Exception) -> list[str]:
+def _done(kind: Kind, value: Any, value_ttl: float | None, codec: Codec = PLAIN) -> tuple[Done, Unencodable | None]:
+    """The outcome to record; and what to raise after that, when it had to be recorded without its value."""
+    try:
+        kind, data = packed(kind, value, codec)
+    except Unencodable as error:
+        told = f"{error}. The work is done and will not be done again: later callers get OutcomeGone"
+        unstored = Unencodable(told)
+        unstored.__cause__ = error
+        return _unstored(str(error)), unstored
+    return Done(kind, data, _us(value_ttl)), None
+
+
+def _unstored(why: str) -> Done:
+    return Done("unstored", encode(why[:1000].encode(errors="backslashreplace").decode()))
+
+
+def _described(error: BaseException) -> list[str]:
     """The error's name and text, whatever is in it."""
     try:
         said = str(error).encode(errors="backslashreplace").decode()
