@@ -225,7 +225,7 @@ def closed_at_the_end() -> Iterator[dict[str, Any]]:
     yield namespace
     del sys.modules["page"]
     for value in namespace.values():
-        if isinstance(value, IdempotentProcessor) and isinstance(value.once, Once):
+        if isinstance(value, IdempotentProcessor) and isinstance(getattr(value, "once", None), Once):
             value.once.close()
         elif isinstance(value, Once | JobStore):
             value.close()

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from semel.once.calls import current_claim
     from semel.once.counters import Event, Stats
     from semel.once.faces import AsyncOnce, Once
+    from semel.once.idempotency_store import IdempotencyStore, InMemoryIdempotencyStore
     from semel.once.processor import IdempotentProcessor
     from semel.policy import Policy
     from semel.runs.app import App, AsyncRuns
@@ -93,6 +94,7 @@ _HOMES = {
     "semel.once.calls": ("current_claim",),
     "semel.once.counters": ("Event", "Stats"),
     "semel.once.faces": ("AsyncOnce", "Once"),
+    "semel.once.idempotency_store": ("IdempotencyStore", "InMemoryIdempotencyStore"),
     "semel.once.processor": ("IdempotentProcessor",),
     "semel.policy": ("Policy",),
     "semel.runs.app": ("App", "AsyncRuns"),
@@ -122,9 +124,11 @@ __all__ = [
     "Fatal",
     "Forbidden",
     "Granted",
+    "IdempotencyStore",
     "IdempotentProcessor",
     "IllegalTransition",
     "InFlight",
+    "InMemoryIdempotencyStore",
     "InProgress",
     "InvalidParameters",
     "InvalidRequest",

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,7 +32,20 @@ from acceptance.own_store import DictStore
 from acceptance.spaces import STORES, Space
 from acceptance.together import PATIENCE, beside, in_processes, in_tasks, in_threads
 from acceptance.wrapped import Gated, Noting, Wrapped
-from semel import Event, Granted, IdempotentProcessor, Once, Policy, ProcessingRecord, Replay, StoreUnavailable
+from semel import (
+    Event,
+    Granted,
+    IdempotencyStore,
+    IdempotentProcessor,
+    InMemoryIdempotencyStore,
+    InvalidRequest,
+    Once,
+    Policy,
+    ProcessingRecord,
+    Replay,
+    StoreUnavailable,
+    Unfingerprintable,
+)
 from semel.cli import main as semel
 from semel.once.opening import open_store
 from semel.once.store import Store
@@ -581,6 +595,165 @@ def test_s4_24_a_replay_rate_of_zero_for_weeks_is_flagged() -> None:
         assert "never" in warning
         processor.process(0)
         assert but(once.stats(), since=14 * DAY).warnings == []
+
+
+def test_s4_25_an_exception_is_logged_without_the_payload_and_raised_again(
+    once: Once, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(payload: dict[str, Any]) -> None:
+        raise ValueError(f"cannot price {payload['company']}")
+
+    for store in (once, InMemoryIdempotencyStore()):
+        caplog.clear()
+        processor = IdempotentProcessor(fail, store, scope="pricing")
+        with pytest.raises(ValueError, match="Acme"):
+            processor.process(SUBMISSION)
+        (line,) = [record for record in caplog.records if getattr(record, "event", "") == "failed"]
+        key = processor.key_of(SUBMISSION)
+        assert (line.levelno, line.scope, line.key, line.reason) == (
+            logging.ERROR,
+            "pricing",
+            key,
+            "builtins.ValueError",
+        )
+        assert "pricing" in line.getMessage()
+        assert key in line.getMessage()
+        assert "Acme" not in caplog.text
+
+
+# -- the document's own store, processor and key ---------------------------------------------------------------------
+
+
+class DocumentStore(IdempotencyStore):
+    """A back end as somebody wrote it for the document's processor: two verbs, and results as they are."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+        self.asked: list[str] = []
+
+    def get(self, key: str) -> Any | None:
+        self.asked.append(key)
+        return self.results.get(key)
+
+    def set_if_absent(self, key: str, result: Any) -> bool:
+        return self.results.setdefault(key, result) is result
+
+
+def documents_key(payload: dict[str, Any], exclude_fields: frozenset[str] = frozenset()) -> str:
+    """The document's recipe, letter by letter."""
+    filtered = {k: v for k, v in payload.items() if k not in exclude_fields}
+    canonical = json.dumps(filtered, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("make", [DocumentStore, InMemoryIdempotencyStore])
+def test_s4_7_the_documents_store_is_enough(make: Callable[[], IdempotencyStore], pricing: Pricing) -> None:
+    """Function and store in either order, as the document's readers have them."""
+    for processor in (IdempotentProcessor(pricing.price, make()), IdempotentProcessor(make(), pricing.price)):
+        pricing.runs.clear()
+        first, second = processor.process(SUBMISSION), processor.process(SUBMISSION)
+        assert (first.result, first.was_replay) == (second.result, not second.was_replay) == ({"price": 200}, False)
+        assert first.idempotency_key == second.idempotency_key == processor.key_of(SUBMISSION)
+        assert pricing.runs == ["Acme"]
+
+
+def test_s4_8_the_in_memory_store_never_overwrites_and_is_thread_safe() -> None:
+    store = InMemoryIdempotencyStore()
+    stored = in_threads(10, lambda at: store.set_if_absent("key", at))
+    assert Counter(stored) == Counter({False: 9, True: 1})
+    assert store.get("key") == stored.index(True)
+    assert store.get("other") is None
+
+
+def test_s4_13_the_documents_store_sees_one_run_for_each_key_under_10_threads(pricing: Pricing) -> None:
+    """And different keys run at the same time."""
+    beside_each_other = threading.Barrier(2, timeout=PATIENCE)
+
+    def meet(payload: dict[str, Any]) -> dict[str, Any]:
+        beside_each_other.wait()
+        return pricing.price(payload)
+
+    processor = IdempotentProcessor(meet, InMemoryIdempotencyStore())
+    two = [SUBMISSION, {**SUBMISSION, "company": "Zenith"}]
+    records = in_threads(10, lambda at: processor.process(two[at % 2]))
+    assert Counter(record.was_replay for record in records) == Counter({True: 8, False: 2})
+    assert sorted(pricing.runs) == ["Acme", "Zenith"]
+
+
+def test_s4_14_the_documents_store_takes_an_async_function(pricing: Pricing) -> None:
+    processor = IdempotentProcessor(pricing.price_later, InMemoryIdempotencyStore())
+    records = asyncio.run(in_tasks(32, lambda _: processor.process(SUBMISSION)))
+    assert Counter(record.was_replay for record in records) == Counter({True: 31, False: 1})
+    assert pricing.runs == ["Acme"]
+
+
+def test_s4_16_with_the_documents_store_a_failure_leaves_nothing_behind(pricing: Pricing) -> None:
+    failures = iter([ConnectionError("the enrichment is away")])
+
+    def price(payload: dict[str, Any]) -> dict[str, Any]:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return pricing.price(payload)
+
+    processor = IdempotentProcessor(price, store := DocumentStore())
+    with pytest.raises(ConnectionError):
+        processor.process(SUBMISSION)
+    assert store.results == {}
+    assert not processor.process(SUBMISSION).was_replay
+
+
+def test_s4_15_another_process_that_was_quicker_is_believed(pricing: Pricing) -> None:
+    store = DocumentStore()
+
+    def price(payload: dict[str, Any]) -> dict[str, Any]:
+        store.results[processor.key_of(payload)] = {"price": "of the other process"}
+        return pricing.price(payload)
+
+    processor = IdempotentProcessor(price, store)
+    assert processor.process(SUBMISSION).result == {"price": "of the other process"}
+
+
+@pytest.mark.parametrize("kind", ["once", "store"])
+def test_s4_1_the_documents_keys_are_carried_over(kind: str, pricing: Pricing) -> None:
+    """The same recipe makes the same keys, so that what the old processor has done is not done again."""
+    payload = {**SUBMISSION, **payloads.DOCUMENTED, "delivered_at": 5}
+    envelope = frozenset({"delivered_at"})
+    store: Any = Once("memory://") if kind == "once" else DocumentStore()
+    processor = IdempotentProcessor(pricing.price, store, exclude_fields=envelope, key_recipe="json")
+    assert processor.key_of(payload) == documents_key(payload, envelope)
+    assert processor.key_of(payload) != IdempotentProcessor(pricing.price, exclude_fields=envelope).key_of(payload)
+    if kind == "store":
+        store.results[documents_key(payload, envelope)] = {"price": "of last week"}
+        assert processor.process(payload).result == {"price": "of last week"}
+        assert pricing.runs == []
+        return
+    assert not processor.process(payload).was_replay
+    alike = {**payload, "premium": str(payload["premium"]), "delivered_at": 6}
+    assert processor.process(alike).was_replay, "the recipe writes a Decimal as its text"
+    store.close()
+
+
+def test_what_the_documents_recipe_cannot_do_is_refused(pricing: Pricing) -> None:
+    with pytest.raises(InvalidRequest, match="names, not paths"):
+        IdempotentProcessor(pricing.price, key_recipe="json", exclude_fields=[("trace", "id")])
+    with pytest.raises(InvalidRequest, match="one of canonical, json"):
+        IdempotentProcessor(pricing.price, key_recipe="md5")  # type: ignore[arg-type]
+    processor = IdempotentProcessor(pricing.price, key_recipe="json", exclude_fields=["a"])
+    with pytest.raises(Unfingerprintable, match="this is a list"):
+        processor.process([1])
+    with pytest.raises(InvalidRequest, match="needs a function"):
+        IdempotentProcessor("memory://", "memory://")
+    with pytest.raises(AttributeError, match="has an IdempotencyStore, and no Once"):
+        _ = IdempotentProcessor(pricing.price, DocumentStore()).once
+
+
+@pytest.mark.parametrize("value", [None, 0, False, "", [], {}], ids=repr)
+def test_s4_26_a_falsy_result_replays_from_the_in_memory_store(value: object) -> None:
+    runs: list[object] = []
+    processor = IdempotentProcessor(lambda payload: (runs.append(payload), value)[1], InMemoryIdempotencyStore())
+    assert [processor.process(SUBMISSION).was_replay for _ in range(2)] == [False, True]
+    assert processor.process(SUBMISSION).result == value
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("value", [None, 0, False, "", [], {}], ids=repr)

@@ -2,62 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from semel.bridge import drive
-from semel.errors import InvalidRequest
+from semel.errors import InvalidRequest, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.model import ProcessingRecord
 from semel.once.calls import Plan, invoke, invoke_async, is_async, run
 from semel.once.faces import AsyncOnce, Once
+from semel.once.idempotency_store import IdempotencyStore, StoredResults
 from semel.once.opening import Target
 from semel.policy import Policy
+
+KeyRecipe: TypeAlias = Literal["canonical", "json"]
+
+_log = logging.getLogger("semel")
 
 
 class IdempotentProcessor:
     """Wraps ``function(payload)``: the same content, delivered any number of times, is processed once.
 
     The key is the SHA-256 of the payload's canonical JSON without ``exclude_fields``. An async function gives an
-    async ``process``. The store is a URL, an ``Once`` or an ``AsyncOnce``; swapping it changes nothing else.
+    async ``process``. The store is a URL, an ``Once``, an ``AsyncOnce`` or an ``IdempotencyStore``; swapping it changes
+    nothing else. Function and store may be given in either order.
+
+    ``key_recipe="json"`` makes the keys of ``json.dumps(payload, sort_keys=True, default=str)``, which other programs
+    can make, too: for keys that are carried over from them.
     """
 
     def __init__(
         self,
-        function: Callable[[Any], Any],
-        store: Target | Once | AsyncOnce = "memory://",
+        function: Callable[[Any], Any] | Target | Once | AsyncOnce | IdempotencyStore,
+        store: Target | Once | AsyncOnce | IdempotencyStore | Callable[[Any], Any] = "memory://",
         *,
         exclude_fields: Iterable[str | tuple[str, ...]] = (),
         scope: str | None = None,
         policy: Policy | None = None,
+        key_recipe: KeyRecipe = "canonical",
     ) -> None:
+        if _is_store(function):
+            function, store = store, function
+        if not callable(function):
+            raise InvalidRequest(f"a processor needs a function of one payload, not {function!r:.80}")
         self._exclude = (exclude_fields,) if isinstance(exclude_fields, str) else tuple(exclude_fields)
+        if key_recipe not in get_args(KeyRecipe):
+            raise InvalidRequest(f"key_recipe is {key_recipe!r}; it must be one of {', '.join(get_args(KeyRecipe))}")
+        if key_recipe == "json" and not all(isinstance(name, str) for name in self._exclude):
+            raise InvalidRequest('key_recipe="json" leaves out fields of the payload itself: names, not paths')
+        self._recipe = key_recipe
         self._async = is_async(function)
-        if isinstance(store, Once | AsyncOnce):
-            self.once: Once | AsyncOnce = store
-        else:
-            self.once = (AsyncOnce if self._async else Once)(store)
-        if isinstance(self.once, AsyncOnce) != self._async:
-            raise InvalidRequest("an async function needs an AsyncOnce, a plain one an Once")
+        self._results = StoredResults(store) if isinstance(store, IdempotencyStore) else None
+        self._once: Once | AsyncOnce | None = None if self._results else self._opened(cast("Any", store))
         self._plan: Plan[[Any], Any] = Plan(
-            function,
-            policy or Policy.processor(),
-            scope=scope,
-            key=self.key_of,
-            fingerprint=lambda payload: fingerprint(payload, exclude=self._exclude),
+            function, policy or Policy.processor(), scope=scope, key=self.key_of, fingerprint=self._print_of
         )
+
+    def _opened(self, store: Any) -> Once | AsyncOnce:
+        once = store if isinstance(store, Once | AsyncOnce) else (AsyncOnce if self._async else Once)(store)
+        if isinstance(once, AsyncOnce) != self._async:
+            raise InvalidRequest("an async function needs an AsyncOnce, a plain one an Once")
+        return once
+
+    @property
+    def once(self) -> Once | AsyncOnce:
+        """What keeps the keys, unless that is an ``IdempotencyStore``."""
+        if self._once is None:
+            raise AttributeError("this processor has an IdempotencyStore, and no Once")
+        return self._once
 
     def key_of(self, payload: Any) -> str:
         """The idempotency key of a payload: 64 hexadecimal digits."""
+        if self._recipe == "json":
+            return _json_key(payload, self._exclude)
         return fingerprint(payload, exclude=self._exclude).partition(":")[2]
+
+    def _print_of(self, payload: Any) -> str:
+        """Payloads of one key are the same; what the recipe calls the same need not be so to a fingerprint."""
+        return self.key_of(payload) if self._recipe == "json" else fingerprint(payload, exclude=self._exclude)
 
     def process(self, payload: Any) -> Any:
         """A :class:`ProcessingRecord` (to be awaited when the function is async).
 
-        An exception of the function propagates and leaves nothing behind: the next delivery tries again.
+        An exception of the function is logged, propagates and leaves nothing behind: the next delivery tries again.
         """
-        return self._process(payload, invoke_async) if self._async else drive(self._process(payload, invoke))
+        return self._process_async(payload) if self._async else self._process_now(payload)
 
-    async def _process(self, payload: Any, how: Callable[..., Any]) -> ProcessingRecord:
-        result = await run(self.once._engine, how, self._plan, (payload,), {})
+    def _process_now(self, payload: Any) -> ProcessingRecord:
+        if self._results is None:
+            return drive(self._through_once(payload, invoke))
+        key = self.key_of(payload)
+        return self._results.process(key, lambda: drive(self._logging(invoke)(self._plan.function, payload)))
+
+    async def _process_async(self, payload: Any) -> ProcessingRecord:
+        if self._results is None:
+            return await self._through_once(payload, invoke_async)
+        key = self.key_of(payload)
+        make = self._logging(invoke_async)
+        return await self._results.process_async(key, lambda: make(self._plan.function, payload))
+
+    async def _through_once(self, payload: Any, how: Callable[..., Any]) -> ProcessingRecord:
+        result = await run(self.once._engine, self._logging(how), self._plan, (payload,), {})
         return ProcessingRecord(result.value, result.replayed, result.key)
+
+    def _logging(self, how: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls the function, and logs that it failed: the error's type, the key and the scope, never the payload."""
+
+        async def call(function: Callable[[Any], Any], payload: Any) -> Any:
+            try:
+                return await how(function, payload)
+            except Exception as error:
+                known = {"event": "failed", "scope": self._plan.scope, "key": self.key_of(payload)}
+                kind = f"{type(error).__module__}.{type(error).__qualname__}"
+                said = "processing failed with %s: key %r in %r; the next delivery tries again"
+                _log.error(said, kind, known["key"], known["scope"], extra={**known, "reason": kind})
+                raise
+
+        return call
+
+
+def _is_store(given: object) -> bool:
+    """Whether this is where results are kept, and not the function that makes them."""
+    return isinstance(given, IdempotencyStore | Once | AsyncOnce | str) or not callable(given)
+
+
+def _json_key(payload: Any, exclude: tuple[Any, ...]) -> str:
+    if exclude and not isinstance(payload, Mapping):
+        raise Unfingerprintable(
+            f"exclude_fields leaves fields of an object out, and this is a {type(payload).__name__}"
+        )
+    kept = {name: value for name, value in payload.items() if name not in exclude} if exclude else payload
+    try:
+        text = json.dumps(kept, sort_keys=True, default=str)
+    except (TypeError, ValueError) as error:
+        raise Unfingerprintable(f"the payload has no key: {error}") from error
+    return hashlib.sha256(text.encode()).hexdigest()
