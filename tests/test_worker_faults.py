@@ -12,12 +12,16 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine, make_url, text
 
-from semel import App, InvalidRequest, JobStore, Quota, QuotaExceeded, Run
+from semel import App, InvalidRequest, JobStore, Quota, QuotaExceeded, Run, SemelError
 from semel.bridge import drive
 from semel.cli import main as semel_command
-from semel.runs.keeping import Published
+from semel.runs.heart import Heart
+from semel.runs.held import Held, Holdings
+from semel.runs.keeping import Published, WorkerCard
 from semel.runs.leasing import Beat, LeaseRequest
+from semel.runs.worklog import WorkLog
 from semel.testing import FakeClock
 
 PATIENCE = 60
@@ -199,6 +203,55 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
         assert renewed == {free.id: False}
         assert drive(ledger.watch([(each.id, each.fence) for each in leased])) == {locked.id: False, free.id: False}
     app.close()
+
+
+def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str, app: App) -> None:
+    """A heartbeat that failed, and one that left out a row which somebody had locked, have told nothing."""
+    app.model("noop", isolation="thread")(noop)
+    run = app.submit("noop")
+    parts = make_url(url)
+    engine = create_engine(parts.set(drivername="postgresql+psycopg") if "postgres" in url else parts)
+
+    async def scenario() -> None:
+        ledger = app.ledger(awaited=True)
+        (leased,) = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 1))
+        held = Held(leased, app.registry["noop"], "w", time.monotonic())
+        holdings = Holdings()
+        holdings.add(held)
+        card = WorkerCard(id="w", name="w", host="here", pid=1, queues=[], models={}, slots={})
+        heart = Heart(ledger, holdings, WorkLog("w"), card=lambda: card, lost=_never, cancelled=_never)
+        held.progress(0.4, "fitting")
+        with engine.begin() as conn:
+            conn.execute(text("ALTER TABLE semel_runs RENAME TO semel_elsewhere"))
+        with pytest.raises(SemelError):
+            await heart.beat()
+        with engine.begin() as conn:
+            conn.execute(text("ALTER TABLE semel_elsewhere RENAME TO semel_runs"))
+        await heart.beat()
+        assert shown() == (0.4, "fitting")
+        held.progress(0.5, "fitting")
+        if "postgres" in url:
+            with engine.begin() as conn:
+                conn.execute(text("SELECT 1 FROM semel_runs FOR UPDATE"))
+                await heart.beat()
+            assert shown() == (0.4, "fitting")
+        await heart.beat()
+        assert shown() == (0.5, "fitting")
+        assert not held.news
+        await ledger.close()
+
+    def shown() -> tuple[float | None, str | None]:
+        found = app.get(run.id)
+        return found.progress, found.progress_note
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        engine.dispose()
+
+
+def _never(held: Held) -> None:
+    raise AssertionError(f"{held.leased.id} was neither lost nor cancelled")
 
 
 def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> None:

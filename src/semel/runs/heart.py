@@ -124,10 +124,12 @@ class Heart:
             self._judge(quiet, answer)
 
     async def _renew(self, held: list[Held], now: float) -> None:
-        answer = await self._ledger.renew([each.beat() for each in held])
-        for each in held:
+        beats = [each.beat() for each in held]
+        answer = await self._ledger.renew(beats)
+        for each, beat in zip(held, beats, strict=True):
             if each.leased.id in answer:
                 each.renewed = now
+                each.written(beat)
         missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
         if missed:  # lost, or somebody else has locked the row for a moment
             answer |= await self._ledger.watch(missed)

@@ -76,8 +76,12 @@ class Held:
         """A sign of life, with the progress where there is news of it."""
         if not self.news:
             return Beat(self.leased.id, self.leased.fence)
-        self.news = False
         return Beat(self.leased.id, self.leased.fence, self.share, self.note)
+
+    def written(self, beat: Beat) -> None:
+        """The sign of life arrived; what it said of the progress is no news any more, unless there was more since."""
+        if (self.share, self.note) == (beat.progress, beat.note):
+            self.news = False
 
     @property
     def lease(self) -> float:
