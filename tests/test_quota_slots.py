@@ -298,6 +298,50 @@ def test_b4_a_submission_sent_again_after_its_run_is_over_finds_it(
     assert (used.concurrent, used.last_hour, used.spent["daily"]) == (0, 1, 1)
 
 
+def lose_every_reply(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every write is done, and the caller never hears of it."""
+    write, lost = ledger._database.write, list[str]()
+
+    async def deaf(work: Any, *args: Any, **kwargs: Any) -> Any:
+        await write(work, *args, **kwargs)
+        lost.append("reply")
+        raise StoreUnavailable("the line went dead")
+
+    monkeypatch.setattr(ledger._database, "write", deaf)
+    return lost
+
+
+@pytest.mark.parametrize("how", ["alone", "in bulk", "retried"])
+def test_b4_with_all_replies_lost_an_unkeyed_submission_is_stored_once(ground: Ground, how: str) -> None:
+    """Nobody knows whether it was stored, says the error; our own tries make one run of it."""
+    first = ground.submit(dedupe=False)
+    ground.app.cancel(first.id)
+    app = ground.open_app()
+    app.usage(42)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreUnavailable):
+        lost = lose_every_reply(app._engine.ledger, patch)
+        if how == "alone":
+            app.submit("train", dedupe=False)
+        elif how == "in bulk":
+            app.submit_many([{"model": "train", "dedupe": False}] * 3)
+        else:
+            app.retry(first.id)
+    assert len(lost) > 1, "it was tried again"
+    assert ground.count("semel_runs") == 1 + (3 if how == "in bulk" else 1)
+
+
+def test_b4_a_lost_reply_stores_a_bulk_of_unkeyed_submissions_once(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [{"model": "train", "parameters": {"number": number}, "dedupe": False} for number in (1, 1, 2)]
+    ground.app.usage(42)
+    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch)
+    runs = [run for run in ground.app.submit_many(wanted) if isinstance(run, Run)]
+    assert lost
+    assert [run.replayed for run in runs] == [False] * 3, "they are the caller's own"
+    assert len({run.id for run in runs}) == ground.count("semel_runs") == 3
+
+
 def test_b4_a_line_cut_before_the_reply_reserves_and_submits_once(grounds: Grounds) -> None:
     with grounds.empty("postgres") as ground, line_to(ground.url) as (line, url):
         app, jobs = ground.open_app(url=url), ground.open_jobs(url=url)

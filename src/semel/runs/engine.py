@@ -99,7 +99,9 @@ class Engine:
         thread or task it need not be named: the run takes the slot.
 
         Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
-        ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``, ``StoreUnavailable``: then nothing was stored.
+        ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``: then nothing was stored.
+        Raises ``StoreUnavailable`` when no answer came from the database, however often it was asked: the run may or
+        may not have been stored, once. Submit again with the same key to find out without a second run.
         """
         options = SubmitOptions(
             idempotency_key=idempotency_key,
