@@ -318,14 +318,15 @@ def test_b4_with_all_replies_lost_an_unkeyed_submission_is_stored_once(ground: G
     ground.app.cancel(first.id)
     app = ground.open_app()
     app.usage(42)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreUnavailable):
+    asks: dict[str, Callable[[], object]] = {
+        "alone": lambda: app.submit("train", dedupe=False),
+        "in bulk": lambda: app.submit_many([{"model": "train", "dedupe": False}] * 3),
+        "retried": lambda: app.retry(first.id),
+    }
+    with pytest.MonkeyPatch.context() as patch:
         lost = lose_every_reply(app._engine.ledger, patch)
-        if how == "alone":
-            app.submit("train", dedupe=False)
-        elif how == "in bulk":
-            app.submit_many([{"model": "train", "dedupe": False}] * 3)
-        else:
-            app.retry(first.id)
+        with pytest.raises(StoreUnavailable):
+            asks[how]()
     assert len(lost) > 1, "it was tried again"
     assert ground.count("semel_runs") == 1 + (3 if how == "in bulk" else 1)
 
