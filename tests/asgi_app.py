@@ -299,11 +299,18 @@ async def pass_on(request: Request, call_next: RequestResponseEndpoint) -> Respo
     return await call_next(request)
 
 
+async def raising(scope: Scope, receive: Receive, send: Send) -> None:
+    """An app without a framework that would make a response of its exception."""
+    begin(Request(scope))
+    raise RuntimeError("of this app")
+
+
 DOORS: dict[str, ASGIApp] = {
     "intake": IdempotencyMiddleware(site, STORE),
     "stripe": IdempotencyMiddleware(site, once, policy=Policy.stripe()),
     "limited": IdempotencyMiddleware(site, once, max_response_bytes=1000),
-    "spilling": IdempotencyMiddleware(site, once, body_in_memory=1 << 16),
+    "raising": IdempotencyMiddleware(raising, once, policy=Policy.stripe()),
+    "spilling": IdempotencyMiddleware(site, once, body_in_memory=1 << 16, max_request_bytes=None),
     "impatient": Impatient(IdempotencyMiddleware(site, once)),
     "wrapped": BaseHTTPMiddleware(IdempotencyMiddleware(site, once), pass_on),
     "wrapping": IdempotencyMiddleware(BaseHTTPMiddleware(site, pass_on), once),

@@ -313,7 +313,7 @@ def test_a_failure_that_is_kept_is_recorded_when_the_store_is_back(raises: bool)
         store.away = False
 
         async def recorded() -> bool:
-            record = await once.get("k", scope="POST /orders")
+            record = await once.get("k", scope="http")
             return record is not None and record.status == "completed"
 
         await until(recorded)

@@ -1,8 +1,10 @@
 """What the HTTP doors decide without a socket: keys, scopes, fingerprints, headers, refusals, bodies, options."""
 
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from decimal import Decimal
 from typing import Any, get_args
 from urllib.parse import unquote
@@ -11,25 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semel import AsyncOnce, InvalidRequest, Once, Outcome, Policy, Response, codec, fingerprint
+from semel import AsyncOnce, InvalidRequest, Once, Outcome, OutcomeGone, Policy, Replay, Response, codec, fingerprint
 from semel.http.asgi import IdempotencyMiddleware as AsgiMiddleware
-from semel.http.body import CHUNK, Body
+from semel.http.body import CHUNK, Body, BodyTooLarge
 from semel.http.dialects import DIALECTS, REFUSALS, Reason, phrase, refuse
 from semel.http.door import Door, Recorder, Request
 from semel.http.protocol import (
     BadKey,
+    codings_for_app,
     expires_header,
     kept_headers,
     key_of,
     operation_of,
+    print_by,
     print_of_bytes,
     print_of_json,
     replay,
     scope_of,
 )
 from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from semel.model import Claim
-from semel.once.asking import name_of, print_of
+from semel.model import Claim, packed
+from semel.once.asking import Asking, name_of, print_of
 
 INTAKE, IETF, STRIPE = DIALECTS["intake"], DIALECTS["ietf"], DIALECTS["stripe"]
 NOON_US = 1_700_000_000_000_000
@@ -93,7 +97,6 @@ def test_the_looser_dialects_take_every_printable_key_and_the_strict_one_refuses
         '"a"b"',
         '"a\\b"',
         '"a\\"',
-        '"abc";version=1',
         "k" * 256,
         f'"{"k" * 256}"',
         "a\x00b",
@@ -294,7 +297,7 @@ MARKS = [(b"idempotent-replayed", b"true"), (b"idempotency-expires", b"Tue, 14 N
     ],
 )
 def test_the_value_of_a_function_is_replayed_as_json(value: Any, body: bytes) -> None:
-    response = replay(outcome("value", codec.encode(value)), Policy.intake(), "k")
+    response = replay(outcome("value", codec.encode(value)), None)
     length = (b"content-length", str(len(body)).encode())
     assert response == Response(200, [(b"content-type", b"application/json"), *MARKS, length], body)
 
@@ -308,30 +311,119 @@ values = st.recursive(
 
 @given(values)
 def test_every_value_that_can_be_recorded_can_be_replayed_as_json(value: Any) -> None:
-    response = replay(outcome("value", codec.encode(value)), Policy.intake(), "k")
+    response = replay(outcome("value", codec.encode(value)), None)
+    assert isinstance(response, Response)
     assert response.body is not None
     json.loads(response.body)
 
 
 def test_a_message_that_was_seen_is_replayed_as_204() -> None:
-    assert replay(outcome("seen", codec.encode({"x": 1})), Policy.intake(), "k") == Response(204, MARKS, b"")
+    assert replay(outcome("seen", codec.encode({"x": 1})), None) == Response(204, MARKS, b"")
+
+
+def answer(found: Outcome, policy: Policy, accept_encoding: str | None = None) -> Response:
+    request = Request("POST", "/", b"", {}, header={"accept-encoding": accept_encoding}.get)
+    return Door(Once, "memory://", {"policy": policy}).answer(Replay(found), Asking("k", "scope", "", policy), request)
 
 
 @pytest.mark.parametrize(("tombstone", "status"), [("gone", 410), ("conflict", 409)])
 @pytest.mark.parametrize("kind", ["value", "seen", "response"])
 def test_a_tombstone_says_that_it_was_done(kind: str, tombstone: Any, status: int) -> None:
-    response = replay(outcome(kind, None), Policy.intake().but(tombstone=tombstone), "k")
+    response = answer(outcome(kind, None), Policy.intake().but(tombstone=tombstone))
     assert response.status == status
     assert response.headers[-2:] == MARKS
     assert b"IDEMPOTENT_RESPONSE_GONE" in (response.body or b"")
 
 
+@pytest.mark.parametrize("tombstone", ["gone", "conflict"])
+@pytest.mark.parametrize("kind", ["oversized", "response"])
+def test_a_response_that_was_too_large_is_a_conflict_that_says_so(kind: str, tombstone: Any) -> None:
+    """Whatever the policy for tombstones; records of kind ``response`` without a body are of earlier versions."""
+    stored = packed("response", Response(201, [], None))
+    assert stored[0] == "oversized"
+    response = answer(outcome(kind, stored[1]), Policy.intake().but(tombstone=tombstone))
+    assert (response.status, response.headers[-2:]) == (409, MARKS)
+    assert b"IDEMPOTENT_RESPONSE_TOO_LARGE" in (response.body or b"")
+    found = outcome("oversized", stored[1])
+    assert found.gone
+    with pytest.raises(OutcomeGone, match="too large to be kept"):
+        _ = found.value
+
+
 @pytest.mark.parametrize("data", [codec.encode(["CardDeclined", "of Ms Smith"]), None])
 def test_a_kept_failure_is_replayed_without_its_text(data: bytes | None) -> None:
-    response = replay(outcome("error", data), Policy.stripe(), "k")
+    response = answer(outcome("error", data), Policy.stripe())
     assert response.status == 500
     assert b"idempotent_request_failed" in (response.body or b"")
     assert b"Smith" not in (response.body or b"")
+
+
+# -- content codings ---------------------------------------------------------------------------------------------------
+
+PLAIN = b"a response of some length " * 4
+STRONG = [(b"etag", b'"7"'), (b"content-digest", b"sha-256=:x:"), (b"vary", b"accept-encoding")]
+
+
+def coded(coding: bytes, body: bytes) -> Outcome:
+    kind, data = packed("response", Response(200, [(b"content-encoding", coding), *STRONG], body))
+    return outcome(kind, data)
+
+
+BARE = zlib.compressobj(wbits=-15)
+CODED = {
+    "gzip": (b"gzip", gzip.compress(PLAIN)),
+    "x-gzip": (b"X-Gzip", gzip.compress(PLAIN)),
+    "two members": (b"gzip", gzip.compress(PLAIN[:9]) + gzip.compress(PLAIN[9:])),
+    "deflate": (b"deflate", zlib.compress(PLAIN)),
+    "bare deflate": (b"deflate", BARE.compress(PLAIN) + BARE.flush()),
+    "twice": (b"deflate, gzip", gzip.compress(zlib.compress(PLAIN))),
+}
+
+
+@pytest.mark.parametrize("accepted", [None, "", "identity", "br", "gzip;q=0, deflate;q=0.0", "*;q=0", "gzip;q=much"])
+@pytest.mark.parametrize("name", CODED)
+def test_a_coding_that_is_not_accepted_is_taken_off(name: str, accepted: str | None) -> None:
+    response = answer(coded(*CODED[name]), Policy.intake(), accepted)
+    assert (response.status, response.body) == (200, PLAIN)
+    weak = [(b"etag", b'W/"7"'), (b"vary", b"accept-encoding")]
+    assert response.headers == [*weak, *MARKS, (b"content-length", str(len(PLAIN)).encode())]
+
+
+@pytest.mark.parametrize("accepted", ["*", "GZIP, x-gzip, deflate", "gzip;q=0.5,x-gzip;q=1,deflate ; q=0.1", "br, *"])
+@pytest.mark.parametrize("name", CODED)
+def test_a_coding_that_is_accepted_stays(name: str, accepted: str) -> None:
+    coding, body = CODED[name]
+    response = answer(coded(coding, body), Policy.intake(), accepted)
+    assert (response.body, response.headers[0]) == (body, (b"content-encoding", coding))
+    assert STRONG[0] in response.headers
+
+
+@pytest.mark.parametrize("coding", [b"br", b"zstd", b"br, gzip"])
+def test_bytes_that_the_client_cannot_read_are_never_sent(coding: bytes) -> None:
+    unreadable = coded(coding, gzip.compress(b"\x00") if b"gzip" in coding else b"\x00")
+    response = answer(unreadable, Policy.ietf(), "gzip")
+    assert response.status == 406
+    assert json.loads(response.body or b"")["error_code"] == "IDEMPOTENT_RESPONSE_NOT_ACCEPTABLE"
+    assert MARKS[0] in response.headers
+    assert answer(unreadable, Policy.ietf(), "gzip, br, zstd").status == 200
+    assert answer(coded(b"gzip", b"not gzip"), Policy.ietf(), None).status == 406
+
+
+@pytest.mark.parametrize(
+    ("accepted", "asked"),
+    [
+        ("gzip, deflate, br, zstd", "gzip, deflate"),
+        ("br;q=1.0, gzip;q=0.8, *;q=0.1", "gzip;q=0.8"),
+        ("identity;q=0, gzip", "identity;q=0, gzip"),
+        ("br", "identity"),
+        ("*", "identity"),
+        ("", "identity"),
+        ("identity;q=0, br", "identity"),
+        ("GZip", "GZip"),
+    ],
+)
+def test_the_app_is_asked_for_codings_that_can_be_taken_off(accepted: str, asked: str) -> None:
+    assert codings_for_app(accepted) == asked
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -348,7 +440,7 @@ def test_the_intake_dialect_says_three_things(reason: Reason) -> None:
     response = refuse(Policy.intake(), reason, "k", retry_after=1.2, status_url="/keys")
     assert response.status == REFUSALS[reason].status
     assert json.loads(response.body or b"") == {
-        "detail": REFUSALS[reason].detail,
+        "detail": REFUSALS[reason].detail.replace("{header}", "Idempotency-Key"),
         "error_code": REFUSALS[reason].code,
         "idempotency_key": "k",
     }
@@ -367,7 +459,7 @@ def test_the_ietf_dialect_gives_problem_details(reason: Reason) -> None:
     assert (b"content-type", b"application/problem+json") in response.headers
     assert problem["status"] == response.status
     assert re.fullmatch("urn:semel:[a-z-]+", problem["type"])
-    assert problem["retryable"] == (reason in {"processing", "unavailable", "incomplete"})
+    assert problem["retryable"] == (reason in {"processing", "unavailable", "incomplete", "not_acceptable"})
     assert set(problem) == {"type", "title", "status", "detail", "error_code", "idempotency_key", "retryable"}
 
 
@@ -411,20 +503,34 @@ def test_a_body_gives_back_what_it_took_and_its_hash(chunks: list[bytes], in_mem
         whole = b"".join(chunks)
         assert (body.size, body.digest) == (len(whole), hashlib.sha256(whole).digest())
         for _ in range(2):
-            assert body.whole() == b"".join(body.chunks()) == body.file().read() == whole
+            assert body.whole() == body.file().read() == whole
+            assert [body.read(at, 7) for at in (0, 3, len(whole))] == [whole[:7], whole[3:10], b""]
     finally:
         body.close()
 
 
-def test_a_large_body_is_given_back_in_pieces() -> None:
+def test_a_large_body_is_in_a_file_without_a_name() -> None:
     body = Body(10)
+    assert not body.spills(10)
+    assert body.spills(11)
     for _ in range(5):
         body.add(b"x" * CHUNK)
-    assert [len(chunk) for chunk in body.chunks()] == [CHUNK] * 5
+    assert body.on_disk
     file = body.file()
-    assert file.read(3) == b"xxx"
+    assert isinstance(file.name, int), "no name: nobody can open it, and nothing is left behind"
     body.close()
     assert file.closed, "the disk is given back"
+    body.add(b"late")  # a thread may be late
+
+
+@pytest.mark.parametrize("in_memory", [0, 100])
+def test_a_body_over_the_limit_is_refused_before_it_is_kept(in_memory: int) -> None:
+    body = Body(in_memory, 10)
+    body.add(b"x" * 10)
+    with pytest.raises(BodyTooLarge):
+        body.add(b"x")
+    assert body.whole() == b"x" * 10
+    body.close()
 
 
 def test_an_empty_body_is_a_body() -> None:
@@ -514,6 +620,17 @@ def app(*_: Any) -> Any:
         ({"max_response_bytes": -1}, "max_response_bytes= takes a number of bytes"),
         ({"max_response_bytes": "1MB"}, "max_response_bytes= takes a number of bytes"),
         ({"max_response_bytes": True}, "max_response_bytes= takes a number of bytes"),
+        ({"max_request_bytes": "1MB"}, "max_request_bytes= takes a number of bytes"),
+        ({"credentials": "a b"}, "credentials= takes names"),
+        ({"credentials": "cookie:"}, "credentials= takes text"),
+        ({"credentials": [b"x"]}, "credentials= takes text"),
+        ({"credentials": 7}, "credentials= takes a text or several"),
+        ({"keep": [99]}, "keep= takes statuses from 200 to 599, or a function"),
+        ({"keep": "2xx"}, "keep= takes statuses"),
+        ({"keep": True}, "keep= takes statuses"),
+        ({"docs_url": "see the wiki"}, "docs_url= takes a URL"),
+        ({"docs_url": "https://docs/<x>"}, "docs_url= takes a URL"),
+        ({"docs_url": ""}, "docs_url= takes text"),
         ({"body_in_memory": 1.5}, "body_in_memory= takes a number of bytes"),
         ({"name": ""}, "the name is empty"),
         ({"name": "x" * 256}, "the name has 256 characters"),
@@ -544,6 +661,28 @@ def test_the_defaults_are_those_of_the_document() -> None:
     assert (door.max_response_bytes, door.status_path, door.everywhere) == (None, None, True)
 
 
+@pytest.mark.parametrize(
+    ("policy", "limit"), [("intake", None), ("router", None), ("ietf", 10 << 20), ("stripe", 10 << 20)]
+)
+def test_how_much_is_taken_and_kept_by_default(policy: Any, limit: int | None) -> None:
+    """The document of ``intake`` has no limit for the responses that are kept; None says that there is none."""
+    chosen: list[tuple[Any, int | None]] = [({}, limit), ({"max_response_bytes": None}, None)]
+    for options, expected in chosen:
+        assert Door(Once, "memory://", {"policy": policy, **options}).max_response_bytes == expected
+    chosen = [({}, 10 << 20), ({"max_request_bytes": None}, None)]
+    for options, expected in chosen:
+        assert Door(Once, "memory://", {"policy": policy, **options}).max_request_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "methods"),
+    [("intake", {"POST"}), ("processor", {"POST"}), ("stripe", {"POST"}), ("ietf", {"POST", "PATCH"})],
+)
+def test_which_methods_may_have_a_key_by_default(policy: Any, methods: set[str]) -> None:
+    assert Door(Once, "memory://", {"policy": policy}).methods == methods
+    assert Door(Once, "memory://", {"policy": policy, "methods": "PUT"}).methods == {"PUT"}
+
+
 @pytest.mark.parametrize("preset", ["intake", "router", "processor", "ietf", "stripe"])
 def test_a_preset_is_named_by_its_name(preset: str) -> None:
     door = Door(Once, "memory://", {"policy": preset})
@@ -555,15 +694,63 @@ def test_a_preset_is_named_by_its_name(preset: str) -> None:
     ("policy", "kept"),
     [
         (Policy.intake(), {200: True, 302: True, 399: True, 400: False, 500: False}),
-        (Policy.ietf(), {200: True, 400: True, 499: True, 500: False}),
-        (Policy.stripe(), {200: True, 402: True, 500: True, 503: True}),
-        (Policy.intake().but(on_error="keep"), {404: True, 500: True}),
+        (Policy.ietf(), {200: True, 400: True, 404: True, 422: True, 499: True, 500: False, 503: False, 599: False}),
+        (Policy.ietf(), dict.fromkeys((401, 403, 408, 409, 425, 429), False)),
+        (Policy.ietf().but(on_error="keep"), {404: True, 500: True, 401: False, 429: False}),
+        (Policy.stripe(), {200: True, 402: True, 404: True, 500: True, 503: True}),
+        (Policy.stripe(), dict.fromkeys((400, 401, 403, 409, 422, 429), False)),
+        (Policy.stripe().but(on_error="release"), {200: True, 402: True, 429: False, 500: False}),
+        (Policy.intake().but(on_error="keep"), {404: True, 429: True, 500: True}),
     ],
-    ids=["intake", "ietf", "stripe", "keep"],
 )
 def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None:
     door = Door(Once, "memory://", {"policy": policy})
     assert {status: door.keeps(status) for status in kept} == kept
+
+
+@pytest.mark.parametrize("policy", ["intake", "ietf", "stripe"])
+@pytest.mark.parametrize(
+    ("keep", "kept", "failures"),
+    [
+        (range(200, 300), {200: True, 299: True, 301: False, 402: False, 429: False, 500: False}, "release"),
+        ([200, 402], {200: True, 201: False, 402: True}, "release"),
+        (402, {200: False, 402: True}, "release"),
+        (lambda status: status != 503, {200: True, 401: True, 429: True, 500: True, 503: False}, "keep"),
+        ((), {200: False}, "release"),
+    ],
+    ids=["range", "list", "one", "function", "none"],
+)
+def test_which_responses_are_kept_is_a_choice(policy: Any, keep: Any, kept: dict[int, bool], failures: str) -> None:
+    """It replaces all of the policy's rule; an exception is a 500."""
+    door = Door(Once, "memory://", {"policy": policy, "keep": keep})
+    assert {status: door.keeps(status) for status in kept} == kept
+    assert (door.policy.on_error, door.releasing.on_error) == (failures, "release")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, ("authorization",)),
+        ({"credentials": None}, ()),
+        ({"credentials": ()}, ()),
+        ({"credentials": "X-Api-Key"}, ("x-api-key",)),
+        ({"credentials": ["Authorization", "cookie:Session"]}, ("authorization", "cookie:Session")),
+    ],
+)
+def test_what_counts_as_credentials(given: Any, names: tuple[str, ...]) -> None:
+    assert Door(Once, "memory://", given)._credentials == names
+
+
+def test_fingerprints_tell_callers_apart_and_say_nothing_of_them() -> None:
+    def of(credentials: bytes, key: str = "k", print_: str = "0:" + "a" * 64) -> str:
+        return print_of(print_by(print_, credentials, "scope", key))
+
+    assert of(b"") == "0:" + "a" * 64
+    assert len({of(b""), of(b"a"), of(b"b"), of(b"a", "l")}) == 4
+    assert all(of(who).startswith("0:" + "a" * 64) for who in (b"a", b"b"))
+    assert of(b"a", print_="1:" + "x" * 198) != of(b"a", print_="1:" + "x" * 197 + "y"), "long ones are not cut"
+    assert of(b"a", print_="1:" + "x" * 198).startswith("1:")
+    assert of(b"a", print_="") != of(b"b", print_="")
 
 
 def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
@@ -575,8 +762,9 @@ def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
 
 def test_a_scope_for_all_still_separates_tenants() -> None:
     door = Door(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
-    assert door.scope_of({"who": "acme"}, "POST", "/a") == "acme orders"
-    assert door.scope_of({"who": None}, "POST", "/b") == "orders"
+    assert door.tenant_of({"who": 7}) == "7"
+    assert door.scope_of("acme", {}, "POST", "/a") == "acme orders"
+    assert door.scope_of(None, {}, "POST", "/b") == "orders"
 
 
 @pytest.mark.parametrize("given_path", ["/keys", "/keys/"])

@@ -96,7 +96,7 @@ class Site:
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("wsgi")
     number = 2 if request.param == "sync" else 1
-    with serving(folder, request.param, number=number, body_in_memory=64 * 1024) as site:
+    with serving(folder, request.param, number=number, body_in_memory=64 * 1024, max_request_bytes=None) as site:
         yield site
 
 
@@ -293,6 +293,18 @@ def test_a_handler_that_raises_gives_its_key_back(site: Site, key: str, path: st
         assert site.closings(key) == 2
 
 
+@pytest.mark.parametrize("workers", list(WORKERS))
+def test_a_failure_that_is_kept_has_one_body_for_the_first_client_and_all_others(tmp_path: Path, workers: str) -> None:
+    """The server has the response, whole, and then the exception, which is for its log."""
+    with serving(tmp_path, workers, policy={"on_error": "keep"}) as site:
+        for key, path in (("a", "/raises"), ("b", "/first_next_raises")):
+            answers = [site.post(path, key) for _ in range(2)]
+            assert [(answer.status, answer.replayed) for answer in answers] == [(500, False), (500, True)]
+            assert answers[0].code == "IDEMPOTENT_REQUEST_FAILED"
+            assert answers[1].body == answers[0].body
+            assert site.executions(key) == 1
+
+
 @pytest.mark.parametrize("path", ["/taken_back", "/taken_back_at_the_end"])
 def test_what_was_held_back_is_taken_back_by_a_second_start(site: Site, key: str, path: str) -> None:
     """Nothing of it has left, so the app's second thought is all that the client and its retry get."""
@@ -342,6 +354,8 @@ def test_an_upload_arrives_as_it_was_sent(site: Site, key: str, size: int, chunk
 def test_fifty_megabytes_pass_in_little_memory(site: Site, key: str, chunked: bool) -> None:
     size = 50 * MEGABYTE
     headers = {} if chunked else {"Content_Length": str(size)}
+    for number in range(2 * len(site.server.pids)):
+        site.post("/digest", f"{key}-{number}", b"small")  # what the first request needs is not counted
     before = {pid: peak_since_now(pid) for pid in site.server.pids}
     for expected in (False, True):
         answer = site.post("/digest", key, pieces(size), **headers)

@@ -21,8 +21,10 @@ State: TypeAlias = Literal["claimed", "completed", "released"]
 Kind: TypeAlias = str
 """What an outcome is: ``value``, ``error``, ``seen`` or ``response``.
 
-``resolved`` is a value that an operator gave; ``unstored`` is work that was done and whose value could not be stored.
+``resolved`` is a value that an operator gave; ``unstored`` is work that was done and whose value could not be stored,
+``oversized`` a response that was too large to be kept.
 """
+OVERSIZED: Kind = "oversized"
 Reason: TypeAlias = Literal["absent", "expired", "abandoned"]
 """Why a claim was granted: no record, a record past its retention, or an owner whose lease ended."""
 
@@ -93,7 +95,7 @@ _packer = msgspec.msgpack.Encoder()
 def packed(kind: Kind, value: Any, codec: Codec = PLAIN) -> tuple[Kind, bytes]:
     """An outcome as it is stored: its kind, and its bytes."""
     if type(value) is Response:
-        return "response", _packer.encode(value)
+        return "response" if value.body is not None else OVERSIZED, _packer.encode(value)
     return kind, codec.encode(value)
 
 
@@ -114,9 +116,11 @@ class Outcome(Struct, frozen=True, gc=False):
 
     def read(self, codec: Codec) -> Any:
         """The recorded value, with the classes that the codec knows."""
-        if self.data is None or self.kind == "unstored":
+        if self.data is None or self.gone:
             why = "was kept for a shorter time than its key (value_ttl)"
-            if self.data is not None:
+            if self.kind == OVERSIZED:
+                why = "was too large to be kept"
+            elif self.data is not None:
                 why = f"could not be stored: {PLAIN.decode(self.data)}"
             raise OutcomeGone(
                 f"this work was done at {self.completed_at:%Y-%m-%d %H:%M:%S} UTC and will not be done again, "
@@ -127,7 +131,7 @@ class Outcome(Struct, frozen=True, gc=False):
     @property
     def gone(self) -> bool:
         """True for a tombstone: the work was done, its value is not stored, or no longer."""
-        return self.data is None or self.kind == "unstored"
+        return self.data is None or self.kind in {"unstored", OVERSIZED}
 
     @property
     def completed_at(self) -> datetime:

@@ -5,6 +5,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
+from io import BytesIO
+from itertools import repeat
 from typing import Any
 
 import httpx
@@ -32,8 +34,8 @@ from acceptance.exchanges import (
 from acceptance.spaces import Space
 from acceptance.together import PATIENCE, beside
 from acceptance.wrapped import Noting
-from semel import Granted, InProgress, Policy, current_claim
-from semel.http import wsgi
+from semel import Granted, InProgress, OutcomeGone, Policy, current_claim
+from semel.http import asgi, wsgi
 from semel.once.rules import claim_of
 from semel.testing import FaultyStore
 
@@ -267,7 +269,7 @@ def test_b3_while_a_call_or_a_message_is_in_progress_a_request_meets_it(site: Do
             assert entered.wait(PATIENCE)
             response = orders.post()
             assert (response.status_code, response.json()["error_code"]) == (409, "IDEMPOTENCY_KEY_PROCESSING")
-            assert response.headers["retry-after"] == "60"
+            assert response.headers["retry-after"] == "1"
         finally:
             gate.set()
         first.result(PATIENCE)
@@ -306,20 +308,82 @@ def test_b5_the_key_outlives_its_response(site: Doorway, intake: Intake, tombsto
     assert service.post(ITEM, key=KEY).json()["id"] == 2
 
 
-def test_b5_a_response_over_the_limit_is_delivered_and_never_carried_out_again(site: Doorway) -> None:
+@pytest.mark.parametrize("tombstone", ["gone", "conflict"])
+def test_b19_a_response_too_large_to_be_kept_is_delivered_and_never_made_again(site: Doorway, tombstone: Any) -> None:
+    """It passes whole; the key is done with its value gone, and a repetition is told so."""
     handler = Answering(Answer(201, b"[" + b"1," * 50 + b"1]"))
-    service = site.serve(handler, max_response_bytes=102)
+    service = site.serve(handler, policy=Policy.intake().but(tombstone=tombstone), max_response_bytes=102)
     first = service.post(ITEM, key="over")
     assert (first.status_code, len(first.content)) == (201, 103)
     for _ in range(2):
         again = service.post(ITEM, key="over")
-        assert (again.status_code, is_replay(again)) == (410, True)
-        assert again.json()["error_code"] == "IDEMPOTENT_RESPONSE_GONE"
+        assert (again.status_code, is_replay(again)) == (409, True)
+        assert again.json() == {
+            "detail": "The request with this idempotency key was carried out and will not be again; its response was "
+            "larger than what is kept, so it cannot be sent a second time",
+            "error_code": "IDEMPOTENT_RESPONSE_TOO_LARGE",
+            "idempotency_key": "over",
+        }
+    assert service.post(OTHER, key="over").json()["error_code"] == "IDEMPOTENCY_KEY_CONFLICT"
     assert handler.times == 1
     record = site.record("over")
     assert record is not None
     assert record.data is not None
     assert len(record.data) < 100, "nothing of it is stored"
+    assert record.outcome is not None
+    assert record.outcome.gone
+    with pytest.raises(OutcomeGone, match="too large to be kept"):
+        site.keys.call("over", lambda: "again", scope=SCOPE)
+
+
+class Endless:
+    """A stream that goes on until its client has gone, and notes what it sent."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    async def asgi(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        self.runs += 1
+        gone = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"event\n", "more_body": True})
+            await asyncio.sleep(0)
+
+    def wsgi(self, environ: Any, start_response: Any) -> Iterator[bytes]:
+        self.runs += 1
+        start_response("200 OK", [])
+        return repeat(b"event\n")
+
+
+def test_b19_a_stream_without_end_whose_client_left_is_done_once_it_is_too_large(entrance: Doorway) -> None:
+    """No memory is used up for it, and nobody starts it again."""
+    endless = Endless()
+    once: Any = entrance.open()
+    if entrance.kind == "asgi":
+        app = asgi.IdempotencyMiddleware(endless.asgi, once, max_response_bytes=100)
+        coming = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+        scope = {"type": "http", "method": "POST", "path": ITEMS, "headers": [(b"idempotency-key", KEY.encode())]}
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return coming.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        entrance.run(app(scope, receive, send))
+        assert sum(len(message.get("body", b"")) for message in sent) > 100
+    else:
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": ITEMS, "HTTP_IDEMPOTENCY_KEY": KEY, "wsgi.input": BytesIO()}
+        chunks: Any = wsgi.IdempotencyMiddleware(endless.wsgi, once, max_response_bytes=100)(environ, lambda *_: None)
+        assert [next(chunks) for _ in range(3)] == [b"event\n"] * 3
+        chunks.close()
+    record = entrance.record(KEY)
+    assert record is not None
+    assert (record.status, record.kind) == ("completed", "oversized")
+    assert endless.runs == 1
 
 
 def test_b5_a_response_of_exactly_the_limit_is_kept(site: Doorway) -> None:
@@ -448,7 +512,8 @@ def test_b7_problem_details_say_what_to_do(site: Doorway) -> None:
         "type": "urn:semel:idempotency-key-conflict",
         "title": "Idempotency-Key is already used",
         "status": 422,
-        "detail": "Idempotency key already used with different request body",
+        "detail": "Idempotency key already used with a different request: another body, query or endpoint, or other "
+        "credentials",
         "error_code": "IDEMPOTENCY_KEY_CONFLICT",
         "idempotency_key": KEY,
         "retryable": False,
@@ -521,7 +586,7 @@ def test_b7_tenants_never_see_each_others_responses(site: Doorway, intake: Intak
     service = site.serve(
         intake, policy="ietf", tenant=lambda context: header_of(context, "x-customer"), status_path="/keys"
     )
-    for number, (tenant, body) in enumerate([("acme", ITEM), ("evil", OTHER), ("acme POST", ITEM), ("", ITEM)], 1):
+    for number, (tenant, body) in enumerate([("acme", ITEM), ("evil", OTHER), ("acme POST", ITEM), ("POST", ITEM)], 1):
         headers = [("X-Customer", tenant)]
         first = service.post(body, key=KEY, headers=headers)
         assert (first.json()["id"], is_replay(first)) == (number, False)
@@ -633,8 +698,8 @@ def test_b7_ietf_a_missing_key_is_refused_where_one_is_required(site: Doorway, i
         "type": "urn:semel:missing-idempotency-key",
         "title": "Idempotency-Key is missing",
         "status": 400,
-        "detail": "This operation is carried out only with an idempotency key: send one that is unique to the "
-        "operation",
+        "detail": "This operation requires an idempotency key: send one that is unique to the operation in the header "
+        "Idempotency-Key",
         "error_code": "MISSING_IDEMPOTENCY_KEY",
         "idempotency_key": None,
         "retryable": False,
@@ -711,7 +776,8 @@ def test_b7_stripe_refusals(site: Doorway) -> None:
         "error": {
             "type": "idempotency_error",
             "code": "idempotency_key_reused",
-            "message": "Idempotency key already used with different request body",
+            "message": "Idempotency key already used with a different request: another body, query or endpoint, or "
+            "other credentials",
         }
     }
 
@@ -863,7 +929,7 @@ def test_b18_waiting_ends_at_its_deadline(site: Doorway) -> None:
     with service.under_way(slow, ITEM, key=KEY):
         response = service.post(ITEM, key=KEY)
         assert (response.status_code, response.json()["error_code"]) == (409, "IDEMPOTENCY_KEY_PROCESSING")
-        assert response.headers["retry-after"] == str(HOUR)
+        assert response.headers["retry-after"] == "1"
 
 
 # -- the store is away -------------------------------------------------------------------------------------------------

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from typing import Any, TypeAlias, Unpack
+from functools import partial
+from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack
 from urllib.parse import unquote_to_bytes
 
 from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreBroken, StoreUnavailable
-from semel.http.body import Body
+from semel.http.body import CHUNK, Body, BodyTooLarge
 from semel.http.door import HELD, Door, Recorder, Request
 from semel.http.options import Options
-from semel.model import Claim, Granted, Response
+from semel.http.protocol import codings_for_app
+from semel.model import Claim, Granted, Replay, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
 from semel.once.faces import AsyncOnce
@@ -24,6 +26,11 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LARGE = 1 << 16
+"""Bytes whose hash, decoding or parsing would keep the event loop from its other work for a noticeable time."""
 _log = logging.getLogger("semel")
 
 
@@ -61,11 +68,11 @@ class IdempotencyMiddleware:
 
     async def _serve(self, values: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
         door = self._door
-        key = door.key([value.decode("latin-1") for value in values]) if values else door.missing()
+        key = door.key([value.decode("latin-1") for value in values]) if values else door.refuse("missing", None)
         if isinstance(key, Response):
             await _answer(send, key)
             return
-        body = Body(door.body_in_memory)
+        body = Body(door.body_in_memory, door.max_request_bytes)
         try:
             admitted = await self._admit(key, scope, receive, body)
             if isinstance(admitted, Response):
@@ -82,34 +89,41 @@ class IdempotencyMiddleware:
         door = self._door
         request = _request(scope)
         try:
+            if body.limit is not None and _length(request) > body.limit:
+                return door.refuse("too_large", key)
             if not await _read(body, receive):
                 return False  # the client left before its request was whole, and nobody is there to be told
-            asking = door.ask(key, request, body)
+            print_ = await _off_loop(door.reads_bodies and body.size > _LARGE, door.print_of, request, body)
+            asking = door.ask(key, request, print_)
             if door.within(request, asking):
                 return True
             verdict = await door.engine.admit(asking)
         except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
             _log.warning("a request with the key %r was refused: %s", key, error)
             return door.unavailable(key)
+        except BodyTooLarge:
+            return door.refuse("too_large", key)
         if verdict is None:
             return True
         if isinstance(verdict, Granted):
             return _Exchange(door, verdict.claim, asking, _Upload(body, receive))
-        return door.answer(verdict, key, request)
+        large = isinstance(verdict, Replay) and len(verdict.outcome.data or b"") > _LARGE
+        return await _off_loop(large, door.answer, verdict, asking, request)
 
     async def _tell_status(self, scope: Scope, send: Send) -> bool:
         door = self._door
-        asked = door.status_asked(_request(scope))
+        request = _request(scope)
+        asked = door.status_asked(request)
         if asked is None:
             return False
         where, key = asked
         try:
             record = await door.once.get(key, scope=where)
-            await _answer(send, door.status(record, key))
+            await _answer(send, door.status(record, key, request))
         except StoreUnavailable:
             await _answer(send, door.unavailable(key))
         except InvalidRequest:
-            await _answer(send, door.invalid(key))
+            await _answer(send, door.refuse("invalid", key))
         return True
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,17 +153,18 @@ class _Upload:
     """The body again, for the app. Then it waits, and hears that the client left when ``over`` is set."""
 
     def __init__(self, body: Body, receive: Receive) -> None:
-        self._chunks: Iterator[bytes] = body.chunks()
-        self._left = body.size
+        self._body = body
+        self._at = 0
         self._receive = receive
         self.sent = False
         self.hidden: asyncio.Event | None = None
 
     async def __call__(self) -> Message:
         if not self.sent:
-            chunk = next(self._chunks, b"")
-            self._left -= len(chunk)
-            self.sent = self._left <= 0
+            size = CHUNK if self._body.on_disk else self._body.size
+            chunk = await _off_loop(self._body.on_disk, self._body.read, self._at, size)
+            self._at += len(chunk)
+            self.sent = self._at >= self._body.size or not chunk
             return {"type": "http.request", "body": chunk, "more_body": not self.sent}
         if self.hidden is not None:
             await self.hidden.wait()
@@ -175,6 +190,10 @@ class _Exchange:
         self._send = send
         self._upload.hidden = asyncio.Event()
         scope[HELD] = self._claim
+        codings = _header(scope, "accept-encoding")
+        if codings is not None:
+            own = (b"accept-encoding", codings_for_app(codings).encode("latin-1"))
+            scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
         if scope.get("extensions"):  # in place: what the app notes in the scope is for those outside, too
             scope["extensions"] = {name: each for name, each in scope["extensions"].items() if name not in _BYPASSES}
         engine = self._door.engine
@@ -182,8 +201,9 @@ class _Exchange:
             with working_under(self._claim):
                 await app(scope, self._upload, self._pass)
         except BaseException as error:
-            if not self._settled:
-                await engine.fail(self._claim, self._asking, error)
+            if not self._settled and await engine.fail(self._claim, self._asking, error) and not self._passed:
+                self._held = list(_messages(self._door.failed(self._claim)))
+                await self._forward()
             raise
         finally:
             self._reveal()
@@ -197,9 +217,13 @@ class _Exchange:
         """What the app sends."""
         match message["type"]:
             case "http.response.start":
+                if self._recorder.status:
+                    raise RuntimeError("the app sent the start of a response twice")
                 headers = self._recorder.begin(message["status"], message.get("headers", ()))
                 self._held.append({**message, "headers": headers})
             case "http.response.body":
+                if self._settled:
+                    raise RuntimeError("the app sent a part of the response after its end")
                 self._held.append(message)
                 complete = self._recorder.add(message.get("body", b""))
                 if self._recorder.over:
@@ -223,6 +247,8 @@ class _Exchange:
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
         if not self._door.keeps(response.status) or not self._recorder.whole:
+            if self._recorder.whole:
+                self._asking.policy = self._door.releasing
             await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
             return
         try:
@@ -253,7 +279,24 @@ def _request(scope: Scope) -> Request:
     path = scope["path"]
     if "\ufffd" in path and scope.get("raw_path"):  # the server could not decode it: tell such paths apart all the same
         path = unquote_to_bytes(scope["raw_path"]).decode("utf-8", "surrogateescape")
-    return Request(scope["method"], path, scope.get("query_string", b""), scope, scope.get("root_path", ""))
+    mount, header = scope.get("root_path", ""), partial(_header, scope)
+    return Request(scope["method"], path, scope.get("query_string", b""), scope, mount, header)
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    wanted = name.encode("latin-1")
+    values = [value.decode("latin-1") for each, value in scope["headers"] if each == wanted]
+    return (";" if name == "cookie" else ",").join(values) if values else None
+
+
+def _length(request: Request) -> int:
+    said = request.header("content-length") or ""
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 19 else 0
+
+
+async def _off_loop(blocks: bool, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call it: in a thread, if it would block the event loop."""
+    return await asyncio.to_thread(work, *args, **kwargs) if blocks else work(*args, **kwargs)
 
 
 async def _read(body: Body, receive: Receive) -> bool:
@@ -262,7 +305,8 @@ async def _read(body: Body, receive: Receive) -> bool:
         message = await receive()
         if message["type"] != "http.request":
             return False
-        body.add(message.get("body", b""))
+        chunk = message.get("body", b"")
+        await _off_loop(body.spills(len(chunk)), body.add, chunk)
         if not message.get("more_body", False):
             return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import threading
 from io import BytesIO
 from tempfile import TemporaryFile
 from typing import IO
@@ -11,49 +11,69 @@ from typing import IO
 CHUNK = 1 << 16
 
 
-class Body:
-    """Takes chunks, then gives them back from the start."""
+class BodyTooLarge(Exception):
+    """The body is larger than what is accepted."""
 
-    def __init__(self, in_memory: int) -> None:
+
+class Body:
+    """Takes chunks, then gives them back from the start.
+
+    The event loop hands what touches the disk to threads, and may close the body before a thread is done with it.
+    """
+
+    def __init__(self, in_memory: int, limit: int | None = None) -> None:
+        self.limit = limit
         self._room = in_memory
         self._parts: list[bytes] = []
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
+        self._lock = threading.Lock()
+        self._closed = False
         self.size = 0
+
+    def spills(self, more: int) -> bool:
+        """Whether this many bytes more go to the disk."""
+        return self.on_disk or self.size + more > self._room
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it is in a file."""
+        return self._file is not None
 
     def add(self, chunk: bytes) -> None:
         """Take the next chunk; OSError when it belongs on a disk that is full."""
-        self.size += len(chunk)
-        self._hash.update(chunk)
-        if self._file is not None:
-            self._file.write(chunk)
-            self._file.flush()
-        elif self.size <= self._room:
-            self._parts.append(chunk)
-        else:
-            self._file = TemporaryFile(prefix="semel-")  # noqa: SIM115 -- it outlives this call; see close()
-            for part in (*self._parts, chunk):
-                self._file.write(part)
-            self._file.flush()
-            self._parts.clear()
+        if self.limit is not None and self.size + len(chunk) > self.limit:
+            raise BodyTooLarge
+        with self._lock:
+            spills = self.spills(len(chunk))
+            self.size += len(chunk)
+            self._hash.update(chunk)
+            if not spills:
+                self._parts.append(chunk)
+            elif not self._closed:
+                if self._file is None:
+                    self._file = TemporaryFile(prefix="semel-")  # noqa: SIM115 -- it outlives this call; see close()
+                for part in (*self._parts, chunk):
+                    self._file.write(part)
+                self._file.flush()
+                self._parts.clear()
 
     @property
     def digest(self) -> bytes:
         """SHA-256 of all of it."""
         return self._hash.digest()
 
+    def read(self, at: int, size: int) -> bytes:
+        """Up to so many bytes from there on; none at the end."""
+        with self._lock:
+            if self._file is None:
+                return b"".join(self._parts)[at : at + size]
+            self._file.seek(at)
+            return self._file.read(size)
+
     def whole(self) -> bytes:
         """All of it, in memory."""
-        return b"".join(self.chunks())
-
-    def chunks(self) -> Iterator[bytes]:
-        """From the start, in pieces."""
-        if self._file is None:
-            yield b"".join(self._parts)
-            return
-        self._file.seek(0)
-        while chunk := self._file.read(CHUNK):
-            yield chunk
+        return self.read(0, self.size)
 
     def file(self) -> IO[bytes]:
         """As a file to read from."""
@@ -64,5 +84,7 @@ class Body:
 
     def close(self) -> None:
         """Give the disk back."""
-        if self._file is not None:
-            self._file.close()
+        with self._lock:
+            self._closed = True
+            if self._file is not None:
+                self._file.close()

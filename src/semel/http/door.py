@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
@@ -10,11 +11,13 @@ from msgspec import Struct
 
 from semel.errors import InvalidRequest
 from semel.http.body import Body
-from semel.http.dialects import DIALECTS, refuse
+from semel.http.dialects import DIALECTS, Reason, refuse
 from semel.http.options import (
     Context,
     Options,
+    credential_names,
     function,
+    kept_statuses,
     matcher,
     path_of,
     policy_of,
@@ -22,20 +25,26 @@ from semel.http.options import (
     size,
     tenant_name,
     token,
+    url_of,
 )
 from semel.http.protocol import (
     BadKey,
+    differ_by_credentials,
     expires_header,
     kept_headers,
     key_of,
     operation_of,
+    print_at,
+    print_by,
     print_of_bytes,
     print_of_json,
     replay,
+    replay_marks,
     scope_of,
+    shown_to,
 )
 from semel.model import Claim, InFlight, Mismatch, Record, Replay, Response, Unknown, Verdict
-from semel.once.asking import Asking, name_of
+from semel.once.asking import Asking, name_of, print_of
 from semel.once.calls import is_async
 from semel.once.faces import AsyncOnce, Once
 
@@ -43,6 +52,10 @@ Face = TypeVar("Face", Once, AsyncOnce)
 HELD = "semel.claim"
 """Under this name a door leaves the claim in the request's context, for a door within."""
 RETRY_SOON = 1.0
+WHOLE_SCOPE = "http"
+"""What keys belong to that are valid for one endpoint, whichever it is."""
+_MAX_REQUEST_BYTES = 10 << 20
+_log = logging.getLogger("semel")
 
 
 class Request(Struct):
@@ -54,6 +67,19 @@ class Request(Struct):
     context: Context
     mount: str = ""
     """The beginning of the path that leads to this app, where it is mounted under another."""
+    header: Callable[[str], str | None] = lambda _: None
+    """A header by its name in lower case; several are joined by commas, cookies by semicolons."""
+
+    def credentials(self, names: Iterable[str]) -> bytes:
+        """What the request has of these headers and cookies; nothing where it has none of them."""
+        return "".join(f"{name}={value}\n" for name in names for value in self._values(name)).encode("utf-8", "replace")
+
+    def _values(self, name: str) -> list[str]:
+        if not name.startswith("cookie:"):
+            value = self.header(name)
+            return [] if value is None else [value.strip()]
+        pairs = [pair.strip().partition("=") for pair in (self.header("cookie") or "").split(";")]
+        return [value for cookie, _, value in pairs if cookie == name.removeprefix("cookie:")]
 
 
 class Door(Generic[Face]):
@@ -71,18 +97,27 @@ class Door(Generic[Face]):
         scope, fingerprint, on_event = options.get("scope"), options.get("fingerprint", "body"), options.get("on_event")
         self.policy = policy_of(policy, options.get("ttl"))
         self.dialect = DIALECTS[self.policy.dialect]
-        self.methods = frozenset(
-            token("methods", method).upper() for method in several("methods", options.get("methods", ("POST",)))
-        )
+        methods = several("methods", options.get("methods", self.dialect.methods))
+        self.methods = frozenset(token("methods", method).upper() for method in methods)
         self.header = token("header", options.get("header", "Idempotency-Key"))
         self.required = options.get("required", False)
         if not isinstance(self.required, bool):
             raise InvalidRequest(f"required= is True or False, not {self.required!r:.80}")
-        self.max_response_bytes = size("max_response_bytes", options.get("max_response_bytes"))
+        self._keep = kept_statuses(options.get("keep"))
+        if self._keep is not None:
+            self.policy = self.policy.but(on_error="keep" if self._keep(500) else "release")
+        self.releasing = self.policy.but(on_error="release")
+        self._docs_url = url_of("docs_url", options.get("docs_url"))
+        self.max_request_bytes = size("max_request_bytes", options.get("max_request_bytes", _MAX_REQUEST_BYTES))
+        self.max_response_bytes = size(
+            "max_response_bytes", options.get("max_response_bytes", self.dialect.max_response_bytes)
+        )
         self.body_in_memory = size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
         status_path = options.get("status_path")
         self.status_path = None if status_path is None else path_of("status_path", status_path).rstrip("/")
         self._tenant = function("tenant", options.get("tenant"))
+        self._credentials = credential_names(options.get("credentials", ("Authorization",)))
+        self._tenant_decides = "credentials" not in options
         self._scope = name_of("scope", scope) if isinstance(scope, str) else function("scope", scope)
         self._fingerprint = fingerprint
         if is_async(fingerprint):  # type: ignore[arg-type]  # a text is not
@@ -105,49 +140,78 @@ class Door(Generic[Face]):
                 self.once._engine.hear(on_event)
         self.engine = self.once._engine
 
+    def refuse(
+        self, reason: Reason, key: str | None, *, retry_after: float | None = None, status_url: str | None = None
+    ) -> Response:
+        """The response that says why not."""
+        return refuse(
+            self.policy,
+            reason,
+            key,
+            header=self.header,
+            docs_url=self._docs_url,
+            retry_after=retry_after,
+            status_url=status_url,
+        )
+
     def key(self, values: Sequence[str]) -> str | Response:
         """The key of a request, or the refusal of one that has none."""
         try:
             return key_of(values, self.dialect)
         except BadKey as bad:
-            return self.invalid(bad.shown)
-
-    def invalid(self, shown: str) -> Response:
-        """The refusal of what cannot be a key."""
-        return refuse(self.policy, "invalid", shown)
-
-    def missing(self) -> Response:
-        """The refusal of a request without the key that is required."""
-        return refuse(self.policy, "missing", None)
-
-    def incomplete(self, key: str) -> Response:
-        """The refusal of a request whose body ended early."""
-        return refuse(self.policy, "incomplete", key)
+            return self.refuse("invalid", bad.shown)
 
     def unavailable(self, key: str) -> Response:
         """The refusal while the store, or the disk for large bodies, cannot be used."""
-        return refuse(self.policy, "unavailable", key, retry_after=RETRY_SOON)
+        return self.refuse("unavailable", key, retry_after=RETRY_SOON)
 
     def lost(self, key: str) -> Response:
         """What a request is told whose claim was taken over while it worked: the other one's answer will count."""
-        return refuse(self.policy, "processing", key, retry_after=RETRY_SOON)
+        return self.refuse("processing", key, retry_after=RETRY_SOON)
 
-    def ask(self, key: str, request: Request, body: Body) -> Asking:
-        """What the request asks of the engine."""
+    def failed(self, claim: Claim) -> Response:
+        """What a request is told whose exception is kept: the same as every repetition."""
+        refusal: Response = self.refuse("failed", claim.key)
+        return Response(refusal.status, [*refusal.headers, expires_header(claim.expires_us)], refusal.body)
+
+    @property
+    def reads_bodies(self) -> bool:
+        """Whether the fingerprint needs more of a body than its hash."""
+        return self._fingerprint != "body"
+
+    def print_of(self, request: Request, body: Body) -> str:
+        """The fingerprint of what is asked, whoever asks it."""
         if self._fingerprint == "body":
             print_ = print_of_bytes(body.digest, request.query)
         elif self._fingerprint == "json":
             print_ = print_of_json(body.whole(), body.digest, request.query)
         else:
-            print_ = self._fingerprint(request.context, body.whole())
-        scope = self.scope_of(request.context, request.method, request.path)
+            print_ = print_of(self._fingerprint(request.context, body.whole()))
+        if self._scope is None and self.dialect.whole_scope:
+            return print_at(print_, operation_of(request.method, request.path))
+        return print_
+
+    def ask(self, key: str, request: Request, print_: str) -> Asking:
+        """What the request asks of the engine."""
+        tenant = self.tenant_of(request.context)
+        scope = self.scope_of(tenant, request.context, request.method, request.path)
+        print_ = print_by(print_, self._credentials_of(tenant, request), scope, key)
         return Asking(key, scope, print_, self.policy, "response", door="http", label=self._name)
 
-    def scope_of(self, context: Context, method: str, path: str) -> str:
+    def _credentials_of(self, tenant: str | None, request: Request) -> bytes:
+        """What tells this caller from others, where the tenant does not."""
+        return b"" if self._tenant_decides and tenant is not None else request.credentials(self._credentials)
+
+    def tenant_of(self, context: Context) -> str | None:
+        """Whose request it is, if that was to be asked."""
+        return None if self._tenant is None else tenant_name(self._tenant(context))
+
+    def scope_of(self, tenant: str | None, context: Context, method: str, path: str) -> str:
         """The scope of a request's key."""
         name = self._scope
-        operation = operation_of(method, path) if name is None else name if isinstance(name, str) else name(context)
-        return scope_of(None if self._tenant is None else tenant_name(self._tenant(context)), operation)
+        if name is None:
+            name = WHOLE_SCOPE if self.dialect.whole_scope else operation_of(method, path)
+        return scope_of(tenant, name if isinstance(name, str) else name(context))
 
     @staticmethod
     def within(request: Request, asking: Asking) -> bool:
@@ -155,24 +219,35 @@ class Door(Generic[Face]):
         held = request.context.get(HELD)
         return held is not None and (held.scope, held.key) == (asking.scope, asking.key)
 
-    def answer(self, verdict: Verdict, key: str, request: Request) -> Response:
+    def answer(self, verdict: Verdict, asking: Asking, request: Request) -> Response:
         """What a request gets that is not carried out."""
+        key = asking.key
         match verdict:
             case Replay(outcome):
-                return replay(outcome, self.policy, key)
+                found = replay(outcome, request.header("accept-encoding"))
+                if isinstance(found, Response):
+                    return found
+                refusal = self.refuse(found, key)
+                return Response(refusal.status, refusal.headers + replay_marks(outcome), refusal.body)
             case InFlight(left, _, age):
                 # What has lasted long is likely to last on; what began just now may be done in a moment.
                 url = self._status_url(key, request)
-                return refuse(self.policy, "processing", key, retry_after=min(age, left), status_url=url)
-            case Mismatch():
-                return refuse(self.policy, "conflict", key)
+                return self.refuse("processing", key, retry_after=min(age, left), status_url=url)
+            case Mismatch(recorded):
+                if differ_by_credentials(recorded, asking.fingerprint):
+                    # Said to the log alone: whoever tries out bodies under another's key must not learn which was it.
+                    _log.info("the key %r was first used with other credentials (see the option credentials=)", key)
+                return self.refuse("conflict", key)
             case Unknown():
-                return refuse(self.policy, "unknown", key, status_url=self._status_url(key, request))
+                return self.refuse("unknown", key, status_url=self._status_url(key, request))
         raise AssertionError(verdict)
 
     def keeps(self, status: int) -> bool:
-        """Whether a response is the key's outcome, or a failure after which the request may be tried again."""
-        return status < self.dialect.fails_from or self.policy.on_error == "keep"
+        """Whether a response is the key's outcome, or one after which the request may be tried again."""
+        if self._keep is not None:
+            return bool(self._keep(status))
+        began = status not in self.dialect.not_begun
+        return began and (status < self.dialect.fails_from or self.policy.on_error == "keep")
 
     def _status_url(self, key: str, request: Request) -> str | None:
         if self.status_path is None:
@@ -191,18 +266,19 @@ class Door(Generic[Face]):
         if len(keys) != 1:
             return None
         there = {
+            **request.context,
             "method": method,
             "path": f"/{rest}",
             "REQUEST_METHOD": method,
             "PATH_INFO": f"/{rest}",
             "SCRIPT_NAME": "",
         }
-        return self.scope_of({**request.context, **there}, method, f"/{rest}"), keys[0]
+        return self.scope_of(self.tenant_of(there), there, method, f"/{rest}"), keys[0]
 
-    @staticmethod
-    def status(record: Record | None, key: str) -> Response:
-        """What is known of a key."""
-        if record is None:
+    def status(self, record: Record | None, key: str, request: Request) -> Response:
+        """What is known of a key, to those who may know it."""
+        credentials = self._credentials_of(self.tenant_of(request.context), request)
+        if record is None or not shown_to(record.fingerprint, credentials, record.scope, key):
             return Response.json({"idempotency_key": key, "status": "absent"}, 404)
         said = {
             "idempotency_key": key,

@@ -19,6 +19,7 @@ Context: TypeAlias = MutableMapping[str, Any]
 Preset: TypeAlias = Literal["intake", "ietf", "stripe", "processor", "router"]
 PRESETS: tuple[str, ...] = get_args(Preset)
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_URL = re.compile(r"(?:https?://|/)[!#-;=?-~]+")
 
 
 class Options(TypedDict, total=False):
@@ -31,7 +32,7 @@ class Options(TypedDict, total=False):
     """Seconds for which a key is kept, instead of the policy's."""
 
     methods: Iterable[str]
-    """Which requests may have a key; others are left alone. POST without it."""
+    """Which requests may have a key; others are left alone. Without it POST, and in the ``ietf`` dialect PATCH, too."""
 
     paths: str | Iterable[str] | Callable[[str], bool] | None
     """Which paths: patterns such as ``/api/*``, or a function of the path; all without it."""
@@ -48,20 +49,36 @@ class Options(TypedDict, total=False):
     tenant: Callable[[Context], Any] | None
     """Whose request it is, from ASGI's scope or WSGI's environ: tenants never meet each other's keys."""
 
+    credentials: str | Iterable[str] | None
+    """What tells one caller from another: headers, and cookies as ``cookie:name``. The same key with other credentials
+    is refused. Without this option it is ``Authorization``, where there is no tenant; None: nothing is compared."""
+
     scope: str | Callable[[Context], str] | None
-    """What keys belong to, instead of method and path. A function with the same scope meets the same keys."""
+    """What keys belong to, instead of method and path (in the ``stripe`` dialect: instead of all endpoints together).
+    A function with the same scope meets the same keys."""
 
     fingerprint: Literal["body", "json"] | Callable[[Context, bytes], str]
     """What makes two requests the same: the bytes, the JSON content, or what the function makes of them."""
 
+    keep: Callable[[int], bool] | Iterable[int] | None
+    """Which responses are the key's outcome, by their status; others give the key back. Without it the policy says.
+    An exception counts as 500."""
+
+    max_request_bytes: int | None
+    """Larger requests are refused with 413; 10 MiB without it, None: no limit."""
+
     max_response_bytes: int | None
-    """Larger responses are delivered but not kept; their key is never carried out again."""
+    """Larger responses are delivered but not kept; their key is never carried out again. Without it 10 MiB, and in the
+    ``intake`` dialect no limit, as its document has it; None: no limit."""
 
     body_in_memory: int
     """Larger request bodies wait in a temporary file; 1 MiB without it."""
 
     status_path: str | None
     """Under which path a GET tells what is known of a key; nowhere without it."""
+
+    docs_url: str | None
+    """Where the documentation of your keys is: refusals link to it."""
 
     name: str
     """What metrics call this door's requests."""
@@ -113,7 +130,7 @@ def several(what: str, given: Any) -> tuple[Any, ...]:
         found = tuple(given)
     except TypeError:
         raise InvalidRequest(f"{what}= takes a text or several, not {given!r:.80}") from None
-    if not found and what != "exclude":
+    if not found and what not in {"exclude", "credentials"}:
         raise InvalidRequest(f"{what}= is empty, so no request would ever be protected")
     return found
 
@@ -149,11 +166,47 @@ def function(what: str, given: Any) -> Any:
 
 def tenant_name(tenant: Any) -> str | None:
     """The tenant, if it is a name: an object's text may be its place in memory, which would be no tenant at all."""
+    if tenant == "":
+        raise InvalidRequest(
+            "tenant= returned an empty text, which would put all who have no name together; "
+            "return None for a request that belongs to no tenant"
+        )
     if tenant is None or isinstance(tenant, str):
         return tenant
     if isinstance(tenant, int | UUID) and not isinstance(tenant, bool):
         return str(tenant)
     raise InvalidRequest(f"tenant= gave a {type(tenant).__name__}; a tenant is text, a whole number, a UUID or None")
+
+
+def credential_names(given: Any) -> tuple[str, ...]:
+    """Headers in lower case, and cookies as ``cookie:name``."""
+    names = () if given is None else several("credentials", given)
+    for name in names:
+        token("credentials", _text("credentials", name).removeprefix("cookie:"))
+    return tuple(name if name.startswith("cookie:") else name.lower() for name in names)
+
+
+def kept_statuses(given: Any) -> Callable[[int], bool] | None:
+    """Whether a status is kept; None where nothing was said."""
+    if given is None:
+        return None
+    if callable(given):
+        chosen: Callable[[int], bool] = function("keep", given)
+        return chosen
+    try:
+        statuses = frozenset(given)
+    except TypeError:
+        statuses = frozenset((given,))
+    if not all(isinstance(status, int) and 200 <= status <= 599 for status in statuses):
+        raise InvalidRequest(f"keep= takes statuses from 200 to 599, or a function of the status, not {given!r:.80}")
+    return statuses.__contains__
+
+
+def url_of(what: str, given: Any) -> str | None:
+    """A URL that can stand in a header, or None."""
+    if given is not None and not _URL.fullmatch(_text(what, given)):
+        raise InvalidRequest(f"{what}= takes a URL, not {given!r:.80}")
+    return None if given is None else str(given)
 
 
 def size(what: str, given: Any) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from email.utils import formatdate
 from typing import Any, NoReturn, cast
@@ -14,10 +16,9 @@ import msgspec
 
 from semel.errors import Unfingerprintable
 from semel.fingerprint import fingerprint
-from semel.http.dialects import Dialect, refuse
-from semel.model import Outcome, Response
+from semel.http.dialects import Dialect, Reason
+from semel.model import OVERSIZED, Outcome, Response
 from semel.once.asking import LONGEST
-from semel.policy import Policy
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -39,9 +40,22 @@ _NOT_REPLAYED = frozenset(
         b"upgrade",
     )
 )
-_QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
+_QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"(.*)')
+_PARAMETERS = re.compile(
+    r"""(?:;[ ]*[a-z*][a-z0-9_.*-]*
+    (?:=(?:-?[0-9]{1,15}(?:\.[0-9]{1,3})?  # a number
+        |"(?:[ !#-\[\]-~]|\\["\\])*"  # a string
+        |[A-Za-z*][!#$%&'*+.^_`|~A-Za-z0-9:/-]*  # a token
+        |:[A-Za-z0-9+/=]*:  # bytes
+        |\?[01]  # a boolean
+        |@-?[0-9]{1,15}  # a date
+    ))?)*""",
+    re.VERBOSE,
+)
 _ESCAPED = re.compile(r"\\(.)")
-_PART = re.compile(r'[ \t]*("(?:[^"\\]|\\.)*"|[^",]*)[ \t]*')
+_PART = re.compile(r'[ \t]*("(?:[^"\\]|\\.)*"(?:[^",]|"(?:[^"\\]|\\.)*")*|[^",]*)[ \t]*')
+_SUFFIX = re.compile(r"\+[0-9a-f]{32}")
+_VERSION = re.compile(r"(?:[0-9]+:)?")
 _LONGEST_SAID = 2048
 _BODILESS = frozenset((204, 304))
 
@@ -86,7 +100,7 @@ def _unquoted(value: str, dialect: Dialect) -> str | None:
     if dialect.bare.fullmatch(value):
         return value
     quoted = _QUOTED.fullmatch(value)
-    if quoted is None:
+    if quoted is None or not (quoted[2] == "" or (dialect.parameters and _PARAMETERS.fullmatch(quoted[2]))):
         return None
     key = _ESCAPED.sub(r"\1", quoted[1])
     return key if dialect.keys.fullmatch(key) else None
@@ -125,6 +139,45 @@ def _with_query(digest: bytes, query: bytes) -> bytes:
     return hashlib.blake2b(digest + query, digest_size=32).digest() if query else digest
 
 
+def print_at(print_: str, operation: str) -> str:
+    """The fingerprint of a request at one of the endpoints that share their keys."""
+    return _hashed(print_, f"{print_} {operation}")
+
+
+def print_by(print_: str, credentials: bytes, scope: str, key: str) -> str:
+    """The fingerprint of a request by whoever has these credentials; as it was, where there are none.
+
+    What is stored of the credentials is a hash of its own for every key, so that no two records show who made both.
+    """
+    if not credentials:
+        return print_
+    return (print_ if len(print_) <= 160 else _hashed(print_, print_)) + _mark_of(credentials, scope, key)
+
+
+def shown_to(print_: str, credentials: bytes, scope: str, key: str) -> bool:
+    """Whether a key with this fingerprint may be spoken of to whoever has these credentials."""
+    mark = print_[-33:]
+    return not _SUFFIX.fullmatch(mark) or (credentials != b"" and mark == _mark_of(credentials, scope, key))
+
+
+def differ_by_credentials(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same request with other credentials."""
+    one_print, other_print = (print_[:-33] if _SUFFIX.fullmatch(print_[-33:]) else print_ for print_ in (one, other))
+    return one != other and one_print == other_print
+
+
+def _mark_of(credentials: bytes, scope: str, key: str) -> str:
+    salt = hashlib.sha256(f"{scope} {key}".encode()).digest()
+    return f"+{hashlib.blake2b(credentials, key=salt, digest_size=16).hexdigest()}"
+
+
+def _hashed(print_: str, content: str) -> str:
+    """The content's hash, with the version of the fingerprint that it came from."""
+    version = _VERSION.match(print_)
+    assert version is not None
+    return f"{version[0]}{hashlib.blake2b(content.encode(errors='surrogatepass'), digest_size=32).hexdigest()}"
+
+
 def _not_json(constant: str) -> NoReturn:
     raise ValueError(constant)
 
@@ -151,31 +204,91 @@ def expires_header(expires_us: int) -> tuple[bytes, bytes]:
     return b"idempotency-expires", formatdate(expires_us // 1_000_000, usegmt=True).encode("ascii")
 
 
-def replay(outcome: Outcome, policy: Policy, key: str) -> Response:
-    """The response of a request that was carried out before, at whichever door."""
-    extra = [REPLAYED, expires_header(outcome.expires_us)]
-    response = _recorded(outcome) if not outcome.gone else None
-    if response is None or response.body is None:
-        response = refuse(policy, "failed" if outcome.kind == "error" else "gone", key)
-        return Response(response.status, response.headers + extra, response.body)
-    body = b"" if response.status in _BODILESS else response.body
-    if response.status not in _BODILESS:
-        extra.append((b"content-length", b"%d" % len(body)))
-    return Response(response.status, kept_headers(response.headers) + extra, body)
+def replay(outcome: Outcome, accept_encoding: str | None) -> Response | Reason:
+    """The response of a request that was carried out before, whoever did it, or the reason why there is none."""
+    if outcome.kind == "error":
+        return "failed"  # its text is not the client's business
+    if outcome.gone:
+        return "not_kept" if outcome.kind == OVERSIZED else "gone"
+    response = _recorded(outcome)
+    if response.body is None:
+        return "not_kept"
+    if response.status in _BODILESS:
+        return Response(response.status, kept_headers(response.headers) + replay_marks(outcome))
+    readable = _readable(Response(response.status, kept_headers(response.headers), response.body), accept_encoding)
+    if readable is None:
+        return "not_acceptable"
+    length = (b"content-length", b"%d" % len(readable.body or b""))
+    return Response(readable.status, [*readable.headers, *replay_marks(outcome), length], readable.body)
 
 
-def _recorded(outcome: Outcome) -> Response | None:
-    """The outcome as a response; None for a kept failure, whose text is not the client's business."""
+def replay_marks(outcome: Outcome) -> list[tuple[bytes, bytes]]:
+    """The headers that every answer about a finished request has."""
+    return [REPLAYED, expires_header(outcome.expires_us)]
+
+
+def _recorded(outcome: Outcome) -> Response:
     match outcome.kind:
         case "response":
             response: Response = outcome.value
             return response
-        case "error":
-            return None
         case "seen":
             return Response(204)
         case _:
             return Response(200, [(b"content-type", b"application/json")], _as_json(outcome.value))
+
+
+def codings_for_app(accept_encoding: str) -> str:
+    """``Accept-Encoding`` for the app: only what a later client can be given who does not accept it."""
+    asked = [part.strip() for part in accept_encoding.split(",")]
+    wanted = _weights(accept_encoding)
+    left = [part for part in asked if part.partition(";")[0].strip().lower() in {*_DECODERS, "identity"}]
+    return ", ".join(left) if any(wanted.get(coding, 0) for coding in (*_DECODERS, "identity")) else "identity"
+
+
+def _readable(response: Response, accept_encoding: str | None) -> Response | None:
+    """The response in codings that the client accepts: as it is, or without its coding; None when that cannot be."""
+    said = b",".join(value for name, value in response.headers if name == b"content-encoding").decode("latin-1")
+    codings = [coding for part in said.split(",") if (coding := part.strip().lower()) not in {"", "identity"}]
+    accepted = _weights(accept_encoding or "")
+    if all(accepted.get(coding, accepted.get("*", 0)) for coding in codings):
+        return response
+    body = response.body or b""
+    for coding in reversed(codings):
+        try:
+            body = _DECODERS[coding](body)
+        except (KeyError, OSError, EOFError, zlib.error):
+            return None
+    return Response(response.status, [_decoded(*pair) for pair in response.headers if pair[0] not in _OF_CODING], body)
+
+
+def _weights(accept_encoding: str) -> dict[str, float]:
+    """Each coding with its weight. Nobody who is silent wants a coding, whatever RFC 9110 would allow."""
+    found = {}
+    for part in accept_encoding.lower().split(","):
+        coding, _, weight = part.partition(";")
+        try:
+            found[coding.strip()] = float(weight.partition("=")[2]) if weight else 1.0
+        except ValueError:
+            found[coding.strip()] = 0.0
+    return found
+
+
+def _inflate(body: bytes) -> bytes:
+    """``deflate`` is zlib's format; some send the bare stream."""
+    try:
+        return zlib.decompress(body)
+    except zlib.error:
+        return zlib.decompress(body, -zlib.MAX_WBITS)
+
+
+_DECODERS = {"gzip": gzip.decompress, "x-gzip": gzip.decompress, "deflate": _inflate}
+_OF_CODING = frozenset((b"content-encoding", b"content-digest", b"repr-digest", b"digest", b"content-md5"))
+
+
+def _decoded(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """A header of the decoded response: what was a strong name for the encoded bytes is a weak one for these."""
+    return name, b"W/" + value if name == b"etag" and not value.startswith(b"W/") else value
 
 
 def _as_json(value: Any) -> bytes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias, Unpack
 
 from semel.bridge import drive
 from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
-from semel.http.body import CHUNK, Body
+from semel.http.body import CHUNK, Body, BodyTooLarge
 from semel.http.dialects import phrase
 from semel.http.door import HELD, Door, Recorder, Request
 from semel.http.options import Options
+from semel.http.protocol import codings_for_app
 from semel.model import Claim, Granted, Response
 from semel.once.asking import Asking
 from semel.once.calls import working_under
@@ -63,10 +65,10 @@ class IdempotencyMiddleware:
 
     def _serve(self, value: str | None, environ: Environ, start_response: Start) -> Iterable[bytes]:
         door = self._door
-        key = door.missing() if value is None else door.key([value])
+        key = door.refuse("missing", None) if value is None else door.key([value])
         if isinstance(key, Response):
             return _answer(start_response, key)
-        body = Body(door.body_in_memory)
+        body = Body(door.body_in_memory, door.max_request_bytes)
         try:
             admitted = self._admit(key, environ, body)
         except BaseException:
@@ -86,32 +88,35 @@ class IdempotencyMiddleware:
         request = _request(environ)
         try:
             if not _read(body, environ):
-                return door.incomplete(key)
-            asking = door.ask(key, request, body)
+                return door.refuse("incomplete", key)
+            asking = door.ask(key, request, door.print_of(request, body))
             if door.within(request, asking):
                 return None
             verdict = drive(door.engine.admit(asking))
         except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
             _log.warning("a request with the key %r was refused: %s", key, error)
             return door.unavailable(key)
+        except BodyTooLarge:
+            return door.refuse("too_large", key)
         if verdict is None:
             return None
         if isinstance(verdict, Granted):
             return verdict.claim, asking
-        return door.answer(verdict, key, request)
+        return door.answer(verdict, asking, request)
 
     def _status(self, environ: Environ) -> Response | None:
         door = self._door
-        asked = door.status_asked(_request(environ))
+        request = _request(environ)
+        asked = door.status_asked(request)
         if asked is None:
             return None
         scope, key = asked
         try:
-            return door.status(door.once.get(key, scope=scope), key)
+            return door.status(door.once.get(key, scope=scope), key, request)
         except StoreUnavailable:
             return door.unavailable(key)
         except InvalidRequest:
-            return door.invalid(key)
+            return door.refuse("invalid", key)
 
 
 class _Exchange:
@@ -128,12 +133,16 @@ class _Exchange:
         self._chunks: Iterator[bytes] = iter(())
         self._close: Callable[[], object] | None = None
         self._held: list[bytes] = []
+        self._sends: Callable[[bytes], object] | None = None
+        self._error: BaseException | None = None
         self._passed = self._settled = self._whole = False
 
     def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
         """Call the app as far as its first chunk."""
         self._start_response = start_response
         environ[HELD] = self._claim
+        if "HTTP_ACCEPT_ENCODING" in environ:
+            environ["HTTP_ACCEPT_ENCODING"] = codings_for_app(environ["HTTP_ACCEPT_ENCODING"])
         try:
             with working_under(self._claim):
                 answer = app(environ, self._start)
@@ -142,8 +151,8 @@ class _Exchange:
                 self._whole = isinstance(answer, list | tuple)
             self._advance()
         except BaseException as error:
-            self._give_up(error)
-            raise
+            if not self._give_up(error):
+                raise
         return self
 
     def _start(
@@ -162,9 +171,14 @@ class _Exchange:
         return self._write
 
     def _write(self, chunk: bytes) -> None:
-        """WSGI's old way to send: it is noted and sent with the next chunk of the iterable."""
+        """WSGI's old way to send: it is noted, and sent with the iterable's next chunk or, if it is large, at once."""
         self._recorder.add(chunk)
         self._held.append(chunk)
+        if self._recorder.over:
+            self._begin()
+            if self._sends is not None:
+                held, self._held = self._held, []
+                self._sends(b"".join(held))
 
     def _advance(self) -> None:
         """Take chunks from the app until something may leave, or the outcome is stored."""
@@ -195,6 +209,8 @@ class _Exchange:
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
         if not self._door.keeps(response.status) or not self._recorder.whole:
+            if self._recorder.whole:
+                self._asking.policy = self._door.releasing
             drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
             return
         try:
@@ -207,11 +223,17 @@ class _Exchange:
             self._started = (*_head(answer), None)
             self._held = [answer.body or b""]
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> bool:
+        """The app raised; True when that is kept, and the client will be told so before the server sees the error."""
+        told = False
         if not self._settled:
             self._settled = True
-            drive(self._door.engine.fail(self._claim, self._asking, error))
+            told = drive(self._door.engine.fail(self._claim, self._asking, error)) and not self._passed
+        if told:
+            answer = self._door.failed(self._claim)
+            self._started, self._held, self._error = (*_head(answer), None), [answer.body or b""], error
         self._end()
+        return told
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -220,6 +242,8 @@ class _Exchange:
         if not self._held:
             if self._settled:
                 self._begin()
+                if self._error is not None:
+                    raise self._error
                 raise StopIteration
             try:
                 self._advance()
@@ -238,7 +262,7 @@ class _Exchange:
         if not self._passed and self._started is not None:
             self._passed = True
             status, headers, exc_info = self._started
-            self._start_response(status, headers, *([exc_info] if exc_info else []))
+            self._sends = self._start_response(status, headers, *([exc_info] if exc_info else []))
 
     def close(self) -> None:
         """The server is done with us: finish for the retry what the client did not wait for."""
@@ -265,7 +289,13 @@ class _Exchange:
 def _request(environ: Environ) -> Request:
     query = environ.get("QUERY_STRING", "").encode("latin-1", "replace")
     mount = _text(environ.get("SCRIPT_NAME", ""))
-    return Request(environ["REQUEST_METHOD"], _path(environ), query, environ, mount)
+    header = partial(_header, environ)
+    return Request(environ["REQUEST_METHOD"], _path(environ), query, environ, mount, header)
+
+
+def _header(environ: Environ, name: str) -> str | None:
+    value: str | None = environ.get(f"HTTP_{name.upper().replace('-', '_')}")
+    return value
 
 
 def _path(environ: Environ) -> str:
@@ -291,6 +321,8 @@ def _read(body: Body, environ: Environ) -> bool:
     if not (length.isascii() and length.isdigit()) or len(length) > 18:
         return False
     left = int(length)
+    if body.limit is not None and left > body.limit:
+        raise BodyTooLarge
     while left > 0:
         chunk = _next(stream, min(CHUNK, left))
         if not chunk:

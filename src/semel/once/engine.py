@@ -351,8 +351,8 @@ class Engine:
                 raise
             _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
 
-    async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> None:
-        """The work raised: give the key back, or keep the failure, as the policy says.
+    async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> bool:
+        """The work raised: give the key back, or keep the failure, as the policy says; True when it is kept.
 
         Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
         """
@@ -367,9 +367,11 @@ class Engine:
             _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
             if isinstance(second, StoreUnavailable):
                 self._owe(claim, done)
+            return False
         except BaseException:  # cancelled meanwhile
             self._owe(claim, done)
             raise
+        return done is not None
 
     def _owe(self, claim: Claim, done: Done | None) -> None:
         if not self._bound and done is not None:
