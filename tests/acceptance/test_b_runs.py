@@ -14,6 +14,7 @@ from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.held import Held
 from semel.runs.leasing import Beat, Leased
+from semel.runs.results import publish
 from workshop import Hand, Workshop, effects, touch, until
 
 MOMENT = 0.000001
@@ -218,6 +219,32 @@ def test_b9_a_zombies_file_never_becomes_the_result(app: App, hand: Hand, shop: 
     assert ended.result_ref is not None
     assert ended.result_ref.startswith(f"{run.id}/2/")
     assert [each.ref.split("/")[1] for each in ended.artifacts] == ["2"]
+
+
+def test_b9_in_a_flat_folder_too_a_zombies_file_never_becomes_the_result(hand: Hand, shop: Workshop) -> None:
+    """Neither before the heir's end is written, nor after it; and the heir may die before it gave its file the name."""
+    folder = shop.folder / "flat"
+    flat = shop.open(clock=shop.clock, artifacts=f"{folder.as_uri()}?layout=flat")
+    run = flat.submit("add", {"a": 1})
+    named = folder / f"{run.id}.json"
+    zombie = hand.lease_this(run)
+    shop.clock.advance(LEASE + MOMENT)
+    heir = hand.lease_this(run)
+    assert zombie is not None
+    assert heir is not None
+    ends = {}
+    for leased in (heir, zombie):
+        held = Held(leased, flat.registry["add"], "w", time.monotonic())
+        kept = publish(flat.results, held.job, f"by {leased.fence}", {})
+        ends[leased.fence] = _published(kept)
+    assert not named.exists()
+    assert not hand.end(zombie, **ends[1])
+    assert hand.end(heir, **ends[2])
+    assert not hand.end(zombie, **ends[1])
+    assert not named.exists(), "the heir died here"
+    assert flat.result(run.id) == "by 2"
+    assert named.read_text() == '"by 2"'
+    assert flat.get(run.id).result_ref == named.name
 
 
 def _published(ended: object) -> dict[str, object]:

@@ -782,6 +782,23 @@ def s3_server() -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.parametrize("isolation", ["loop", "process"])
+def test_s2_40_in_a_flat_folder_every_result_is_the_file_of_its_run(shop: Workshop, isolation: str) -> None:
+    """As the document has it: artifacts/{run_id}.json, and result_ref names it."""
+    folder = shop.folder / "flat"
+    app = shop.open(artifacts=f"{folder.as_uri()}?layout=flat")
+    model, given = ("add", {"a": 1, "b": 2}) if isolation == "loop" else ("large", {"size": 100_000})
+    assert app.registry[model].isolation == isolation
+    run = app.submit(model, given)
+    with shop.working(app, processes=1):
+        ended = app.wait(run.id, timeout=60)
+        until((folder / f"{run.id}.json").exists, "the file")
+    assert ended.result_ref == f"{run.id}.json"
+    assert json.loads((folder / f"{run.id}.json").read_bytes()) == app.result(run.id) == app.result(ended.result_ref)
+    app.purge(0)
+    assert list(folder.rglob("*.json")) == []
+
+
 def test_s2_40_the_store_may_be_s3(shop: Workshop, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "something", "AWS_REGION": "us-east-1"}
     for name, value in {**secrets, "AWS_ENDPOINT_URL": s3_server, "AWS_ALLOW_HTTP": "true"}.items():

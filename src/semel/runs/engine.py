@@ -41,7 +41,7 @@ from semel.runs.records import (
     checked_seconds,
 )
 from semel.runs.registry import Registry
-from semel.runs.results import ResultStore
+from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.retention import Removal
 from semel.runs.submitting import Answer, Created, Submission
 from semel.runs.transports import Transport
@@ -302,7 +302,10 @@ class Engine:
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None
-        data = await self.ledger.apart(self._results().get, run.result_ref)
+        results = self._results()
+        if isinstance(results, FileResults) and run.result_ref == flat_ref(run.id):
+            await self.ledger.apart(results.give_name, run.id, run.fence)  # the worker may have died before
+        data = await self.ledger.apart(results.get, run.result_ref)
         if sha256(data).hexdigest() != run.result_digest:
             raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
         return data

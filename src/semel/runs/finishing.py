@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from semel.errors import StoreUnavailable
+from semel.errors import ResultStoreError, StoreUnavailable
 from semel.runs.attempt import Ended
 from semel.runs.held import Held, Holdings
 from semel.runs.ledger import Ledger
 from semel.runs.logbook import LogBook
 from semel.runs.news import News, RunEvent
 from semel.runs.records import is_own_work
+from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.transitions import Ending, Over
 from semel.runs.worklog import WorkLog
 
@@ -30,6 +31,7 @@ class Finisher:
         *,
         log: WorkLog,
         news: News,
+        results: Callable[[], ResultStore],
         written: Callable[[], None],
     ) -> None:
         self._ledger = ledger
@@ -37,6 +39,7 @@ class Finisher:
         self._book = book
         self._log = log
         self._news = news
+        self._results = results
         self._written = written
         self._waiting: list[tuple[Held, Ending]] = []
         self._task: asyncio.Task[None] | None = None
@@ -74,10 +77,22 @@ class Finisher:
                     self._refused(batch, error)
                     continue
                 pause = 0.05
+                await self._give_names(batch, over)
                 self._settle(batch, over)
         finally:
             self._task = None
             self._written()
+
+    async def _give_names(self, batch: list[tuple[Held, Ending]], over: dict[str, Over]) -> None:
+        """In a flat folder the results of runs that succeeded get their names; who reads one sooner does it, too."""
+        filed = [ending for _, ending in batch if ending.ended.result_ref is not None and ending.run_id in over]
+        for ending in filed:
+            results = self._results()
+            if isinstance(results, FileResults) and ending.ended.result_ref == flat_ref(ending.run_id):
+                try:
+                    await self._ledger.apart(results.give_name, ending.run_id, ending.fence)
+                except ResultStoreError as error:
+                    self._log.say(logging.WARNING, f"a result gets its name when it is first read: {error}")
 
     def _refused(self, batch: list[tuple[Held, Ending]], error: Exception) -> None:
         """The database would not have it: each gets its chance alone, and what cannot be written is given up."""

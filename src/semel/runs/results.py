@@ -32,6 +32,9 @@ INLINE_BYTES = 16 << 10
 MAX_BYTES = 100 * 1000 * 1000
 """The largest result that is kept."""
 
+FLAT = "?layout=flat"
+"""How the URL of a folder ends in which every result is the file ``{run_id}.json``."""
+
 CHUNK = 1 << 20
 LONGEST = 200
 """Characters that the name of an artifact may have."""
@@ -89,7 +92,7 @@ def open_results(target: str | Path | ResultStore) -> ResultStore:
     if not found:
         return FileResults(Path(target))
     if scheme == "file":
-        return FileResults(_path_of(target))
+        return FileResults(_path_of(target), flat=target.endswith(FLAT))
     if scheme in _OBJECT_STORES:
         from semel.runs.obstore import ObjectResults
 
@@ -137,9 +140,11 @@ def publish(
         refs = _artifact_refs(job, files)
         artifacts = [_artifact(store, name, ref, files[name]) for name, ref in refs.items()]
     ref = None
-    if len(data) > inline_bytes or jsontext.has_nul(data):  # which jsonb refuses, and a file does not
+    flat = isinstance(store, FileResults) and store.flat
+    if flat or len(data) > inline_bytes or jsontext.has_nul(data):  # which jsonb refuses, and a file does not
         ref = place(job.run_id, job.fence, "result.json")
         store.put(ref, data)
+        ref = flat_ref(job.run_id) if flat else ref
     return PublishedResult(
         result=data.decode() if ref is None else None,
         result_ref=ref,
@@ -149,10 +154,20 @@ def publish(
     )
 
 
-class FileResults:
-    """A folder of results. It is made when the first one is written."""
+def flat_ref(run_id: str) -> str:
+    """Return the ref of a run's result in a flat folder."""
+    return f"{run_id}.json"
 
-    def __init__(self, folder: Path) -> None:
+
+class FileResults:
+    """A folder of results. It is made when the first one is written.
+
+    ``flat``: every result, however small, becomes the file ``{run_id}.json``. An attempt writes it under its fence as
+    ever; it gets that name after the fenced finish (`give_name`), so that a zombie's file never has it.
+    """
+
+    def __init__(self, folder: Path, *, flat: bool = False) -> None:
+        self.flat = flat
         self._root = folder.expanduser().absolute()  # a model may change the working directory
         if self._root.exists() and not self._root.is_dir():
             raise InvalidRequest(f"results are kept in a folder, and {self._root} is none")
@@ -162,7 +177,7 @@ class FileResults:
 
     @property
     def url(self) -> str:
-        return self._root.as_uri()
+        return self._root.as_uri() + (FLAT if self.flat else "")
 
     def put(self, ref: str, data: bytes) -> None:
         self._write(ref, lambda file: file.write(data))
@@ -193,11 +208,24 @@ class FileResults:
 
     def remove(self, prefix: str) -> None:
         try:
+            if self.flat and "/" not in prefix:
+                self._path(flat_ref(prefix)).unlink(missing_ok=True)
             shutil.rmtree(self._path(prefix))
         except FileNotFoundError:
             return
         except OSError as error:
             raise _failed("remove", prefix, error) from error
+
+    def give_name(self, run_id: str, fence: int) -> None:
+        """Call the result of the attempt that finished the run ``{run_id}.json``; again changes nothing."""
+        written, named = self._path(place(run_id, fence, "result.json")), self._path(flat_ref(run_id))
+        try:
+            written.replace(named)
+        except FileNotFoundError:
+            return  # it has its name already
+        except OSError as error:
+            raise _failed("write", flat_ref(run_id), error) from error
+        _sync_folder(self._root)
 
     def _path(self, ref: str) -> Path:
         path = self._root / check_ref(ref)
@@ -276,6 +304,8 @@ def _artifact(store: ResultStore, name: str, ref: str, path: Path) -> Artifact:
 
 def _path_of(url: str) -> Path:
     parts = urlsplit(url)
+    if parts.query and f"?{parts.query}" != FLAT:
+        raise InvalidRequest(f"a file URL may end with {FLAT}, not with {parts.query!r:.80}")
     if parts.netloc not in {"", "localhost"} or not parts.path:
         raise InvalidRequest(f"a file URL has three slashes and an absolute path, not {url!r:.200}")
     return Path(url2pathname(parts.path))

@@ -66,7 +66,13 @@ class Shift:
         )
         self._look = self._feeding.look
         self._finisher = Finisher(
-            self._ledger, self._holdings, self._book, log=self._log, news=app.news, written=self._look.set
+            self._ledger,
+            self._holdings,
+            self._book,
+            log=self._log,
+            news=app.news,
+            results=lambda: app.results,
+            written=self._look.set,
         )
         self._children = Children(
             plan.slots["process"],
