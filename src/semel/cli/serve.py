@@ -173,7 +173,7 @@ def _warnings(settings: Settings) -> Iterator[str]:
     place = settings.artifacts
     if place is not None and "://" not in place:
         try:
-            Path(place).mkdir(parents=True, exist_ok=True)
+            Path(place).mkdir(0o700, parents=True, exist_ok=True)
             with TemporaryFile(dir=place):
                 pass
         except OSError as error:

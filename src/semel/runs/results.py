@@ -39,6 +39,7 @@ CHUNK = 1 << 20
 LONGEST = 200
 """Characters that the name of an artifact may have."""
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 
@@ -240,7 +241,7 @@ class FileResults:
         try:
             self._make_folder(path.parent)
             try:
-                with unfinished.open("xb") as file:
+                with os.fdopen(os.open(unfinished, _NEW, 0o600), "wb") as file:
                     fill(file)
                     file.flush()
                     os.fsync(file.fileno())
@@ -259,7 +260,7 @@ class FileResults:
             new.append(folder)
             folder = folder.parent
         for folder in reversed(new):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(0o700, exist_ok=True)
             _sync_folder(folder.parent)
 
 

@@ -18,7 +18,7 @@ from semel.bridge import drive
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
 from semel.forks import survive_fork
 from semel.sql.failures import translated
-from semel.sql.sqlite_file import WatchedFile
+from semel.sql.sqlite_file import WatchedFile, check_known, make_private
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -285,9 +285,17 @@ def sqlite_engine(url: URL) -> Engine:
     engine = create_engine(
         url.set(drivername="sqlite+pysqlite"), connect_args={"check_same_thread": False}, hide_parameters=True
     )
+    event.listen(engine, "do_connect", _before_connecting)
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _before_connecting(_dialect: Any, _record: Any, arguments: list[Any], options: dict[str, Any]) -> None:
+    """SQLite would make a file that is missing, even one that was there a moment ago, and for everybody to read."""
+    check_known(arguments[0])
+    if not options.get("uri"):  # which may say that no file is to be made
+        make_private(arguments[0])
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

@@ -9,6 +9,7 @@ and ``-shm`` files beside it are part of the database, and are watched for each 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -56,22 +57,26 @@ def check_known(path: str) -> None:
         known.check()
 
 
+def make_private(path: str) -> None:
+    """Make the file, if it is missing, for its owner alone. SQLite makes the files beside it as this one is.
+
+    What cannot be made here SQLite cannot make, either, and says why.
+    """
+    with suppress(OSError):
+        os.close(os.open(os.path.realpath(path), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
+
 class WatchedFile:
     """Watches the file of an engine, from its first connection until `forget`."""
 
     def __init__(self, engine: Engine) -> None:
         self._known: KnownFile | None = None
-        event.listen(engine, "do_connect", self._before_connecting)
         event.listen(engine, "connect", self._connected)
         event.listen(engine, "begin", self._before_begin, insert=True)
 
     def forget(self) -> None:
         """The engine was closed: when it is used again, it may find another file."""
         self._known = None
-
-    def _before_connecting(self, _dialect: Any, _record: Any, arguments: list[Any], _options: Any) -> None:
-        """SQLite would make the file that is missing."""
-        check_known(arguments[0])
 
     def _connected(self, connection: Any, record: Any) -> None:
         """SQLite has made the file by now, where there was none; the first look at the tables opens the log."""
