@@ -16,8 +16,9 @@ import pytest
 from hosting import unannounced
 from semel import App
 from semel.bridge import drive
+from semel.redaction import without_secrets
 from semel.service import Settings, tokens
-from semel.service.logs import formatter, without_secrets
+from semel.service.logs import formatter
 from semel.service.tokens import Role
 from service_ground import Served, made_app, served
 from serving_ground import until

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ from semel.cli import (
 )
 from semel.cli.options import INTERRUPTED
 from semel.cli.parsing import Parser
+from semel.cli.printing import say
 from semel.errors import SemelError
+from semel.redaction import TextFormatter
 
 GROUPS = {
     "Serve and work": ("serve", "worker", "sweep"),
@@ -60,18 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (sys.argv[1:] if arguments is None else arguments):
         print(parser().format_help(), file=sys.stderr)
         return 2
+    if logging.lastResort is not None:  # what is logged before there is a log
+        logging.lastResort.setFormatter(TextFormatter())
     chosen = _chosen(arguments)
     try:
         code = int(chosen.do(chosen))
         sys.stdout.flush()
     except SemelError as error:
-        print(f"semel: {error}", file=sys.stderr)
+        say(f"semel: {error}")
         return 1
     except BrokenPipeError:  # whoever read our output has had enough, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"semel: {error}", file=sys.stderr)
+        say(f"semel: {error}")
         return 1
     except UnicodeEncodeError as error:  # a word of the command line that is no text comes to us as surrogates
         print(f"semel: {error.object!r:.200} is not text in UTF-8", file=sys.stderr)

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from semel.cli import options, printing
+from semel.redaction import printable, without_secrets
 
 if TYPE_CHECKING:
     from semel.cli.checks import Found
@@ -63,6 +64,6 @@ def _setting(chosen: argparse.Namespace, name: str) -> str | None:
 
 
 def _print(found: Found) -> None:
-    print(printing.printable(f"{_MARKS[found.state]:<8} {found.check:<16} {found.said}"))
+    print(printable(without_secrets(f"{_MARKS[found.state]:<8} {found.check:<16} {found.said}")))
     if found.advice:
-        print(printing.printable(f"{'':<25} → {found.advice}"))
+        print(printable(without_secrets(f"{'':<25} → {found.advice}")))

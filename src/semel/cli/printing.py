@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from semel.redaction import printable, without_secrets
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LEAST = 8
 """Characters to which a column of a table may shrink."""
@@ -18,7 +20,7 @@ _GAP = "  "
 
 def say(text: str) -> None:
     """A remark for the person at the terminal: what is to be used further goes to the standard output."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(printable(without_secrets(text)), file=sys.stderr, flush=True)
 
 
 def is_terminal() -> bool:
@@ -154,10 +156,3 @@ def _width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
-
-
-def printable(text: str) -> str:
-    """The text with nothing in it that a terminal would obey: what is printed was often written by others."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)

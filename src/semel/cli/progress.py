@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from semel.cli import printing
+from semel.redaction import printable
 
 if TYPE_CHECKING:
     from semel.client.views import RemoteRun
@@ -37,7 +38,7 @@ class Progress:
     def _draw(self, run: RemoteRun) -> None:
         done = round((run.progress or 0.0) * _BAR)
         bar = f"[{'#' * done}{'.' * (_BAR - done)}] "
-        text = printing.printable(bar + _line(run)).replace("\n", " ")[: shutil.get_terminal_size().columns - 1]
+        text = printable(bar + _line(run)).replace("\n", " ")[: shutil.get_terminal_size().columns - 1]
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         self._drawn = True
 

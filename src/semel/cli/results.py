@@ -12,6 +12,7 @@ from semel.cli import options, printing
 from semel.cli.remote import connected, run_id
 from semel.cli.runs import RUN
 from semel.errors import InvalidRequest
+from semel.redaction import printable
 
 if TYPE_CHECKING:
     from semel.client.views import RemoteLogLine
@@ -100,4 +101,4 @@ def _print(line: RemoteLogLine, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(printing.plain(line), ensure_ascii=False), flush=True)
         return
-    print(printing.printable(f"{line.at.astimezone():%Y-%m-%d %H:%M:%S} {line.level:<7} {line.text}"), flush=True)
+    print(printable(f"{line.at.astimezone():%Y-%m-%d %H:%M:%S} {line.level:<7} {line.text}"), flush=True)

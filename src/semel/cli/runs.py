@@ -13,6 +13,7 @@ from semel.cli import options, printing
 from semel.cli.progress import Progress
 from semel.cli.remote import connected, run_id
 from semel.errors import SemelError
+from semel.redaction import printable
 
 if TYPE_CHECKING:
     from semel.client import Client
@@ -293,7 +294,7 @@ def _show(chosen: argparse.Namespace) -> int:
         nothing="there is no timeline",
     )
     if run.traceback and run.status != "SUCCEEDED":
-        print(f"\n{printing.printable(run.traceback.rstrip())}")
+        print(f"\n{printable(run.traceback.rstrip())}")
     return 0
 
 

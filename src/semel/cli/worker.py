@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from semel.cli import options
 from semel.errors import InvalidRequest
+from semel.redaction import Redacting, TextFormatter
 
 if TYPE_CHECKING:
     from semel.runs.app import App
@@ -113,15 +114,22 @@ def _placed(chosen: argparse.Namespace) -> App:
 
 
 def _log(chosen: argparse.Namespace) -> None:
-    logging.basicConfig(
-        level=logging.WARNING if chosen.quiet else logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    if getattr(chosen, "log_format", None) == "json":
+    """Log to stderr, unless the app's module has set up a log of its own. Either way no secret is logged."""
+    as_json = getattr(chosen, "log_format", None) == "json"
+    shown: logging.Formatter = TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    if as_json:
         from semel.service.logs import formatter
 
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(formatter("json"))
+        shown = formatter("json")
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.setFormatter(shown if as_json else Redacting.over(handler.formatter))
+    if not root.handlers:
+        own = logging.StreamHandler()
+        own.setFormatter(shown)
+        root.addHandler(own)
+        root.setLevel(logging.WARNING if chosen.quiet else logging.INFO)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def _sweep(chosen: argparse.Namespace) -> int:

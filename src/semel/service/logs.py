@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import MutableMapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
 import structlog
 
+from semel.redaction import indented, one_line, printable, without_secrets
 from semel.service.settings import Settings
 
-_SECRETS = re.compile(
-    r"(?P<begin>\bsemel_[0-9a-f]{8,64}_|\bwhsec_|\br8_)[\w+/=-]+"
-    r"|(?P<scheme>\b[Bb]earer\s{1,10})[\w.~+/=-]+"
-    r"|(?P<user>://[^\s:/@]{0,200}:)[^\s/]{1,500}(?=@)"
-    r"|(?P<field>\b(?:password|passwd|secret|token|api_key)=)[^\s&\"']+"
-)
-"""A token of ours or of a provider's, whatever follows Bearer, the password of a URL, and what is named as one.
-
-Every part begins with something that is rare, and none looks far: a line of megabytes takes no longer for it.
-"""
-_SIGNS = ("semel_", "whsec_", "r8_", "earer", "://", "password=", "passwd=", "secret=", "token=", "api_key=")
 _NOISY = {"alembic": logging.WARNING, "httpx": logging.WARNING, "_granian": logging.WARNING}
+
+_OF_LINES = frozenset({"exception", "stack"})
 
 Line = MutableMapping[str, Any]
 
@@ -51,15 +43,15 @@ def formatter(how: str, *, colors: bool = False) -> logging.Formatter:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
     ]
-    shown += [structlog.processors.format_exc_info, hide_secrets]
+    shown.append(structlog.processors.format_exc_info)
     if how == "json":
-        shown.append(structlog.processors.JSONRenderer(_json))
+        shown += [_safe_json, structlog.processors.JSONRenderer(_json)]
     else:
         plain = structlog.dev.plain_traceback
         renderer = structlog.dev.ConsoleRenderer(
             colors=colors, exception_formatter=plain, pad_event_to=0, sort_keys=False
         )
-        shown += [_without_nothing, renderer]
+        shown += [_without_nothing, _safe_text, renderer]
     return structlog.stdlib.ProcessorFormatter(processors=shown)
 
 
@@ -76,23 +68,29 @@ def _without_nothing(_logger: Any, _name: str, line: Line) -> Line:
     return {name: value for name, value in line.items() if value is not None}
 
 
-def hide_secrets(_logger: Any, _name: str, line: Line) -> Line:
-    """Whoever logs a token or an address with a password by mistake has not told it."""
-    for name, value in line.items():
-        if isinstance(value, str):
-            line[name] = without_secrets(value)
-    return line
+def _safe(value: Any, *, lines: bool) -> Any:
+    """The value without secrets and control characters: whoever logs a password by mistake has not told it."""
+    if isinstance(value, str):
+        masked = without_secrets(value)
+        return printable(masked) if lines else one_line(masked)
+    if value is None or isinstance(value, bool | int | float | datetime):
+        return value
+    if isinstance(value, dict):
+        return {_safe(str(name), lines=lines): _safe(item, lines=lines) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_safe(item, lines=lines) for item in value]
+    return _safe(repr(value), lines=lines)
 
 
-def without_secrets(text: str) -> str:
-    """The text with every secret that looks like one hidden."""
-    if not any(sign in text for sign in _SIGNS):
-        return text
-    return _SECRETS.sub(_hidden, text)
+def _safe_json(_logger: Any, _name: str, line: Line) -> Line:
+    """JSON has an escape of its own for the end of a line."""
+    return {name: _safe(value, lines=True) for name, value in line.items()}
 
 
-def _hidden(found: re.Match[str]) -> str:
-    return f"{found['begin'] or found['scheme'] or found['user'] or found['field']}***"
+def _safe_text(_logger: Any, _name: str, line: Line) -> Line:
+    """Of a traceback every line is kept, and none of them begins as a message does."""
+    safe = {name: _safe(value, lines=name in _OF_LINES) for name, value in line.items()}
+    return {name: indented(value) if name in _OF_LINES else value for name, value in safe.items()}
 
 
 def _json(line: Any, **_: Any) -> str:

@@ -11,6 +11,7 @@ from struct import Struct
 
 from semel.bridge import drive
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
+from semel.redaction import printable, without_secrets
 from semel.runs.app import App
 from semel.runs.ledger import wait_for_database
 from semel.runs.sweeper import sweep_until_told
@@ -123,7 +124,7 @@ class Place:
             wait_for_database(app.ledger(awaited=False), self._settings.wait_for_database)
             return begin(app)
         except SemelError as error:
-            said = logs.without_secrets(str(error))
+            said = printable(without_secrets(str(error)))
             print(f"semel: {said}", file=sys.stderr)  # noqa: T201 -- as every command says why it failed
             later = isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken)
             return 1 if later or isinstance(error, FileReplaced) else UNFIT
