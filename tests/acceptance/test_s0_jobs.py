@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any, LiteralString
 
 import psycopg
@@ -600,6 +600,36 @@ def test_s0_35_the_documents_debug_sql_runs_unchanged_on_the_file_and_tells_the_
             assert [row[:3] for row in active] == [("newest", run.id, 42), ("your-key-here", "job-1", 42)]
             assert {row[0] for row in file.execute(ACTIVE_RESERVATIONS)} == set(live)
             assert dict(file.execute(SLOTS_PER_USER).fetchall()) == {43: 2, "ann": 1}
+
+
+COUNTED = """
+    SELECT COUNT(*) FROM job_reservations
+    WHERE user_id = ? AND expires_at > ? AND consumed = 0
+"""
+EXPIRING = "SELECT expires_at FROM job_reservations ORDER BY expires_at"
+
+
+@pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive"])
+def test_s0_35_the_documents_count_by_isoformat_tells_the_truth_too(grounds: Grounds, zone: tzinfo | None) -> None:
+    """Its text has a T where SQL's has a space; both are right, of what expires today and of what did."""
+    with grounds.empty("sqlite") as ground:
+        seed(ground, datetime.now(UTC).timestamp())
+        with closing(sqlite3.connect(ground.url.removeprefix("sqlite:///"))) as file:
+            isoformat = datetime.now(UTC).replace(tzinfo=zone).isoformat()
+            counted = {user: file.execute(COUNTED, (user, isoformat)).fetchone()[0] for user in (42, 43, "ann")}
+            assert counted == {42: 0, 43: 2, "ann": 1}
+            assert dict(file.execute(SLOTS_PER_USER).fetchall()) == {43: 2, "ann": 1}
+            expiring = [when(row[0]) for row in file.execute(EXPIRING)]
+            assert expiring == sorted(expiring)
+
+
+def test_s0_22_the_documents_count_by_isoformat_tells_the_truth_on_postgresql(grounds: Grounds) -> None:
+    with grounds.empty("postgres") as ground:
+        seed(ground, datetime.now(UTC).timestamp())
+        with psycopg.connect(ground.url) as connection:
+            query = COUNTED.replace("?", "%s").encode()
+            for user, count in (("42", 0), ("43", 2), ("ann", 1)):
+                assert connection.execute(query, (user, datetime.now(UTC).isoformat())).fetchone() == (count,)
 
 
 def test_s0_35_the_same_relations_are_on_postgresql(grounds: Grounds) -> None:

@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"

@@ -1,0 +1,61 @@
+"""On SQLite, times of expiry that compare right with the present as SQL writes it and as Python's isoformat() does.
+
+Both are compared as text: ``datetime('now')`` has a space between date and time, ``now.isoformat()`` a ``T``, which is
+greater. So what is still to come has the ``T`` and what is over the space: then both forms of the present lie between.
+"""
+
+from alembic import op
+from sqlalchemy import inspect
+
+revision = "0006"
+down_revision = "0005"
+branch_labels = None
+depends_on = None
+
+_PLAIN = "strftime('%Y-%m-%d %H:%M:%f', {} / 1000000.0, 'unixepoch')"
+_NOW_US = "(julianday('now') - 2440587.5) * 86400000000.0"
+_TELLING = (
+    f"strftime(CASE WHEN expires_us > {_NOW_US} THEN '%Y-%m-%dT%H:%M:%f' ELSE '%Y-%m-%d %H:%M:%f' END, "
+    "expires_us / 1000000.0, 'unixepoch')"
+)
+_USER = "CASE CAST(CAST(user_id AS INTEGER) AS TEXT) WHEN user_id THEN CAST(user_id AS INTEGER) ELSE user_id END"
+
+
+def upgrade() -> None:
+    """Make the views anew."""
+    _show(_TELLING)
+
+
+def downgrade() -> None:
+    """As they were."""
+    _show(_PLAIN.format("expires_us"))
+
+
+def _show(expires: str) -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        return  # there they are times, not texts
+    created = _PLAIN.format("created_us")
+    _view(
+        "idempotency_keys",
+        f"""
+SELECT key AS idempotency_key, job_id, {_USER} AS user_id, {created} AS created_at, {expires} AS expires_at,
+       key, payload_hash, job_id AS run_id
+FROM semel_run_keys WHERE kind = 'key'
+""",
+    )
+    _view(
+        "job_reservations",
+        f"""
+SELECT id AS reservation_id, {_USER} AS user_id, {created} AS created_at, {expires} AS expires_at,
+       CASE WHEN consumed THEN 1 ELSE 0 END AS consumed
+FROM semel_reservations
+""",
+    )
+
+
+def _view(name: str, query: str) -> None:
+    """One that is the user's own is left alone."""
+    found = inspect(op.get_bind())
+    if name in found.get_view_names() and "semel_" in (found.get_view_definition(name) or ""):
+        op.execute(f"DROP VIEW {name}")
+        op.execute(f"CREATE VIEW {name} AS {query}")
