@@ -112,9 +112,9 @@ class Policy:
         return cls(in_flight="reference")
 
     @classmethod
-    def router(cls) -> Policy:
+    def router(cls, idempotency_ttl_seconds: float = HOUR) -> Policy:
         """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds, which is logged at debug."""
-        return cls(ttl=HOUR, cleanup_log="debug")
+        return cls(ttl=seconds("idempotency_ttl_seconds", idempotency_ttl_seconds), cleanup_log="debug")
 
     @classmethod
     def processor(cls) -> Policy:

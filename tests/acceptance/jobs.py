@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from message_router.consumers import Message, Router
+
 from acceptance.ledger import Ledger
-from acceptance.router import Message, Router
+from acceptance.router import Noted
 from acceptance.together import PATIENCE
 from semel import IdempotentProcessor, Once, Policy
 
@@ -34,7 +36,7 @@ def mark(url: str, key_type: str, message_ids: Sequence[str]) -> list[str]:
 def consume(url: str, ledger: Path, messages: Sequence[Message]) -> int:
     """Handle the messages as one of the router's consumers; answer how many were new to all of them."""
     with Once(url, policy=Policy.router()) as once:
-        router = Router(once, Ledger(ledger))
+        router = Router(once, Noted(Ledger(ledger)))
         together()
         return sum(router.handle(message) for message in messages)
 

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 import redis
+from message_router.consumers import Router, supervise
+from prometheus_client import CollectorRegistry
 
 import servers
 from acceptance import jobs
 from acceptance.ledger import Ledger
 from acceptance.pace import paced
-from acceptance.router import Broker, Router, exec_ack, exec_result, supervise
+from acceptance.router import Broker, Noted, exec_ack, exec_result
 from acceptance.spaces import Space
 from acceptance.together import in_processes, in_tasks, in_threads
 from semel import Event, Once, Policy, StoreUnavailable
+from semel.metrics.prometheus import RouterMetrics
 from semel.testing import FakeClock
 
 HOUR = 3600
@@ -38,8 +41,13 @@ def cache(space: Space) -> Once:
 
 
 @pytest.fixture
-def router(cache: Once, ledger: Ledger) -> Router:
-    return Router(cache, ledger)
+def effects(ledger: Ledger) -> Noted:
+    return Noted(ledger)
+
+
+@pytest.fixture
+def router(cache: Once, effects: Noted) -> Router:
+    return Router(cache, effects)
 
 
 def deliver(router: Router, broker: Broker, consumers: int = 8) -> None:
@@ -162,7 +170,9 @@ def test_s3_10_an_expired_message_is_renewed_and_not_seen(cache: Once, space: Sp
 
 def test_s3_11_the_ttl_is_an_hour_unless_configured(space: Space) -> None:
     assert Policy.router().ttl == HOUR
-    for ttl, policy in {HOUR: Policy.router(), 120: Policy.router().but(ttl=120)}.items():
+    configured = Policy.router(idempotency_ttl_seconds=120)
+    assert configured == Policy.router().but(ttl=120)
+    for ttl, policy in {HOUR: Policy.router(), 120: configured}.items():
         cache = space.open(policy=policy)
         cache.check_and_mark("ack_id", f"lasts-{ttl}")
         entry = cache.get(f"lasts-{ttl}", scope="ack_id")
@@ -221,6 +231,36 @@ def test_s3_14_misses_are_counted_by_key_type_and_reason(cache: Once, space: Spa
     assert scopes["ack_id"].misses == {"absent": 3, "expired": 1}
     assert scopes["usage_id"].misses == {"absent": 1}
     assert scopes["ack_id"].hits == 0
+
+
+def test_s3_13_and_14_the_metrics_have_the_documents_names(space: Space) -> None:
+    registry = CollectorRegistry()
+    cache = space.open(policy=Policy.router(), on_event=RouterMetrics(registry))
+    for _ in range(3):
+        cache.check_and_mark("ack_id", "a-1")
+    handle = cache.consumer("request_id", key=str)(lambda message: None)
+    handle("r-1")
+    handle("r-1")
+    cache.call("no message", int)
+    space.clock.advance(HOUR + 1)
+    cache.check_and_mark("ack_id", "a-1")
+
+    def counted(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"router_idempotency_{name}_total", labels)
+
+    assert (counted("hit", key_type="ack_id"), counted("hit", key_type="request_id")) == (2, 1)
+    assert (
+        counted("miss", key_type="ack_id", reason="absent") == counted("miss", key_type="ack_id", reason="expired") == 1
+    )
+    assert counted("miss", key_type="request_id", reason="absent") == 1
+    labels = {tuple(sample.labels.values()) for metric in registry.collect() for sample in metric.samples}
+    assert labels == {
+        ("ack_id",),
+        ("request_id",),
+        ("ack_id", "absent"),
+        ("ack_id", "expired"),
+        ("request_id", "absent"),
+    }
 
 
 def test_s3_15_the_message_id_is_in_the_event_and_never_in_a_label(space: Space) -> None:
@@ -284,20 +324,26 @@ def test_s3_20_the_usage_id_is_made_from_assignment_or_request(router: Router, l
         assert cache.check_and_mark("usage_id", usage_id) == "seen"
 
 
-def test_s3_21_usage_is_emitted_once_though_the_result_is_processed_again(router: Router, ledger: Ledger) -> None:
-    """The worker breaks after it has billed, before the result is stored: the message comes back and is not billed."""
-    failures = iter([ConnectionResetError("the database went away"), TimeoutError("and was slow")])
+def test_s3_21_usage_is_emitted_once_though_the_result_is_processed_again(
+    router: Router, effects: Noted, ledger: Ledger
+) -> None:
+    """It breaks before the result is stored, then after it was billed: the message comes back, and is not billed."""
+    failures = iter([("result", ConnectionResetError("the database went away")), ("usage", TimeoutError("no reply"))])
+    expected, failure = next(failures)
 
     def trouble(effect: str) -> None:
-        if (failure := next(failures, None)) is not None:
-            raise failure
+        nonlocal expected, failure
+        if effect == expected:
+            raised = failure
+            expected, failure = next(failures, ("", raised))
+            raise raised
 
-    router.trouble = trouble
+    effects.trouble = trouble
     broker = Broker([exec_result("a-1")])
     router.serve(broker)
     assert len(broker.delivered) == 3
     assert len(broker.acknowledged) == 1
-    assert ledger.noted("result") == ["a-1"]
+    assert ledger.noted("result") == ["a-1", "a-1"], "the second time because its usage got no reply"
     assert ledger.noted("usage") == ["usage-a-1"]
 
 
@@ -346,17 +392,17 @@ def test_s3_26_ack_idempotency(router: Router, ledger: Ledger) -> None:
     assert len(broker.acknowledged) == 16
 
 
-def test_s3_27_assignment_publication_idempotency(router: Router, ledger: Ledger) -> None:
+def test_s3_27_assignment_publication_idempotency(router: Router, effects: Noted, ledger: Ledger) -> None:
     """Eight schedulers publish one assignment; and a publication that failed is not taken for done."""
     assert sorted(in_threads(8, lambda _: router.publish({"assignment_id": "a-1"}))) == [False] * 7 + [True]
 
     def trouble(effect: str) -> None:
         raise ConnectionError("the broker is away")
 
-    router.trouble = trouble
+    effects.trouble = trouble
     with pytest.raises(ConnectionError):
         router.publish({"assignment_id": "a-2"})
-    router.trouble = lambda effect: None
+    effects.trouble = lambda effect: None
     assert router.publish({"assignment_id": "a-2"})
     assert ledger.noted("publication") == ["a-1", "a-2"]
 
@@ -369,17 +415,17 @@ def test_s3_28_concurrent_result_processing(router: Router, ledger: Ledger) -> N
     assert len(broker.acknowledged) == 80
 
 
-def test_s3_29_concurrent_usage_emission(router: Router, ledger: Ledger) -> None:
+def test_s3_29_concurrent_usage_emission(router: Router, effects: Noted, ledger: Ledger) -> None:
     """Results whose processing fails the first time, so that they come back while their copies are being handled."""
     names = [f"a-{number:02}" for number in range(10)]
     tried: Counter[str] = Counter()
 
     def trouble(effect: str) -> None:
-        tried["all"] += 1
-        if tried["all"] % 2:
+        tried[effect] += 1
+        if effect == "result" and tried[effect] % 2:
             raise ConnectionError("every second time")
 
-    router.trouble = trouble
+    effects.trouble = trouble
     broker = Broker(map(exec_result, names), copies=4)
     deliver(router, broker)
     assert ledger.noted("usage") == [f"usage-{name}" for name in names]
@@ -417,9 +463,9 @@ def test_s3_31_the_cache_is_up_before_the_consumers(space: Space, ledger: Ledger
     broker = Broker([exec_result("a-1")], copies=3)
     if space.kind != "memory":  # which cannot be down
         with pytest.raises(StoreUnavailable):
-            supervise(Once(unreachable(space.kind, tmp_path), retry_for=0.1), ledger, broker)
+            supervise(Once(unreachable(space.kind, tmp_path), retry_for=0.1), Noted(ledger), broker)
         assert broker.delivered == []
-    supervise(Once(f"{space.kind}://" if space.kind == "memory" else space.url), ledger, broker)
+    supervise(Once(f"{space.kind}://" if space.kind == "memory" else space.url), Noted(ledger), broker)
     assert ledger.noted("result") == ["a-1"]
     assert len(broker.acknowledged) == 3
 

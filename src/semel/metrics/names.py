@@ -28,6 +28,11 @@ MEANINGS = {
     "keys_held": "Keys in the store, by state",
 }
 
+ROUTER_MEANINGS = {
+    "hit": "Messages that were seen before, by key type",
+    "miss": "Messages that were not, by key type and reason: the key was absent, expired or abandoned by its owner",
+}
+
 RUN_MEANINGS = {
     "runs_created": "Runs that were submitted and stored, by model",
     "runs_replayed": "Submissions that found a run which was there already, by model",

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from semel.errors import InvalidRequest
-from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, RUN_BUCKETS, RUN_MEANINGS, SAMPLE_EVERY, interval
+from semel.metrics.names import (
+    BUCKETS,
+    COUNTED,
+    MEANINGS,
+    ROUTER_MEANINGS,
+    RUN_BUCKETS,
+    RUN_MEANINGS,
+    SAMPLE_EVERY,
+    interval,
+)
 from semel.once.counters import MOST_SCOPES, Event, Scopes
 from semel.sql.engines import missing
 
@@ -59,6 +68,35 @@ class PrometheusMetrics:
                 self._to.counters["miss"].labels(event.door, self._scopes.known(event.label), event.reason).inc()
             case name if name in COUNTED:
                 self._to.counters[name].labels(event.door, self._scopes.known(event.label)).inc()
+
+
+class RouterMetrics:
+    """A hook for messages alone, under the names that routers use: ``router_idempotency_hit_total{key_type}`` and
+    ``router_idempotency_miss_total{key_type, reason}``. Hooks on one registry add to the same metrics.
+
+    A message's id is no label, since there is no end of them; the log has it.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY, *, most_key_types: int = MOST_SCOPES) -> None:
+        with _lock:
+            found = _known_of_routers.get(registry)
+            if found is None:
+                found = _known_of_routers[registry] = {
+                    "hit": Counter("router_idempotency_hit", ROUTER_MEANINGS["hit"], ("key_type",), registry=registry),
+                    "miss": Counter(
+                        "router_idempotency_miss", ROUTER_MEANINGS["miss"], ("key_type", "reason"), registry=registry
+                    ),
+                }
+        self._to = found
+        self._key_types = Scopes(most_key_types)
+
+    def __call__(self, event: Event) -> None:
+        """Count it."""
+        if event.door != "message" or event.name not in self._to:
+            return
+        key_type = self._key_types.known(event.label)
+        labels = (key_type, event.reason) if event.name == "miss" else (key_type,)
+        self._to[event.name].labels(*labels).inc()
 
 
 class RunMetrics:
@@ -184,6 +222,7 @@ class _Instruments:
 
 
 _known: WeakKeyDictionary[CollectorRegistry, _Instruments] = WeakKeyDictionary()
+_known_of_routers: WeakKeyDictionary[CollectorRegistry, dict[str, Counter]] = WeakKeyDictionary()
 _known_of_runs: WeakKeyDictionary[CollectorRegistry, _RunInstruments] = WeakKeyDictionary()
 _lock = Lock()
 
