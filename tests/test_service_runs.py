@@ -1,6 +1,8 @@
 """The runs of the service, over real HTTP, on SQLite and PostgreSQL."""
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -423,6 +425,19 @@ def test_workers_are_shown_with_what_they_can_do(worked: httpx.Client) -> None:
     worker = until(of_the_app, "a worker that told of itself")[0]
     assert (worker["alive"], worker["draining"], worker["models"]["add"]) == (True, False, "loop")
     assert worker["pid"] > 0
+
+
+def test_where_a_worker_runs_is_seen_in_the_list_of_workers_alone(worked: httpx.Client) -> None:
+    run_id = submitted(worked, "talk")
+    run = ended(worked, run_id)
+    told = [worked.get(f"/runs/{run_id}{more}").text for more in ("", "/timeline", "/events", "/logs")]
+    assert run["worker"]
+    assert all(run["worker"] in each for each in told[:3])
+    here = socket.gethostname()
+    for each in (here, f"-{os.getpid()}-", f'-{os.getpid()}"'):
+        assert each not in "".join(told)
+    (worker,) = [each for each in worked.get("/workers").json() if each["id"] == run["worker"]]
+    assert (worker["host"], worker["pid"]) == (here, os.getpid())
 
 
 def test_submitters_see_and_touch_only_their_own(guarded: Guarded) -> None:

@@ -37,7 +37,7 @@ def add_to(commands: options.Commands) -> None:
     )
     _add_app(parser)
     options.queue_option(parser)
-    parser.add_argument("--name", help="how the worker calls itself (default: the host's name)")
+    parser.add_argument("--name", help="the beginning of the worker's id, which every user sees (default: worker)")
     parser.add_argument(
         "--concurrency", type=options.count, default=100, metavar="N", help="async runs at a time (default: 100)"
     )

@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,8 +68,8 @@ class Worker:
         if not queues or isinstance(queues, str):
             raise InvalidRequest("queues is a list of names, such as ['default']")
         self.app = app
-        self.name = checked_name("name", name or socket.gethostname(), most=100, empty=False)
-        self.id = f"{self.name}-{os.getpid()}-{new_id()[-6:]}"
+        self.name = checked_name("name", name or "worker", most=100, empty=False)
+        self.id = f"{self.name}-{new_id()[-12:]}"  # who submitted a run sees it, and need not know our machines
         self._plan = Plan(
             id=self.id,
             name=self.name,

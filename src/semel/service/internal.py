@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import socket
 import threading
 from contextlib import suppress
 from contextvars import ContextVar
@@ -51,9 +50,8 @@ class InternalWork:
             for provider in jobs.providers_of(self.site).values():
                 provider.install(self.site)
         self.stopping.clear()
-        name = f"service-{socket.gethostname()}"[:100]
         self._worker = Worker(
-            _with_own_models(self.site.app), queues=[QUEUE], name=name, processes=0, threads=4, concurrency=100
+            _with_own_models(self.site.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
         )
         _here.set(self)
         self._task = asyncio.create_task(self._worker.serve())
