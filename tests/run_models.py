@@ -231,6 +231,7 @@ def surroundings() -> dict[str, Any]:
         "path": sys.path,
         "python_path": os.environ.get("PYTHONPATH"),
         "mark": os.environ.get("SEMEL_TEST_MARK"),
+        "environment": dict(os.environ),
         "main_thread": threading.current_thread() is threading.main_thread(),
         "interrupts_ignored": ignored,
         "leaves_sigterm_to_its_parent": callable(signal.getsignal(signal.SIGTERM)),

@@ -267,6 +267,31 @@ def test_a_child_has_the_parents_surroundings(crew: Crew, monkeypatch: pytest.Mo
     assert len(found["open_sockets"]) == 1, "only the connection with the parent, nothing of the parent's own"
 
 
+def test_a_child_has_no_secret_of_semels_own(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "SEMEL_DB": "postgresql://semel:hush@db.internal:5432/semel?sslpassword=hush",
+        "SEMEL_REDIS": "redis://:hush@redis.internal/0",
+        "SEMEL_EVENTS": "rediss://events:hush@redis.internal/1",
+        "SEMEL_TOKEN": "hush",
+        "SEMEL_TOKEN_FILE": "/run/hush",
+        "SEMEL_REPLICATE_TOKEN": "hush",
+        "SEMEL_REPLICATE_WEBHOOK_SECRET": "whsec_hush",
+        "SEMEL_CONCURRENCY": "7",
+        "DATABASE_URL": "postgresql://model:own@db.internal/theirs",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    children = crew.new(1)
+    ended = crew.wait(children.run(job(), make_model("m", run_models.surroundings), Heard()))
+    crew.wait(children.close())
+    found = msgspec.json.decode(ended.result or "")["environment"]
+    assert not [name for name, value in found.items() if "hush" in value]
+    assert found["SEMEL_DB"] == "postgresql://semel:***@db.internal:5432/semel?sslpassword=***"
+    assert found["SEMEL_CONCURRENCY"] == "7"
+    assert found["DATABASE_URL"] == given["DATABASE_URL"], "what is not ours is the model's"
+    assert "SEMEL_TOKEN" not in found
+
+
 def test_a_model_of_a_program_runs_in_its_children(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

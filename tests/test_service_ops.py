@@ -4,8 +4,9 @@ import io
 import json
 import logging
 import socket
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,58 @@ def test_a_database_that_takes_no_writes_is_alive_but_not_ready(postgres_url: st
         assert client.get("/healthz").json()["checks"] == {"database": "ok"}
         ready = client.get("/readyz")
     assert (ready.status_code, ready.json()["checks"]) == (503, {"database": "read-only"})
+
+
+@pytest.fixture
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is given again."""
+    monkeypatch.setattr("semel.service.health.FRESH", 0.0)
+
+
+def counting_writes(file: Path) -> sqlite3.Connection:
+    """A connection that can tell how often readiness wrote."""
+    conn = sqlite3.connect(file, isolation_level=None)
+    conn.execute("CREATE TABLE probes (n INTEGER)")
+    for verb in ("INSERT", "UPDATE"):
+        conn.execute(f"CREATE TRIGGER probe_{verb} AFTER {verb} ON semel_leaders WHEN NEW.role = 'readyz' "
+                     "BEGIN INSERT INTO probes VALUES (1); END")  # fmt: skip
+    return conn
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_nobody_writes_to_sqlite_by_asking_whether_it_is_ready(tmp_path: Path) -> None:
+    app = made_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
+    with (
+        served(app) as service,
+        service.client() as client,
+        closing(counting_writes(tmp_path / "semel.db")) as conn,
+    ):
+        for _ in range(50):
+            assert client.get("/readyz").status_code == 200
+        assert conn.execute("SELECT count(*) FROM probes").fetchone()[0] <= 1
+    app.close()
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_disk_that_is_full_is_not_ready_until_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = made_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
+    expected = {"status": "unavailable", "checks": {"database": "unavailable"}}
+    with served(app) as service, service.client() as client:
+        with closing(sqlite3.connect(tmp_path / "semel.db", isolation_level=None)) as conn:
+            conn.execute("CREATE TRIGGER full BEFORE INSERT ON semel_leaders WHEN NEW.role = 'readyz' "
+                         "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END")  # fmt: skip
+            for _ in range(3):
+                assert client.get("/readyz").json() == expected
+            conn.execute("DROP TRIGGER full")
+        assert client.get("/readyz").status_code == 200
+        monkeypatch.setattr("semel.service.health.ROOM", 1 << 62)
+        assert client.get("/readyz").json() == expected
+        assert client.get("/healthz").status_code == 200
+        monkeypatch.setattr("semel.service.health.ROOM", 1)
+        assert client.get("/readyz").status_code == 200
+    app.close()
 
 
 def test_redis_is_looked_at_where_it_is_used(app: App, redis_url: str, closed_port: int) -> None:

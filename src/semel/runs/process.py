@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Lock, Thread
 
 import msgspec
 
+from semel.redaction import without_secrets
 from semel.runs.capture import MAX_LINE_BYTES
 from semel.runs.child import LENGTH, FromChild, Hello, Ready, ToChild, frame
 
@@ -26,6 +27,9 @@ LAST_WORDS = 20
 LAST_READ = 1.0
 """Seconds that a dead child's connection is read on, in case someone it forked holds it open."""
 MAX_FRAME = 1 << 30
+PREFIX = "SEMEL_"
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+"""A variable of ours whose name has one of these holds a secret, or says where one lies."""
 
 _decoder = msgspec.msgpack.Decoder(FromChild)
 
@@ -154,7 +158,7 @@ class Process(asyncio.Protocol):
                 stdout=written,
                 stderr=written,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**_without_our_secrets(os.environ), "PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,
             )
         except BaseException:
@@ -236,6 +240,16 @@ class Process(asyncio.Protocol):
             self._loop.remove_reader(self._pipe)
             os.close(self._pipe)
             self._pipe = -1
+
+
+def _without_our_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment as models may have it: what opens semel's own database, broker or API is none of theirs.
+
+    Of an address only the password goes: the module of a model makes its app from it, and calls nobody by that.
+    """
+    secret = {name for name in environ if name.startswith(PREFIX) and any(word in name for word in SECRET_WORDS)}
+    kept = {name: value for name, value in environ.items() if name not in secret}
+    return {name: without_secrets(value) if name.startswith(PREFIX) else value for name, value in kept.items()}
 
 
 def _ignore(_said: object) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import Struct
@@ -21,6 +23,11 @@ PATIENCE = 3.0
 """Seconds for an answer of the database or of Redis."""
 FRESH = 1.0
 """Seconds for which an answer is given again: anybody may ask, and nobody is to wear the database out by it."""
+
+WRITTEN_EVERY = 60.0
+"""Seconds between two writes that see whether SQLite can still be written."""
+ROOM = 1 << 20
+"""Bytes that must be free for a file of SQLite to grow."""
 
 _WRITE = text("INSERT OR REPLACE INTO semel_leaders (role, holder, until_us, term_us) VALUES ('readyz', '', 0, 0)")
 
@@ -42,6 +49,7 @@ class Doctor:
         self._site = site
         self._alive = _Remembered(self._look_alive)
         self._ready = _Remembered(self._look_ready)
+        self._wrote = -WRITTEN_EVERY
 
     async def alive(self) -> Health:
         """The database answers, and Redis where it is used: by the app's transport, the settings or the stream."""
@@ -95,12 +103,29 @@ class Doctor:
 
     async def _takes_writes(self) -> Word:
         """A PostgreSQL that only follows cannot be opened; a file of SQLite is made by that."""
-        checks = [lambda: self._site.ledger.write(_writable), self._opened]
+        checks = [self._writes, self._opened]
         if self._site.ledger.url.get_backend_name() == "sqlite":
             checks.reverse()
         for check in checks:
             if (word := await _within(check())) != "ok":
                 return word
+        return "ok"
+
+    async def _writes(self) -> Word:
+        """Anybody may ask, so nobody causes a write by asking: SQLite is only asked for the right to write.
+
+        That a disk is full shows in its free space, and in a write every so often, whoever asks.
+        """
+        ledger = self._site.ledger
+        word = await ledger.write(_may_write)
+        if ledger.url.get_backend_name() != "sqlite" or word != "ok":
+            return word
+        if not await ledger.apart(_has_room, ledger.url.database or ""):
+            return "unavailable"
+        if time.monotonic() - self._wrote >= WRITTEN_EVERY:
+            self._wrote = -WRITTEN_EVERY  # until it succeeds it is tried every time
+            await ledger.write(_write)
+            self._wrote = time.monotonic()
         return "ok"
 
     async def _opened(self) -> Word:
@@ -146,13 +171,20 @@ def _look(conn: Connection) -> Word:
     return "ok"
 
 
-def _writable(conn: Connection) -> Word:
-    """A PostgreSQL that only follows says so; of SQLite's disk, which may be full, only a write tells."""
+def _may_write(conn: Connection) -> Word:
+    """A PostgreSQL that only follows says so; SQLite has refused the transaction where it is not to be written."""
     if conn.dialect.name != "postgresql":
-        conn.execute(_WRITE)
         return "ok"
     read_only = conn.execute(text("SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"))
     return "read-only" if read_only.scalar_one() else "ok"
+
+
+def _write(conn: Connection) -> None:
+    conn.execute(_WRITE)
+
+
+def _has_room(file: str) -> bool:
+    return shutil.disk_usage(Path(file).absolute().parent).free >= ROOM
 
 
 async def _redis_answers(url: str) -> Word:
