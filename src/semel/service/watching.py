@@ -80,7 +80,7 @@ class Watched:
             await send(seen.through(message))
 
         self._meters.begin()
-        token = _watched.set(seen)
+        _watched.set(seen)
         try:
             with bound_contextvars(request_id=seen.id), tracing.request(scope):
                 await self._inner(scope, receive, send_and_see)
@@ -88,7 +88,7 @@ class Watched:
             seen.failed = True
             raise
         finally:
-            _watched.reset(token)
+            _watched.set(None)
             route = route_of(scope)
             seconds = time.perf_counter() - seen.began
             self._meters.end(seen.method, route, seen.status, seconds)
