@@ -263,7 +263,7 @@ def test_the_keys_of_work_are_shown_resolved_and_forgotten(semel: Told, url: str
         assert semel("keys", "delete", "held", "--force")[:2] == (0, "forgotten: held\n")
         assert once.get("held", scope="orders") is None
         told = json.loads(semel("keys", "show", "lost", "--json")[1])
-    assert told["keys"][0]["outcome"] == {"kind": "value", "value": {"id": 8}}
+    assert told["keys"][0]["outcome"] == {"kind": "resolved", "value": {"id": 8}}
     assert told["keys"][0]["expires_at"].endswith("Z")
 
 
@@ -294,13 +294,41 @@ def test_the_key_of_a_run_is_shown_and_forgotten(semel: Told, app: App) -> None:
     assert app.submit("double", {"number": 1}, idempotency_key="ci-42", user="bob").replayed
 
 
-def test_keys_in_redis_are_shown_and_resolved(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_in_redis_are_shown_resolved_and_forgotten(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def semel(*words: str) -> tuple[int, str]:
+        code = main(["keys", *words, "--scope", "orders", "--db", redis_url])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
     with Once(redis_url, collect=False) as once:
         once.call("done", lambda: 7, scope="orders")
-    assert main(["keys", "show", "done", "--scope", "orders", "--db", redis_url]) == 0
-    assert "completed" in capsys.readouterr().out
-    assert main(["keys", "delete", "done", "--scope", "orders", "--db", redis_url]) == 1
-    assert "Redis" in capsys.readouterr().err
+        once.claim("held", scope="orders", lease=600)
+        code, said = semel("show", "done")
+        assert code == 0
+        assert "completed" in said
+        assert semel("delete", "done") == (0, "forgotten: done\n")
+        assert semel("delete", "done")[0] == 1
+        assert once.call("done", lambda: 8, scope="orders").value == 8
+        for refused in (semel("delete", "held"), semel("resolve", "held", "--done")):
+            assert refused[0] == 1
+            assert "--force" in refused[1]
+        assert semel("resolve", "held", "--done", "--value", "9", "--force")[0] == 0
+        assert once.call("held", lambda: 0, scope="orders").value == 9
+
+
+def test_the_keys_of_a_scope_are_forgotten_together(semel: Told, url: str) -> None:
+    with Once(url, collect=False) as once:
+        for number in range(3):
+            once.call(f"done {number}", lambda: 7, scope="orders")
+        once.call("done", lambda: 7, scope="letters")
+        once.claim("held", scope="orders", lease=600)
+        for wrong in (("--all",), ("--all", "done 1", "--scope", "orders"), ("--scope", "orders")):
+            assert semel("keys", "delete", *wrong)[0] == 1
+        assert semel("keys", "delete", "--all", "--scope", "orders")[:2] == (0, "forgotten: 3 keys in orders\n")
+        assert once.get("held", scope="orders") is not None
+        told = semel("keys", "delete", "--all", "--scope", "orders", "--force", "--json")[1]
+        assert json.loads(told) == {"scope": "orders", "removed": 1}
+        assert once.get("done", scope="letters") is not None
 
 
 def test_a_config_is_written_shown_listed_and_removed(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from auth_ground import BOTH, Town, eventually, shared_town
-from semel import Granted, JobStore, Once, Quota, Unknown
+from semel import ClaimLost, Granted, JobStore, Once, Quota, Unknown
 from semel.http.protocol import scope_of
 
 
@@ -298,9 +298,14 @@ def test_a_key_that_is_being_worked_on_is_not_resolved_and_deleted_only_by_force
     assert (refused.status_code, refused.json()["error_code"]) == (409, "KEY_IN_FLIGHT")
     assert town.root.delete("/admin/keys", params={**at, "force": "true"}).status_code == 204
     assert town.root.delete("/admin/keys", params={**at, "force": "true"}).status_code == 404
+    with pytest.raises(ClaimLost):
+        once.complete(claim.claim, 1)
     anew = once.claim("busy", scope="orders", lease=60)
     assert isinstance(anew, Granted)
     assert anew.claim.fence > claim.claim.fence
+    forced = town.root.post("/admin/keys/resolve", json={**at, "done": True, "value": 7, "force": True})
+    assert forced.status_code == 204
+    assert once.call("busy", lambda: 8, scope="orders").value == 7
 
 
 def test_a_completed_key_is_deleted_and_its_work_may_be_done_again(town: Town, once: Once) -> None:

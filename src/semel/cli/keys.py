@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from semel.cli import database, options, printing
-from semel.errors import InvalidRequest
+from semel.errors import InProgress, InvalidRequest
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -53,14 +54,20 @@ def add_to(commands: options.Commands) -> None:
     deleting = options.command(
         verbs,
         "delete",
-        help="forget a key",
+        help="forget a key, or all of a scope",
         description="Forget a key, so that the next caller's work is done anew: what was protected from happening "
-        "twice can then happen again. A run that the key names is left as it is.",
-        example="semel keys delete order-1 --scope orders\nsemel keys delete ci-42 --user alice",
+        "twice can then happen again. A run that the key names is left as it is. "
+        "In a Redis only a key whose scope is named can be found.",
+        example="semel keys delete order-1 --scope orders\nsemel keys delete ci-42 --user alice\n"
+        "semel keys delete --all --scope orders --db redis://localhost/0",
     )
-    deleting.add_argument("--force", action="store_true", help="even while somebody works on it: they lose their claim")
+    deleting.add_argument("--all", action="store_true", help="every key of the scope; those that are worked on stay")
+    for parser in (resolving, deleting):
+        parser.add_argument(
+            "--force", action="store_true", help="also from those who work on it: they lose their claim"
+        )
     for parser, do in ((showing, _show), (resolving, _resolve), (deleting, _delete)):
-        parser.add_argument("key", metavar="KEY", help="the key")
+        parser.add_argument("key", metavar="KEY", nargs="?" if do is _delete else None, help="the key")
         parser.add_argument("--scope", metavar="SCOPE", help="only in this scope (default: wherever it is)")
         if do is not _resolve:
             parser.add_argument("--user", metavar="USER", help="only this user's key of a run")
@@ -151,10 +158,10 @@ def _resolve(chosen: argparse.Namespace) -> int:
 
     if chosen.not_done and chosen.value is not None:
         raise InvalidRequest("--value is what the work returned, so it goes with --done")
-    lost = [each for each in _claims(chosen) if each.status in ("unknown", "abandoned")]
-    scope = chosen.scope or (_only(lost, "--scope").scope if lost else "default")
-    with Once(options.database(chosen), collect=False) as once:
-        once.resolve(chosen.key, scope=scope, done=chosen.done, value=chosen.value)
+    undone = [each for each in _claims(chosen) if each.status != "completed"]
+    scope = chosen.scope or (_only(undone, "--scope").scope if undone else "default")
+    with Once(options.database(chosen), collect=False) as once, _forced(chosen):
+        once.resolve(chosen.key, scope=scope, done=chosen.done, value=chosen.value, force=chosen.force)
     if chosen.json:
         printing.print_json({"scope": scope, "key": chosen.key, "done": chosen.done})
     else:
@@ -163,25 +170,56 @@ def _resolve(chosen: argparse.Namespace) -> int:
 
 
 def _delete(chosen: argparse.Namespace) -> int:
-    url = options.database(chosen)
-    if _is_redis(url):
-        raise InvalidRequest("a key in Redis ends with its retention, or is resolved; it cannot be deleted from here")
+    from semel.once.faces import Once
+
+    if chosen.all:
+        return _delete_all(chosen)
+    if chosen.key is None:
+        raise InvalidRequest("which key? name it, or say --all for every key of --scope")
     claims, named = _claims(chosen), _run_keys(chosen)
     if not claims and not named:
         printing.say(f"semel: the key {chosen.key!r} is free already")
         return 1
     found = _only([*claims, *named], "--scope, or --user and --tenant")
-    if not isinstance(found, dict) and found.status == "in_flight" and not chosen.force:
-        left = printing.lasting(found.lease_left)
-        raise InvalidRequest(
-            f"somebody works on {chosen.key!r} (for {left} more, or longer); --force takes it from them"
-        )
-    removed = _in_ledger(chosen, lambda ledger: ledger.write(_forget, found))
+    if isinstance(found, dict):
+        removed = _in_ledger(chosen, lambda ledger: ledger.write(_forget, found))
+    else:
+        with Once(options.database(chosen), collect=False) as once, _forced(chosen):
+            removed = once.forget(found.key, scope=found.scope, force=chosen.force)
     if chosen.json:
         printing.print_json({"key": chosen.key, "removed": removed})
     else:
         print(f"forgotten: {chosen.key}" if removed else f"{chosen.key} has changed hands just now; look again")
     return 0 if removed else 1
+
+
+def _delete_all(chosen: argparse.Namespace) -> int:
+    from semel.once.faces import Once
+
+    if chosen.key is not None or not chosen.scope:
+        raise InvalidRequest("--all forgets every key of a scope: name it with --scope, and no KEY")
+    url = options.database(chosen)
+    if not _is_redis(url):
+        database.require(url)
+    with Once(url, collect=False) as once:
+        removed = once.forget_scope(chosen.scope, force=chosen.force)
+    if chosen.json:
+        printing.print_json({"scope": chosen.scope, "removed": removed})
+    else:
+        print(f"forgotten: {removed} keys in {chosen.scope}")
+    return 0
+
+
+@contextmanager
+def _forced(chosen: argparse.Namespace) -> Iterator[None]:
+    """Say how to insist in the words of the command line."""
+    try:
+        yield
+    except InProgress as error:
+        left = printing.lasting(error.retry_after)
+        raise InvalidRequest(
+            f"somebody works on {chosen.key!r} (for {left} more, or longer); --force takes it from them"
+        ) from error
 
 
 def _only(found: list[Any], narrower: str) -> Any:
@@ -258,16 +296,12 @@ def _run_keys_of(
     return [{"user": row.pop("user_id"), **row} for row in rows]
 
 
-def _forget(conn: Connection, found: Record | dict[str, Any]) -> bool:
-    """Forget what was found, unless it is another's by now."""
+def _forget(conn: Connection, found: dict[str, Any]) -> bool:
+    """Forget a run's key, unless it names another run by now."""
     from sqlalchemy import delete
 
-    from semel.sql.schema import keys, run_keys
+    from semel.sql.schema import run_keys
 
-    if isinstance(found, dict):
-        own = [run_keys.c[name] == found[name] for name in ("tenant", "kind", "key", "job_id")]
-        query = delete(run_keys).where(*own, run_keys.c.user_id == found["user"])
-    else:
-        same = (keys.c.scope == found.scope, keys.c.key == found.key, keys.c.fence == found.fence)
-        query = delete(keys).where(*same)
+    own = [run_keys.c[name] == found[name] for name in ("tenant", "kind", "key", "job_id")]
+    query = delete(run_keys).where(*own, run_keys.c.user_id == found["user"])
     return bool(conn.execute(query).rowcount)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from litestar import delete, get, post
 from litestar.params import JSONBody, QueryParameter
 from msgspec import Meta, Struct
-from sqlalchemy import Connection, and_, select
+from sqlalchemy import Connection, and_, or_, select
 from sqlalchemy import delete as deleting
 
 from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
@@ -45,7 +45,7 @@ class OutcomeView(Struct, frozen=True, kw_only=True):
 
     kind: str
     completed_at: datetime
-    size: Annotated[int | None, Meta(description="Bytes; none when it is no longer kept.")]
+    size: Annotated[int | None, Meta(description="Bytes; none when it is not stored, or no longer.")]
     status: Annotated[int | None, Meta(description="Of an HTTP response.")]
 
 
@@ -77,6 +77,7 @@ class Resolution(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(min_length=1, max_length=255, examples=["order-1"])]
     done: Annotated[bool, Meta(description="It happened; else it did not, and may run again.")]
     value: Annotated[Any, Meta(description="Of work that happened: what later callers get.")] = None
+    force: Annotated[bool, Meta(description="Even while somebody works on it: they lose their claim.")] = False
 
 
 class RunKeyView(Struct, frozen=True, kw_only=True):
@@ -132,11 +133,11 @@ async def resolve_key(data: JSONBody[Resolution], site: TheSite, caller: TheCall
     """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again."""
     scope = _full(tenant_for(caller, tenant), data.scope)
     record = await _record(site, scope, data.key)
-    if record.status not in ("unknown", "abandoned"):
+    if record.status == "completed" or (record.status == "in_flight" and not data.force):
         raise Refused(409, "NOTHING_TO_RESOLVE", f"the key is {record.status.replace('_', ' ')}")
     try:
         async with _once(site) as once:
-            await once.resolve(data.key, scope=scope, done=data.done, value=data.value)
+            await once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
     except (InProgress, ClaimLost, InvalidRequest) as error:
         raise Refused(409, "NOTHING_TO_RESOLVE", str(error)) from error
     except (Unencodable, RecursionError) as error:
@@ -160,12 +161,15 @@ async def delete_key(
     Whoever works on it meanwhile cannot record an outcome any more, so that takes `force`.
     """
     full = _full(tenant_for(caller, tenant), within)
-    record = await _record(site, full, key)
-    if record.status == "in_flight" and not force:
-        said = f"somebody works on the key for {record.lease_left:.1f} more seconds at least; with force=true it goes"
-        raise Refused(409, "KEY_IN_FLIGHT", said)
-    if not await site.ledger.write(_remove_key, full, key, record.fence):
-        raise Refused(409, "KEY_IN_FLIGHT", "the key was claimed anew just now; look again")
+    try:
+        async with _once(site) as once:
+            forgotten = await once.forget(name_of("key", key), scope=full, force=force)
+    except InProgress as error:
+        left = f"{error.retry_after:.1f} more seconds"
+        said = f"somebody works on the key for {left} at least; with force=true it goes"
+        raise Refused(409, "KEY_IN_FLIGHT", said) from error
+    if not forgotten:
+        raise absent("such key")
     _log.info("the key %r in %r was deleted by %r", key, full, caller.user)
 
 
@@ -222,11 +226,12 @@ async def _record(site: Site, scope: str, key: str) -> Record:
 
 def _unresolved(conn: Connection, tenant: str, limit: int, terms: Terms) -> list[Record]:
     now = quotas.read_clock(conn, terms)
+    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
     lost = [
         keys.c.state == "claimed",
         keys.c.unknown,
         keys.c.lease_until_us <= now,
-        keys.c.expires_us >= now,
+        or_(keys.c.expires_us >= now, and_(keys.c.lease_until_us > keys.c.expires_us, outlasted >= now)),
     ]
     if prefix := _prefix(tenant):
         lost.append(and_(keys.c.scope >= prefix, keys.c.scope < f"{prefix[:-1]}!"))  # "!" comes after the space
@@ -236,11 +241,6 @@ def _unresolved(conn: Connection, tenant: str, limit: int, terms: Terms) -> list
 
 
 _KEPT = tuple(name for name in Record.__struct_fields__ if name != "now_us")
-
-
-def _remove_key(conn: Connection, scope: str, key: str, fence: int) -> bool:
-    gone = deleting(keys).where(keys.c.scope == scope, keys.c.key == key, keys.c.fence == fence)
-    return bool(conn.execute(gone).rowcount)
 
 
 def _run_keys(conn: Connection, whose: tuple[str, str | None], key: str, terms: Terms) -> list[RunKeyView]:
@@ -297,7 +297,7 @@ def _outcome(record: Record) -> OutcomeView | None:
     return OutcomeView(
         kind=outcome.kind,
         completed_at=outcome.completed_at,
-        size=None if outcome.data is None else len(outcome.data),
+        size=None if outcome.data is None or outcome.gone else len(outcome.data),
         status=answer.status if isinstance(answer, Response) else None,
     )
 
