@@ -89,6 +89,11 @@ def _add_submit(commands: options.Commands) -> None:
         "--params", type=options.json_object, default={}, metavar="JSON|@FILE", help="parameters as a JSON object"
     )
     parser.add_argument("--key", metavar="KEY", help="names the run: submitted again, it is found (default: a new one)")
+    parser.add_argument(
+        "--dedupe",
+        action=argparse.BooleanOptionalAction,
+        help="find the same run while it is under way (default: without a --key)",
+    )
     parser.add_argument("--user", metavar="USER", help="whose run it is; for operators (default: you)")
     parser.add_argument("--queue", metavar="QUEUE", help="the queue (default: the model's)")
     parser.add_argument("--priority", type=options.priority, metavar="N", help="higher first (default: the model's)")
@@ -147,6 +152,7 @@ def _submit(chosen: argparse.Namespace) -> int:
                 priority=chosen.priority,
                 delay=chosen.delay,
                 cost=chosen.cost,
+                dedupe=chosen.key is None if chosen.dedupe is None else chosen.dedupe,
             )
         except KeyboardInterrupt:
             printing.say(f"semel: interrupted; perhaps it was submitted: the same again with --key {key} finds it")

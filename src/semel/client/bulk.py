@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 from semel._validation import nearest
 from semel.client.exchange import Exchange, given, written
 from semel.client.refusals import Answer, nonsense, refusal
-from semel.client.sending import SubmitOptions, automatic_key
+from semel.client.sending import SubmitOptions, key_and_dedupe
 from semel.client.views import RemoteRun
 from semel.errors import InvalidRequest, SemelError, ServerUnreachable
 
@@ -57,8 +57,7 @@ def _prepared(place: int, submission: Mapping[str, Any]) -> dict[str, Any]:
             f"submission {place}: it is a mapping with 'model' and any of {', '.join(_FIELDS[1:])}; "
             f"got {', '.join(map(repr, fields)) or 'nothing'}"
         )
-    if fields.get("idempotency_key") is None:
-        fields["idempotency_key"] = automatic_key()
+    fields["idempotency_key"], fields["dedupe"] = key_and_dedupe(fields.get("idempotency_key"), fields.get("dedupe"))
     if fields.get("user") is not None:
         fields["user"] = str(fields["user"])
     return given(fields)

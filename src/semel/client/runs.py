@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from semel.client.bulk import submitted
 from semel.client.exchange import Exchange, given
-from semel.client.sending import SubmitOptions, automatic_key, run_path
+from semel.client.sending import SubmitOptions, key_and_dedupe, run_path
 from semel.client.views import RemoteRun, RunPage
 from semel.client.waiting import Progress, Waiting
 from semel.errors import SemelError
@@ -35,13 +35,15 @@ class RunVerbs:
         delay: float | None = None,
         cost: float | None = None,
         key_ttl: float | None = None,
+        dedupe: bool | None = None,
     ) -> RemoteRun:
-        """Submit a run; ``run.replayed`` says that it was there already, under the same key.
+        """Submit a run; ``run.replayed`` says that it was there already: under the same key, or, without one, with the
+        same payload and under way.
 
         One key, ``py-client-<uuid>`` without one, goes with all tries, so that a lost answer never makes a second
         run. The rest is as for :meth:`semel.App.submit`; ``user`` is for operators who submit for others.
         """
-        key = automatic_key() if idempotency_key is None else idempotency_key
+        key, dedupe = key_and_dedupe(idempotency_key, dedupe)
         fields = {
             "model": model,
             "parameters": parameters or {},
@@ -52,6 +54,7 @@ class RunVerbs:
             "delay": delay,
             "cost": cost,
             "key_ttl": key_ttl,
+            "dedupe": dedupe,
         }
         answer = await self.exchange.ask("POST", "/runs", body=given(fields), key=key)
         return self.exchange.decoded(answer, RemoteRun, key=key)

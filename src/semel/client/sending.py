@@ -28,11 +28,20 @@ class SubmitOptions(TypedDict, total=False):
     delay: float | None
     cost: float | None
     key_ttl: float | None
+    dedupe: bool | None
 
 
 def automatic_key() -> str:
     """A key that nobody else has."""
     return f"py-client-{uuid4()}"
+
+
+def key_and_dedupe(key: str | None, dedupe: bool | None) -> tuple[str, bool | None]:
+    """The key that goes with all tries of a submission, and whether its payload is looked for, too.
+
+    Without a key of the caller's it is, as everywhere: then the key is there only to recognise our own tries.
+    """
+    return (automatic_key(), dedupe is not False) if key is None else (key, dedupe)
 
 
 def server_url(base_url: str | None) -> httpx.URL:

@@ -57,7 +57,7 @@ class SubmitOptions(TypedDict, total=False):
     cost: float | None
     reservation: str | None
     key_ttl: float | None
-    dedupe: bool
+    dedupe: bool | None
 
 
 class Desk:
@@ -103,6 +103,10 @@ class Desk:
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
+        own_key, own_ttl = None, 0.0
+        if kind == "key" and options.get("dedupe") and self._terms.dedupe_window > 0 and retry_of is None:
+            own_key, own_ttl = key, ttl
+            key, kind, ttl = payload_hash, "payload", self._terms.dedupe_window
         asked = None
         if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
             asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
@@ -124,6 +128,8 @@ class Desk:
             key=key,
             key_kind=kind,
             key_ttl_us=round(ttl * MICRO),
+            own_key=own_key,
+            own_ttl_us=round(own_ttl * MICRO),
             delay_us=round(checked_seconds("delay", options.get("delay", 0.0)) * MICRO),
             cost=micros(checked_cost("cost", registered.cost if cost is None else cost)),
             lease_us=round(registered.lease * MICRO),
@@ -143,7 +149,7 @@ class Desk:
         if given is not None:
             key = checked_name("idempotency_key", given, most=MAX_KEY, empty=False)
             return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
-        if options.get("dedupe", True) and self._terms.dedupe_window > 0:
+        if options.get("dedupe") is not False and self._terms.dedupe_window > 0:
             return payload_hash, "payload", self._terms.dedupe_window
         return None, "payload", 0.0
 
@@ -156,7 +162,9 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
         return _new_run(submission, answer)
     run = there.get(answer.id)
     if run is None:
-        return KeyReused(f"the key {submission.key!r} names the job {answer.id!r}, which is no run of this app")
+        return KeyReused(
+            f"the key {submission.own_place[3]!r} names the job {answer.id!r}, which is no run of this app"
+        )
     return msgspec.structs.replace(run, replayed=answer.id != submission.id)
 
 
@@ -181,7 +189,7 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         max_lost=submission.max_lost,
         parameters_json=submission.parameters,
         payload_hash=submission.payload_hash,
-        idempotency_key=submission.key if submission.key_kind == "key" else None,
+        idempotency_key=submission.own_place[3] if submission.own_place[2] == "key" else None,
         retry_of=submission.retry_of,
         cost=submission.cost / MICRO,
         asked_cost=submission.cost / MICRO,

@@ -86,13 +86,14 @@ class Engine:
         cost: float | None = None,
         reservation: str | None = None,
         key_ttl: float | None = None,
-        dedupe: bool = True,
+        dedupe: bool | None = None,
     ) -> Run:
         """Store a run of the model with these parameters, and answer at once.
 
         ``idempotency_key`` names the run for ``key_ttl`` seconds (a day): whoever submits the same again finds it,
         ``run.replayed`` says so, and nothing is created or charged. Without one the same payload finds the run that is
-        pending or running, for some minutes; ``dedupe=False`` makes a new run whatever was asked before.
+        pending or running, for some minutes; ``dedupe=False`` makes a new run whatever was asked before, and
+        ``dedupe=True`` looks for the payload although there is a key, which then names the run that is found.
         ``user`` and ``tenant`` say whose it is: keys, payloads and quotas are theirs alone. ``delay`` seconds pass
         before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
         ``reservation`` is a slot got before. Between ``reserve_job_slot`` and ``consume_reservation`` in the same

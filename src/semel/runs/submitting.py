@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, delete, insert, select
 
 from semel.errors import KeyReused, RunNotFound, SemelError, StoreUnavailable
 from semel.runs import quotas, reading
@@ -20,7 +20,7 @@ from semel.runs.keys import READ_KEYS, ROUNDS, TAKE_KEYS, KeyKind
 from semel.runs.quotas import Admission, Meter, Person
 from semel.runs.records import HELD_US, Run
 from semel.runs.transitions import CHANNEL, EVENT, NOTED, WANTED, note
-from semel.sql.schema import jobs, runs
+from semel.sql.schema import jobs, run_keys, runs
 from semel.sql.statements import Statement, Terms, Words
 
 
@@ -60,6 +60,10 @@ class Submission(Struct, frozen=True, kw_only=True):
     reservation: str | None = None
     slot: str | None = None
     """A reservation in whose flow it is submitted: where that holds a slot still, the run takes it."""
+    own_key: str | None = None
+    """A client's key beside the payload, by which the submission is known first: it names the run that the payload
+    finds or that is made, for ``own_ttl_us``."""
+    own_ttl_us: int = 0
     asked: str | None = None
     """What the key stands for, where that is not the payload."""
     trace: str | None = None
@@ -87,6 +91,11 @@ class Submission(Struct, frozen=True, kw_only=True):
     def place(self) -> tuple[str, str, str, str | None]:
         """Where its key is kept."""
         return (self.tenant, self.user, self.key_kind, self.key)
+
+    @property
+    def own_place(self) -> tuple[str, str, str, str | None]:
+        """Where the key is kept that it is known by first."""
+        return self.place if self.own_key is None else (self.tenant, self.user, "key", self.own_key)
 
 
 class Created(Struct, frozen=True):
@@ -172,6 +181,7 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         answers |= _known(conn, left, terms)
         left = [each for each in left if each.id not in answers]
         _settle_slots(conn, submissions, answers)
+    _name_found(conn, submissions, answers, terms)
     return [answers[each.id] for each in submissions]
 
 
@@ -186,6 +196,17 @@ def _without_their_first(conn: Connection, submissions: Sequence[Submission], te
     gone = "it was removed, being old, and cannot be retried; submit its work as a new run"
     refused: dict[str, Answer] = {each.id: RunNotFound(f"there is no run {each.retry_of}: {gone}") for each in orphans}
     return refused | _known(conn, orphans, terms)
+
+
+def _name_found(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], terms: Terms) -> None:
+    """A key whose payload found a run names that run from now on: sent again, it finds the same one."""
+    named: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for each in submissions:
+        answer = answers[each.id]
+        if each.own_key is not None and isinstance(answer, Found) and answer.id != each.id:
+            named.setdefault(each.own_place, (*each.own_place, each.key_hash, answer.id, each.own_ttl_us))
+    if named:
+        TAKE_KEYS.rows(conn, list(named.values()), now=terms.now)
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
@@ -209,7 +230,7 @@ def _follow(
     for each in followers:
         leader = first[each.place]
         answer = answers[leader.id]
-        if isinstance(answer, SemelError):
+        if isinstance(answer, SemelError) or each.own_key is not None:  # which may name another run
             undecided.append(each)
             continue
         answers[each.id] = Found(answer.id) if each.key_hash == leader.key_hash else _reused(each)
@@ -290,7 +311,22 @@ def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: Terms
     if not keyed:
         return list(submissions)
     taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=terms.now)}
-    return [each for each in submissions if each.key is None or each.id in taken]
+    return _take_own_keys(conn, [each for each in submissions if each.key is None or each.id in taken], terms)
+
+
+def _take_own_keys(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Submission]:
+    """Of those who have a key beside their payload, who could take that, too; the others give the payload back."""
+    first = {each.own_place: each for each in reversed(submissions) if each.own_key is not None}
+    if not first:
+        return list(submissions)
+    keyed = [(*place, each.key_hash, each.id, each.own_ttl_us) for place, each in first.items()]
+    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=terms.now)}
+    late = {each.id: each for each in submissions if each.own_key is not None and each.id not in taken}
+    for each in late.values():  # sent twice at the same time, and the other was first
+        place = zip(("tenant", "user_id", "kind", "key"), each.place, strict=True)
+        mine = [*(run_keys.c[name] == value for name, value in place), run_keys.c.job_id == each.id]
+        conn.execute(delete(run_keys).where(*mine))
+    return [each for each in submissions if each.id not in late]
 
 
 def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[tuple[str, int]]:
@@ -337,7 +373,7 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.priority,
         each.parameters,
         each.payload_hash,
-        each.key if each.key_kind == "key" else None,
+        each.own_place[3] if each.own_place[2] == "key" else None,
         each.facet,
         each.retry_of,
         each.cost,
@@ -360,10 +396,11 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Terms) ->
     keyed = [each for each in submissions if each.key is not None and each.id not in answers]
     if not keyed:
         return answers
-    rows = READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
+    places = dict.fromkeys(place for each in keyed for place in (each.own_place, each.place))
+    rows = READ_KEYS.rows(conn, list(places), now=terms.now)
     held = {tuple(row[:4]): row for row in rows}
     for each in keyed:
-        row = held.get(each.place)
+        row = held.get(each.own_place) or held.get(each.place)
         if row is not None:
             answers[each.id] = Found(row[5]) if row[4] == each.key_hash else _reused(each)
     return answers
@@ -374,13 +411,14 @@ def recognised(conn: Connection, submissions: Iterable[Submission], terms: Terms
     keyed = [each for each in submissions if each.key is not None and not each.reserved]
     if not keyed:
         return {}
-    rows = READ_KEYS.rows(conn, [each.place for each in keyed], now=terms.now)
+    rows = READ_KEYS.rows(conn, [each.own_place for each in keyed], now=terms.now)
     held = {tuple(row[:4]): (row[4], row[5]) for row in rows}
-    same = {each.id: held[each.place][1] for each in keyed if held.get(each.place, ("",))[0] == each.key_hash}
+    same = {each.id: held[each.own_place][1] for each in keyed if held.get(each.own_place, ("",))[0] == each.key_hash}
     there = reading.get(conn, list(set(same.values()))) if same else {}
-    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.place in held}
+    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.own_place in held}
     return answers | {asked: Found(run_id, there.get(run_id)) for asked, run_id in same.items()}
 
 
 def _reused(each: Submission) -> KeyReused:
-    return KeyReused(f"key reused with different payload: {each.key!r} belongs to other work; use a new key for this")
+    key = each.own_place[3]
+    return KeyReused(f"key reused with different payload: {key!r} belongs to other work; use a new key for this")

@@ -32,7 +32,10 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key_ttl: Annotated[float, Meta(gt=0, le=316_224_000, description="Seconds for which the key is kept.")] | None = (
         None
     )
-    dedupe: Annotated[bool, Meta(description="Without a key: find the same run while it is under way.")] = True
+    dedupe: Annotated[
+        bool | None,
+        Meta(description="Whether the same payload finds its run while that is under way; null: only without a key."),
+    ] = None
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

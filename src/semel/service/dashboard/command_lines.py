@@ -58,6 +58,8 @@ def semel_line(base: str, body: Mapping[str, Any]) -> str:
         "server": base,
     }
     words += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    if body.get("dedupe") is not None:
+        words.append("--dedupe" if body["dedupe"] else "--no-dedupe")
     return " ".join(shlex.quote(word) for word in words)
 
 

@@ -25,9 +25,13 @@ OPTIONS = ("user", "queue", "priority", "delay", "cost")
 _NUMBERS = ("priority", "delay", "cost")
 
 
+OWN_KEY = "ui-"
+"""How the keys begin that forms make: they recognise a form that is sent twice, and are nobody's name for the run."""
+
+
 def new_key() -> str:
     """A key for one submission, however often its form is sent."""
-    return f"ui-{uuid4()}"
+    return f"{OWN_KEY}{uuid4()}"
 
 
 class Sheet(Struct, kw_only=True):
@@ -64,7 +68,9 @@ class Sheet(Struct, kw_only=True):
         for name, text in self.options.items():
             with noting(faults, name):
                 body[name] = _option(name, text.strip())
-        if not self.dedupe and not self.key:
+        if self.key.startswith(OWN_KEY) and self.dedupe:
+            body["dedupe"] = True
+        elif not self.key and not self.dedupe:
             body["dedupe"] = False
         return body, faults
 
