@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,19 @@ def test_a_key_is_kept_for_as_long_as_the_submission_says(client: httpx.Client, 
     assert [entry and entry.expires_us - entry.created_us for entry in kept] == [48 * HOUR_US, 24 * HOUR_US]
     with closing(Client(str(client.base_url))) as remote:
         assert remote.submit_job("adding", provider="local", idempotency_key="a minute", ttl_hours=1 / 60).job_id
+
+
+def test_an_answer_says_in_headers_what_the_middleware_would(client: httpx.Client) -> None:
+    body = {"config_name_to_load": "adding", "idempotency_key": "k", "ttl_hours": 2}
+    first, again = client.post(SUBMIT, json=body), client.post(SUBMIT, json=body)
+    left = parsedate_to_datetime(first.headers["Idempotency-Expires"]) - datetime.now(UTC)
+    assert timedelta(hours=1.9) < left <= timedelta(hours=2)
+    assert ("Idempotent-Replayed" in first.headers, again.headers["Idempotent-Replayed"]) == (False, "true")
+    assert again.headers["Idempotency-Expires"] == first.headers["Idempotency-Expires"]
+    without = client.post(SUBMIT, json={"config_name_to_load": "adding"})
+    assert not {"idempotency-expires", "idempotent-replayed"} & set(without.headers)
+    other = client.post(SUBMIT, json={"config_name_to_load": "failing", "idempotency_key": "k"}).json()
+    assert (other["success"], "'k'" in other["error"]) == (False, True), "a refusal names the key"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ class SemelError(Exception):
 
 
 class InvalidRequest(SemelError, ValueError):
-    """A key, scope, time or option that can never work; nothing was sent to the store."""
+    """A key, scope, time or option that can never work; nothing was sent to the store.
+
+    ``idempotency_key`` is the key that is refused, where it is one.
+    """
+
+    def __init__(self, message: str = "", *, idempotency_key: str | None = None) -> None:
+        super().__init__(message)
+        self.idempotency_key = idempotency_key
 
 
 class Unfingerprintable(SemelError, ValueError):
@@ -50,7 +57,14 @@ class InProgress(SemelError):
 
 
 class KeyReused(SemelError):
-    """The key was used before with other content (another fingerprint): use a new key for new work."""
+    """The key was used before with other content (another fingerprint): use a new key for new work.
+
+    ``idempotency_key`` is the key, where it is a run's or a job's.
+    """
+
+    def __init__(self, message: str = "", *, idempotency_key: str | None = None) -> None:
+        super().__init__(message)
+        self.idempotency_key = idempotency_key
 
 
 class OutcomeUnknown(SemelError):
@@ -91,11 +105,15 @@ class RunNotFound(SemelError, LookupError):
 
 
 class RunNotComplete(SemelError):
-    """The run has no result to show: it has not succeeded. ``status`` says how it stands."""
+    """The run has no result to show: it has not succeeded. ``status`` says how it stands.
 
-    def __init__(self, message: str, status: str) -> None:
+    ``retry_after`` are seconds after which to ask again; None for a run that is over, and will never have one.
+    """
+
+    def __init__(self, message: str, status: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after
 
 
 class IllegalTransition(SemelError):

@@ -1,9 +1,11 @@
 """S2 over real HTTP, with the requests of the document: submit, look, wait, results, cancel, lists, sums, tags."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -12,7 +14,9 @@ import httpx
 import pytest
 
 from run_service import ended, on_database, token, until
-from semel import Worker
+from semel import RunNotComplete, Worker
+from semel.cli import main as semel_command
+from semel.client import Client
 from semel.demo import baseline_forecast
 from service_ground import Served, served
 
@@ -257,3 +261,111 @@ def test_s2_39_a_submitter_lists_their_own_and_an_operator_all(
             hers = oona.post("/runs", json={"model": "add", "parameters": {"a": 1}}).json()["run_id"]
             assert [run["run_id"] for run in ann.get("/runs?status=PENDING").json()["runs"]] == [mine]
             assert {run["run_id"] for run in oona.get("/runs?status=PENDING").json()["runs"]} == {mine, hers}
+
+
+def test_s2_36_s2_40_a_small_result_has_an_address_that_everybody_understands(
+    service: Served, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = client.post("/runs", json=fresh()).json()["run_id"]
+    assert client.get(f"/runs/{run_id}").json()["result_ref"] is None
+    with working(service):
+        run = ended(client, run_id)
+    assert run["status"] == "SUCCEEDED"
+    ref = run["result_ref"]
+    assert ref == f"semel:{run_id}"
+    result = client.get(f"/runs/{run_id}/result").json()
+    assert client.get(f"/runs/{ref}/result").json() == client.get(f"/runs/{ref}/result").json() == result
+    with Client(service.address) as remote:
+        assert remote.result(ref) == result
+        assert remote.result(f"{run_id}/1/result.json") == result, "as a file's, which large results have"
+    assert semel_command(["result", ref, "--server", service.address]) == 0
+    assert json.loads(capsys.readouterr().out) == result
+
+
+def test_s2_37_b7_a_result_that_may_still_come_is_to_be_asked_for_again(service: Served, client: httpx.Client) -> None:
+    run_id = client.post("/runs", json=fresh(), headers={"Idempotency-Key": uuid4().hex}).json()["run_id"]
+    later = client.post("/runs", json={**fresh(), "delay": 1000}).json()["run_id"]
+    for waiting, seconds in ((run_id, "1"), (later, "60")):
+        answer = client.get(f"/runs/{waiting}/result")
+        assert (answer.status_code, answer.headers["Retry-After"]) == (409, seconds)
+        problem = answer.json()
+        assert (problem["retryable"], problem["retry_after"], problem["run_status"]) == (True, int(seconds), "PENDING")
+    with Client(service.address) as remote, pytest.raises(RunNotComplete) as told:
+        remote.result(later)
+    assert (told.value.status, told.value.retry_after) == ("PENDING", 60)
+    for waiting in (run_id, later):
+        client.post(f"/runs/{waiting}/cancel")
+        over = client.get(f"/runs/{waiting}/result")
+        assert (over.status_code, over.json()["retryable"], "Retry-After" in over.headers) == (409, False, False)
+
+
+def test_b7_answers_say_whether_the_run_was_there_and_until_when_its_key_names_it(client: httpx.Client) -> None:
+    body = fresh()
+    headers = {"Idempotency-Key": uuid4().hex}
+    first, again = (client.post("/runs", json=body, headers=headers) for _ in range(2))
+    assert "Idempotent-Replayed" not in first.headers
+    assert again.headers["Idempotent-Replayed"] == "true"
+    until_day = parsedate_to_datetime(first.headers["Idempotency-Expires"]) - datetime.now(UTC)
+    assert timedelta(hours=23) < until_day <= timedelta(hours=24)
+    assert again.headers["Idempotency-Expires"] == first.headers["Idempotency-Expires"], "a repetition extends nothing"
+    short = client.post("/runs", json={**fresh(), "idempotency_key": uuid4().hex, "key_ttl": 60})
+    assert parsedate_to_datetime(short.headers["Idempotency-Expires"]) - datetime.now(UTC) <= timedelta(seconds=60)
+    without = client.post("/runs", json=body)
+    assert "Idempotency-Expires" not in without.headers, "a payload is no key"
+    client.post(f"/runs/{first.json()['run_id']}/cancel")
+    retried, found = (
+        client.post(
+            f"/runs/{first.json()['run_id']}/retry", headers={"Idempotency-Key": "again-" + headers["Idempotency-Key"]}
+        )
+        for _ in range(2)
+    )
+    assert (retried.status_code, found.status_code) == (201, 200)
+    assert retried.headers["Idempotency-Expires"] == found.headers["Idempotency-Expires"]
+    assert found.headers["Idempotent-Replayed"] == "true"
+
+
+@pytest.mark.parametrize("key", ["@invalid-key#123", "gh-owner/repo sha", "k" * 255])
+def test_b7_a_key_is_judged_by_one_rule_on_all_routes_and_taken(client: httpx.Client, key: str) -> None:
+    key = (key + uuid4().hex)[-255:]
+    body = fresh()
+    quoted = f'"{key}"'
+    answers = [
+        client.post("/runs", json=body, headers={"Idempotency-Key": key}),
+        client.post("/runs", json={**body, "idempotency_key": key}),
+        client.post("/runs", json=body, headers={"Idempotency-Key": quoted}),
+        client.post("/runs", json=body, headers={"Idempotency-Key": f"{quoted};v=1"}),
+    ]
+    many = client.post("/runs/bulk", json=[{**body, "idempotency_key": key}]).json()
+    assert len({answer.json()["run_id"] for answer in answers} | {many[0]["run"]["run_id"]}) == 1
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256, "a\x01b"])
+def test_b7_a_key_is_judged_by_one_rule_on_all_routes_and_refused_by_its_name(client: httpx.Client, key: str) -> None:
+    shown = key if len(key) < 256 else f"{key[:255]}…"
+    body = {**fresh(), "idempotency_key": key}
+    alone, many = client.post("/runs", json=body), client.post("/runs/bulk", json=[body])
+    assert (alone.status_code, many.status_code) == (400, 207)
+    job = client.post(
+        "/api/cloud/jobs/submit", json={"config_name_to_load": "production", "idempotency_key": key}
+    ).json()
+    for said in (alone.json(), many.json()[0]["problem"]):
+        assert (said["error_code"], said.get("idempotency_key", "")) == ("INVALID_REQUEST", shown)
+        assert repr(shown) in said["detail"]
+    assert job["success"] is False
+    if "\x01" not in key:  # which no header can carry
+        run_id = client.post("/runs", json=fresh()).json()["run_id"]
+        client.post(f"/runs/{run_id}/cancel")
+        for path, sent in (("/runs", fresh()), ("/runs/bulk", [fresh()]), (f"/runs/{run_id}/retry", None)):
+            refused = client.post(path, json=sent, headers={"Idempotency-Key": key})
+            assert (refused.status_code, refused.json().get("idempotency_key", "")) == (400, shown), path
+
+
+def test_b7_a_key_that_belongs_to_other_work_is_named(client: httpx.Client) -> None:
+    key = uuid4().hex
+    client.post("/runs", json=fresh(), headers={"Idempotency-Key": key})
+    taken = client.post("/runs", json=fresh(), headers={"Idempotency-Key": key})
+    assert (taken.status_code, taken.json()["idempotency_key"], key in taken.json()["detail"]) == (409, key, True)
+    both = client.post("/runs", json={**fresh(), "idempotency_key": "one"}, headers={"Idempotency-Key": "two"})
+    assert (both.status_code, both.json()["idempotency_key"]) == (400, "two")
+    broken = client.post("/runs", json=fresh(), headers={"Idempotency-Key": '"open'})
+    assert (broken.status_code, broken.json()["idempotency_key"]) == (400, '"open')

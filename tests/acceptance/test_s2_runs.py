@@ -295,12 +295,26 @@ def test_s2_16_ids_grow_with_the_time_of_creation(app: App) -> None:
     assert [run.id for run in app.runs(limit=1000).runs] == ids[::-1]
 
 
-def test_s2_17_a_key_is_unique_in_its_relation(app: App, shop: Workshop) -> None:
-    run = app.submit("add", {"a": 1}, idempotency_key="ci-42")
+def test_s2_17_a_key_is_unique_for_its_tenant_user_and_kind(app: App, shop: Workshop) -> None:
+    """The document has one namespace of keys; here each user of each tenant has one, and two users never meet."""
+    run = app.submit("add", {"a": 1}, idempotency_key="ci-42", user="ada")
     rows = shop.sql("SELECT key, payload_hash, run_id FROM idempotency_keys")
     assert rows == [("ci-42", run.payload_hash, run.id)]
     with pytest.raises(DatabaseError, match=r"(?i)unique"):
         shop.sql("INSERT INTO semel_run_keys SELECT * FROM semel_run_keys")
+    others = [
+        app.submit("add", {"a": 2}, idempotency_key="ci-42", user="bob"),
+        app.submit("add", {"a": 2}, idempotency_key="ci-42", user="ada", tenant="acme"),
+    ]
+    assert len({run.id, *(each.id for each in others)}) == 3, "another user, another tenant: another key"
+    assert app.submit("add", {"a": 1}, idempotency_key="ci-42", user="ada").id == run.id
+    assert app.submit("add", {"a": 2}, idempotency_key="ci-42", user="bob").id == others[0].id
+    with pytest.raises(KeyReused):
+        app.submit("add", {"a": 2}, idempotency_key="ci-42", user="ada")
+    same = app.submit("add", {"a": 3}, user="ada")
+    named = app.submit("add", {"a": 3}, idempotency_key=same.payload_hash, user="ada")
+    assert named.id != same.id, "the hash of a payload is of another kind than a key that is spelt like it"
+    assert shop.sql("SELECT count(*) FROM idempotency_keys WHERE key = 'ci-42'") == [(3,)]
 
 
 # -- S2.18 to S2.24: states and invariants -----------------------------------------------------------------------
@@ -766,8 +780,10 @@ def test_s2_40_a_large_result_lies_in_the_result_store_under_its_ref(shop: Works
     assert ended.result_ref.startswith(f"{run.id}/1/"), "run and fence"
     file = shop.folder / "artifacts" / ended.result_ref
     assert hashlib.sha256(file.read_bytes()).hexdigest() == ended.result_digest
-    assert shop.sql("SELECT result_ref FROM model_runs WHERE result_ref IS NOT NULL") == [(ended.result_ref,)]
-    assert (row.result_ref, shop.app.result(small.id)) == (None, "x" * 10)
+    assert (row.result_ref, shop.app.result(small.id)) == (f"semel:{small.id}", "x" * 10), "in the row itself"
+    refs = {ended.result_ref, row.result_ref}
+    assert {ref for (ref,) in shop.sql("SELECT result_ref FROM model_runs")} == refs, "the relation says the same"
+    assert [shop.app.result(each.result_ref) for each in (ended, row)] == ["x" * 100_000, "x" * 10], "an address"
     file.write_bytes(b'"changed"')
     with pytest.raises(SemelError, match="digest"):
         shop.app.result(run.id)

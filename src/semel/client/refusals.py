@@ -40,6 +40,8 @@ class Problem(Struct, frozen=True, kw_only=True):
     error_code: str = ""
     retryable: bool | None = None
     run_status: str = "PENDING"
+    retry_after: float | None = None
+    idempotency_key: str | None = None
 
 
 class Answer(Struct, frozen=True):
@@ -68,13 +70,13 @@ def _of(kind: type[SemelError]) -> _Maker:
 _KNOWN: dict[str, _Maker] = {
     "INVALID_PARAMETERS": _of(InvalidParameters),
     "UNKNOWN_MODEL": _of(UnknownModel),
-    "IDEMPOTENCY_KEY_CONFLICT": _of(KeyReused),
+    "IDEMPOTENCY_KEY_CONFLICT": lambda problem: KeyReused(problem.detail, idempotency_key=problem.idempotency_key),
     "COST_LIMIT_EXCEEDED": _of(CostLimitExceeded),
     "QUOTA_EXCEEDED": _of(QuotaExceeded),
     "RESERVATION_LOST": _of(ReservationLost),
-    "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(problem.detail, problem.run_status),
+    "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(problem.detail, problem.run_status, problem.retry_after),
     "ILLEGAL_TRANSITION": _of(IllegalTransition),
-    "INVALID_REQUEST": _of(InvalidRequest),
+    "INVALID_REQUEST": lambda problem: InvalidRequest(problem.detail, idempotency_key=problem.idempotency_key),
     "STORE_UNAVAILABLE": _of(StoreUnavailable),
     "NOT_MIGRATED": _of(NotMigrated),
     "RESULT_STORE_UNAVAILABLE": _of(ResultStoreError),

@@ -21,6 +21,7 @@ from semel.runs.records import (
     MICRO,
     Run,
     checked_cost,
+    checked_key,
     checked_name,
     checked_retention,
     checked_seconds,
@@ -31,7 +32,6 @@ from semel.runs.records import (
 from semel.runs.registry import Registry
 from semel.runs.submitting import Answer, Created, Submission
 
-MAX_KEY = 255
 RETRY_WINDOW = 600.0
 """Seconds for which a second retry of the same run finds the first one, while that is pending or running."""
 
@@ -147,7 +147,7 @@ class Desk:
         """The key by which the submission is recognised, if any, and for how long."""
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
-            key = checked_name("idempotency_key", given, most=MAX_KEY, empty=False)
+            key = checked_key("idempotency_key", given)
             return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
         if options.get("dedupe") is not False and self._terms.dedupe_window > 0:
             return payload_hash, "payload", self._terms.dedupe_window
@@ -162,10 +162,10 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
         return _new_run(submission, answer)
     run = there.get(answer.id)
     if run is None:
-        return KeyReused(
-            f"the key {submission.own_place[3]!r} names the job {answer.id!r}, which is no run of this app"
-        )
-    return msgspec.structs.replace(run, replayed=answer.id != submission.id)
+        key = submission.own_place[3]
+        told = f"the key {key!r} names the job {answer.id!r}, which is no run of this app"
+        return KeyReused(told, idempotency_key=key)
+    return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 
 
 def _new_run(submission: Submission, answer: Created) -> Run:
@@ -208,6 +208,7 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         result_ref=None,
         result_digest=None,
         stall_us=submission.stall_us,
+        key_expires_us=submission.key_end(answer.created_us),
         result_size=None,
         artifacts=[],
         quota_warnings=answer.admission.quota_warnings,

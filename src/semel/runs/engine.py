@@ -299,7 +299,8 @@ class Engine:
         run, kept = found
         if run.status != "SUCCEEDED":
             said = f": {run.last_error}" if run.status == "FAILED" else ""
-            raise RunNotComplete(f"run {run.id} is {run.status} and has no result{said}", run.status)
+            told = f"run {run.id} is {run.status} and has no result{said}"
+            raise RunNotComplete(told, run.status, run.ask_again_in)
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None

@@ -12,6 +12,7 @@ from semel.runs.quotas import Reserve
 from semel.runs.records import (
     MICRO,
     checked_count,
+    checked_key,
     checked_name,
     checked_retention,
     checked_seconds,
@@ -19,7 +20,6 @@ from semel.runs.records import (
     new_id,
 )
 
-_MAX_KEY = 255
 _MOST_OPEN = 100
 
 _open: ContextVar[tuple[tuple[str, str, str], ...]] = ContextVar("semel_open_reservations", default=())
@@ -92,7 +92,7 @@ class Jobs:
         request = StoreKey(
             tenant=self._tenant,
             user="" if user_id is None else checked_user("user_id", user_id),
-            key=checked_name("key", key, most=_MAX_KEY, empty=False),
+            key=checked_key("key", key),
             job_id=checked_name("job_id", job_id, empty=False),
             ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
@@ -105,7 +105,7 @@ class Jobs:
 
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
         """The key with its job, user and times."""
-        return await self._ledger.check_key(self._person(user_id), checked_name("key", key, most=_MAX_KEY, empty=False))
+        return await self._ledger.check_key(self._person(user_id), checked_key("key", key))
 
     def _person(self, user_id: str | int | None) -> tuple[str, str | None]:
         return self._tenant, None if user_id is None else checked_name("user_id", user_id)

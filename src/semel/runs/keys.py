@@ -53,7 +53,7 @@ _PLACE_COLUMNS = {name: _KEY_COLUMNS[name] for name in ("in_tenant", "in_user", 
 READ_KEYS = Statement(
     lambda w: (
         f"""
-SELECT k.tenant, k.user_id, k.kind, k.key, k.payload_hash, k.job_id FROM {w.batch(_PLACE_COLUMNS)}
+SELECT k.tenant, k.user_id, k.kind, k.key, k.payload_hash, k.job_id, k.expires_us FROM {w.batch(_PLACE_COLUMNS)}
 JOIN semel_run_keys AS k ON k.tenant = in_tenant AND k.user_id = in_user AND k.kind = in_kind AND k.key = in_key
 WHERE NOT {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
 """

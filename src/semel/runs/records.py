@@ -89,6 +89,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Where the data that it is given lies in the result store, if there is any."""
     replayed: bool = False
     """Of an answer to submit: the run was there already, and nothing was created or charged."""
+    key_expires_us: int | None = None
+    """Of an answer to submit with a key: until when the key names the run."""
     quota_warnings: list[str] = []
     cost_limit_warning: str | None = None
 
@@ -135,6 +137,19 @@ class Run(Struct, frozen=True, kw_only=True):
     def finished_at(self) -> datetime | None:
         """When it ended."""
         return None if self.finished_us is None else moment(self.finished_us)
+
+    @property
+    def ask_again_in(self) -> float | None:
+        """Seconds after which it is worth to ask for the result again, an estimate; None for a run that is over.
+
+        For one that waits, the wait that was ordered; for one that runs, a quarter of the time that it took so far.
+        """
+        if self.done:
+            return None
+        if self.status == "PENDING":
+            return min(max((self.due_us - (self.heartbeat_us or self.created_us)) / MICRO, 1.0), 60.0)
+        took = (self.heartbeat_us or 0) - (self.started_us or 0)
+        return min(max(took / MICRO / 4, 1.0), 30.0)
 
     @property
     def stalled_us(self) -> int | None:
@@ -276,6 +291,19 @@ def checked_id(run_id: object) -> str | None:
     if len(plain) != 32 or not all(digit in "0123456789abcdef" for digit in plain):
         return None
     return f"{plain[:8]}-{plain[8:12]}-{plain[12:16]}-{plain[16:20]}-{plain[20:]}"
+
+
+MAX_KEY = 255
+
+
+def checked_key(what: str, key: object) -> str:
+    """An idempotency key of a run or a job: 1 to 255 characters, none of them a control character."""
+    try:
+        return checked_name(what, key, most=MAX_KEY, empty=False)
+    except InvalidRequest as error:
+        named = key if isinstance(key, str) else repr(key)
+        shown = named if len(named) <= MAX_KEY else f"{named[:MAX_KEY]}…"
+        raise InvalidRequest(f"{error}: {shown!r}", idempotency_key=shown) from None
 
 
 def checked_name(what: str, value: object, *, most: int = 200, empty: bool = True) -> str:

@@ -77,6 +77,12 @@ class Submission(Struct, frozen=True, kw_only=True):
         """With what else its key may not be used again."""
         return self.payload_hash if self.asked is None else self.asked
 
+    def key_end(self, since_us: int) -> int | None:
+        """Until when its key names the run, if it has one; the payload is none."""
+        if self.own_key is not None:
+            return since_us + self.own_ttl_us
+        return since_us + self.key_ttl_us if self.key_kind == "key" and self.key is not None else None
+
     @property
     def person(self) -> Person:
         """Whose quota it meets."""
@@ -111,6 +117,8 @@ class Found(Struct, frozen=True):
 
     id: str
     run: Run | None = None
+    expires_us: int | None = None
+    """Until when the key names it, where it was found by a key."""
 
 
 Answer: TypeAlias = Created | Found | SemelError
@@ -205,6 +213,8 @@ def _name_found(conn: Connection, submissions: Sequence[Submission], answers: di
         answer = answers[each.id]
         if each.own_key is not None and isinstance(answer, Found) and answer.id != each.id:
             named.setdefault(each.own_place, (*each.own_place, each.key_hash, answer.id, each.own_ttl_us))
+            if answer.expires_us is None and terms.now is not None:
+                answers[each.id] = Found(answer.id, answer.run, each.key_end(terms.now))
     if named:
         TAKE_KEYS.rows(conn, list(named.values()), now=terms.now)
 
@@ -233,7 +243,11 @@ def _follow(
         if isinstance(answer, SemelError) or each.own_key is not None:  # which may name another run
             undecided.append(each)
             continue
-        answers[each.id] = Found(answer.id) if each.key_hash == leader.key_hash else _reused(each)
+        if each.key_hash != leader.key_hash:
+            answers[each.id] = _reused(each)
+            continue
+        until = answer.expires_us if isinstance(answer, Found) else leader.key_end(answer.created_us)
+        answers[each.id] = Found(answer.id, expires_us=until)
     return undecided
 
 
@@ -402,7 +416,8 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Terms) ->
     for each in keyed:
         row = held.get(each.own_place) or held.get(each.place)
         if row is not None:
-            answers[each.id] = Found(row[5]) if row[4] == each.key_hash else _reused(each)
+            same = row[4] == each.key_hash
+            answers[each.id] = Found(row[5], expires_us=_end(row)) if same else _reused(each)
     return answers
 
 
@@ -412,13 +427,20 @@ def recognised(conn: Connection, submissions: Iterable[Submission], terms: Terms
     if not keyed:
         return {}
     rows = READ_KEYS.rows(conn, [each.own_place for each in keyed], now=terms.now)
-    held = {tuple(row[:4]): (row[4], row[5]) for row in rows}
-    same = {each.id: held[each.own_place][1] for each in keyed if held.get(each.own_place, ("",))[0] == each.key_hash}
-    there = reading.get(conn, list(set(same.values()))) if same else {}
-    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.own_place in held}
-    return answers | {asked: Found(run_id, there.get(run_id)) for asked, run_id in same.items()}
+    held = {tuple(row[:4]): row for row in rows}
+    ours = {each.id: held[each.own_place] for each in keyed if each.own_place in held}
+    same = {each.id: ours[each.id] for each in keyed if each.id in ours and ours[each.id][4] == each.key_hash}
+    there = reading.get(conn, list({row[5] for row in same.values()})) if same else {}
+    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.id in ours}
+    return answers | {asked: Found(row[5], there.get(row[5]), _end(row)) for asked, row in same.items()}
+
+
+def _end(row: Any) -> int | None:
+    """Until when a key is kept; a payload is nobody's key."""
+    return row[6] if row[2] == "key" else None
 
 
 def _reused(each: Submission) -> KeyReused:
     key = each.own_place[3]
-    return KeyReused(f"key reused with different payload: {key!r} belongs to other work; use a new key for this")
+    told = f"key reused with different payload: {key!r} belongs to other work; use a new key for this"
+    return KeyReused(told, idempotency_key=key)

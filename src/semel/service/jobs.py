@@ -44,6 +44,8 @@ class Submitted(Struct, frozen=True, kw_only=True):
     status: JobStatus
     has_data: bool
     replayed: bool
+    key_expires_us: int | None
+    """Until when its key names it, if it has one."""
     quota_warnings: list[str]
     cost_limit_warning: str | None
 
@@ -138,13 +140,14 @@ async def submit(site: Site, caller: Caller, asked: Asked) -> Submitted:
             raise
         return found
     if run.replayed:
-        return _replayed(await find(site, caller, run.id))
+        return _replayed(await find(site, caller, run.id), run.key_expires_us)
     concerns(run.id, run)
     return Submitted(
         job_id=run.id,
         status="uploading" if waits else "queued",
         has_data=waits,
         replayed=False,
+        key_expires_us=run.key_expires_us,
         quota_warnings=run.quota_warnings,
         cost_limit_warning=run.cost_limit_warning,
     )
@@ -179,15 +182,16 @@ async def _under_key(site: Site, caller: Caller, asked: Asked) -> Submitted | No
         return None  # what is no key names nothing; of a database that is away the first error tells
     if entry is None or entry.payload_hash != asked.digest:
         return None
-    return _replayed(await find(site, caller, entry.job_id))
+    return _replayed(await find(site, caller, entry.job_id), entry.expires_us)
 
 
-def _replayed(job: Any) -> Submitted:
+def _replayed(job: Any, key_expires_us: int | None) -> Submitted:
     return Submitted(
         job_id=job.run_id,
         status=status_of(job.status, job.data_state),
         has_data=job.data_state is not None,
         replayed=True,
+        key_expires_us=key_expires_us,
         quota_warnings=[],
         cost_limit_warning=None,
     )

@@ -34,7 +34,7 @@ from semel.service.jobs_wire import (
     job_view,
 )
 from semel.service.problems import Refused
-from semel.service.runs_api import Key, one_key
+from semel.service.runs_api import ABOUT_KEY, Key, key_headers, one_key
 from semel.service.runs_words import TheRequest, root_of
 from semel.service.site import TheCaller, TheSite
 
@@ -59,6 +59,7 @@ _OUR_FAULT = (StoreUnavailable, NotMigrated, ResultStoreError)
     operation_id="submitJob",
     summary="Submit a job",
     status_code=200,
+    response_headers=ABOUT_KEY,
     responses=refusals(400, body=True),
 )
 async def submit(
@@ -81,12 +82,12 @@ async def submit(
         tracker_run_name=_tracker_name(data.tracker_run_name),
     )
     try:
-        answer = answer_of(await jobs.submit(site, caller, asked))
+        job = await jobs.submit(site, caller, asked)
     except _OUR_FAULT:
         raise
     except SemelError as error:
-        answer = JobAnswer(success=False, error=str(error))
-    return json(answer)
+        return json(JobAnswer(success=False, error=str(error)))
+    return json(answer_of(job), headers=key_headers(job.key_expires_us, replayed=job.replayed))
 
 
 def _key_ttl(hours: float | None, key: str | None) -> float | None:

@@ -97,7 +97,9 @@ def problem_of(error: Exception) -> Problem:
         if isinstance(error, kind):
             more: dict[str, Any] = {"retry_after": RETRY_AFTER} if status == 503 else {}
             if isinstance(error, RunNotComplete):
-                more["run_status"] = error.status
+                more |= {"run_status": error.status, "retry_after": error.retry_after}
+            if isinstance(error, InvalidRequest | KeyReused):
+                more["idempotency_key"] = error.idempotency_key
             return _problem(status, code, str(error), **more)
     if isinstance(error, HTTPException):
         status = error.status_code
@@ -128,7 +130,8 @@ def _problem(status: int, code: str, detail: str, *, retry_after: float | None =
         status=status,
         detail=detail,
         error_code=code,
-        retryable=status in (429, 503) and code not in ("QUOTA_EXCEEDED", "COST_LIMIT_EXCEEDED"),
+        retryable=retry_after is not None
+        or (status in (429, 503) and code not in ("QUOTA_EXCEEDED", "COST_LIMIT_EXCEEDED")),
         retry_after=None if retry_after is None else max(1, math.ceil(retry_after)),
         **more,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Coroutine
 from datetime import datetime
+from email.utils import formatdate
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlencode
 
@@ -14,7 +16,7 @@ from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
 
 from semel.errors import InvalidRequest, SemelError, UnknownModel
-from semel.runs.records import INTERNAL_PREFIX, Run, Status
+from semel.runs.records import INTERNAL_PREFIX, MICRO, Run, Status, checked_key
 from semel.service import runs_details, runs_events, runs_files
 from semel.service.answers import answered, header, json, refusals, tagged
 from semel.service.gate import Caller
@@ -44,16 +46,32 @@ Wait = Annotated[
     float, QueryParameter(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the end (or for a change).")
 ]
 _TAG = ["runs"]
-_REPLAYED = header("Idempotent-Replayed", "true: the run was there already")
+ABOUT_KEY = [
+    header("Idempotent-Replayed", "true: it was there already"),
+    header("Idempotency-Expires", "Until when the key names it, as HTTP writes a time"),
+]
+_QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;[^"]*)?')
+_ESCAPED = re.compile(r"\\(.)")
 
 
 def one_key(header: str | None, field: str | None) -> str | None:
     """The key of a request: in the header (bare or quoted) or in the body, and the same where it is in both."""
-    if header is not None and len(header) > 1 and header[0] == header[-1] == '"':
-        header = header[1:-1]
-    if header is not None and field is not None and header != field:
-        raise Refused(400, "INVALID_REQUEST", "the Idempotency-Key of the header and that of the body differ")
-    return field if header is None else header
+    key = field if header is None else _unquoted(header)
+    if header is not None and field is not None and key != field:
+        said = f"the Idempotency-Key of the header, {key!r:.300}, and that of the body, {field!r:.300}, differ"
+        raise InvalidRequest(said, idempotency_key=key)
+    return key
+
+
+def _unquoted(header: str) -> str:
+    """The key in the header: bare, or a string as RFC 8941 has it, with or without parameters behind it."""
+    if not header.startswith('"'):
+        return header
+    quoted = _QUOTED.fullmatch(header)
+    if quoted is None:
+        said = f"the header Idempotency-Key begins with a quote and is no string of RFC 8941: {header[:300]!r}"
+        raise InvalidRequest(said, idempotency_key=header[:300])
+    return _ESCAPED.sub(r"\1", quoted[1])
 
 
 def user_of(caller: Caller, asked: str | None) -> str:
@@ -93,13 +111,19 @@ def _arguments(data: RunRequest, site: Site, caller: Caller, key: str | None) ->
     }
 
 
+def key_headers(expires_us: int | None, *, replayed: bool) -> dict[str, str]:
+    """What an answer says of its key, as the middleware does."""
+    headers = {"Idempotent-Replayed": "true"} if replayed else {}
+    if expires_us is not None:
+        headers["Idempotency-Expires"] = formatdate(expires_us // MICRO, usegmt=True)
+    return headers
+
+
 def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
     concerns(run.id, run)
     view = run_view(run, root_of(request))
-    headers = {"Location": view.links.self}
-    if run.replayed:
-        return json(view, 200, {**headers, "Idempotent-Replayed": "true"})
-    return json(view, 201, headers)
+    headers = {"Location": view.links.self, **key_headers(run.key_expires_us, replayed=run.replayed)}
+    return json(view, 200 if run.replayed else 201, headers)
 
 
 @post(
@@ -107,7 +131,7 @@ def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
     tags=_TAG,
     operation_id="submitRun",
     summary="Submit a run",
-    response_headers=[_REPLAYED],
+    response_headers=ABOUT_KEY,
     responses={
         200: answered(RunView, "The run that was there already."),
         **refusals(400, 409, 422, body=True),
@@ -143,11 +167,12 @@ async def submit_many(
     Each answer has its place and a run or a problem. 200 when every one is a run, 207 when some were refused: nothing
     of the others is lost.
     """
+    shared = None if key is None else checked_key("idempotency_key", one_key(key, None))
     asked: list[dict[str, Any]] = []
     refused: dict[int, SemelError] = {}
     for place, each in enumerate(data):
         try:
-            named = each.idempotency_key or (None if key is None else f"{one_key(key, None)}/{place}")
+            named = f"{shared}/{place}" if each.idempotency_key is None and shared is not None else each.idempotency_key
             asked.append(_arguments(each, site, caller, named))
         except SemelError as error:
             refused[place] = error
@@ -264,7 +289,7 @@ async def cancel(
     tags=_TAG,
     operation_id="retryRun",
     summary="Submit a run again",
-    response_headers=[_REPLAYED],
+    response_headers=ABOUT_KEY,
     responses={
         200: answered(RunView, "The new run was there already."),
         **refusals(400, 404, 408, 409, 413, 422),

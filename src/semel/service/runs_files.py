@@ -86,7 +86,7 @@ async def artifact(
 def _find(run: Run, name: str) -> Artifact:
     """By its exact name, so that a name with tricks finds nothing."""
     if run.status != "SUCCEEDED":
-        raise RunNotComplete(f"run {run.id} is {run.status} and has no artifacts", run.status)
+        raise RunNotComplete(f"run {run.id} is {run.status} and has no artifacts", run.status, run.ask_again_in)
     for each in run.artifacts:
         if each.name == name:
             return each
