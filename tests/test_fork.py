@@ -283,7 +283,7 @@ def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) ->
             return record.lease_until_us
 
         def work():
-            child = in_child(lambda: [len(once._engine._renewer._due), once.call(key("other"), lambda: 8).value])
+            child = in_child(lambda: [len(once._engine._renewer.watched()), once.call(key("other"), lambda: 8).value])
             first = look()
             while look() <= first:
                 threading.Event().wait(0.01)

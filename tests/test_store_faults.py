@@ -122,7 +122,7 @@ def refusals() -> Iterator[threading.Event]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "the store is away" in record.getMessage():
+            if "the store is unavailable" in record.getMessage():
                 refused.set()
 
     log, ear = logging.getLogger("semel"), Ear()

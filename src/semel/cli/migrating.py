@@ -52,13 +52,14 @@ def migrate(address: str) -> tuple[str | None, str | None]:
 def engine_of(address: str) -> Engine:
     """An engine on the database, for transactions."""
     from semel.sql import engines
+    from semel.sql.postgres import postgres_engine
 
     url = engines.parse(address.replace("postgres://", "postgresql://", 1))
     match url.get_backend_name():
         case "sqlite":
             return engines.sqlite_engine(url)
         case "postgresql":
-            return engines.postgres_engine(url).execution_options(isolation_level="READ COMMITTED")
+            return postgres_engine(url).execution_options(isolation_level="READ COMMITTED")
         case other:
             raise InvalidRequest(f"{other!r} has no tables to migrate; give a postgresql:// or sqlite:/// URL")
 

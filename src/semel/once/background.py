@@ -145,56 +145,89 @@ class Collector(Background):
         return total
 
 
+RENEW_AFTER = 0.05
+"""The part of a lease after which it is renewed: so it outlives a store that is unavailable for nine tenths of it."""
+SHORTEST_TRY = 0.25
+"""Seconds that a renewal may take in any case: a store that answers later would not be noticed to be there."""
+
+
+def time_for_renewal(left: float) -> float:
+    """How long to wait for the answer to a renewal: a third of what is left of the shortest lease."""
+    return max(left / 3, SHORTEST_TRY)
+
+
+class _Lease:
+    """When a watched lease is renewed next, and when it ends, by ``time.monotonic``."""
+
+    __slots__ = ("due", "ends")
+
+    def __init__(self, now: float, lease: float) -> None:
+        self.due = now + lease * RENEW_AFTER
+        self.ends = now + lease
+
+
 class Renewer(Background):
-    """Renews every watched claim when a third of its lease has passed."""
+    """Renews every watched claim when a twentieth of its lease has passed.
+
+    A renewal that gets no answer is tried again as often as before, as long as the work goes on.
+    """
 
     def __init__(
         self, runtime: Runtime, renew: Callable[[Sequence[Renew]], Awaitable[list[int | None]]], idle: float
     ) -> None:
         super().__init__(runtime, "semel-renewer")
         self._renew = renew
-        self._due: dict[Claim, float] = {}
         self._idle = idle
         self._wakes = 0.0
 
     def after_fork(self) -> None:
         """What the parent works on is not the child's to renew."""
         super().after_fork()
-        self._due = {}
+        self._leases: dict[Claim, _Lease] = {}
 
     def watch(self, claim: Claim) -> None:
         """Keep the claim alive until :meth:`forget`."""
-        due = time.monotonic() + claim.lease / 3
-        self._due[claim] = due
+        lease = self._leases[claim] = _Lease(time.monotonic(), claim.lease)
         if not self.running:
             self.start()
-        elif due < self._wakes:
+        elif lease.due < self._wakes:
             self.nudge()
 
+    def watched(self) -> list[Claim]:
+        """The claims that are kept alive."""
+        return list(self._leases)
+
     def forget(self, claim: Claim) -> None:
-        """Let it be."""
-        self._due.pop(claim, None)
+        """Renew it no more."""
+        self._leases.pop(claim, None)
 
     def pause(self) -> float:
         """See Background. When idle it sleeps as long as a usual claim could, so that watching rarely wakes it."""
         now = time.monotonic()
         self._wakes = math.inf  # whoever is watched from here on wakes us
-        self._wakes = min([now + self._idle, *self._due.copy().values()])
-        return max(0.0, self._wakes - now)
+        self._wakes = min([now + self._idle, *(lease.due for lease in self._leases.copy().values())])
+        return max(0.02, self._wakes - now)
 
     async def tick(self) -> None:
         """See Background."""
         now = time.monotonic()
         # What is due soon is taken along: calls that began together are renewed together.
-        claims = [claim for claim, due in self._due.copy().items() if due <= now + claim.lease / 12]
-        for claim in claims:
-            if claim in self._due:
-                self._due[claim] = now + claim.lease / 3
-        if not claims:
+        due = {
+            claim: lease
+            for claim, lease in self._leases.copy().items()
+            if lease.due <= now + claim.lease * RENEW_AFTER / 2
+        }
+        if not due:
             return
-        answers = await self._renew([Renew(c.scope, c.key, c.fence, round(c.lease * 1e6)) for c in claims])
-        for claim, answer in zip(claims, answers, strict=True):
-            if answer is None and self._due.pop(claim, None) is not None:
+        for claim, lease in due.items():
+            lease.due = now + claim.lease * RENEW_AFTER
+        limit = time_for_renewal(min(lease.ends for lease in due.values()) - now)
+        asked = [Renew(claim.scope, claim.key, claim.fence, round(claim.lease * 1e6)) for claim in due]
+        answers = await self._runtime.within(limit, self._renew(asked))
+        for (claim, lease), answer in zip(due.items(), answers, strict=True):
+            if answer is not None:
+                lease.ends = now + claim.lease
+            elif self._leases.pop(claim, None) is not None:
                 _log.warning(
                     "the claim on %r in %r (fence %d) is lost while its work goes on",
                     claim.key,

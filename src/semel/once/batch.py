@@ -7,13 +7,15 @@ themselves, and one statement (one round trip, one commit) serves hundreds of ca
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
-from typing import Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
-from semel.bridge import drive
+from semel.bridge import PerLoop, drive
 from semel.errors import MissingExtra, NotMigrated, SemelError, StoreUnavailable
 from semel.forks import survive_fork
 
@@ -21,7 +23,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
-Flush: TypeAlias = Callable[[Sequence[A]], Awaitable[list[B]]]
+Flush: TypeAlias = Callable[[Sequence[A], float], Awaitable[list[B]]]
+"""``flush(requests, began)``: send a batch; ``began`` is when its oldest call was made, by ``time.monotonic``."""
 
 LARGEST = 128
 """Calls in a flush. More would save little, and of two groups one is at work here while the other's is in the store."""
@@ -41,19 +44,32 @@ class Failed:
         self.error = error
 
 
-async def flush_apart(flush: Flush[A, B], requests: Sequence[A]) -> list[B | Failed]:
+async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -> list[B | Failed]:
     """Flush a batch; one request that fails takes none of its neighbours with it.
 
     A batch that was refused for what it holds is halved until the request at fault stands alone. This is safe for
     every verb: each of them may be sent twice.
     """
     try:
-        return [*await flush(requests)]
+        return [*await flush(requests, began)]
     except Exception as error:  # noqa: BLE001 -- it goes to those whose requests it concerns
-        if len(requests) == 1 or isinstance(error, _STATE_OF_THE_STORE):
-            return [Failed(error) for _ in requests]
+        if len(requests) == 1:
+            return [Failed(error)]
+        if isinstance(error, _STATE_OF_THE_STORE):
+            return [Failed(_own(error)) for _ in requests]
         middle = len(requests) // 2
-        return [*await flush_apart(flush, requests[:middle]), *await flush_apart(flush, requests[middle:])]
+        first = await flush_apart(flush, requests[:middle], began)
+        return [*first, *await flush_apart(flush, requests[middle:], began)]
+
+
+def _own(error: Exception) -> Exception:
+    """The error for one of several callers: two threads that raise the same object would mix their tracebacks."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # noqa: BLE001 -- a class of someone else's that cannot be made from its arguments
+        own = StoreUnavailable(f"{type(error).__name__}: {error}")
+    own.__cause__ = error
+    return own
 
 
 class Lane(Protocol[A_contra, B_co]):
@@ -66,14 +82,27 @@ class Lane(Protocol[A_contra, B_co]):
 class Direct(Generic[A, B]):
     """No coalescing, for a store without round trips."""
 
-    def __init__(self, flush: Flush[A, B]) -> None:
-        self._flush = flush
+    def __init__(self, send: Callable[[Sequence[A]], Awaitable[list[B]]]) -> None:
+        self._send = send
 
     async def __call__(self, request: A, /) -> B:
-        return (await self._flush((request,)))[0]
+        return (await self._send((request,)))[0]
 
 
 class LoopLane(Generic[A, B]):
+    """Coalesces tasks, those of each event loop by themselves; ``orphaned`` hears answers that nobody waits for."""
+
+    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
+        self.flush = flush
+        self.orphaned = orphaned
+        self._queues = PerLoop(lambda: _LoopQueue(self))
+
+    def __call__(self, request: A, /) -> Coroutine[Any, Any, B]:
+        """See Lane."""
+        return self._queues.here()(request)
+
+
+class _LoopQueue(Generic[A, B]):
     """Coalesces the tasks of one event loop.
 
     A caller who is alone flushes its own call at once. In a crowd every flush begins a turn of the loop later, in a
@@ -82,44 +111,28 @@ class LoopLane(Generic[A, B]):
     answer that nobody waits for any more.
     """
 
-    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
-        self._flush = flush
-        self.orphaned = orphaned
-        self.after_fork()
-        survive_fork(self)
-
-    def after_fork(self) -> None:
-        """Start idle: the tasks that were waiting exist only in the parent."""
-        self._waiting: list[tuple[A, asyncio.Future[B]]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, lane: LoopLane[A, B]) -> None:
+        self._lane = lane
+        self._waiting: list[tuple[A, asyncio.Future[B], float]] = []
         self._busy = False
         self._crowded = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, request: A, /) -> B:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._move_to(loop)
         if self._busy or self._crowded:
-            return await self._join(loop, request)
+            return await self._join(request)
         self._busy = True
         try:
-            return (await self._flush((request,)))[0]
+            return (await self._lane.flush((request,), time.monotonic()))[0]
         except asyncio.CancelledError:
             await self._see_through(request)
             raise
         finally:
             self._go_on()
 
-    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A loop that is closed has left its calls unanswered: begin anew in this one."""
-        if self._busy and self._loop is not None and not self._loop.is_closed():
-            raise SemelError("this AsyncOnce is in use in another event loop; make one for each loop")
-        self._loop, self._busy, self._waiting = loop, False, []
-
-    async def _join(self, loop: asyncio.AbstractEventLoop, request: A) -> B:
-        answer: asyncio.Future[B] = loop.create_future()
-        self._waiting.append((request, answer))
+    async def _join(self, request: A) -> B:
+        answer: asyncio.Future[B] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer, time.monotonic()))
         if not self._busy:
             self._busy = True
             self._go_on()
@@ -132,7 +145,7 @@ class LoopLane(Generic[A, B]):
 
     def _go_on(self) -> None:
         """After a flush: send what has gathered and is still wanted, or be idle."""
-        self._waiting = [(request, answer) for request, answer in self._waiting if not answer.done()]
+        self._waiting = [each for each in self._waiting if not each[1].done()]
         if self._waiting:
             task = asyncio.get_running_loop().create_task(self._send())
             self._tasks.add(task)
@@ -144,14 +157,14 @@ class LoopLane(Generic[A, B]):
         batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
         self._crowded = len(batch) > 1
         try:
-            answers = await flush_apart(self._flush, [request for request, _ in batch])
+            answers = await flush_apart(self._lane.flush, [request for request, _, _ in batch], batch[0][2])
         except BaseException:
-            for _, future in batch:
+            for _, future, _ in batch:
                 future.cancel()
             raise
         else:
             abandoned: list[B] = []
-            for (_, future), answer in zip(batch, answers, strict=True):
+            for (_, future, _), answer in zip(batch, answers, strict=True):
                 if isinstance(answer, Failed):
                     if not future.done():
                         future.set_exception(answer.error)
@@ -168,22 +181,23 @@ class LoopLane(Generic[A, B]):
         """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
         try:
             async with asyncio.timeout(1):
-                await self._orphan((await self._flush((request,)))[0])
+                await self._orphan((await self._lane.flush((request,), time.monotonic()))[0])
         except (SemelError, TimeoutError) as error:
             _log.warning("a cancelled call could not be seen through: %s", str(error) or "no answer in a second")
 
     async def _orphan(self, answer: B) -> None:
-        if self.orphaned is not None:
-            await self.orphaned(answer)
+        if self._lane.orphaned is not None:
+            await self._lane.orphaned(answer)
 
 
 class _Call(Generic[A, B]):
     """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
 
-    __slots__ = ("answer", "error", "gate", "last", "leads", "next", "request")
+    __slots__ = ("answer", "began", "error", "gate", "last", "leads", "next", "request")
 
     def __init__(self, request: A) -> None:
         self.request = request
+        self.began = time.monotonic()
         self.gate = threading.Lock()
         self.leads = self.last = False
         self.next: _Call[A, B] | None = None
@@ -256,7 +270,9 @@ class ThreadLane(Generic[A, B]):
             others, self._waiting = self._waiting[: LARGEST - 1], self._waiting[LARGEST - 1 :]
         batch = [own, *others]
         try:
-            answers = drive(flush_apart(self._flush, [call.request for call in batch]))
+            answers = drive(
+                flush_apart(self._flush, [call.request for call in batch], min(call.began for call in batch))
+            )
         except BaseException as error:  # noqa: BLE001 -- raised by each caller in its own thread
             for call in others:
                 call.error = StoreUnavailable(f"interrupted by {error!r}; try again")

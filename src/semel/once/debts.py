@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
+from typing import TypeAlias
 
 from semel.errors import SemelError, StoreUnavailable
 from semel.model import Claim, Granted
@@ -20,9 +20,14 @@ from semel.once.store import ClaimRequest, Complete, Done, Release, Ring, Store
 
 _SOON = 0.02
 _TRIES = 3
+_LONGEST_TRY, _AT_ONCE = 2.5, 1.0
+"""Seconds for an answer of the store: in the background, and while a caller waits who wants the key."""
 _LONGEST = 3600.0
 """Seconds after which what the store still does not take is given up, so that its lease can end."""
 _log = logging.getLogger("semel")
+
+
+_Pay: TypeAlias = "Callable[[Debts], Awaitable[None]]"
 
 
 class Debts(Background):
@@ -38,33 +43,47 @@ class Debts(Background):
     def after_fork(self) -> None:
         """What the parent owes is not the child's to pay."""
         super().after_fork()
-        self._owed: dict[Claim | str, tuple[Callable[[], Awaitable[None]], float]] = {}
+        self._owed: dict[Claim | str, tuple[_Pay, float]] = {}
 
     def owe_outcome(self, claim: Claim, done: Done) -> None:
         """Record it, and renew its lease until then."""
         self._renewer.watch(claim)
-        self._owe(claim, partial(self._record, claim, done), claim.lease)
+        self._owe(claim, lambda debts: debts._record(claim, done), claim.lease)
 
     def owe_release(self, claim: Claim) -> None:
         """Give the key back."""
-        self._owe(claim, partial(self._release, claim), claim.lease)
+        self._owe(claim, lambda debts: debts._release(claim), claim.lease)
 
     def owe_answer(self, request: ClaimRequest) -> None:
         """The store may have granted this and could not say so: see to it that nobody holds the key for nobody."""
-        self._owe(request.attempt, partial(self._unclaim, request), request.lease_us / 1e6)
+        self._owe(request.attempt, lambda debts: debts._unclaim(request), request.lease_us / 1e6)
 
-    def _owe(self, what: Claim | str, pay: Callable[[], Awaitable[None]], lease: float) -> None:
+    def _owe(self, what: Claim | str, pay: _Pay, lease: float) -> None:
         self._owed[what] = (pay, time.monotonic() + max(lease, _LONGEST))
+        self._soon()
+
+    def _soon(self) -> None:
         self._pause = _SOON
         self.start()
         self.nudge()
+
+    def adopt(self, other: Debts) -> None:
+        """Take over what another one, whose event loop is over, has not paid."""
+        if not other._owed:
+            return
+        self._owed |= other._owed
+        other._owed = {}
+        for claim in other._renewer.watched():
+            if claim in self._owed:
+                self._renewer.watch(claim)
+        self._soon()
 
     async def settle(self, scope: str, key: str) -> None:
         """Pay at once, if it can be, what is owed for a key that is about to be claimed."""
         for what, (pay, _) in self._owed.copy().items():
             if isinstance(what, Claim) and (what.scope, what.key) == (scope, key):
                 with suppress(SemelError):  # then the claim will tell how things stand
-                    await pay()
+                    await self._runtime.within(_AT_ONCE, pay(self))
                     self._owed.pop(what, None)
 
     @property
@@ -109,7 +128,7 @@ class Debts(Background):
         for what, (pay, until) in self._owed.copy().items():
             try:
                 if time.monotonic() < until:
-                    await pay()
+                    await self._runtime.within(_LONGEST_TRY, pay(self))
                 elif isinstance(what, Claim):
                     self._renewer.forget(what)
             except SemelError as error:
@@ -126,6 +145,6 @@ class Debts(Background):
         """Also try a last time."""
         await super().end()
         try:
-            await self.tick()
+            await self._runtime.within(_LONGEST_TRY, self.tick())
         except SemelError as error:
             _log.warning("%d outcomes or releases could not be recorded: %s", len(self._owed), error)

@@ -11,7 +11,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from semel.codec import PLAIN, Codec, encode
 from semel.errors import (
@@ -26,14 +26,14 @@ from semel.errors import (
 )
 from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
 from semel.once.asking import Asking, Door, claim_in, codec_for, name_of, new_attempt, print_of
-from semel.once.background import BATCH, Collector, Renewer, Sampler
+from semel.once.background import BATCH, RENEW_AFTER, Collector, Renewer, Sampler
 from semel.once.batch import Direct, Lane, LoopLane
 from semel.once.bell import Bell
 from semel.once.counters import Counters, Hook, Stats
 from semel.once.debts import Debts
 from semel.once.memory import MemoryStore
-from semel.once.patience import patient
-from semel.once.runtime import Runtime
+from semel.once.patience import Send, patient
+from semel.once.runtime import Local, Runtime
 from semel.once.store import ClaimRequest, Complete, Done, Forget, ForgetScope, Ref, Release, Renew, Store, Together
 from semel.policy import CrashRule, Policy, seconds
 
@@ -42,7 +42,16 @@ B = TypeVar("B")
 
 DEFAULT_SCOPE = "default"
 _FIRST_POLL, _LAST_POLL = 0.02, 0.5
+LONG = 30.0
+"""Seconds for a verb that goes through all keys: stats and purge."""
 _log = logging.getLogger("semel")
+
+
+class _Behind(NamedTuple):
+    """What works behind the claims of one event loop, or of all threads."""
+
+    renewer: Renewer
+    debts: Debts
 
 
 class Engine:
@@ -88,14 +97,13 @@ class Engine:
         self._collector = Collector(
             runtime,
             policy.collect_interval,
-            self._patient(store.purge),
+            self._patient(store.purge, LONG),
             self.counters,
             logging.DEBUG if policy.cleanup_log == "debug" else logging.INFO,
         )
-        self._renewer = Renewer(runtime, self._patient(store.renew), policy.lease / 3)
-        self._debts = Debts(runtime, store, self._renewer, self._bell.ring)
+        self._behind: Local[_Behind] = runtime.local(self._new_behind, self._inherit)
         if isinstance(self._claims, LoopLane):
-            self._claims.orphaned = self._debts.give_back
+            self._claims.orphaned = self._give_back
         self._sampler: Sampler | None = None
         if on_event is not None:
             self.hear(on_event)
@@ -105,8 +113,29 @@ class Engine:
         every = self.counters.hear(hook)
         if every is not None:
             if self._sampler is None:
-                self._sampler = Sampler(self._runtime, self.store.stats, self.counters)
+                self._sampler = Sampler(
+                    self._runtime, lambda: self._runtime.within(LONG, self.store.stats()), self.counters
+                )
             self._sampler.look_every(seconds("sample_every", every))
+
+    def _new_behind(self) -> _Behind:
+        renewer = Renewer(self._runtime, self.store.renew, self.policy.lease * RENEW_AFTER)
+        return _Behind(renewer, Debts(self._runtime, self.store, renewer, self._bell.ring))
+
+    async def _give_back(self, verdict: Verdict) -> None:
+        await self._debts.give_back(verdict)
+
+    def _inherit(self, behind: _Behind) -> None:
+        """An event loop ended before the store was told everything: this one tells it."""
+        self._debts.adopt(behind.debts)
+
+    @property
+    def _renewer(self) -> Renewer:
+        return self._behind.here().renewer
+
+    @property
+    def _debts(self) -> Debts:
+        return self._behind.here().debts
 
     async def claim(
         self,
@@ -215,7 +244,7 @@ class Engine:
 
         ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
         """
-        step = self._patient(self.store.forget_scope)
+        step = self._patient(self.store.forget_scope, LONG)
         request = ForgetScope(name_of("scope", scope), BATCH, force)
         total = 0
         while True:
@@ -275,7 +304,7 @@ class Engine:
 
     async def stats(self) -> Stats:
         """What the store holds (counted now) and what happened here since the start."""
-        return self.counters.snapshot(await self._patient(lambda _: self.store.stats())(()))
+        return self.counters.snapshot(await self._patient(lambda _: self.store.stats(), LONG)(()))
 
     async def open(self) -> None:
         """Check that the store is there and ready: call it before the first consumer starts."""
@@ -286,6 +315,8 @@ class Engine:
         for background in (self._collector, self._renewer, self._debts, self._sampler):
             if background is not None:
                 await background.end()
+        for behind in self._behind.everywhere():
+            behind.renewer.stop()
         await self.store.close()
 
     async def begin(self, asking: Asking) -> Granted | Replay | None:
@@ -457,10 +488,10 @@ class Engine:
         patient = self._patient(verb)
         return self._runtime.lane(patient) if self.store.coalesce else Direct(patient)
 
-    def _patient(self, verb: Callable[[A], Awaitable[B]]) -> Callable[[A], Awaitable[B]]:
+    def _patient(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
         name = getattr(verb, "__name__", "<lambda>")
         took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
-        return patient(verb, self._runtime, self._retry_for, took)
+        return patient(verb, self._runtime, self._retry_for, longest=longest, took=took)
 
 
 _EVENTS: dict[type, str] = {

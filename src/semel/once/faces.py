@@ -16,7 +16,7 @@ from semel.once.engine import DEFAULT_SCOPE, Engine
 from semel.once.opening import Target, join, open_store
 from semel.once.runtime import Loop, Threads
 from semel.once.store import Clock
-from semel.policy import Policy
+from semel.policy import Policy, seconds
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -40,6 +40,7 @@ class Face:
         clock: Clock | None = None,
         collect: bool = True,
         retry_for: float = 5.0,
+        pool: int | None = None,
         on_event: Hook | None = None,
         low_replay_rate: float | None = None,
         **options: Any,
@@ -47,15 +48,17 @@ class Face:
         """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
 
         ``policy`` is the default for every call. ``collect=False`` switches the background clean-up off.
-        ``retry_for`` is how many seconds a call tries again while the store is away. ``on_event`` hears every
-        verdict, for metrics. ``low_replay_rate=0.5`` warns of HTTP scopes in which fewer requests than that are
-        replays; without it a low rate is no warning. ``prefix`` (Redis) begins every key's name.
-        ``clock`` is for tests.
+        ``retry_for`` is how many seconds a call tries again while the store is unavailable or silent, and so how long
+        it takes at the most; with 0 it tries once. ``pool`` (PostgreSQL) is how many connections all calls of the
+        process share at the most, 5 by default. ``on_event`` hears every verdict, for metrics.
+        ``low_replay_rate=0.5`` warns of HTTP scopes in which fewer requests than that are replays; without it a low
+        rate is no warning. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
+        patience = seconds("retry_for", retry_for, zero=True)
         self._engine = Engine(
-            open_store(store, awaited=self._world is Loop, clock=clock, **options),
+            open_store(store, awaited=self._world is Loop, clock=clock, pool=pool, retry_for=patience, **options),
             self._world(),
             policy or Policy(),
             collect=collect,

@@ -10,10 +10,11 @@ from sqlalchemy import Engine as SqlEngine
 from semel.errors import InvalidRequest
 from semel.once.listener import Listener
 from semel.once.memory import MemoryStore
+from semel.once.patience import time_for_try
 from semel.once.sqlite import SqliteStore
 from semel.once.store import Clock, Store
 from semel.sql import engines
-from semel.sql.opening import open_database
+from semel.sql.opening import checked_pool, open_database
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,12 +25,25 @@ Target: TypeAlias = "str | Store | SqlEngine | AsyncEngine | Any"
 EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://user@host/name"
 
 
-def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **options: Any) -> Store:
+def open_store(
+    target: Target,
+    *,
+    awaited: bool,
+    clock: Clock | None = None,
+    pool: int | None = None,
+    retry_for: float = 5.0,
+    **options: Any,
+) -> Store:
     """The store behind ``target``; ``awaited`` for an event loop. Connects when first used."""
+    checked_pool(pool)
+    if pool is not None and not isinstance(target, str):
+        raise InvalidRequest(
+            "pool= is for a store that is opened by its URL; an engine or a client has a pool of its own"
+        )
     if type(target).__module__.startswith("sqlalchemy."):
         return _of_engine(target, awaited, clock)
     if isinstance(target, str):
-        return _of_url(target, awaited, clock, options)
+        return _of_url(target, awaited, clock, {"pool": pool, "retry_for": retry_for}, options)
     if type(target).__module__.startswith("redis."):
         return _of_client(target, awaited, clock, options)
     if hasattr(target, "claim") and hasattr(target, "purge"):
@@ -39,10 +53,12 @@ def open_store(target: Target, *, awaited: bool, clock: Clock | None = None, **o
     )
 
 
-def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+def _of_url(
+    target: str, awaited: bool, clock: Clock | None, connecting: dict[str, Any], options: dict[str, Any]
+) -> Store:
     scheme = target.split(":", 1)[0].split("+", 1)[0]
     if scheme in ("redis", "rediss", "unix"):
-        return _redis(target, awaited, clock, options)
+        return _redis(target, awaited, clock, connecting["retry_for"], options)
     if scheme in ("memory", "sqlite", "postgresql", "postgres"):
         _only(options, kind=scheme)
     match scheme:
@@ -51,7 +67,8 @@ def _of_url(target: str, awaited: bool, clock: Clock | None, options: dict[str, 
         case "sqlite":
             return _sqlite(engines.parse(target), awaited, clock)
         case "postgresql" | "postgres":
-            return _postgres(engines.parse(target.replace("postgres://", "postgresql://", 1)), awaited, clock)
+            url = engines.parse(target.replace("postgres://", "postgresql://", 1))
+            return _postgres(url, awaited, clock, connecting["pool"])
     raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
 
 
@@ -59,10 +76,10 @@ def _sqlite(url: URL, awaited: bool, clock: Clock | None) -> Store:
     return SqliteStore(open_database(url, awaited=awaited), clock)
 
 
-def _postgres(url: URL, awaited: bool, clock: Clock | None) -> Store:
+def _postgres(url: URL, awaited: bool, clock: Clock | None, pool: int | None) -> Store:
     from semel.once.postgres import PostgresStore, hearing
 
-    return PostgresStore(open_database(url, awaited=awaited), clock, Listener(hearing(url)))
+    return PostgresStore(open_database(url, awaited=awaited, pool=pool), clock, Listener(hearing(url)))
 
 
 def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
@@ -71,6 +88,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
 
     from semel.once.postgres import PostgresStore, hearing
     from semel.sql.awaited import AsyncDatabase
+    from semel.sql.postgres import LOCK_WAIT
 
     if not isinstance(engine, SqlEngine | AsyncEngine):
         raise InvalidRequest(f"a store is opened by an engine, not by a {type(engine).__name__}; see on() for sessions")
@@ -83,20 +101,17 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
         raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
     own = engine.execution_options(isolation_level="AUTOCOMMIT", **{engines.COMMITS: True})
     database: engines.Database
-    if isinstance(own, AsyncEngine):
-        database = AsyncDatabase(own, owned=False)
-    else:
-        database = engines.BlockingDatabase(own, owned=False)
-    return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=engines.LOCK_WAIT)
+    database = AsyncDatabase(own) if isinstance(own, AsyncEngine) else engines.BlockingDatabase(own, owned=False)
+    return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=LOCK_WAIT)
 
 
-def _redis(url: str, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+def _redis(url: str, awaited: bool, clock: Clock | None, retry_for: float, options: dict[str, Any]) -> Store:
     try:
         from semel.once import redis
     except ModuleNotFoundError as error:
         raise engines.missing("redis", error) from error
     _only(options, "prefix", kind="redis")
-    return redis.open_url(url, awaited, clock, **options)
+    return redis.open_url(url, awaited, clock, timeout=time_for_try(retry_for, retry_for), **options)
 
 
 def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:

@@ -1,4 +1,4 @@
-"""Trying again while the store is away: a restart, a failover or a lost connection is not the caller's problem."""
+"""Trying again while the store is unavailable: a restart, a failover or a lost connection is no caller's problem."""
 
 from __future__ import annotations
 
@@ -6,36 +6,59 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from semel.errors import StoreBroken, StoreUnavailable
 from semel.once.runtime import Runtime
 
 A = TypeVar("A")
 B = TypeVar("B")
+A_contra = TypeVar("A_contra", contravariant=True)
+B_co = TypeVar("B_co", covariant=True)
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0
+_SHORTEST = 1.0
+"""Seconds that a try has at the least: a healthy server that is busy may need as many."""
+_ALONE = 5.0
+"""Seconds of the only try where there is no second one."""
 _log = logging.getLogger("semel")
 
 
+class Send(Protocol[A_contra, B_co]):
+    """A verb that is sent again."""
+
+    async def __call__(self, requests: A_contra, began: float | None = None) -> B_co:
+        """``began``: when the call was made, if that was earlier (``time.monotonic``)."""
+
+
 def patient(
-    verb: Callable[[A], Awaitable[B]], runtime: Runtime, retry_for: float, took: Callable[[float], None] | None = None
-) -> Callable[[A], Awaitable[B]]:
+    verb: Callable[[A], Awaitable[B]],
+    runtime: Runtime,
+    retry_for: float,
+    *,
+    longest: float | None = None,
+    took: Callable[[float], None] | None = None,
+) -> Send[A, B]:
     """The verb, sent again with growing pauses for ``retry_for`` seconds, since every verb may be sent twice.
 
-    ``took`` hears how long it was until the answer came.
+    A server that is silent counts as one that is away, so no call takes much longer than that. ``longest`` is for
+    verbs that may take their time: so many seconds for a single try. ``took`` hears how long it was until the answer
+    came.
     """
 
-    async def send(requests: A) -> B:
+    async def send(requests: A, began: float | None = None) -> B:
         started = time.monotonic()
+        ends = (started if began is None else began) + retry_for
         pause = _FIRST_PAUSE
         while True:
             try:
-                answer = await verb(requests)
+                answer = await runtime.within(
+                    longest or time_for_try(retry_for, ends - time.monotonic()), verb(requests)
+                )
             except StoreBroken:
                 raise
             except StoreUnavailable as error:
-                if time.monotonic() + pause > started + retry_for:
+                if time.monotonic() + pause > ends:
                     raise
                 _log.debug("the store is unavailable, trying again in %.2f s: %s", pause, error)
             else:
@@ -46,3 +69,10 @@ def patient(
             pause = min(pause * 2, _LAST_PAUSE)
 
     return send
+
+
+def time_for_try(retry_for: float, left: float) -> float:
+    """How long a single try may take: half of the time that is left, so that a new connection gets its chance."""
+    if retry_for == 0:
+        return _ALONE
+    return left / 2 if left > 2 * _SHORTEST else max(left, _SHORTEST)

@@ -10,12 +10,15 @@ rows that someone has locked.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from threading import Event
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import URL, Connection, TextClause, exc, text
 
+from semel.deadline import within
 from semel.errors import StoreUnavailable
 from semel.model import Held, InFlight, Reason, Record, Verdict
 from semel.once.listener import Hear, Listener
@@ -24,6 +27,12 @@ from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, Forget
 from semel.sql import migrate
 from semel.sql.engines import Database, fetch
 from semel.sql.failures import LOCK_TIMEOUT, sqlstate
+from semel.sql.postgres import KEEPALIVE
+
+if TYPE_CHECKING:
+    from semel.sql.bounded import BoundedConnection
+
+_log = logging.getLogger("semel.listener")
 
 CHANNEL = "semel"
 SEPARATOR = "\x1f"
@@ -237,23 +246,56 @@ FROM semel_keys, clock GROUP BY 1
 """)
 
 
+HEARTBEAT = 5.0
+"""Seconds without a notification after which the listener asks whether the server is there."""
+_ANSWER, _CONNECTING = 3.0, 5.0
+"""Seconds that the server has for an answer, and for a new connection."""
+
+
 def hearing(url: URL, greeting: str | None = None) -> Hear:
-    """LISTEN over psycopg, for the listener's thread. ``greeting`` is heard first: what came before was not."""
+    """LISTEN over psycopg, for the listener's thread. ``greeting`` is heard first: what came before was not.
+
+    A connection that only listens would never notice that its server is gone: nothing is sent, and nothing comes. So it
+    asks now and then.
+    """
     address = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    words: Any = {"application_name": "semel-listener", "connect_timeout": 5, **KEEPALIVE}
 
     def hear(channel: str, stopped: Event) -> Iterator[str | None]:
-        import psycopg
+        from semel.sql.bounded import BoundedConnection
 
-        with psycopg.connect(address, autocommit=True, application_name="semel-listener") as conn:
-            conn.execute(f"LISTEN {channel}")
+        with within(_CONNECTING):
+            conn = BoundedConnection.connect(address, autocommit=True, **words)
+        with conn:
+            with within(_ANSWER):
+                conn.execute(f"LISTEN {channel}")
             if greeting is not None:
                 yield greeting
+            heard = time.monotonic()
             while not stopped.is_set():
                 for notice in conn.notifies(timeout=0.5):
+                    heard = time.monotonic()
                     yield notice.payload
                 yield None
+                if time.monotonic() - heard > HEARTBEAT:
+                    _ask(conn, time.monotonic() - heard)
+                    heard = time.monotonic()
 
     return hear
+
+
+def _ask(conn: BoundedConnection, silent: float) -> None:
+    """Find out whether the server is still there."""
+    try:
+        with within(_ANSWER):
+            conn.execute("SELECT 1")
+    except Exception:
+        _log.warning(
+            "PostgreSQL has sent nothing for %.0f s on the connection that listens, and does not answer there: "
+            "connecting anew. Notifications since then are lost; what they announced is found by polling",
+            silent + _ANSWER,
+        )
+        raise
 
 
 class PostgresStore:
@@ -339,7 +381,7 @@ class PostgresStore:
     async def stats(self) -> Held:
         """See the contract."""
         await self._prepare()
-        return await self._database.read(_stats, self._terms())
+        return await self._database.survey(_stats, self._terms())
 
     def watch(self, ring: Ring) -> None:
         """LISTEN on a connection of its own."""

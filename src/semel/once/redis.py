@@ -11,10 +11,12 @@ stays, and never falls behind the clock, so fences grow even over a server that 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import cache
 from inspect import isawaitable
 from threading import Event
@@ -23,10 +25,13 @@ from zlib import crc32
 
 import redis
 import redis.asyncio
+import redis.asyncio.retry
+import redis.retry
 from msgspec import Struct, msgpack
 from redis import exceptions
+from redis.backoff import NoBackoff
 
-from semel.bridge import HomeLoop
+from semel.bridge import PerLoop, hang_up
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.forks import survive_fork
 from semel.model import Held, Reason, Record, State, Verdict
@@ -45,6 +50,9 @@ from semel.once.store import (
     Renew,
     Ring,
 )
+from semel.sql.engines import left_behind
+
+_log = logging.getLogger("semel.listener")
 
 BUCKETS = 256
 SEPARATOR = "\x1f"
@@ -242,15 +250,34 @@ class _Complete(Struct):
     done: _Done
 
 
+HEARTBEAT = 5.0
+"""Seconds without a message after which the listener asks whether the server is there; it has as long to answer."""
+
+
 def hearing(client: Any) -> Hear:
     """SUBSCRIBE, for the listener's thread; the client connects when it begins."""
 
     def hear(channel: str, stopped: Event) -> Iterator[str | None]:
-        with client.pubsub(ignore_subscribe_messages=True) as subscription:
+        with client.pubsub() as subscription:
             subscription.subscribe(channel)
+            heard = asked = time.monotonic()
             while not stopped.is_set():
                 message = subscription.get_message(timeout=0.5)
-                yield None if message is None else message["data"].decode()
+                now = time.monotonic()
+                if message is not None:
+                    heard = now
+                elif now - heard > 2 * HEARTBEAT:
+                    _log.warning(
+                        "Redis has sent nothing for %.0f s on the connection that listens, and does not answer there: "
+                        "connecting anew. Messages since then are lost; what they announced is found by polling",
+                        now - heard,
+                    )
+                    raise exceptions.ConnectionError(f"Redis has been silent for {now - heard:.0f} seconds")
+                elif now - max(heard, asked) > HEARTBEAT:
+                    subscription.ping()
+                    asked = now
+                told = message is not None and message["type"] == "message"
+                yield message["data"].decode() if told else None
 
     return hear
 
@@ -281,9 +308,11 @@ class RedisStore:
         self._prefix: str = prefix
         self._channel = f"{prefix}:ended"
         self._listener = listener
-        asynchronous = type(client).__module__.startswith("redis.asyncio")
-        self._home = HomeLoop(self._forget_connections) if asynchronous else None
         self._connect = connect
+        self._clients: PerLoop[Any] | None = None
+        if type(client).__module__.startswith("redis.asyncio"):
+            self._clients = PerLoop(self._another, end=_disconnect, abandon=_abandon)
+        self._given: Any = client
         self._stale = False
         survive_fork(self)
 
@@ -293,22 +322,27 @@ class RedisStore:
 
     def _here(self) -> Any:
         """The client, fit for this process and this loop."""
+        if self._clients is not None:
+            return self._clients.here()
         if self._stale:
             self._stale = False
-            if self._connect is not None:
-                self._client = self._connect()
-            elif not self._clustered:
-                pool = self._client.connection_pool
-                self._client.connection_pool = type(pool)(
-                    connection_class=pool.connection_class, **pool.connection_kwargs
-                )
-        if self._home is not None:
-            self._home.enter()
+            self._client = self._renewed()
         return self._client
 
-    def _forget_connections(self) -> None:
-        if not self._clustered:
-            self._client.connection_pool.reset()
+    def _another(self) -> Any:
+        """A client for a new event loop: the one that we were given, then others like it."""
+        given, self._given = self._given, None
+        return given if given is not None and not self._stale else self._renewed()
+
+    def _renewed(self) -> Any:
+        """The same client with connections of its own. Of a cluster's that was given to us there is only one."""
+        if self._connect is not None:
+            return self._connect()
+        if self._clustered:
+            return self._client
+        pool = self._client.connection_pool
+        own = type(pool)(connection_class=pool.connection_class, **pool.connection_kwargs)
+        return type(self._client)(connection_pool=own)
 
     async def open(self) -> None:
         """See the contract."""
@@ -429,7 +463,10 @@ class RedisStore:
         """See the contract."""
         if self._listener is not None:
             self._listener.stop()
-        await self._answer(self._client.aclose() if hasattr(self._client, "aclose") else self._client.close())
+        if self._clients is not None:
+            await self._clients.end()
+        else:
+            self._client.close()
 
     async def _run(
         self,
@@ -486,6 +523,24 @@ class RedisStore:
         text = name.decode() if isinstance(name, bytes) else name
         size, rest = text.split("}:", 1)[1].split(":", 1)
         return Ref(rest[: int(size)], rest[int(size) + 1 :])
+
+
+async def _disconnect(client: Any) -> None:
+    """The event loop that the client's connections belong to ends, or the store is closed."""
+    with suppress(OSError, exceptions.RedisError):
+        await client.aclose()
+
+
+def _abandon(client: Any) -> None:
+    """The event loop is closed, so nothing can be awaited in it any more; its sockets are still open."""
+    pool = getattr(client, "connection_pool", None)
+    for connection in list(getattr(pool, "_available_connections", ())):
+        writer = getattr(connection, "_writer", None)
+        if writer is not None:
+            hang_up(writer.transport)
+            left_behind.append(connection)  # without its loop it could not even be forgotten without complaint
+    if pool is not None:
+        pool.reset()
 
 
 async def _each(names: Any) -> AsyncGenerator[bytes, None]:
@@ -556,20 +611,28 @@ def translated() -> Iterator[None]:
         raise StoreUnavailable(f"Redis cannot be used at the moment: {error}") from error
 
 
-def open_url(url: str, awaited: bool, clock: Clock | None, *, prefix: Any = "semel") -> RedisStore:
-    """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``."""
+def open_url(
+    url: str, awaited: bool, clock: Clock | None, *, timeout: float = 5.0, prefix: Any = "semel"
+) -> RedisStore:
+    """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``.
+
+    ``timeout`` seconds are for a server that is silent. The client does not try again by itself: the engine does.
+    """
     clustered = url.startswith(("redis+cluster:", "rediss+cluster:"))
     plain = url.replace("+cluster", "", 1) if clustered else url
     world: Any = redis.asyncio if awaited else redis
     kind = world.RedisCluster if clustered else world.Redis
+    options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "socket_keepalive": True}
+    if not clustered:  # a cluster's client looks for the node that has the slot, which may have moved
+        options["retry"] = (redis.asyncio.retry if awaited else redis.retry).Retry(NoBackoff(), 0)
 
     def connect() -> Any:
         try:
-            return kind.from_url(plain, socket_timeout=5, socket_connect_timeout=5)
+            return kind.from_url(plain, **options)
         except ValueError as error:
             raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
 
     with translated():  # a blocking cluster client connects at once
         client = connect()
-    listener = Listener(hearing(redis.Redis.from_url(plain)))
+    listener = Listener(hearing(redis.Redis.from_url(plain, socket_connect_timeout=timeout, socket_keepalive=True)))
     return RedisStore(client, clock, prefix=prefix, listener=listener, connect=connect)

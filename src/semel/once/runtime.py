@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from semel.bridge import drive
-from semel.once.batch import Lane, LoopLane, ThreadLane
+from semel import deadline
+from semel.bridge import PerLoop, drive
+from semel.errors import StoreUnavailable
+from semel.once.batch import Flush, Lane, LoopLane, ThreadLane
 
 A = TypeVar("A")
 B = TypeVar("B")
+T = TypeVar("T")
 Body: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -29,7 +32,17 @@ class Signal(Protocol):
         """Wait until set or until the time is over; True when set. Clears the flag."""
 
     def here(self) -> bool:
-        """True when a waiter for it could still be awake: not if it was made for another event loop."""
+        """True when a waiter for it could still be awake: not if the event loop that it was made for has ended."""
+
+
+class Local(Protocol[T]):
+    """Something that each event loop has for itself, and threads share."""
+
+    def here(self) -> T:
+        """The one to use in this thread or loop."""
+
+    def everywhere(self) -> list[T]:
+        """All of them."""
 
 
 class Runtime(Protocol):
@@ -44,7 +57,13 @@ class Runtime(Protocol):
     def spawn(self, body: Body, name: str) -> None:
         """Run ``body`` in the background; it must end by itself when its owner is closed."""
 
-    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+    async def within(self, seconds: float, work: Awaitable[B]) -> B:
+        """Await ``work`` for so long at the most; ``StoreUnavailable`` when it gave no answer by then."""
+
+    def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:
+        """One thing for each event loop, or one for all threads. ``inherit`` gets those of loops that are over."""
+
+    def lane(self, flush: Flush[A, B]) -> Lane[A, B]:
         """Coalesce concurrent calls into batches for ``flush``."""
 
 
@@ -79,9 +98,29 @@ class Threads:
         """See Runtime. A daemon, so that it never keeps a program from ending."""
         threading.Thread(target=lambda: drive(body()), name=name, daemon=True).start()
 
-    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+    async def within(self, seconds: float, work: Awaitable[B]) -> B:
+        """See Runtime. Whatever waits for a server looks at the deadline by itself."""
+        with deadline.within(seconds):
+            return await work
+
+    def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:  # noqa: ARG002 -- threads share
+        """See Runtime."""
+        return _Shared(make())
+
+    def lane(self, flush: Flush[A, B]) -> Lane[A, B]:
         """See Runtime."""
         return ThreadLane(flush)
+
+
+class _Shared(Generic[T]):
+    def __init__(self, thing: T) -> None:
+        self._thing = thing
+
+    def here(self) -> T:
+        return self._thing
+
+    def everywhere(self) -> list[T]:
+        return [self._thing]
 
 
 class _LoopSignal:
@@ -103,11 +142,11 @@ class _LoopSignal:
         return True
 
     def here(self) -> bool:
-        return asyncio.get_running_loop() is self._loop
+        return self._loop is asyncio.get_running_loop() or self._loop.is_running()
 
 
 class Loop:
-    """The world of one event loop."""
+    """The world of event loops."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,6 +166,19 @@ class Loop:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def lane(self, flush: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+    async def within(self, seconds: float, work: Awaitable[B]) -> B:
+        """See Runtime."""
+        try:
+            with deadline.within(seconds):
+                async with asyncio.timeout(seconds):
+                    return await work
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the store gave no answer within {seconds:.3g} seconds") from error
+
+    def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:
+        """See Runtime."""
+        return PerLoop(make, abandon=inherit)
+
+    def lane(self, flush: Flush[A, B]) -> Lane[A, B]:
         """See Runtime."""
         return LoopLane(flush)

@@ -21,7 +21,7 @@ from semel.runs.asking import Terms
 from semel.runs.engine import Engine
 from semel.runs.execution import Limits
 from semel.runs.keeping import Published
-from semel.runs.ledger import Ledger
+from semel.runs.ledger import RETRY_FOR, Ledger
 from semel.runs.models import ModelOptions, make_model
 from semel.runs.news import Hook, News
 from semel.runs.registry import Registry
@@ -44,10 +44,15 @@ _apps: WeakSet[App] = WeakSet()
 
 
 class AsyncRuns:
-    """The verbs of an app for an event loop; one loop at a time. Get it as ``app.aio``."""
+    """The verbs of an app for event loops. Get it as ``app.aio``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the verbs work on."""
+        return self._engine.ledger
 
     submit = awaited(Engine.submit)
     submit_many = awaited(Engine.submit_many)
@@ -78,6 +83,8 @@ class App:
     ``artifacts`` is where large results and files go: a folder, ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
     ``transport`` tells workers of new runs: ``"database"``, or ``"rq"`` and ``"celery"`` over ``redis``.
     ``publish`` is called with every step of every run, at least once, after it was committed.
+    ``retry_for`` is how many seconds a verb tries again while the database is unavailable or silent.
+    ``pool`` (PostgreSQL) is how many connections the verbs of a process share at the most, 5 by default.
     """
 
     def __init__(
@@ -93,6 +100,8 @@ class App:
         max_result_bytes: int = 100 * 1024 * 1024,
         publish: Callable[[Published], None] | None = None,
         clock: Clock | None = None,
+        retry_for: float = RETRY_FOR,
+        pool: int | None = None,
     ) -> None:
         self.url = url
         self.registry = Registry()
@@ -108,11 +117,12 @@ class App:
         self.terms = Terms(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish
         self.clock = clock
+        self._retry_for, self._pool = retry_for, pool
         self._told_by = (transport, redis)
         self.transport = _transport(transport, redis, self)
         self._artifacts = _absolute(artifacts)
         self._opening = threading.Lock()
-        Ledger(url, awaited=False)  # says at once when the URL cannot work
+        self.ledger(awaited=False)  # says at once when the URL cannot work
         _apps.add(self)
         survive_fork(self)
 
@@ -171,7 +181,14 @@ class App:
 
     def ledger(self, *, awaited: bool) -> Ledger:
         """A ledger with connections of its own."""
-        return Ledger(self.url, awaited=awaited, clock=self.clock, publish=self.publish is not None)
+        return Ledger(
+            self.url,
+            awaited=awaited,
+            clock=self.clock,
+            publish=self.publish is not None,
+            retry_for=self._retry_for,
+            pool=self._pool,
+        )
 
     def engine(self, *, awaited: bool) -> Engine:
         """The verbs over a ledger of their own."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from semel.errors import StoreUnavailable
+from semel.once.background import RENEW_AFTER, time_for_renewal
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
 from semel.runs.ledger import Ledger
@@ -19,8 +20,8 @@ from semel.runs.worklog import WorkLog
 
 TICK = 1.0
 """Seconds between two looks at what is held: so long may a cancel take to be heard."""
-LONGEST = 20.0
-"""Seconds that a heartbeat may take at the most."""
+LONGEST = 10.0
+"""Seconds that a heartbeat of an idle worker may take at the most."""
 BLOCKED = 1.0
 """Seconds that the event loop may stand still before that is said."""
 CARD_EVERY = 15.0
@@ -66,19 +67,22 @@ class Heart:
 
     async def _beat_in_time(self) -> None:
         try:
-            async with asyncio.timeout(LONGEST):
-                await self.beat()
-        except TimeoutError:
-            self._ledger.unavailable(f"a heartbeat got no answer in {LONGEST:g} s")
+            await self._ledger.runtime.within(self._limit(), self.beat())
         except StoreUnavailable as error:
             self._ledger.unavailable(error)
         except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
             self._log.say(logging.WARNING, f"a heartbeat failed: {error!r}")
 
+    def _limit(self) -> float:
+        """How long to wait for the database: with time left for more than one other try before a lease ends."""
+        now = time.monotonic()
+        left = [each.renewed + each.lease - now for each in self._holdings if not each.lost]
+        return time_for_renewal(min(left)) if left else LONGEST
+
     async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
-        tick = max(0.02, min([TICK, *(each.lease / 3 for each in self._holdings)]))
+        tick = max(0.02, min([TICK, *(each.lease * RENEW_AFTER for each in self._holdings)]))
         began = time.monotonic()
         try:
             async with asyncio.timeout(tick):
@@ -93,7 +97,7 @@ class Heart:
 
     def watch(self, held: Held) -> None:
         """A run was begun."""
-        if held.lease / 3 < TICK:
+        if held.lease * RENEW_AFTER < TICK:
             self.nudge()
 
     def nudge(self) -> None:
@@ -113,7 +117,7 @@ class Heart:
         held = [each for each in self._holdings if not each.lost]
         if not held:
             return
-        if any(now - each.renewed >= each.lease / 3 for each in held):
+        if any(now - each.renewed >= each.lease * RENEW_AFTER for each in held):
             await self._renew(held, now)
             return
         if news := [each for each in held if each.news]:

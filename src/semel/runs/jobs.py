@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from semel.bridge import awaited, blocking
 from semel.once.store import Clock
 from semel.runs.keys import KeyEntry, StoreKey
-from semel.runs.ledger import Ledger
+from semel.runs.ledger import RETRY_FOR, Ledger
 from semel.runs.quotas import Reserve
 from semel.runs.records import (
     MICRO,
@@ -116,10 +116,22 @@ class Jobs:
 
 
 class JobStore:
-    """Reservations and keys for blocking code: ``JobStore("sqlite:///jobs.db")``, ``JobStore("postgresql://…")``."""
+    """Reservations and keys for blocking code: ``JobStore("sqlite:///jobs.db")``, ``JobStore("postgresql://…")``.
 
-    def __init__(self, url: str, *, tenant: str = "", clock: Clock | None = None) -> None:
-        self._engine = Jobs(Ledger(url, awaited=False, clock=clock), checked_name("tenant", tenant))
+    ``retry_for`` and ``pool`` are those of :class:`~semel.runs.app.App`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str = "",
+        clock: Clock | None = None,
+        retry_for: float = RETRY_FOR,
+        pool: int | None = None,
+    ) -> None:
+        ledger = Ledger(url, awaited=False, clock=clock, retry_for=retry_for, pool=pool)
+        self._engine = Jobs(ledger, checked_name("tenant", tenant))
 
     reserve_job_slot = blocking(Jobs.reserve_job_slot)
     consume_reservation = blocking(Jobs.consume_reservation)
@@ -133,8 +145,17 @@ class JobStore:
 class AsyncJobStore:
     """The same, awaited."""
 
-    def __init__(self, url: str, *, tenant: str = "", clock: Clock | None = None) -> None:
-        self._engine = Jobs(Ledger(url, awaited=True, clock=clock), checked_name("tenant", tenant))
+    def __init__(
+        self,
+        url: str,
+        *,
+        tenant: str = "",
+        clock: Clock | None = None,
+        retry_for: float = RETRY_FOR,
+        pool: int | None = None,
+    ) -> None:
+        ledger = Ledger(url, awaited=True, clock=clock, retry_for=retry_for, pool=pool)
+        self._engine = Jobs(ledger, checked_name("tenant", tenant))
 
     reserve_job_slot = awaited(Jobs.reserve_job_slot)
     consume_reservation = awaited(Jobs.consume_reservation)

@@ -8,19 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from sqlalchemy import URL, Connection
 
 from semel.bridge import drive
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
-from semel.once.batch import Failed, flush_apart
+from semel.once.batch import LARGEST, Failed, flush_apart
 from semel.once.outage import Outage
+from semel.once.patience import patient
 from semel.once.runtime import Loop, Runtime, Threads
-from semel.once.store import Clock
+from semel.once.sqlite import SqliteStore
+from semel.once.store import Clock, Store
+from semel.policy import seconds
 from semel.runs import keeping, keys, leasing, quotas, reading, submitting, transitions
 from semel.runs.keeping import Due, Line, Published, WorkerCard
 from semel.runs.keys import KeyEntry, StoreKey
@@ -35,25 +38,39 @@ from semel.sql.opening import open_database
 from semel.sql.statements import Terms, transaction
 
 P = ParamSpec("P")
+A = TypeVar("A")
 R = TypeVar("R")
 
 _log = logging.getLogger("semel.database")
 
+RETRY_FOR = 10.0
+"""Seconds for which a verb is tried again while the database is unavailable or silent. A SQLite file has one writer,
+who is not chosen by turns: under load it may take some tries of a second each."""
 DEADLINE = 30.0
-"""Seconds within which the database must answer."""
+"""Seconds for a single try of what goes through many rows."""
 TIDYING = 5.0
 """Seconds that a clean-up may take before the sweeper turns to its other work."""
-_TRIES = 3
-_SQLITE_TRIES = 10
-"""A file has one writer, who is not chosen by turns: under load it may take some tries of a second each."""
 _BULK = 1000
 """Runs in one transaction of a bulk submission."""
+
+
+_Run: TypeAlias = Callable[..., Awaitable[Any]]
+"""A way of Database to run a verb."""
 
 
 class Ledger:
     """Everything that is known of runs, keys and quotas. PostgreSQL or SQLite is the only truth."""
 
-    def __init__(self, url: str, *, awaited: bool, clock: Clock | None = None, publish: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        awaited: bool,
+        clock: Clock | None = None,
+        publish: bool = False,
+        retry_for: float = RETRY_FOR,
+        pool: int | None = None,
+    ) -> None:
         parts = engines.parse(url.replace("postgres://", "postgresql://", 1))
         self.dialect = parts.get_backend_name()
         if self.dialect not in ("sqlite", "postgresql"):
@@ -65,7 +82,8 @@ class Ledger:
         self.url = parts
         self.awaited = awaited
         self.runtime: Runtime = Loop() if awaited else Threads()
-        self._database = open_database(parts, awaited=awaited)
+        self._retry_for = seconds("retry_for", retry_for, zero=True)
+        self._database = open_database(parts, awaited=awaited, pool=pool)
         self._clock = clock
         self._publish = publish
         self._ready = False
@@ -74,6 +92,15 @@ class Ledger:
         """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
         self._lane = self.runtime.lane(self._submit_now)
         self._looking = self.runtime.lane(self._look_now)
+        self._reserving = self.runtime.lane(self._reserve_now)
+
+    def key_store(self) -> Store:
+        """The keys of the claim engine in the same database, over the same connections."""
+        if self.dialect == "sqlite":
+            return SqliteStore(self._database, self._clock)
+        from semel.once.postgres import PostgresStore
+
+        return PostgresStore(self._database, self._clock)
 
     @property
     def terms(self) -> Terms:
@@ -102,50 +129,45 @@ class Ledger:
         await self._database.close()
 
     async def _write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        answer: R = await self._patiently(self._database.write, work, args, kwargs)
-        return answer
+        return await self._patiently(self._database.write, lambda conn: work(conn, *args, **kwargs))
 
     async def _read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        answer: R = await self._patiently(self._database.read, work, args, kwargs)
-        return answer
+        return await self._patiently(self._database.read, lambda conn: work(conn, *args, **kwargs))
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask with statements of others, such as the service's own."""
-        return await self._read(work, *args, **kwargs)
+        """Ask for what goes through many rows: lists, counts, and statements of others, such as the service's own."""
+        return await self._patiently(self._database.survey, lambda conn: work(conn, *args, **kwargs), longest=DEADLINE)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Write with statements of others, as one transaction."""
-        return await self._at_once(work, *args, **kwargs)
+        """Write with statements of others, or much at once, as one transaction."""
+        whole = partial(_in_transaction, work=work, args=args, kwargs=kwargs)
+        return await self._patiently(self._database.write, whole, longest=DEADLINE)
 
-    async def _at_once(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def _at_once(
+        self,
+        work: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
         """Several statements as one transaction."""
         return await self._write(_in_transaction, work, args, kwargs)
 
-    def _deadline(self) -> AbstractAsyncContextManager[Any]:
-        """In a loop nothing waits for a silent database for ever. Of a blocking driver the statements have a limit."""
-        return asyncio.timeout(DEADLINE) if self.awaited else nullcontext()
-
-    async def _patiently(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
+    async def _patiently(
+        self, how: _Run, work: Callable[[Connection], R], longest: float | None = None, began: float | None = None
+    ) -> R:
         """A connection that broke is no reason to give up: every verb may be sent again."""
-        most = _SQLITE_TRIES if self.dialect == "sqlite" else _TRIES
-        for tries in range(1, most + 1):
-            try:
-                return await self._once(how, work, args, kwargs)
-            except StoreUnavailable as error:
-                if tries == most or isinstance(error, StoreBroken):
-                    self.unavailable(error)
-                    raise
-                await self.runtime.sleep(0.05 * tries)
-        raise AssertionError("unreachable")
-
-    async def _once(self, how: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        send = patient(partial(self._once, how), self.runtime, self._retry_for, longest=longest)
         try:
-            async with self._deadline():
-                if not self._ready:
-                    await self.open()
-                answer = await how(work, *args, **kwargs)
-        except TimeoutError:
-            raise StoreUnavailable(f"the database did not answer in {DEADLINE:g} seconds") from None
+            answer: R = await send(work, began)
+        except StoreUnavailable as error:
+            self.unavailable(error)
+            raise
+        return answer
+
+    async def _once(self, how: _Run, work: Callable[[Connection], R]) -> R:
+        if not self._ready:
+            await self.open()
+        answer: R = await how(work)
         if self.outage is not None:
             self.outage.succeeded()
         return answer
@@ -163,26 +185,37 @@ class Ledger:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
         told: list[Answer | Failed] = []
         for start in range(0, len(submissions), _BULK):
-            answers = await flush_apart(self._submit_now, submissions[start : start + _BULK])
+            answers = await flush_apart(self._submit_now, submissions[start : start + _BULK], time.monotonic())
             told.extend(answers)
         if told and all(isinstance(each, Failed) for each in told):
             raise next(each.error for each in told if isinstance(each, Failed))
         return [_error_of(each) if isinstance(each, Failed) else each for each in told]
 
-    async def _submit_now(self, submissions: Sequence[Submission]) -> list[Answer]:
+    async def _submit_now(self, submissions: Sequence[Submission], began: float) -> list[Answer]:
         """Where repeats were met lately, look for them first: that is cheaper than to find out while writing."""
-        answers = await self._read(submitting.recognised, submissions, self.terms) if self._repeats else {}
+        answers = {}
+        if self._repeats:
+            answers = await self._in_company(self._database.read, submitting.recognised, submissions, began)
         left = [each for each in submissions if each.id not in answers]
         if left:
-            written = await self._at_once(submitting.submit, left, self.terms)
+            written = await self._in_company(self._database.write, _submit, left, began)
             answers |= {each.id: answer for each, answer in zip(left, written, strict=True)}
         self._repeats = any(isinstance(answer, Found) for answer in answers.values())
         return [answers[each.id] for each in submissions]
 
+    async def _in_company(
+        self, how: _Run, work: Callable[[Connection, Sequence[A], Terms], R], batch: Sequence[A], began: float
+    ) -> R:
+        """A verb for a batch of calls, the oldest of which was made when ``began`` says; a large one has more time."""
+        longest = DEADLINE if len(batch) > LARGEST else None
+        return await self._patiently(how, lambda conn: work(conn, batch, self.terms), longest, began)
+
     async def lease(self, request: LeaseRequest) -> list[Leased]:
         """See leasing.lease. Not sent again by itself: what its reply would have named is given back later."""
-        leased: list[Leased] = await self._once(self._database.write, leasing.lease, (request, self.terms), {})
-        return leased
+        return await self.runtime.within(
+            self._retry_for / 2 or RETRY_FOR,
+            self._once(self._database.write, lambda conn: leasing.lease(conn, request, self.terms)),
+        )
 
     async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
         """See leasing.lease_these."""
@@ -194,12 +227,12 @@ class Ledger:
         return woken, None if until_next is None else max(0.0, until_next / MICRO)
 
     async def renew(self, beats: Sequence[Beat]) -> dict[str, bool]:
-        """See leasing.renew."""
-        return await self._write(leasing.renew, beats, self.terms)
+        """See leasing.renew. Not sent again by itself: the next heartbeat comes soon."""
+        return await self._once(self._database.write, lambda conn: leasing.renew(conn, beats, self.terms))
 
     async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-        """See leasing.watch."""
-        return await self._read(leasing.watch, held)
+        """See leasing.watch. Not sent again by itself, either."""
+        return await self._once(self._database.read, lambda conn: leasing.watch(conn, held))
 
     async def end(self, endings: Sequence[Ending]) -> dict[str, Over]:
         """See transitions.end. A success that was written before, its reply lost, is answered as the first time."""
@@ -237,8 +270,8 @@ class Ledger:
         """One run, if it is there; in company where there is some."""
         return await self._looking(run_id)
 
-    async def _look_now(self, ids: Sequence[str]) -> list[Run | None]:
-        found = await self.get(ids)
+    async def _look_now(self, ids: Sequence[str], began: float) -> list[Run | None]:
+        found = await self._patiently(self._database.read, lambda conn: reading.get(conn, ids, None), began=began)
         return [found.get(run_id) for run_id in ids]
 
     async def marks(self, ids: Sequence[str]) -> dict[str, tuple[Mark, tuple[int, int]]]:
@@ -247,7 +280,7 @@ class Ledger:
 
     async def list_runs(self, wanted: Filter, limit: int, cursor: str | None, **how: Any) -> Page:
         """See reading.list_runs."""
-        return await self._read(reading.list_runs, wanted, limit, cursor, **how)
+        return await self.read(reading.list_runs, wanted, limit, cursor, **how)
 
     async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
         """See reading.result."""
@@ -255,19 +288,19 @@ class Ledger:
 
     async def timeline(self, run_id: str) -> list[Step]:
         """See reading.timeline."""
-        return await self._read(reading.timeline, run_id)
+        return await self.read(reading.timeline, run_id)
 
     async def logs(self, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
         """See reading.logs."""
-        return await self._read(reading.logs, run_id, after, limit)
+        return await self.read(reading.logs, run_id, after, limit)
 
     async def summary(self, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
         """See reading.summary."""
-        return await self._read(reading.summary, tenant, grouped=grouped, user=user)
+        return await self.read(reading.summary, tenant, grouped=grouped, user=user)
 
     async def backlog(self) -> Backlog:
         """See reading.backlog."""
-        return await self._read(reading.backlog, self.terms)
+        return await self.read(reading.backlog, self.terms)
 
     async def waiting(self, run_id: str) -> Waiting | None:
         """See reading.waiting."""
@@ -275,7 +308,7 @@ class Ledger:
 
     async def workers(self) -> list[WorkerInfo]:
         """See reading.list_workers."""
-        return await self._read(reading.list_workers, self.terms)
+        return await self.read(reading.list_workers, self.terms)
 
     async def due(self, silent: float, most: int) -> list[Due]:
         """See keeping.due."""
@@ -321,7 +354,7 @@ class Ledger:
         total, more = 0, True
         ends_at = time.monotonic() + TIDYING
         while more and time.monotonic() < ends_at:
-            removed, more = await self._at_once(_tidy, self.terms)
+            removed, more = await self.write(_tidy, self.terms)
             total += removed
         return total
 
@@ -330,7 +363,7 @@ class Ledger:
         if not self.awaited:
             return self
         url = self.url.render_as_string(hide_password=False)
-        return Ledger(url, awaited=False, clock=self._clock, publish=self._publish)
+        return Ledger(url, awaited=False, clock=self._clock, publish=self._publish, retry_for=self._retry_for)
 
     async def set_quota(self, person: Person, quota: Quota | None) -> None:
         """See quotas.set_quota."""
@@ -338,15 +371,18 @@ class Ledger:
 
     async def quotas(self, tenant: str) -> dict[str, Quota]:
         """See quotas.list_quotas."""
-        return await self._read(quotas.list_quotas, tenant)
+        return await self.read(quotas.list_quotas, tenant)
 
     async def usage(self, person: Person) -> tuple[Usage, Quota | None]:
         """What a user has in use, and the quota that holds."""
-        return await self._read(_usage, person, self.terms)
+        return await self.read(_usage, person, self.terms)
 
     async def reserve(self, request: Reserve) -> str | None:
-        """See quotas.reserve."""
-        return await self._at_once(quotas.reserve, request, self.terms)
+        """See quotas.reserve; in company where there is some."""
+        return await self._reserving(request)
+
+    async def _reserve_now(self, requests: Sequence[Reserve], began: float) -> list[str | None]:
+        return await self._in_company(self._database.write, _reserve, requests, began)
 
     async def consume(self, reservation: str, person: tuple[str, str | None], job_id: str | None) -> bool:
         """See quotas.consume_after."""
@@ -401,6 +437,16 @@ def _require_folder(url: URL) -> None:
 def _error_of(failed: Failed) -> SemelError:
     error = failed.error
     return error if isinstance(error, SemelError) else SemelError(f"it could not be stored: {error!r}")
+
+
+def _submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Answer]:
+    with transaction(conn):
+        return submitting.submit(conn, submissions, terms)
+
+
+def _reserve(conn: Connection, requests: Sequence[Reserve], terms: Terms) -> list[str | None]:
+    with transaction(conn):
+        return quotas.reserve(conn, requests, terms)
 
 
 def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ whatever died meanwhile, and it is free once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -273,35 +273,53 @@ class Reserve(Struct, frozen=True, kw_only=True):
     ttl_us: int
 
 
-def reserve(conn: Connection, request: Reserve, terms: Terms) -> str | None:
-    """A slot's id, or None when all are in use. What of this user's expired long ago is cleaned on the way."""
-    person = (request.tenant, request.user)
+def reserve(conn: Connection, requests: Sequence[Reserve], terms: Terms) -> list[str | None]:
+    """For each its slot's id, or None when all are in use; the first who asks is served first.
+
+    What of these users expired long ago is cleaned on the way.
+    """
+    people = sorted({(each.tenant, each.user) for each in requests})
     now = read_clock(conn, terms)
-    lock(conn, [person])
+    lock(conn, people)
     restart_reservations(conn, Terms(now), tolerance=10.0)
-    conn.execute(
-        delete(reservations).where(
-            reservations.c.tenant == request.tenant,
-            reservations.c.user_id == request.user,
-            reservations.c.expires_us < now - EXPIRED_KEPT_US,
+    for tenant, user in people:
+        conn.execute(
+            delete(reservations).where(
+                reservations.c.tenant == tenant,
+                reservations.c.user_id == user,
+                reservations.c.expires_us < now - EXPIRED_KEPT_US,
+            )
         )
-    )
-    if conn.scalar(select(reservations.c.id).where(reservations.c.id == request.id)):
-        return request.id
-    if usage(conn, person, now, Quota()).concurrent >= request.max_concurrent:
-        return None
-    conn.execute(
-        insert(reservations).values(
-            id=request.id,
-            tenant=request.tenant,
-            user_id=request.user,
-            created_us=now,
-            expires_us=now + request.ttl_us,
-            consumed=False,
-            max_concurrent=request.max_concurrent,
-        )
-    )
-    return request.id
+    ids = [each.id for each in requests]
+    known = set(conn.scalars(select(reservations.c.id).where(reservations.c.id.in_(ids))))
+    used = {person: usage(conn, person, now, Quota()).concurrent for person in people}
+    answers: list[str | None] = []
+    rows: list[dict[str, Any]] = []
+    for each in requests:
+        person = (each.tenant, each.user)
+        if each.id in known:  # asked again: its first answer was lost
+            answers.append(each.id)
+        elif used[person] >= each.max_concurrent:
+            answers.append(None)
+        else:
+            used[person] += 1
+            answers.append(each.id)
+            rows.append(_reservation(each, now))
+    if rows:
+        conn.execute(insert(reservations), rows)
+    return answers
+
+
+def _reservation(request: Reserve, now: int) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "tenant": request.tenant,
+        "user_id": request.user,
+        "created_us": now,
+        "expires_us": now + request.ttl_us,
+        "consumed": False,
+        "max_concurrent": request.max_concurrent,
+    }
 
 
 def consume(conn: Connection, reservation: str, person: Person, job_id: str, now: int) -> None:

@@ -17,7 +17,6 @@ from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
 from semel.http.protocol import scope_of
 from semel.model import Record, Response, moment
 from semel.once.asking import name_of
-from semel.once.faces import AsyncOnce
 from semel.runs import quotas
 from semel.runs.records import MICRO, checked_name
 from semel.service.admin_scope import Limit, Tenant, absent, tenant_for
@@ -136,8 +135,7 @@ async def resolve_key(data: JSONBody[Resolution], site: TheSite, caller: TheCall
     if record.status == "completed" or (record.status == "in_flight" and not data.force):
         raise Refused(409, "NOTHING_TO_RESOLVE", f"the key is {record.status.replace('_', ' ')}")
     try:
-        async with _once(site) as once:
-            await once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
+        await site.once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
     except (InProgress, ClaimLost, InvalidRequest) as error:
         raise Refused(409, "NOTHING_TO_RESOLVE", str(error)) from error
     except (Unencodable, RecursionError) as error:
@@ -202,11 +200,6 @@ async def delete_run_key(
     _log.info("the run key %r of %r, tenant %r, was deleted by %r", key, whose[1], whose[0], caller.user)
 
 
-def _once(site: Site) -> AsyncOnce:
-    """The claim engine on the app's database, for one question: admins ask seldom."""
-    return AsyncOnce(site.app.url, clock=site.app.clock, collect=False)
-
-
 def _full(tenant: str, scope: str) -> str:
     """The scope as it is stored: a tenant's begin with its name, as those of the HTTP door do."""
     return scope_of(tenant, name_of("scope", scope))
@@ -217,8 +210,7 @@ def _prefix(tenant: str) -> str:
 
 
 async def _record(site: Site, scope: str, key: str) -> Record:
-    async with _once(site) as once:
-        record = await once.get(name_of("key", key), scope=scope)
+    record = await site.once.get(name_of("key", key), scope=scope)
     if record is None:
         raise absent("such key")
     return record

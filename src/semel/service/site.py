@@ -9,6 +9,7 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
 from semel.errors import RunNotFound
+from semel.once.faces import AsyncOnce
 from semel.runs.app import App
 from semel.runs.ledger import Ledger
 from semel.runs.records import Run
@@ -38,8 +39,10 @@ class Site:
         self.app = app
         self.settings = settings
         self.engine = app.aio
-        self.ledger: Ledger = app.ledger(awaited=True)
+        self.ledger: Ledger = app.aio.ledger
         self.ledger.outage = app.outage
+        self.once = AsyncOnce(self.ledger.key_store(), collect=False)
+        """The claim engine on the app's database, over the same connections."""
         self.gate = Gate(self.ledger, settings)
         self.watch = Watch(self.ledger)
         self.places = Places(settings.max_waiting)
@@ -69,7 +72,7 @@ class Site:
         await self.gate.close()
         for part in reversed(self.parts):
             await part.close()
-        await self.ledger.close()
+        await self.once.close()
         await self.engine.close()
 
     async def run(self, run_id: str, caller: Caller) -> Run:

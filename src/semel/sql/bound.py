@@ -47,6 +47,7 @@ class BoundDatabase:
 
     look_and_write = write
     read = write
+    survey = write
 
     async def close(self) -> None:
         """The user's, not ours."""

@@ -1,19 +1,20 @@
-"""Ways to run a verb (a plain function over a ``Connection``) on a database: blocking here, or in a thread; awaited and
-inside the user's own transaction in the modules beside. One body of SQL serves all of them.
+"""Ways to run a verb (a plain function over a ``Connection``) on a database: on SQLite here, blocking or in a thread;
+on PostgreSQL, and inside the user's own transaction, in the modules beside. One body of SQL serves all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Dialect, Engine, TextClause, create_engine, event, exc, make_url
 
+from semel import deadline
 from semel.bridge import drive
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
 from semel.forks import survive_fork
@@ -26,39 +27,12 @@ R = TypeVar("R")
 COMMITS = "semel_commits"
 """The mark of a connection whose statements commit by themselves."""
 
-LOCK_WAIT = "200"
-"""Milliseconds: a batch must not hang behind one user's open transaction."""
-
-POSTGRES_SETTINGS = {
-    "application_name": "semel",
-    "lock_timeout": LOCK_WAIT,
-    "default_transaction_isolation": "read committed",
-    "statement_timeout": "30s",
-    "idle_in_transaction_session_timeout": "15s",
-    "jit": "off",
-    "plan_cache_mode": "force_generic_plan",
-    "enable_seqscan": "off",
-    "enable_hashjoin": "off",
-    "enable_mergejoin": "off",
-}
-"""A statement that waited for a lock must see what was committed meanwhile, whatever the server's default is. A caller
-that freezes inside its transaction, which takes milliseconds, must not keep others from their keys and quotas.
-
-Every hot statement looks keys up by the primary key. It is planned once, not for every batch; and a plan made while
-the table was empty must not scan it when it has grown."""
-
-KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
-"""libpq's words for: a peer that cannot be reached any more is given up within half a minute."""
-
-KEPT = 4
-"""How many connections an engine of our own keeps out of its pool, ready for the next verb."""
-
 left_behind: list[Any] = []
 """Connections of a parent process or of a closed loop: never used again, and never closed from here."""
 
 
 class Database(Protocol):
-    """Runs verbs. Our own engines keep connections out of the pool: to check one out costs as much as to use it."""
+    """Runs verbs."""
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
@@ -74,20 +48,21 @@ class Database(Protocol):
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work``, which only reads."""
 
+    async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """As ``read``, for work that goes through many rows: how it is done best is left to the server."""
+
     async def close(self) -> None:
         """Give the connections back."""
 
 
 class BlockingDatabase:
-    """A blocking engine; nothing here suspends."""
+    """A SQLite file, or an engine of a user's, which is not closed from here; nothing here suspends."""
 
     def __init__(self, engine: Engine, *, owned: bool = True, file: WatchedFile | None = None) -> None:
         self._engine = engine
         self._owned = owned
         self._file = file
         self._where = str(Path(engine.url.database or "").absolute()) if self._is_sqlite else ""
-        self._kept: list[Connection] = []
-        self._closings = 0
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._held: list[threading.Lock] = []
         survive_fork(self)
@@ -109,8 +84,6 @@ class BlockingDatabase:
 
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
-        left_behind.extend(self._kept)
-        self._kept = []
         self._engine.dispose(close=False)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._held = []
@@ -122,56 +95,48 @@ class BlockingDatabase:
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database. SQLite has one writer: threads queue here instead of spinning on the file's lock."""
         with translated(self._where):
-            if self._is_sqlite:
-                with self._writing, self._engine.begin() as conn:
+            if not self._is_sqlite:
+                with self._engine.connect() as conn:
                     return work(conn, *args, **kwargs)
-            before = self._closings
-            try:
-                conn = self._kept.pop()
-            except IndexError:
-                conn = self._engine.connect()
-            try:
-                answer = work(conn, *args, **kwargs)
-            except BaseException:
-                conn.close()
-                self._let_go()  # where one connection broke, the others may have, too
-                raise
-            if self._owned and self._closings != before:  # it outlived close(): leave nothing open behind
-                conn.invalidate()
-                conn.close()
-            elif self._owned and len(self._kept) < KEPT:
-                self._kept.append(conn)
-            else:
-                conn.close()
-            return answer
+            with self._alone(self._writing), self._engine.begin() as conn:
+                return work(conn, *args, **kwargs)
 
-    def _let_go(self) -> None:
-        kept, self._kept = self._kept, []
-        for conn in kept:
-            conn.close()
+    @contextmanager
+    def _alone(self, lock: threading.Lock) -> Iterator[None]:
+        """Hold the lock, which is waited for until the deadline."""
+        if not lock.acquire(timeout=deadline.seconds_left(60.0)):
+            raise StoreUnavailable("the database file is in use by other threads of this process for too long")
+        try:
+            yield
+        finally:
+            lock.release()
 
     async def look_and_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """See Database."""
         try:
-            with translated(self._where), self._writing, self._looking() as conn, conn.begin():
+            with translated(self._where), self._alone(self._writing), self._looking() as conn, conn.begin():
                 return work(conn, *args, **kwargs)
         except StoreUnavailable:  # another process wrote since our look, so what we saw cannot be built upon
             return await self.write(work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
-        with translated(self._where), self._reading if self._is_sqlite else nullcontext(), self._looking() as conn:
+        with (
+            translated(self._where),
+            self._alone(self._reading) if self._is_sqlite else nullcontext(),
+            self._looking() as conn,
+        ):
             return work(conn, *args, **kwargs)
+
+    survey = read
 
     def _looking(self) -> Connection:
         return self._engine.connect().execution_options(semel_reads=True)
 
     async def close(self) -> None:
         """See Database."""
-        self._closings += 1
-        self._let_go()
         if self._owned:
             self._engine.dispose()
         if self._file is not None:
@@ -204,6 +169,10 @@ class ThreadedDatabase:
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         return await self._there(lambda: drive(self._inner.read(work, *args, **kwargs)))
+
+    async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._there(lambda: drive(self._inner.survey(work, *args, **kwargs)))
 
     async def _there(self, call: Callable[[], R]) -> R:
         try:
@@ -257,25 +226,6 @@ def _compiled(statement: TextClause, dialect: Dialect) -> tuple[str, list[str] |
         compiled = statement.compile(dialect=dialect)
         found = _texts[statement, dialect.driver] = (str(compiled), compiled.positiontup)
     return found
-
-
-def postgres_engine(url: URL) -> Engine:
-    """A blocking engine over psycopg whose statements commit by themselves."""
-    query = dict(url.query)
-    escaped = {name: value.replace(" ", "\\ ") for name, value in POSTGRES_SETTINGS.items()}
-    ours = " ".join(f"-c {name}={value}" for name, value in escaped.items())
-    options = f"{ours} {query.pop('options', '')}".strip()
-    try:
-        return create_engine(
-            url.set(drivername="postgresql+psycopg", query={"connect_timeout": "5", **query}),
-            isolation_level="AUTOCOMMIT",
-            connect_args={"options": options, **KEEPALIVE},
-            pool_reset_on_return=None,
-            execution_options={COMMITS: True},
-            hide_parameters=True,
-        )
-    except ModuleNotFoundError as error:
-        raise missing("postgres", error) from error
 
 
 def sqlite_engine(url: URL) -> Engine:
