@@ -160,8 +160,7 @@ async def delete_key(
     """
     full = _full(tenant_for(caller, tenant), within)
     try:
-        async with _once(site) as once:
-            forgotten = await once.forget(name_of("key", key), scope=full, force=force)
+        forgotten = await site.once.forget(name_of("key", key), scope=full, force=force)
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
         said = f"somebody works on the key for {left} at least; with force=true it goes"
