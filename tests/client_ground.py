@@ -80,6 +80,10 @@ def with_models(app: App) -> App:
         """Adds."""
         return a + b
 
+    @app.model("diverge")
+    async def diverge() -> dict[str, Any]:
+        return {"metrics": {"loss": float("nan"), "norm": float("inf"), "step": 7}}
+
     @app.model("fail", max_attempts=1)
     async def fail(word: str) -> None:
         raise Fatal(word)

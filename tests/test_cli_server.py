@@ -293,6 +293,24 @@ def test_a_part_of_an_id_is_enough(desk: Desk, semel: Told) -> None:
     assert re.search(r"\d+ runs begin or end with", err)
 
 
+async def diverge() -> dict[str, float]:
+    return {"loss": float("nan")}
+
+
+def test_a_result_that_is_not_finite_is_printed_as_json_with_its_warning(
+    desk: Desk, semel: Told, tmp_path: Path
+) -> None:
+    desk.app.model("diverge")(diverge)
+    run_id = desk.ended("diverge", {})
+    code, out, err = semel("result", run_id)
+    assert (code, json.loads(out)) == (0, {"loss": None})
+    assert err.startswith("semel: warning: $.loss is nan")
+    target = tmp_path / "result.json"
+    assert semel("result", run_id, "-o", str(target))[:2] == (0, "")
+    assert json.loads(target.read_text()) == {"loss": None}
+    assert re.search(r"^warnings +\$\.loss is nan", semel("show", run_id)[1], re.MULTILINE)
+
+
 def test_a_result_is_printed_and_written(desk: Desk, semel: Told, tmp_path: Path) -> None:
     run_id = desk.ended("add", {"a": 1, "b": "zwölf \x1b[31m"})
     code, out, err = semel("result", run_id)

@@ -144,6 +144,18 @@ def test_many_are_submitted_at_once_each_with_its_answer(client: Face) -> None:
     assert client.submit_many([]) == []
 
 
+def test_a_result_that_is_not_finite_is_null_on_the_wire_and_exact_through_the_client(
+    client: Face, service: Served
+) -> None:
+    run = client.submit_and_wait("diverge", timeout=PATIENCE)
+    assert run.status == "SUCCEEDED"
+    assert [each.split(",")[0] for each in run.warnings] == ["$.metrics.loss is nan", "$.metrics.norm is inf"]
+    with service.client() as http:
+        assert http.get(f"/runs/{run.run_id}/result").content == b'{"metrics":{"loss":null,"norm":null,"step":7}}'
+    metrics = client.result(run.run_id)["metrics"]
+    assert (repr(metrics["loss"]), metrics["norm"], metrics["step"]) == ("nan", float("inf"), 7)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"model": "add"}, "add", [{"parameters": {}}], [{"model": "add", "colour": 1}], [{"model": float("nan")}]]
 )

@@ -64,6 +64,19 @@ def test_the_page_tells_everything_about_a_run(town: Town, operator: Browser) ->
     assert [each for each in page.root.walk() if each.get("data-live")] == []
 
 
+async def diverge() -> dict[str, float]:
+    return {"loss": float("nan")}
+
+
+def test_a_result_that_is_not_finite_is_shown_with_its_warning(town: Town, operator: Browser) -> None:
+    town.app.model("diverge")(diverge)
+    run_id = submitted(town, "diverge")
+    ended(town, run_id)
+    outcome = operator.open(f"/ui/runs/{run_id}").one("section", id="run-outcome")
+    assert json.loads(outcome.one("pre").text) == {"loss": None}
+    assert "Warning: $.loss is nan" in outcome.text
+
+
 def test_a_failed_run_shows_its_error_and_traceback(town: Town, operator: Browser) -> None:
     run_id = submitted(town, "fail", {"text": "the disk is full"})
     ended(town, run_id)

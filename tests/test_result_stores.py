@@ -28,6 +28,7 @@ from moto.server import ThreadedMotoServer
 from programs import Program, outcome
 from semel.errors import Fatal, InvalidRequest, MissingExtra, ResultStoreError
 from semel.runs.attempt import Artifact, Job
+from semel.runs.jsontext import read_exact
 from semel.runs.results import FileResults, ResultStore, open_results, place, publish
 
 RUN = "0198c0de-0000-7000-8000-000000000001"
@@ -553,6 +554,44 @@ values = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    ("value", "exact", "places"),
+    [
+        (math.nan, "NaN", ["$ is nan"]),
+        (
+            {"a": None, "b": [math.inf, -math.inf]},
+            '{"a":null,"b":[Infinity,-Infinity]}',
+            ["$.b[0] is inf", "$.b[1] is"],
+        ),
+        (
+            Fit(math.nan, datetime(2026, 1, 2, tzinfo=UTC)),
+            '{"objective":NaN,"at":"2026-01-02T00:00:00Z"}',
+            ["$.objective is nan"],
+        ),
+        (
+            [math.nan] * 30,
+            f"[{','.join(['NaN'] * 30)}]",
+            [*(f"$[{place}] is nan" for place in range(10)), "20 more numbers of the result"],
+        ),
+    ],
+    ids=["alone", "beside null", "in an object", "many"],
+)
+@pytest.mark.parametrize("inline", [1000, 0])
+def test_numbers_that_are_not_finite_are_kept_and_named(
+    tmp_path: Path, value: Any, exact: str, places: list[str], inline: int
+) -> None:
+    store = open_results(tmp_path)
+    published = publish(store, job(), value, {}, inline_bytes=inline)
+    data, kept = published.result, published.result_exact
+    if not inline:
+        assert (data, published.result_ref, kept) == (None, f"{RUN}/1/result.json", f"{RUN}/1/result.exact.json")
+        data, kept = (store.get(f"{RUN}/1/{name}").decode() for name in ("result.json", "result.exact.json"))
+    assert kept == exact
+    assert data == exact.replace("-Infinity", "null").replace("Infinity", "null").replace("NaN", "null")
+    assert repr(read_exact(kept.encode())) == repr(json.loads(kept))
+    assert all(told.startswith(place) for told, place in zip(published.warnings, places, strict=True))
+
+
 @given(values)
 def test_every_json_value_is_published_as_itself(value: Any) -> None:
     kept: dict[str, bytes] = {}
@@ -589,9 +628,8 @@ def test_data_in_objects_is_published_as_json(tmp_path: Path) -> None:
     [
         (Opaque(), "type Opaque cannot be kept as JSON"),
         ({"model": [Opaque()]}, r"\$.model\[0\]: type Opaque has no JSON form"),
-        (math.nan, "type float cannot be kept as JSON: .* is nan"),
-        ({"a": None, "b": [math.inf]}, r"\$.b\[0\] is inf"),
-        (Fit(math.nan, datetime(2026, 1, 2, tzinfo=UTC)), r"\$.objective is nan"),
+        ({"a": math.nan, "b": Opaque()}, r"cannot be kept as JSON: .*type Opaque|Opaque"),
+        ([math.nan, "\ud800"], "cannot be kept as JSON"),
         ("\ud800", "half of a surrogate pair"),
         (open, "type builtin_function_or_method cannot be kept"),
         ((n for n in [1]), "type generator cannot be kept"),

@@ -112,11 +112,18 @@ def test_publishing_much_does_not_stop_the_loop(results: FileResults) -> None:
     assert threads != [threading.get_ident()]
 
 
-@pytest.mark.parametrize("value", [object(), {"x": float("nan")}, "half a \ud800 pair"])
+@pytest.mark.parametrize("value", [object(), {"x": float("nan"), "y": object()}, "half a \ud800 pair"])
 def test_a_value_without_json_form_is_fatal(way: Callable[..., Ended], value: Any) -> None:
     ended = way(lambda: value)
     assert ended.kind == "fatal"
     assert "JSON" in ended.reason
+
+
+def test_a_value_with_numbers_that_are_not_finite_is_kept_with_a_warning(way: Callable[..., Ended]) -> None:
+    ended = way(lambda: {"metrics": {"loss": float("nan"), "best": 1.5}})
+    assert (ended.kind, ended.result) == ("succeeded", '{"metrics":{"loss":null,"best":1.5}}')
+    assert ended.result_exact == '{"metrics":{"loss":NaN,"best":1.5}}'
+    assert [each.split(",")[0] for each in ended.warnings] == ["$.metrics.loss is nan"]
 
 
 def test_a_value_over_the_limit_is_fatal(results: FileResults) -> None:
@@ -384,7 +391,14 @@ def test_the_context_says_what_run_it_is(way: Callable[..., Ended]) -> None:
     }
 
 
-@pytest.mark.parametrize("fraction", [float("nan"), -0.01, 1.01, float("inf")])
+@pytest.mark.parametrize("fraction", [float("nan"), float("inf")])
+def test_a_progress_that_is_not_finite_ends_no_run(fraction: float) -> None:
+    heard = Heard()
+    Context(job(), heard, Flag()).progress(fraction)
+    assert heard.steps == []
+
+
+@pytest.mark.parametrize("fraction", [-0.01, 1.01])
 def test_a_progress_that_is_no_fraction_is_refused(fraction: float) -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 1"):
         Context(job(), Heard(), Flag()).progress(fraction)

@@ -1,6 +1,7 @@
 """Models, databases and machines that misbehave: no run hangs for it, is lost for it, or pays for it."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -203,6 +205,31 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
         assert renewed == {free.id: False}
         assert drive(ledger.watch([(each.id, each.fence) for each in leased])) == {locked.id: False, free.id: False}
     app.close()
+
+
+def diverge(steps: int) -> dict[str, Any]:
+    return {"metrics": {"loss": float("nan")}, "losses": [1.5, *[float("inf")] * steps]}
+
+
+@pytest.mark.parametrize("steps", [1, 5000], ids=["in the row", "in the result store"])
+def test_finished_work_is_not_thrown_away_for_a_number_that_is_not_finite(app: App, steps: int) -> None:
+    app.model("diverge", isolation="thread")(diverge)
+    with app.working(processes=0):
+        run = app.wait(app.submit("diverge", {"steps": steps}).id, timeout=PATIENCE)
+    assert (run.status, run.attempts, run.last_error) == ("SUCCEEDED", 1, None)
+    assert run.warnings[0].startswith("$.metrics.loss is nan")
+    assert run.warnings[1].startswith("$.losses[1] is inf")
+    assert [each.warnings for each in app.runs().runs] == [run.warnings]
+    assert repr(app.result(run.id)) == repr(diverge(steps))
+    assert json.loads(app.result_json(run.id)) == {"metrics": {"loss": None}, "losses": [1.5, *[None] * steps]}
+
+    async def awaited() -> Any:
+        try:
+            return await app.aio.result(run.id)
+        finally:
+            await app.aio.close()
+
+    assert repr(asyncio.run(awaited())) == repr(diverge(steps))
 
 
 def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str, app: App) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import unicodedata
@@ -30,7 +31,16 @@ def is_terminal() -> bool:
 
 def print_json(value: Any) -> None:
     """One document: on a line for programs, with indents for people."""
-    print(json.dumps(plain(value), ensure_ascii=False, indent=2 if is_terminal() else None), flush=True)
+    print(json.dumps(finite(plain(value)), ensure_ascii=False, indent=2 if is_terminal() else None), flush=True)
+
+
+def finite(value: Any) -> Any:
+    """With null for the numbers that JSON has no form for."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(value: Any) -> Any:

@@ -59,6 +59,8 @@ def _result(chosen: argparse.Namespace) -> int:
         known = run_id(client, chosen.run)
         if not chosen.artifact:
             _give(client.result(known), output)
+            for warning in client.get(known).warnings:
+                printing.say(f"semel: warning: {warning}")
         elif output is None:
             content = client.artifact(known, chosen.artifact)
             if chosen.output is None and printing.is_terminal() and not _is_text(content):
@@ -75,7 +77,7 @@ def _give(value: Any, output: str | None) -> None:
         printing.print_json(value)
         return
     target = Path(output)
-    target.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", "utf-8")
+    target.write_text(json.dumps(printing.finite(value), ensure_ascii=False, indent=2) + "\n", "utf-8")
     _say_written(target)
 
 

@@ -335,6 +335,7 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "retry of": run.retry_of,
         failed: run.error,
         "result": None if run.result_size is None else f"{printing.size(run.result_size)}: semel result {run.run_id}",
+        "warnings": "\n".join(run.warnings) or None,
         "artifacts": "\n".join(f"{each.name} ({printing.size(each.size)})" for each in run.artifacts) or None,
     }
 

@@ -77,6 +77,13 @@ class Exchange:
         except (msgspec.DecodeError, RecursionError):
             raise nonsense(answer, self.place, key=key) from None
 
+    def decoded_exactly(self, answer: Answer) -> Any:
+        """The content of an answer in which numbers may be NaN or infinite."""
+        try:
+            return jsontext.read_exact(answer.content)
+        except (ValueError, RecursionError):
+            raise nonsense(answer, self.place) from None
+
     async def once(self, method: str, path: str, seconds: float, **request: Any) -> Answer | httpx.TransportError:
         """One try: an answer, or the error that leaves open whether there was one."""
         try:

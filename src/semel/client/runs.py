@@ -99,7 +99,8 @@ class RunVerbs:
 
     async def result(self, run_id: str) -> Any:
         """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""
-        return await self.exchange.read(f"{run_path(run_id)}/result", Any, about_run=True)
+        answer = await self.exchange.ask("GET", f"{run_path(run_id)}/result", params={"exact": "true"}, about_run=True)
+        return self.exchange.decoded_exactly(answer)
 
     async def cancel(self, run_id: str, *, why: str | None = None) -> RemoteRun:
         """End a run that is pending, or ask for the end of one that is running: it gets time to clean up."""

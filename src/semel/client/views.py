@@ -61,6 +61,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     result_ref: str | None = None
     result_size: int | None = None
     artifacts: list[RemoteArtifact] = []
+    warnings: list[str] = []
+    """What to know about the result, such as numbers in it that JSON has no form for."""
     replayed: bool = False
     """Of an answer to submit: the run was there already, and nothing was created or charged."""
     quota_warnings: list[str] = []

@@ -56,6 +56,9 @@ class Ended(Struct, frozen=True, kw_only=True):
     result_digest: str | None = None
     """SHA-256 of the result's JSON, in hex."""
     result_size: int = 0
+    result_exact: str | None = None
+    """With NaN and infinity as they are, of a result that has any: the text, or where it lies, as of the result."""
+    warnings: list[str] = []
     artifacts: list[Artifact] = []
     cost: float | None = None
     """What the attempt really cost, if the model said so."""

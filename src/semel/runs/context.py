@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import MutableMapping
@@ -134,9 +135,12 @@ class Context:
 
     def progress(self, fraction: float, note: str = "") -> None:
         """Check whether the run should stop, and say how far it is, from 0 to 1."""
-        if not 0 <= fraction <= 1:  # nor is NaN
-            raise InvalidRequest(f"progress is a fraction from 0 to 1, not {fraction!r}")
         self.check()
+        if not math.isfinite(fraction):  # long work does not fail for how far it says that it is
+            self.log.warning("progress is a fraction from 0 to 1, not %r: it was left out", fraction)
+            return
+        if not 0 <= fraction <= 1:
+            raise InvalidRequest(f"progress is a fraction from 0 to 1, not {fraction!r}")
         self._wire.progress(float(fraction), capture.clean(note, MAX_NOTE_BYTES))
 
     @property

@@ -288,19 +288,21 @@ class Engine:
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
         """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""
-        return msgspec.json.decode(await self.result_json(run_id, tenant=tenant))
+        return jsontext.read_exact(await self.result_json(run_id, tenant=tenant, exact=True))
 
-    async def result_json(self, run_id: str, *, tenant: str | None = None) -> bytes:
-        """What the run returned, as JSON."""
+    async def result_json(self, run_id: str, *, tenant: str | None = None, exact: bool = False) -> bytes:
+        """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, which Python's json reads."""
         known = checked_id(run_id)
         found = await self.ledger.result(known, tenant) if known else None
         if found is None:
             raise RunNotFound(f"there is no run {run_id!r}")
-        run, kept = found
+        run, kept, exactly = found
         if run.status != "SUCCEEDED":
             said = f": {run.last_error}" if run.status == "FAILED" else ""
             told = f"run {run.id} is {run.status} and has no result{said}"
             raise RunNotComplete(told, run.status, run.ask_again_in)
+        if exact and exactly is not None:
+            return exactly.encode() if kept is not None else await self.ledger.apart(self._results().get, exactly)
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None

@@ -291,6 +291,8 @@ def _published(ctx: Context, job: Job, value: Any, results: ResultStore, limits:
         result_digest=kept.result_digest,
         result_size=kept.result_size,
         artifacts=kept.artifacts,
+        result_exact=kept.result_exact,
+        warnings=kept.warnings,
         cost=context.cost(ctx),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["MAX_DEPTH", "count", "depth", "has_nul", "is_small", "write"]
+__all__ = ["MAX_DEPTH", "count", "depth", "has_nul", "is_small", "non_finite", "read_exact", "write", "write_exact"]
 
 MAX_DEPTH = 100
 """Levels of nesting that parameters may have."""
@@ -43,6 +43,42 @@ def write(value: Any, *, ordered: bool = False) -> bytes:
     except Exception as error:  # whatever the user's own objects raise while they are read
         raise ValueError(_trouble(value) or f"$ has no JSON form: {error}") from error
     return data
+
+
+def write_exact(value: Any) -> tuple[bytes, bytes | None]:
+    """As `write`, but with null for NaN and infinity; where there are any, also the text that `read_exact` reads."""
+    try:
+        return write(value), None
+    except ValueError as error:
+        plain = _plain(value)
+        try:
+            if next(non_finite(plain), None) is not None:
+                exact = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
+                return _AS_GIVEN.encode(plain), exact
+        except Exception as other:  # there is more that has no JSON form
+            raise ValueError(f"{error}; and {other}") from other
+        raise
+
+
+def read_exact(data: bytes) -> Any:
+    """The value of a JSON text in which numbers may be NaN, Infinity and -Infinity."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return json.loads(data)
+
+
+def non_finite(value: Any, place: str = "$") -> Iterator[tuple[str, float]]:
+    """The places of NaN and infinity in plain data, such as ``$.metrics.loss``."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            yield place, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from non_finite(item, f"{place}.{_shown(name)}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from non_finite(item, f"{place}[{index}]")
 
 
 def has_nul(data: bytes) -> bool:

@@ -282,7 +282,7 @@ class Ledger:
         """See reading.list_runs."""
         return await self.read(reading.list_runs, wanted, limit, cursor, **how)
 
-    async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
+    async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
         """See reading.result."""
         return await self._read(reading.result, run_id, tenant)
 

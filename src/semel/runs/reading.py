@@ -181,17 +181,17 @@ def _weight(row: Mapping[Any, Any]) -> int:
     return 1000 + sum(len(value) for value in row.values() if isinstance(value, str))
 
 
-def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None] | None:
-    """The run, and its result where that lives in the row."""
-    query = select(*_SHOWN, runs.c.result).where(runs.c.id == run_id)
+def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
+    """The run, its result where that lives in the row, and its exact form (see Ended) where that is another."""
+    query = select(*_SHOWN, runs.c.result, runs.c.result_exact).where(runs.c.id == run_id)
     if tenant is not None:
         query = query.where(runs.c.tenant == tenant)
     row = conn.execute(query).mappings().one_or_none()
     if row is None:
         return None
     fields = dict(row)
-    kept = fields.pop("result")
-    return run_of(fields), kept
+    kept, exact = fields.pop("result"), fields.pop("result_exact")
+    return run_of(fields), kept, exact
 
 
 def timeline(conn: Connection, run_id: str) -> list[Step]:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import file_digest, sha256
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -34,6 +35,9 @@ MAX_BYTES = 100 * 1000 * 1000
 
 FLAT = "?layout=flat"
 """How the URL of a folder ends in which every result is the file ``{run_id}.json``."""
+
+MOST_WARNINGS = 10
+"""Numbers that are named one by one."""
 
 CHUNK = 1 << 20
 LONGEST = 200
@@ -79,6 +83,8 @@ class PublishedResult(Struct, frozen=True, kw_only=True):
     result_digest: str
     result_size: int
     artifacts: list[Artifact]
+    result_exact: str | None = None
+    warnings: list[str] = []
 
 
 def open_results(target: str | Path | ResultStore) -> ResultStore:
@@ -135,7 +141,7 @@ def publish(
 
     Raises `Fatal` for what can never be kept, and `ResultStoreError` when trying again may help.
     """
-    data = _written(value, max_bytes)
+    data, exact = _written(value, max_bytes)
     artifacts = []
     if files:
         refs = _artifact_refs(job, files)
@@ -152,12 +158,34 @@ def publish(
         result_digest=sha256(data).hexdigest(),
         result_size=len(data),
         artifacts=artifacts,
+        result_exact=None if exact is None else _kept_exactly(store, job, exact, inline=ref is None),
+        warnings=[] if exact is None else _warnings(exact),
     )
 
 
 def flat_ref(run_id: str) -> str:
     """Return the ref of a run's result in a flat folder."""
     return f"{run_id}.json"
+
+
+def _kept_exactly(store: ResultStore, job: Job, exact: bytes, *, inline: bool) -> str:
+    """The text of a small result, or where that of a large one lies."""
+    if inline:
+        return exact.decode()
+    ref = place(job.run_id, job.fence, "result.exact.json")
+    store.put(ref, exact)
+    return ref
+
+
+def _warnings(exact: bytes) -> list[str]:
+    """A warning for each of the first numbers that are not finite, and one for the rest."""
+    found = jsontext.non_finite(jsontext.read_exact(exact))
+    told = [
+        f"{where[:200]} is {number}, for which JSON has no number: it is null in JSON, and exact in Python"
+        for where, number in islice(found, MOST_WARNINGS)
+    ]
+    more = sum(1 for _ in found)
+    return [*told, f"{more:,} more numbers of the result are not finite"] if more else told
 
 
 class FileResults:
@@ -264,16 +292,17 @@ class FileResults:
             _sync_folder(folder.parent)
 
 
-def _written(value: Any, max_bytes: int) -> bytes:
+def _written(value: Any, max_bytes: int) -> tuple[bytes, bytes | None]:
+    """The result as JSON; and, where it has numbers that are not finite, as the text that has them."""
     try:
-        data = jsontext.write(value)
+        data, exact = jsontext.write_exact(value)
     except ValueError as error:
         raise Fatal(f"the result of type {type(value).__qualname__} cannot be kept as JSON: {error}") from error
     if len(data) > max_bytes:
         raise Fatal(
             f"the result is {len(data):,} bytes of JSON, and {max_bytes:,} are allowed; write it to ctx.artifact(name)"
         )
-    return data
+    return data, exact
 
 
 def _artifact_refs(job: Job, files: Mapping[str, Path]) -> dict[str, str]:

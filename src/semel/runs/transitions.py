@@ -187,6 +187,8 @@ _SUCCEED_COLUMNS = {
     "in_ref": "text",
     "in_artifacts": "text",
     "in_cost": "bigint",
+    "in_exact": "text",
+    "in_warnings": "text",
 }
 _PLAIN = 5
 """How many of these every success has; most have no more, and send no more."""
@@ -210,7 +212,9 @@ FROM held WHERE {fenced(w)}""",
 
 
 _SUCCEED = _succeeding(
-    _SUCCEED_COLUMNS, ", result_ref = in_ref, artifacts = in_artifacts, cost = coalesce(in_cost, cost)"
+    _SUCCEED_COLUMNS,
+    """, result_ref = in_ref, artifacts = in_artifacts, cost = coalesce(in_cost, cost),
+    result_exact = in_exact, warnings = in_warnings""",
 )
 _SUCCEED_PLAINLY = _succeeding(dict(islice(_SUCCEED_COLUMNS.items(), _PLAIN)))
 
@@ -262,6 +266,8 @@ def _success_row(ending: Ending) -> tuple[Any, ...]:
         ended.result_ref,
         msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None,
         None if ended.cost is None else micros(ended.cost),
+        ended.result_exact,
+        storable(msgspec.json.encode(ended.warnings).decode()) if ended.warnings else None,
     )
 
 

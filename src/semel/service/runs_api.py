@@ -45,6 +45,12 @@ ManyRequests = Annotated[list[RunRequest], BodyKwarg(min_items=1, max_items=MOST
 Wait = Annotated[
     float, QueryParameter(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the end (or for a change).")
 ]
+Exact = Annotated[
+    bool,
+    QueryParameter(
+        description="With NaN, Infinity and -Infinity as they are, as Python's json reads them, instead of null."
+    ),
+]
 _TAG = ["runs"]
 ABOUT_KEY = [
     header("Idempotent-Replayed", "true: it was there already"),
@@ -250,11 +256,14 @@ async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -
     summary="What a run returned",
     responses=refusals(400, 404, 409),
 )
-async def result(run_id: RunId, site: TheSite, caller: TheCaller) -> Response[Any]:
-    """The result as JSON, exactly as it was stored. 409 unless the run SUCCEEDED: ``run_status`` says how it stands."""
+async def result(run_id: RunId, site: TheSite, caller: TheCaller, exact: Exact = False) -> Response[Any]:
+    """The result as JSON. 409 unless the run SUCCEEDED: ``run_status`` says how it stands.
+
+    NaN and infinity, for which JSON has no numbers, are null, and the run has a warning that names them.
+    """
     if caller.sees is not None:
         await site.run(run_id, caller)
-    data = await site.engine.result_json(run_id, tenant=caller.tenant)
+    data = await site.engine.result_json(run_id, tenant=caller.tenant, exact=exact)
     return Response(data, media_type="application/json")
 
 

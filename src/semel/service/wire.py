@@ -103,6 +103,9 @@ class RunView(Struct, frozen=True, kw_only=True):
     result_ref: str | None
     result_size: int | None
     artifacts: list[ArtifactView]
+    warnings: Annotated[
+        list[str], Meta(description="What to know about the result, such as numbers that JSON has no form for.")
+    ]
     replayed: bool
     quota_warnings: list[str]
     cost_limit_warning: str | None
@@ -279,6 +282,7 @@ def run_view(run: Run, root: str = "") -> RunView:
         ]
         if succeeded
         else [],
+        warnings=run.warnings,
         replayed=run.replayed,
         quota_warnings=run.quota_warnings,
         cost_limit_warning=run.cost_limit_warning,
