@@ -230,7 +230,11 @@ class ClosesOnce(Broken):
         self.closed = True
 
 
-@caught_by("test_a_forgotten_key_is_absent", "test_a_scope_is_forgotten_without_the_keys_at_work")
+@caught_by(
+    "test_a_forgotten_key_is_absent",
+    "test_a_scope_is_forgotten_without_the_keys_at_work",
+    "test_forgotten_work_is_done_anew",
+)
 class ForgetsTheValueAlone(Broken):
     """Takes the value away and leaves the key, which nobody can use then."""
 

@@ -193,6 +193,28 @@ class Lifecycle:
         assert world.run(once.call("not done", work.call)).value == "value"
         assert work.done == 1
 
+    def test_forgotten_work_is_done_anew(self, world: World) -> None:
+        """One key, or all of a scope; what is being worked on is forgotten, or resolved, by force alone."""
+        work, once = Work(world), world.once()
+        world.run(once.call("key", work.call))
+        assert world.run(once.forget("key")) is True
+        assert world.run(once.forget("key")) is False
+        assert world.run(once.call("key", work.call)).replayed is False
+        assert world.run(once.forget_scope("default")) == 1
+        assert world.run(once.call("key", work.call)).replayed is False
+        assert work.done == 3
+        for key in ("forgotten", "resolved"):
+            claim = world.run(once.claim(key, lease=10)).claim
+            verb = partial(once.forget, key) if key == "forgotten" else partial(once.resolve, key, done=True, value=7)
+            with pytest.raises(InProgress) as refused:
+                world.run(verb())
+            assert refused.value.retry_after == 10
+            world.run(verb(force=True))
+            with pytest.raises(ClaimLost):
+                world.run(once.complete(claim))
+        assert world.run(once.call("forgotten", work.call)).replayed is False
+        assert world.run(once.call("resolved", work.call)).value == 7
+
     def test_a_value_that_was_not_kept_is_not_made_again(self, world: World) -> None:
         """The tombstone says that the work was done, and the work stays done."""
         work, once = Work(world), world.once()
