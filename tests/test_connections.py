@@ -233,7 +233,7 @@ BURST = textwrap.dedent("""
     from concurrent.futures import ThreadPoolExecutor
     from semel import JobStore
 
-    jobs = JobStore(sys.argv[1], retry_for=60)
+    jobs = JobStore(sys.argv[1], retry_for=150)
     sys.stdin.readline()
     with ThreadPoolExecutor(25) as threads:
         got = list(threads.map(lambda number: jobs.reserve_job_slot(f"{sys.argv[2]} {number}", 1), range(25)))
@@ -259,21 +259,21 @@ def test_processes_that_want_more_connections_than_there_are_wait_for_each_other
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for number in range(4)
+            for number in range(3)
         ]
         try:
             for process in processes:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            said = [process.communicate(timeout=PATIENCE)[0].strip() for process in processes]
+            said = [process.communicate(timeout=3 * PATIENCE)[0].strip() for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         operator.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(guest)))
         operator.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(guest)))
-    assert said == ["25"] * 4
+    assert said == ["25"] * 3
 
 
 SWITCHES = (
