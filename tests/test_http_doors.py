@@ -2,14 +2,20 @@
 
 import asyncio
 import io
-from collections.abc import Callable, Sequence
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from tempfile import TemporaryFile
 from typing import Any
 
 import anyio
 import httpx
 import pytest
+from litestar import Litestar, post
+from litestar.config.compression import CompressionConfig
+from litestar.middleware import DefineMiddleware
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -17,8 +23,9 @@ from starlette.routing import Mount, Route
 
 from semel import AsyncOnce, Granted, InvalidRequest, Once, Policy, Unknown
 from semel.errors import StoreUnavailable
-from semel.http import wsgi
+from semel.http import body, door, wsgi
 from semel.http.asgi import IdempotencyMiddleware
+from semel.http.protocol import print_of_json
 from semel.once.memory import MemoryStore
 from semel.once.store import ClaimRequest, Complete, Release
 from semel.testing import FakeClock, FaultyStore
@@ -419,3 +426,154 @@ def test_what_is_unknown_stays_unknown_when_its_resolution_is_lost(lose: str) ->
         assert not once._engine._debts.any
         clock.advance(61)
         assert isinstance(once.claim("k"), Unknown)
+
+
+# -- bodies and codings ------------------------------------------------------------------------------------------------
+
+
+def test_a_large_request_touches_no_disk_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it arrives nor while the app reads it; nor is its JSON parsed there."""
+    touched: dict[str, set[int]] = {"write": set(), "read": set(), "print": set()}
+
+    class Watched:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __getattr__(self, name: str) -> Any:
+            touched.get(name, set()).add(threading.get_ident())
+            return getattr(self._file, name)
+
+    def parse(*args: Any) -> str:
+        touched["print"].add(threading.get_ident())
+        return print_of_json(*args)
+
+    monkeypatch.setattr(body, "TemporaryFile", lambda **options: Watched(TemporaryFile(**options)))  # noqa: SIM115 -- closed by the body
+    monkeypatch.setattr(door, "print_of_json", parse)
+    content = json.dumps({"x": "y" * 300_000}).encode()
+    read = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            read.append(message["body"])
+            more = message["more_body"]
+        await answering()(scope, receive, send)
+
+    middleware = IdempotencyMiddleware(app, once="memory://", body_in_memory=1000, fingerprint="json")
+
+    async def scenario() -> None:
+        async def upload() -> AsyncIterator[bytes]:
+            for at in range(0, len(content), 50_000):
+                yield content[at : at + 50_000]
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            answers = [await client.post("/", content=upload(), headers=KEY) for _ in range(2)]
+        assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
+        assert all(threads and threading.get_ident() not in threads for threads in touched.values()), touched
+
+    asyncio.run(scenario())
+    assert b"".join(read) == content
+
+
+def test_a_request_that_is_cancelled_while_it_goes_to_disk_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that writes may be late: it opens nothing that nobody would close."""
+    opened = []
+    entered, gate = threading.Event(), threading.Event()
+
+    def slow(**options: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        opened.append(TemporaryFile(**options))  # noqa: SIM115 -- closed by the body
+        return opened[-1]
+
+    monkeypatch.setattr(body, "TemporaryFile", slow)
+
+    async def scenario() -> None:
+        middleware = IdempotencyMiddleware(answering(), once="memory://", body_in_memory=0)
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"idempotency-key", b"k")]}
+        task = asyncio.create_task(middleware(scope, receive, receive))  # type: ignore[arg-type]
+        assert await asyncio.to_thread(entered.wait, 30)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert [file.closed for file in opened] == [True]
+
+
+def test_a_replay_behind_litestars_compression_is_readable_by_every_client() -> None:
+    """Litestar compresses inside of every middleware."""
+
+    @post("/reports")
+    async def report() -> dict[str, str]:
+        return {"text": "word " * 1000}
+
+    app = Litestar(
+        [report],
+        middleware=[DefineMiddleware(IdempotencyMiddleware, once=AsyncOnce("memory://"))],
+        compression_config=CompressionConfig(backend="gzip", minimum_size=100),
+    )
+
+    async def scenario() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
+            accepted = ("gzip, br", "identity", "gzip", "br")
+            return [await client.post("/reports", headers={**KEY, "Accept-Encoding": each}) for each in accepted]
+
+    answers = asyncio.run(scenario())
+    assert [answer.headers.get("content-encoding") for answer in answers] == ["gzip", None, "gzip", None]
+    assert {answer.json()["text"] for answer in answers} == {"word " * 1000}
+    assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true", "true", "true"]
+
+
+def test_what_a_wsgi_app_writes_leaves_at_once_when_it_is_too_large_to_be_kept() -> None:
+    """The old way to send: nothing obliges the server to ask for the first chunk before all of it is written."""
+    sent: list[bytes] = []
+    most = 0
+
+    def app(environ: Any, start: Any) -> list[bytes]:
+        nonlocal most
+        write = start("200 OK", [])
+        for _ in range(100):
+            write(b"x" * 1000)
+            most = max(most, 1000 * 100 - sum(map(len, sent)))
+        return [b"end"]
+
+    def start_response(status: str, headers: Any, exc_info: Any = None) -> Callable[[bytes], object]:
+        return sent.append
+
+    with Once("memory://") as once:
+        middleware = wsgi.IdempotencyMiddleware(app, once=once, max_response_bytes=5000)
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k", "wsgi.input": io.BytesIO()}
+        chunks = middleware(environ, start_response)
+        assert sum(map(len, sent)) == 100_000, "all of it left before the first chunk was asked for"
+        sent += chunks
+        chunks.close()  # type: ignore[attr-defined]
+        assert b"".join(sent) == b"x" * 100_000 + b"end"
+        record = once.get("k", scope="POST /")
+    assert record is not None
+    assert record.kind == "oversized"
+
+
+@pytest.mark.parametrize("again", [{"type": "http.response.start", "status": 202}, {"type": "http.response.body"}])
+def test_what_an_app_sends_after_the_end_is_its_own_error(again: Any) -> None:
+    """It is not forwarded, and the response stands."""
+    failed = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answering()(scope, receive, send)
+        with pytest.raises(RuntimeError, match="the app sent") as error:
+            await send(again)
+        failed.append(error)
+
+    middleware = IdempotencyMiddleware(app, once="memory://")
+    answers = [asyncio.run(send(middleware)) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    assert len(failed) == 1

@@ -4,9 +4,9 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from email.utils import formatdate
 from io import BytesIO
-from itertools import repeat
 from typing import Any
 
 import httpx
@@ -336,54 +336,105 @@ def test_b19_a_response_too_large_to_be_kept_is_delivered_and_never_made_again(s
         site.keys.call("over", lambda: "again", scope=SCOPE)
 
 
-class Endless:
-    """A stream that goes on until its client has gone, and notes what it sent."""
+class Long:
+    """A response of 10,000 bytes, whose length may be said, that ends early: ``how`` says by what."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str, sized: bool) -> None:
+        self.how = how
+        self.sized = sized
         self.runs = 0
 
     async def asgi(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()
         self.runs += 1
+        length = [(b"content-length", b"10000")] if self.sized else []
+        await send({"type": "http.response.start", "status": 200, "headers": length})
         gone = asyncio.ensure_future(receive())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not gone.done():
-            await send({"type": "http.response.body", "body": b"event\n", "more_body": True})
+        for sent in range(100):
+            if (self.how == "hears that its client left" and gone.done()) or (self.how == "ends" and sent == 50):
+                break
+            if self.how == "raises" and sent == 50:
+                raise ConnectionError("midway")
+            await send({"type": "http.response.body", "body": b"x" * 100, "more_body": sent < 99})
             await asyncio.sleep(0)
 
     def wsgi(self, environ: Any, start_response: Any) -> Iterator[bytes]:
         self.runs += 1
-        start_response("200 OK", [])
-        return repeat(b"event\n")
+        start_response("200 OK", [("Content-Length", "10000")] if self.sized else [])
+        for sent in range(100):
+            if self.how == "raises" and sent == 50:
+                raise ConnectionError("midway")
+            if self.how == "ends" and sent == 50:
+                return
+            yield b"x" * 100
 
 
-def test_b19_a_stream_without_end_whose_client_left_is_done_once_it_is_too_large(entrance: Doorway) -> None:
-    """No memory is used up for it, and nobody starts it again."""
-    endless = Endless()
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("how", ["hears that its client left", "cannot send", "raises", "ends"])
+def test_b19_what_is_too_large_to_be_kept_is_done_however_it_ends(entrance: Doorway, how: str, sized: bool) -> None:
+    """From the byte on that is one too many: nobody starts it again, and no server goes on with it for nobody."""
+    long = Long(how, sized)
     once: Any = entrance.open()
+    sent: list[Any] = []
     if entrance.kind == "asgi":
-        app = asgi.IdempotencyMiddleware(endless.asgi, once, max_response_bytes=100)
-        coming = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+        app = asgi.IdempotencyMiddleware(long.asgi, once, max_response_bytes=1000)
+        coming: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
         scope = {"type": "http", "method": "POST", "path": ITEMS, "headers": [(b"idempotency-key", KEY.encode())]}
-        sent: list[Any] = []
 
         async def receive() -> Any:
             return coming.pop(0)
 
         async def send(message: Any) -> None:
-            sent.append(message)
+            if how == "cannot send" and len(sent) > 20:
+                raise OSError("the client left")
+            sent.append(message.get("body", b""))
 
-        entrance.run(app(scope, receive, send))
-        assert sum(len(message.get("body", b"")) for message in sent) > 100
+        with suppress(OSError):
+            entrance.run(app(scope, receive, send))
     else:
         environ = {"REQUEST_METHOD": "POST", "PATH_INFO": ITEMS, "HTTP_IDEMPOTENCY_KEY": KEY, "wsgi.input": BytesIO()}
-        chunks: Any = wsgi.IdempotencyMiddleware(endless.wsgi, once, max_response_bytes=100)(environ, lambda *_: None)
-        assert [next(chunks) for _ in range(3)] == [b"event\n"] * 3
+        chunks: Any = wsgi.IdempotencyMiddleware(long.wsgi, once, max_response_bytes=1000)(environ, lambda *_: None)
+        with suppress(OSError):
+            for chunk in chunks:
+                sent.append(chunk)
+                if how in {"hears that its client left", "cannot send"} and len(sent) > 20:
+                    break
         chunks.close()
+    assert 1000 < len(b"".join(sent)) < 10_000
     record = entrance.record(KEY)
     assert record is not None
     assert (record.status, record.kind) == ("completed", "oversized")
-    assert endless.runs == 1
+    assert long.runs == 1
+
+
+def test_b19_what_is_too_large_is_done_before_the_byte_that_is_one_too_many_leaves(entrance: Doorway) -> None:
+    """A worker that is killed later, while it still sends, has done its work."""
+    statuses = []
+
+    def look() -> None:
+        record = entrance.record(KEY)
+        statuses.append(None if record is None else record.status)
+
+    once: Any = entrance.open()
+    if entrance.kind == "asgi":
+        app = asgi.IdempotencyMiddleware(Long("is read", True).asgi, once, max_response_bytes=200)
+        scope = {"type": "http", "method": "POST", "path": ITEMS, "headers": [(b"idempotency-key", KEY.encode())]}
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            await asyncio.to_thread(look)
+
+        entrance.run(app(scope, receive, send))
+        statuses.pop(0)  # the head
+    else:
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": ITEMS, "HTTP_IDEMPOTENCY_KEY": KEY, "wsgi.input": BytesIO()}
+        long = Long("is read", True)
+        for _ in wsgi.IdempotencyMiddleware(long.wsgi, once, max_response_bytes=200)(environ, lambda *_: None):
+            look()
+    assert statuses[:4] == ["in_flight", "in_flight", "completed", "completed"]
+    assert len(statuses) == 100
 
 
 def test_b5_a_response_of_exactly_the_limit_is_kept(site: Doorway) -> None:

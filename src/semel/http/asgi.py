@@ -176,14 +176,15 @@ class _Exchange:
 
     The response passes through while it is noted. What would tell the client that it is complete (the last byte of a
     known length, or the end of the stream) is held back until the outcome is stored. A client that leaves does not
-    stop the app: its retry gets the response.
+    stop the app: its retry gets the response. A response that is too large to be kept is an outcome from the byte on
+    that is one too many, and from then on whatever happens to it is between the app and its client.
     """
 
     def __init__(self, door: Door[AsyncOnce], claim: Claim, asking: Asking, upload: _Upload) -> None:
         self._door, self._claim, self._asking, self._upload = door, claim, asking, upload
         self._recorder = Recorder(door, claim)
         self._held: list[Message] = []
-        self._passed = self._settled = self._replaced = self._deaf = False
+        self._passed = self._settled = self._ended = self._deaf = False
 
     async def run(self, app: App, scope: Scope, send: Send) -> None:
         """Call the app, and see that its claim is settled, whatever it does."""
@@ -207,9 +208,7 @@ class _Exchange:
             raise
         finally:
             self._reveal()
-        if not self._settled and self._recorder.over:
-            await self._settle()  # it was carried out; that the client did not wait for the end changes nothing
-        elif not self._settled:
+        if not self._settled:
             await engine.fail(self._claim, self._asking, RuntimeError("the app ended without a whole response"))
             await self._forward()
 
@@ -222,17 +221,15 @@ class _Exchange:
                 headers = self._recorder.begin(message["status"], message.get("headers", ()))
                 self._held.append({**message, "headers": headers})
             case "http.response.body":
-                if self._settled:
+                if self._ended:
                     raise RuntimeError("the app sent a part of the response after its end")
                 self._held.append(message)
                 complete = self._recorder.add(message.get("body", b""))
-                if self._recorder.over:
-                    self._reveal()  # it will not be kept, so there is no reason to finish it for nobody
-                if not message.get("more_body", False):
+                self._ended = not message.get("more_body", False)
+                if not self._settled and (self._ended or (self._recorder.over and self._recorder.kept)):
                     await self._settle()
-                    await self._forward()
                     self._reveal()
-                elif not complete:
+                if self._settled or not complete:
                     await self._forward()
             case _:
                 await self._send(message)
@@ -246,7 +243,7 @@ class _Exchange:
         """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if not self._door.keeps(response.status) or not self._recorder.whole:
+        if not self._recorder.kept:
             if self._recorder.whole:
                 self._asking.policy = self._door.releasing
             await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
@@ -259,6 +256,8 @@ class _Exchange:
                 raise  # half of it is with the client; the server breaks the connection, which says enough
             answer = self._door.lost(key) if isinstance(error, ClaimLost) else self._door.unavailable(key)
             self._held = list(_messages(answer))
+            await self._forward()
+            self._deaf = True  # to the rest of what the app sends, if there is more
 
     async def _forward(self) -> None:
         held, self._held = self._held, []
@@ -269,6 +268,8 @@ class _Exchange:
                     await self._send(message)
                 except OSError:
                     self._deaf = True  # the client left
+                    if self._settled and not self._ended:
+                        raise  # there is no reason to finish for nobody what will not be kept
 
 
 _BYPASSES = frozenset(("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers"))

@@ -57,6 +57,8 @@ class Body:
                     self._file.write(part)
                 self._file.flush()
                 self._parts.clear()
+        if self._closed:
+            self.close()
 
     @property
     def digest(self) -> bytes:
@@ -67,9 +69,13 @@ class Body:
         """Up to so many bytes from there on; none at the end."""
         with self._lock:
             if self._file is None:
-                return b"".join(self._parts)[at : at + size]
-            self._file.seek(at)
-            return self._file.read(size)
+                found = b"".join(self._parts)[at : at + size]
+            else:
+                self._file.seek(at)
+                found = self._file.read(size)
+        if self._closed:
+            self.close()
+        return found
 
     def whole(self) -> bytes:
         """All of it, in memory."""
@@ -83,8 +89,11 @@ class Body:
         return self._file
 
     def close(self) -> None:
-        """Give the disk back."""
-        with self._lock:
-            self._closed = True
-            if self._file is not None:
-                self._file.close()
+        """Give the disk back: now, or when the thread that writes or reads is done."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._file is not None:
+                    self._file.close()
+            finally:
+                self._lock.release()

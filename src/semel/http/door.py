@@ -340,6 +340,11 @@ class Recorder:
         return self._limit is not None and self._size > self._limit
 
     @property
+    def kept(self) -> bool:
+        """The response, or that there was one too large to be kept, is the key's outcome."""
+        return self._keeps(self.status) and (self.whole or self.over)
+
+    @property
     def response(self) -> Response:
         """What is stored."""
         return Response(self.status, kept_headers(self.headers), None if self.over else b"".join(self._parts))

@@ -135,7 +135,7 @@ class _Exchange:
         self._held: list[bytes] = []
         self._sends: Callable[[bytes], object] | None = None
         self._error: BaseException | None = None
-        self._passed = self._settled = self._whole = False
+        self._passed = self._settled = self._ended = self._whole = False
 
     def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
         """Call the app as far as its first chunk."""
@@ -173,8 +173,11 @@ class _Exchange:
     def _write(self, chunk: bytes) -> None:
         """WSGI's old way to send: it is noted, and sent with the iterable's next chunk or, if it is large, at once."""
         self._recorder.add(chunk)
+        if self._ended:
+            return
         self._held.append(chunk)
-        if self._recorder.over:
+        self._settle_if_over()
+        if self._settled:
             self._begin()
             if self._sends is not None:
                 held, self._held = self._held, []
@@ -182,17 +185,25 @@ class _Exchange:
 
     def _advance(self) -> None:
         """Take chunks from the app until something may leave, or the outcome is stored."""
-        while not self._settled:
+        while not self._ended:
             with working_under(self._claim):
                 chunk = next(self._chunks, _END)
             if chunk is _END:
-                self._settle()
+                self._ended = True
+                if not self._settled:
+                    self._settle()
                 self._tell_length()
-            elif self._recorder.add(chunk) or self._whole:
-                self._held.append(chunk)
-            elif chunk:
-                self._held.append(chunk)
                 return
+            complete = self._recorder.add(chunk)
+            self._held.append(chunk)
+            self._settle_if_over()
+            if chunk and not self._whole and (self._settled or not complete):
+                return
+
+    def _settle_if_over(self) -> None:
+        """A response that is too large to be kept is an outcome from the byte on that is one too many."""
+        if not self._settled and self._recorder.over and self._recorder.kept:
+            self._settle()
 
     def _tell_length(self) -> None:
         """Servers count a list for the app; here they no longer see that it was one."""
@@ -208,7 +219,7 @@ class _Exchange:
             raise RuntimeError("the app ended without calling start_response")
         engine, key, response = self._door.engine, self._asking.key, self._recorder.response
         self._settled = True
-        if not self._door.keeps(response.status) or not self._recorder.whole:
+        if not self._recorder.kept:
             if self._recorder.whole:
                 self._asking.policy = self._door.releasing
             drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
@@ -222,10 +233,11 @@ class _Exchange:
             answer = self._door.lost(key) if isinstance(error, ClaimLost) else self._door.unavailable(key)
             self._started = (*_head(answer), None)
             self._held = [answer.body or b""]
+            self._ended = True  # what the app says after this is not heard
 
     def _give_up(self, error: BaseException) -> bool:
         """The app raised; True when that is kept, and the client will be told so before the server sees the error."""
-        told = False
+        told, self._ended = False, True
         if not self._settled:
             self._settled = True
             told = drive(self._door.engine.fail(self._claim, self._asking, error)) and not self._passed
@@ -240,7 +252,7 @@ class _Exchange:
 
     def __next__(self) -> bytes:
         if not self._held:
-            if self._settled:
+            if self._ended:
                 self._begin()
                 if self._error is not None:
                     raise self._error
@@ -271,7 +283,7 @@ class _Exchange:
                 self._held = []
                 self._advance()
             if not self._settled:
-                self._settle()  # too large to be kept: it was carried out, and that is all there is to say
+                self._settle()  # what gives its key back need not be read to its end
         except BaseException as error:
             self._give_up(error)
             raise
