@@ -14,8 +14,8 @@ Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
 """``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while
 there is none; raises when the connection breaks."""
 
-PATIENCE = 5.0
-"""Seconds without a connection before that is logged."""
+PATIENCE = 30.0
+"""Seconds without a connection before that is logged: by then a database that is away altogether has been reported."""
 
 _log = logging.getLogger("semel.listener")
 
