@@ -27,7 +27,7 @@ from semel.bridge import drive
 from semel.runs.transitions import EVENT, NOTED, WANTED
 from semel.service import Settings, deliverer, webhooks_out
 from semel.service.deliverer import AT_ONCE, DELAYS, LEASE
-from semel.service.deliveries import Delivery, renew, tidy
+from semel.service.deliveries import Delivery, lease, renew, tidy
 from semel.testing import FakeClock
 from service_ground import Served, made_app, served
 from webhook_ground import PATIENCE, Receiver, receiving, until
@@ -659,6 +659,24 @@ def test_a_subscription_that_was_ended_is_told_nothing_more(house: House, client
     assert client.delete(f"/admin/subscriptions/{made['id']}").status_code == 404
     house.app.submit("add", {"a": 2})
     assert (client.get("/admin/subscriptions").json(), house.states(), house.unsent()) == ([], {}, 0)
+
+
+@pytest.mark.parametrize("end", ["DELETE FROM semel_subscriptions", "UPDATE semel_subscriptions SET disabled_us = 1"])
+def test_what_still_waits_for_a_subscription_that_ended_is_not_taken_up(house: House, end: str) -> None:
+    """Nor by a server that is in the middle of its deliveries."""
+    receiver = house.receiver(500)
+    with served(house.app, OPEN) as service, service.client() as client:
+        made = subscribe(client, receiver.url)["subscription"]
+        house.app.submit("add", {"a": 1})
+        until(lambda: _noted(house, 1), "the try was settled")
+    house.clock.advance(DELAYS[0] * 2)
+    ledger = house.app.ledger(awaited=False)
+    try:
+        house.write(end)
+        assert drive(ledger.write(lease, made["id"], 10, LEASE, ledger.terms)) == []
+        assert house.states() == {"waiting": 1}
+    finally:
+        drive(ledger.close())
 
 
 def test_deliveries_are_listed_page_by_page(house: House, client: httpx.Client) -> None:

@@ -170,9 +170,10 @@ class Deliverer:
                 renewed = await self._ledger.write(
                     deliveries.renew, list(self._held.values()), LEASE, self._ledger.terms
                 )
-            except SemelError as error:
-                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
-                    _log.warning("deliveries under way could not be renewed, they may be sent twice: %s", error)
+            except StoreUnavailable:
+                continue  # the ledger has reported it
+            except Exception:  # noqa: BLE001 -- as in _serve
+                _log.exception("deliveries under way could not be renewed, they may be sent twice")
                 continue
             for key, due_us in renewed.items():
                 if key in self._held:

@@ -181,6 +181,7 @@ WITH picked AS MATERIALIZED (
       WHERE e.run_id = p.run_id AND e.version < p.version AND e.subscription_id = :subscription
         AND e.state = 'waiting' AND e.last_status IS NULL AND e.last_error IS NULL
     )
+    AND EXISTS (SELECT 1 FROM semel_subscriptions AS s WHERE s.id = :subscription AND s.disabled_us IS NULL)
   ORDER BY p.due_us, p.run_id, p.version LIMIT :most {words.locking("p", skip=True)}
 )
 UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {words.now} + :lease, wait_us = :lease
@@ -193,7 +194,7 @@ _LEASE = Statement(_leasing)
 
 
 def lease(conn: Connection, subscription_id: str, most: int, seconds: float, terms: Terms) -> list[Delivery]:
-    """Take what is due for a subscription, at most one step of each run, and count the try."""
+    """Take what is due for a subscription, and count the try; nothing for one that has ended, whatever still waits."""
     values: dict[str, Any] = {"subscription": subscription_id, "most": most, "lease": round(seconds * MICRO)}
     rows = _LEASE.rows(conn, now=terms.now, **values)
     found = [Delivery(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]

@@ -158,6 +158,7 @@ async def delete_subscription(
 ) -> None:
     """Send nothing any more, and forget what was on its way."""
     await site.ledger.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
+    await site.ledger.write(deliveries.tidy, site.ledger.terms)  # of very many, the rest follows in the background
     _log.info("subscription %s was ended by %r", subscription_id, caller.user)
 
 

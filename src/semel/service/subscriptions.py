@@ -121,7 +121,7 @@ def find(conn: Connection, subscription_id: str, tenant: str) -> Subscription:
 
 
 def remove(conn: Connection, subscription_id: str, tenant: str) -> None:
-    """End it, and forget what was on its way: that is removed little by little, see deliveries.tidy."""
+    """End it: what was on its way is not sent any more, and removed by deliveries.tidy."""
     if find(conn, subscription_id, tenant).kind == "stream":
         raise Refused(409, "STREAM_IS_A_SETTING", "the stream ends when the server starts without SEMEL_EVENTS")
     conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id))
