@@ -1,5 +1,6 @@
 """S1, POST idempotency, through both HTTP doors: what a client of the Data Intake service meets, word for word."""
 
+import asyncio
 import hashlib
 import logging
 import string
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from email.utils import format_datetime, parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,8 +33,10 @@ from acceptance.exchanges import (
 )
 from acceptance.spaces import Space
 from acceptance.together import PATIENCE, in_threads
-from semel import Event, NotMigrated, Policy, Response
+from semel import App, Event, NotMigrated, Policy, Response
+from semel.http.dialects import DIALECTS, PROTOCOL_VERSION, REFUSALS
 from semel.once.counters import Counts
+from semel.service import asgi
 from semel.testing import FaultyStore
 
 KEY = "new-key-123"
@@ -655,3 +659,41 @@ def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# -- S1.33: versions -----------------------------------------------------------------------------------------------
+
+VERSIONS = {"1.0": "d3bac5b858dea62d"}
+"""Each version of the protocol, and the hash of the keys that it takes and of how it refuses."""
+
+
+def protocol_hash() -> str:
+    """What clients meet, as one number: change a pattern, a status or a code, and it is another."""
+    keys = [(each.name, each.keys.pattern, each.bare.pattern, each.parameters) for each in DIALECTS.values()]
+    refusals = [
+        (each.name, reason, each.statuses.get(reason, refusal.status), refusal.code, refusal.retryable)
+        for each in DIALECTS.values()
+        for reason, refusal in sorted(REFUSALS.items())
+    ]
+    return hashlib.sha256(repr((keys, refusals)).encode()).hexdigest()[:16]
+
+
+def test_s1_33_a_change_of_keys_or_refusals_needs_a_new_version() -> None:
+    assert protocol_hash() == VERSIONS[PROTOCOL_VERSION], "clients meet something else: give the protocol a new version"
+
+
+async def schema_of(app: App) -> Any:
+    """The OpenAPI schema that a service of this app has."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(app)), base_url="http://127.0.0.1") as client:
+        answer = await client.get("/schema/openapi.json")
+    await app.aio.close()
+    return answer.json()
+
+
+def test_s1_33_the_version_is_named_in_the_documentation_and_in_the_schema(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    for page in ("http.md", "api.md"):
+        assert f"version {PROTOCOL_VERSION} of the protocol" in (docs / page).read_text()
+    posted = asyncio.run(schema_of(App(f"sqlite:///{tmp_path / 'semel.db'}")))["paths"]["/runs"]["post"]
+    described = [each["description"] for each in posted["parameters"] if each["name"] == "Idempotency-Key"]
+    assert [f"Version {PROTOCOL_VERSION} of the protocol" in each for each in described] == [True]

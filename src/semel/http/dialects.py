@@ -28,6 +28,9 @@ Reason: TypeAlias = Literal[
     "unavailable",
 ]
 
+PROTOCOL_VERSION = "1.0"
+"""The version of what clients meet: which keys are valid, and how a refusal is put. If either changes, so does this."""
+
 
 class Refusal(Struct, frozen=True):
     """Why a request is not carried out. ``retryable``: the same request with the same key may succeed later.

@@ -16,6 +16,7 @@ from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
 
 from semel.errors import InvalidRequest, SemelError, UnknownModel
+from semel.http.dialects import PROTOCOL_VERSION
 from semel.runs.records import INTERNAL_PREFIX, MICRO, Run, Status, checked_key
 from semel.service import runs_details, runs_events, runs_files
 from semel.service.answers import answered, header, json, refusals, tagged
@@ -37,7 +38,8 @@ Key = Annotated[
     str | None,
     HeaderParameter(
         name="Idempotency-Key",
-        description="Names the run: sent again, it is found, and nothing is created.",
+        description="Names the run: sent again, it is found, and nothing is created. "
+        f"Version {PROTOCOL_VERSION} of the protocol: 1 to 255 characters, none of them a control character.",
         examples=[Example(summary="a CI job", value="ci-42")],
     ),
 ]

@@ -30,7 +30,7 @@ from semel import Once, Record, Response
 from servers import free_port
 from store_urls import StoreUrls, store_urls
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "data_intake"
 ITEMS = "/api/v1/items"
 PATIENCE = 60
