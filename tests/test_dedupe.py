@@ -213,3 +213,40 @@ def test_a_lost_answer_makes_no_second_run(service: Served, app: App, payload: d
     with Client(service.address, transport=Losing(), backoff=0.01) as client:
         run = client.submit("train", payload)
     assert (run.replayed, run.status, len(sent)) == (True, "CANCELLED", 2)
+
+
+def test_a_retry_whose_answer_was_lost_is_one_retry(service: Served, app: App, payload: dict[str, Any]) -> None:
+    """The new run was stored, and it ended, before the client asked again."""
+    failed = app.submit("train", payload, user=ME)
+    app.cancel(failed.id)
+    sent: list[bytes] = []
+
+    class Losing(httpx.HTTPTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            answer = super().handle_request(request)
+            sent.append(answer.read())
+            if len(sent) == 1:
+                app.cancel(app.runs(limit=1).runs[0].id)
+                raise httpx.ReadError("the line broke")
+            return answer
+
+    with Client(service.address, transport=Losing(), backoff=0.01) as client:
+        again = client.retry(failed.id)
+    assert (again.retry_of, again.status, again.replayed) == (failed.id, "CANCELLED", True)
+    assert len([run for run in app.runs().runs if run.retry_of == failed.id]) == 1
+
+
+def test_a_retry_finds_the_one_under_way_whoever_asks_and_with_whatever_key(
+    service: Served, app: App, payload: dict[str, Any]
+) -> None:
+    failed = app.submit("train", payload, user=ME)
+    app.cancel(failed.id)
+    with Client(service.address) as client, Client(service.address) as other:
+        first = client.retry(failed.id)
+        assert not first.replayed
+        assert {other.retry(failed.id).run_id, app.retry(failed.id).id} == {first.run_id}
+        key = f"retry-{payload}"
+        assert app.retry(failed.id, idempotency_key=key).id == first.run_id
+        app.cancel(first.run_id)
+        assert app.retry(failed.id, idempotency_key=key).id == first.run_id, "the key names it, whatever became of it"
+        assert client.retry(failed.id).run_id != first.run_id

@@ -85,7 +85,7 @@ def test_filters_narrow_and_combine(app: App, clock: FakeClock) -> None:
         app.get(third.id, tenant="")
 
 
-def test_a_retry_is_a_new_run_and_one_however_often_it_is_asked_for(app: App) -> None:
+def test_a_retry_is_a_new_run_and_one_however_often_it_is_asked_for(app: App, clock: FakeClock) -> None:
     failed = app.submit("work", {"fails": True}, user="ann", cost=5)
     with app.working(processes=0):
         assert app.wait(failed.id, timeout=60).status == "FAILED"
@@ -94,6 +94,8 @@ def test_a_retry_is_a_new_run_and_one_however_often_it_is_asked_for(app: App) ->
     assert (again.retry_of, again.status, again.cost, again.user) == (failed.id, "PENDING", 5.0, "ann")
     assert again.id not in {failed.id, later.id}
     assert app.retry(failed.id).id == again.id
+    clock.advance(86400)
+    assert app.retry(failed.id).id == again.id, "it is under way still"
     assert app.get(failed.id).status == "FAILED"
     with pytest.raises(IllegalTransition, match="is PENDING; only a FAILED or CANCELLED run"):
         app.retry(again.id)

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from semel.client.bulk import submitted
 from semel.client.exchange import Exchange, given
-from semel.client.sending import SubmitOptions, key_and_dedupe, run_path
+from semel.client.sending import SubmitOptions, automatic_key, key_and_dedupe, run_path
 from semel.client.views import RemoteRun, RunPage
 from semel.client.waiting import Progress, Waiting
 from semel.errors import SemelError
@@ -110,12 +110,12 @@ class RunVerbs:
     async def retry(self, run_id: str, *, idempotency_key: str | None = None) -> RemoteRun:
         """Submit a failed or cancelled run again, as a new run with ``retry_of``.
 
-        ``run.replayed``: the new run was there already: under way, or, with a key, whatever became of it.
+        ``run.replayed``: the new run was there already: under way, or, with a key, whatever became of it. One key,
+        ``py-client-<uuid>`` without one, goes with all tries, so that a lost answer never makes a second run.
         """
-        path, key = f"{run_path(run_id)}/retry", idempotency_key
-        headers = {} if key is None else {"idempotency-key": key}
-        answer = await self.exchange.ask("POST", path, headers=headers, key=key, about_run=True)
-        return self.exchange.decoded(answer, RemoteRun)
+        path, key = f"{run_path(run_id)}/retry", automatic_key() if idempotency_key is None else idempotency_key
+        answer = await self.exchange.ask("POST", path, headers={"idempotency-key": key}, key=key, about_run=True)
+        return self.exchange.decoded(answer, RemoteRun, key=key)
 
     async def runs(
         self,

@@ -32,7 +32,7 @@ from semel.runs.records import (
 from semel.runs.registry import Registry
 from semel.runs.submitting import Answer, Created, Submission
 
-RETRY_WINDOW = 600.0
+RETRY_WINDOW = 30 * 86400.0
 """Seconds for which a second retry of the same run finds the first one, while that is pending or running."""
 
 
@@ -103,15 +103,13 @@ class Desk:
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
-        own_key, own_ttl = None, 0.0
-        if kind == "key" and options.get("dedupe") and self._terms.dedupe_window > 0 and retry_of is None:
+        own_key, own_ttl, asked = None, 0.0, None
+        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._terms.dedupe_window > 0)):
             own_key, own_ttl = key, ttl
             key, kind, ttl = payload_hash, "payload", self._terms.dedupe_window
-        asked = None
         if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
             asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
-            if kind != "key":
-                key, kind, ttl = f"retry:{retry_of}", "payload", RETRY_WINDOW
+            key, ttl = f"retry:{retry_of}", RETRY_WINDOW
         queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
         if queue == INTERNAL_QUEUE and not internal:
             raise InvalidRequest(f"the queue {INTERNAL_QUEUE!r} is the service's own; choose another")

@@ -262,7 +262,8 @@ class Engine:
     async def retry(self, run_id: str, *, idempotency_key: str | None = None, tenant: str | None = None) -> Run:
         """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was.
 
-        Asked again while the new run is under way, it is found; with a key of its own, whatever became of it.
+        Asked again while the new run is under way, it is found, by whatever key; with the same key again, whatever
+        became of it.
         A job at a provider is never retried: it may have been done there, and would be done and paid for twice.
         """
         run = await self.get(run_id, tenant=tenant)
