@@ -103,6 +103,19 @@ def test_a_run_that_a_live_key_names_stays_until_the_key_ends(shop: Workshop, by
     jobs.close()
 
 
+def test_a_run_that_a_key_found_by_its_payload_stays_until_the_key_ends(shop: Workshop) -> None:
+    """The key is not the one that the run was made with; it names the run all the same."""
+    made = shop.timeless.submit("add", {"a": 1})
+    asked: dict[str, Any] = {"idempotency_key": "k", "key_ttl": 90 * DAY, "dedupe": True}
+    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    shop.timeless.cancel(made.id)
+    shop.clock.advance(40 * DAY)
+    assert purge(shop, "app") == 0
+    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    shop.clock.advance(51 * DAY)
+    assert purge(shop, "app") == 1
+
+
 def purge(shop: Workshop, by: str) -> int:
     if by == "app":
         return shop.timeless.purge(30 * DAY)

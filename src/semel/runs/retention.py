@@ -43,14 +43,12 @@ class Removed(Struct, frozen=True):
 def is_old(now: int, age: float) -> ColumnElement[bool]:
     """True of a run that was over so many seconds ago and that no live key names."""
     over = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
-    live = and_(run_keys.c.kind == "key", run_keys.c.job_id == cast(runs.c.id, Text), run_keys.c.expires_us >= now)
-    own = and_(
-        run_keys.c.tenant == runs.c.tenant,
-        run_keys.c.user_id == runs.c.user_id,
-        run_keys.c.key == runs.c.idempotency_key,
+    named = and_(
+        run_keys.c.kind == literal("key", literal_execute=True),  # which names the index
+        run_keys.c.job_id == cast(runs.c.id, Text),
+        run_keys.c.expires_us >= now,
     )
-    stored = run_keys.c.payload_hash == literal("", literal_execute=True)  # which names the index
-    return and_(over, not_(or_(exists().where(live, own), exists().where(live, stored))))
+    return and_(over, not_(exists().where(named)))
 
 
 _NOTE_COLUMNS = {"in_prefix": "text", "in_data": "text", "in_files": "boolean"}

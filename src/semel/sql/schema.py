@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -204,9 +204,9 @@ run_keys = Table(
     PrimaryKeyConstraint("tenant", "user_id", "kind", "key", name="semel_run_keys_pkey"),
 )
 Index("semel_run_keys_expires", run_keys.c.expires_us)
-_stored = "payload_hash = ''"
-Index("semel_run_keys_stored", run_keys.c.job_id, postgresql_where=text(_stored), sqlite_where=text(_stored))
-"""Keys for jobs that the caller created; of all others the run itself knows its key."""
+_own = "kind = 'key'"
+Index("semel_run_keys_job", run_keys.c.job_id, postgresql_where=text(_own), sqlite_where=text(_own))
+"""By which a purge knows the runs that live keys name."""
 
 removals = Table(
     "semel_removals",
