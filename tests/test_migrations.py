@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import psycopg
@@ -15,7 +15,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
 
 from programs import Program
-from semel import Granted, NotMigrated, Once, SemelError
+from quota_ground import open_app
+from semel import Granted, JobStore, NotMigrated, Once, SemelError
 from semel.cli import main as semel_command
 from semel.sql import migrate, schema
 
@@ -156,6 +157,35 @@ def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -
     assert semel_command(["migrate", url]) == 0
     with Once(url) as once:
         assert isinstance(once.claim("key"), Granted)
+
+
+@pytest.mark.parametrize("back_to", schema.REVISIONS[2:-1])
+def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, engine: Engine, back_to: str) -> None:
+    assert semel_command(["migrate", url]) == 0
+    with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
+        run = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
+        over = app.submit("train", {"number": 2}, user="ann")
+        app.cancel(over.id)
+        slot = jobs.reserve_job_slot("ann", 5)
+        jobs.store_idempotency_key("document", over.id, "ann")
+    with engine.begin() as conn:
+        config = Config()
+        config.set_main_option("script_location", "semel.sql:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        command.downgrade(config, back_to)
+        for view in ("model_runs", "idempotency_keys", "job_reservations"):
+            assert conn.execute(text(f"SELECT * FROM {view}")).all() != []
+    assert semel_command(["migrate", url]) == 0
+    with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
+        assert app.usage("ann").concurrent == 2
+        again = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
+        assert (again.id, again.replayed, again.cost) == (run.id, True, 2.5)
+        assert app.get(over.id).status == "CANCELLED"
+        assert slot is not None
+        assert jobs.consume_reservation(slot, job_id=run.id)
+        assert jobs.check_idempotency_key("document", "ann") == over.id
+        assert app.purge(0) == 0, "a live key names what is over"
 
 
 def test_a_newer_database_is_accepted(url: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
