@@ -1,6 +1,7 @@
 """How the doors get along with what is around them: other middleware, mounts, odd apps, a store that comes and goes."""
 
 import asyncio
+import gzip
 import io
 import json
 import threading
@@ -23,7 +24,7 @@ from starlette.routing import Mount, Route
 
 from semel import AsyncOnce, Granted, InvalidRequest, Once, Policy, Unknown
 from semel.errors import StoreUnavailable
-from semel.http import body, door, wsgi
+from semel.http import body, door, protocol, wsgi
 from semel.http.asgi import IdempotencyMiddleware
 from semel.http.protocol import print_of_json
 from semel.once.memory import MemoryStore
@@ -394,7 +395,7 @@ def test_what_the_store_never_takes_holds_up_nothing_else() -> None:
         once = AsyncOnce(store, retry_for=0)
         debts = once._engine._debts
 
-        async def never() -> None:
+        async def never(_: object) -> None:
             raise StoreUnavailable("too large")
 
         for number in range(5):
@@ -531,6 +532,29 @@ def test_a_replay_behind_litestars_compression_is_readable_by_every_client() -> 
     assert [answer.headers.get("content-encoding") for answer in answers] == ["gzip", None, "gzip", None]
     assert {answer.json()["text"] for answer in answers} == {"word " * 1000}
     assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true", "true", "true"]
+
+
+def test_a_replay_is_not_decompressed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is while it is compressed."""
+    threads: set[int] = set()
+
+    def unpack(body: bytes, size: int) -> bytes:
+        threads.add(threading.get_ident())
+        return gzip.decompress(body)
+
+    monkeypatch.setitem(protocol._DECODERS, "gzip", unpack)
+    packed = answering(body=gzip.compress(b"{}"), headers=[(b"Content-Encoding", b"gzip")])
+    middleware = IdempotencyMiddleware(packed, once="memory://")
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            answers = [await client.post("/", headers={**KEY, "Accept-Encoding": "identity"}) for _ in range(2)]
+        assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
+        assert answers[1].content == b"{}"
+        assert threads, "it was decompressed"
+        assert threading.get_ident() not in threads
+
+    asyncio.run(scenario())
 
 
 def test_what_a_wsgi_app_writes_leaves_at_once_when_it_is_too_large_to_be_kept() -> None:

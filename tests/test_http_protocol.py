@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import re
+import tracemalloc
 import zlib
 from decimal import Decimal
 from typing import Any, get_args
@@ -409,6 +410,34 @@ def test_bytes_that_the_client_cannot_read_are_never_sent(coding: bytes) -> None
     assert answer(coded(b"gzip", b"not gzip"), Policy.ietf(), None).status == 406
 
 
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate", b"gzip, gzip"])
+def test_a_response_is_not_decoded_into_more_than_is_kept(coding: bytes) -> None:
+    """Some recorded kilobytes may stand for gigabytes: they are never made, and a client that takes gzip gets them."""
+    pack = zlib.compress if coding == b"deflate" else gzip.compress
+    for size, status in ((1000, 200), (1001, 406), (10 << 20, 406)):
+        body = pack(bytes(size))
+        bomb = coded(coding, gzip.compress(body) if b"," in coding else body)
+        policy = Policy.ietf().but(max_response_bytes=1000)
+        tracemalloc.start()
+        try:
+            response = answer(bomb, policy)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert response.status == status, size
+        assert peak < 1 << 20
+        assert answer(bomb, policy, "gzip, deflate").status == 200
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+def test_a_coding_of_nothing_is_taken_off_and_half_a_response_is_not_sent(coding: bytes) -> None:
+    empty = answer(coded(coding, b""), Policy.ietf())
+    assert (empty.status, empty.body) == (200, b"")
+    assert b"content-encoding" not in dict(empty.headers)
+    whole = CODED[coding.decode()][1]
+    assert answer(coded(coding, whole[:-6]), Policy.ietf()).status == 406
+
+
 @pytest.mark.parametrize(
     ("accepted", "asked"),
     [
@@ -662,7 +691,18 @@ def test_the_defaults_are_those_of_the_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "limit"), [("intake", None), ("router", None), ("ietf", 10 << 20), ("stripe", 10 << 20)]
+    ("policy", "limit"),
+    [
+        (None, None),
+        ("intake", None),
+        (Policy.intake().but(lease=3600), None),
+        ("router", 10 << 20),
+        ("processor", 10 << 20),
+        ("ietf", 10 << 20),
+        ("stripe", 10 << 20),
+        (Policy(), 10 << 20),
+        (Policy(max_response_bytes=7), 7),
+    ],
 )
 def test_how_much_is_taken_and_kept_by_default(policy: Any, limit: int | None) -> None:
     """The document of ``intake`` has no limit for the responses that are kept; None says that there is none."""

@@ -68,12 +68,18 @@ class Policy:
     tombstone: TombstoneRule = "gone"
     """Over HTTP: a key whose response is no longer stored answers 410 Gone or 409 Conflict."""
 
+    max_response_bytes: int | None = 10 << 20
+    """Over HTTP: a larger response is delivered but not kept, and never made again; None: no limit."""
+
     def __post_init__(self) -> None:
         for name in ("ttl", "lease", "wait"):
             seconds(name, getattr(self, name), zero=name == "wait")
         for name in ("value_ttl", "purge_every"):
             if getattr(self, name) is not None:
                 seconds(name, getattr(self, name))
+        most = self.max_response_bytes
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise InvalidRequest(f"max_response_bytes is {most!r}; it must be a number of bytes, or None")
         for name, words in _WORDS.items():
             if getattr(self, name) not in get_args(words):
                 choices = ", ".join(repr(word) for word in get_args(words))
@@ -94,12 +100,18 @@ class Policy:
 
     @classmethod
     def intake(cls, ttl: float = HOUR) -> Policy:
-        """A POST endpoint: one hour, a duplicate in flight is a conflict.
+        """A POST endpoint: one hour, a duplicate in flight is a conflict, every response is kept, however large.
 
         The lease is a minute, renewed while the handler runs, so that a killed worker blocks its keys for a minute at
         most; its document has no lease but the hour, which is ``Policy.intake().but(lease=3600)``.
         """
-        return cls(ttl=ttl, lease=min(seconds("ttl", ttl), MINUTE), in_flight="conflict", purge_every=10 * MINUTE)
+        return cls(
+            ttl=ttl,
+            lease=min(seconds("ttl", ttl), MINUTE),
+            in_flight="conflict",
+            purge_every=10 * MINUTE,
+            max_response_bytes=None,
+        )
 
     @classmethod
     def jobs(cls) -> Policy:

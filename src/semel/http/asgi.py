@@ -14,7 +14,7 @@ from semel.http.body import CHUNK, Body, BodyTooLarge
 from semel.http.door import HELD, Door, Recorder, Request
 from semel.http.options import Options
 from semel.http.protocol import codings_for_app
-from semel.model import Claim, Granted, Replay, Response
+from semel.model import Claim, Granted, Replay, Response, Verdict
 from semel.once.asking import Asking
 from semel.once.calls import working_under
 from semel.once.faces import AsyncOnce
@@ -107,8 +107,7 @@ class IdempotencyMiddleware:
             return True
         if isinstance(verdict, Granted):
             return _Exchange(door, verdict.claim, asking, _Upload(body, receive))
-        large = isinstance(verdict, Replay) and len(verdict.outcome.data or b"") > _LARGE
-        return await _off_loop(large, door.answer, verdict, asking, request)
+        return await _off_loop(_is_work(verdict), door.answer, verdict, asking, request)
 
     async def _tell_status(self, scope: Scope, send: Send) -> bool:
         door = self._door
@@ -293,6 +292,12 @@ def _header(scope: Scope, name: str) -> str | None:
 def _length(request: Request) -> int:
     said = request.header("content-length") or ""
     return int(said) if said.isascii() and said.isdigit() and len(said) < 19 else 0
+
+
+def _is_work(verdict: Verdict) -> bool:
+    """Whether to make an answer of it takes long: a response is large, or would be once it is decompressed."""
+    data = verdict.outcome.data if isinstance(verdict, Replay) else None
+    return data is not None and (len(data) > _LARGE or b"content-encoding" in data)
 
 
 async def _off_loop(blocks: bool, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

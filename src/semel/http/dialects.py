@@ -149,7 +149,6 @@ class Dialect(Struct, frozen=True):
     fails_from: int
     not_begun: frozenset[int] = frozenset()
     methods: tuple[str, ...] = ("POST",)
-    max_response_bytes: int | None = 10 << 20
     parameters: bool = False
     whole_scope: bool = False
     statuses: dict[Reason, int] = {}
@@ -195,7 +194,7 @@ what is shown of a longer header is cut."""
 _HINT = 'This service takes the keys of policy="intake"; with policy="ietf" it would take this one'
 
 DIALECTS = {
-    "intake": Dialect("intake", _STRICT, _STRICT, 400, max_response_bytes=None),
+    "intake": Dialect("intake", _STRICT, _STRICT, 400),
     "ietf": Dialect(
         "ietf",
         _PRINTABLE,

@@ -110,7 +110,7 @@ class Door(Generic[Face]):
         self._docs_url = url_of("docs_url", options.get("docs_url"))
         self.max_request_bytes = size("max_request_bytes", options.get("max_request_bytes", _MAX_REQUEST_BYTES))
         self.max_response_bytes = size(
-            "max_response_bytes", options.get("max_response_bytes", self.dialect.max_response_bytes)
+            "max_response_bytes", options.get("max_response_bytes", self.policy.max_response_bytes)
         )
         self.body_in_memory = size("body_in_memory", options.get("body_in_memory", 1 << 20)) or 0
         status_path = options.get("status_path")
@@ -224,7 +224,7 @@ class Door(Generic[Face]):
         key = asking.key
         match verdict:
             case Replay(outcome):
-                found = replay(outcome, request.header("accept-encoding"))
+                found = replay(outcome, request.header("accept-encoding"), self.max_response_bytes)
                 if isinstance(found, Response):
                     return found
                 refusal = self.refuse(found, key)

@@ -68,8 +68,8 @@ class Options(TypedDict, total=False):
     """Larger requests are refused with 413; 10 MiB without it, None: no limit."""
 
     max_response_bytes: int | None
-    """Larger responses are delivered but not kept; their key is never carried out again. Without it 10 MiB, and in the
-    ``intake`` dialect no limit, as its document has it; None: no limit."""
+    """Larger responses are delivered but not kept; their key is never carried out again. Without it the
+    policy's; None: no limit."""
 
     body_in_memory: int
     """Larger request bodies wait in a temporary file; 1 MiB without it."""

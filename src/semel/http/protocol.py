@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from email.utils import formatdate
+from io import BytesIO
 from typing import Any, NoReturn, cast
 from urllib.parse import quote
 
@@ -204,8 +205,12 @@ def expires_header(expires_us: int) -> tuple[bytes, bytes]:
     return b"idempotency-expires", formatdate(expires_us // 1_000_000, usegmt=True).encode("ascii")
 
 
-def replay(outcome: Outcome, accept_encoding: str | None) -> Response | Reason:
-    """The response of a request that was carried out before, whoever did it, or the reason why there is none."""
+def replay(outcome: Outcome, accept_encoding: str | None, most: int | None = None) -> Response | Reason:
+    """The response of a request that was carried out before, whoever did it, or the reason why there is none.
+
+    Decoded for a client that does not accept its coding, it may have ``most`` bytes: a few recorded ones may stand for
+    gigabytes.
+    """
     if outcome.kind == "error":
         return "failed"  # its text is not the client's business
     if outcome.gone:
@@ -215,7 +220,8 @@ def replay(outcome: Outcome, accept_encoding: str | None) -> Response | Reason:
         return "not_kept"
     if response.status in _BODILESS:
         return Response(response.status, kept_headers(response.headers) + replay_marks(outcome))
-    readable = _readable(Response(response.status, kept_headers(response.headers), response.body), accept_encoding)
+    recorded = Response(response.status, kept_headers(response.headers), response.body)
+    readable = _readable(recorded, accept_encoding, most)
     if readable is None:
         return "not_acceptable"
     length = (b"content-length", b"%d" % len(readable.body or b""))
@@ -246,7 +252,7 @@ def codings_for_app(accept_encoding: str) -> str:
     return ", ".join(left) if any(wanted.get(coding, 0) for coding in (*_DECODERS, "identity")) else "identity"
 
 
-def _readable(response: Response, accept_encoding: str | None) -> Response | None:
+def _readable(response: Response, accept_encoding: str | None, most: int | None) -> Response | None:
     """The response in codings that the client accepts: as it is, or without its coding; None when that cannot be."""
     said = b",".join(value for name, value in response.headers if name == b"content-encoding").decode("latin-1")
     codings = [coding for part in said.split(",") if (coding := part.strip().lower()) not in {"", "identity"}]
@@ -256,8 +262,10 @@ def _readable(response: Response, accept_encoding: str | None) -> Response | Non
     body = response.body or b""
     for coding in reversed(codings):
         try:
-            body = _DECODERS[coding](body)
+            body = _DECODERS[coding](body, -1 if most is None else most + 1) if body else b""
         except (KeyError, OSError, EOFError, zlib.error):
+            return None
+        if most is not None and len(body) > most:
             return None
     return Response(response.status, [_decoded(*pair) for pair in response.headers if pair[0] not in _OF_CODING], body)
 
@@ -274,15 +282,28 @@ def _weights(accept_encoding: str) -> dict[str, float]:
     return found
 
 
-def _inflate(body: bytes) -> bytes:
+def _gunzip(body: bytes, size: int) -> bytes:
+    with gzip.GzipFile(fileobj=BytesIO(body)) as file:
+        return file.read(size)
+
+
+def _inflate(body: bytes, size: int) -> bytes:
     """``deflate`` is zlib's format; some send the bare stream."""
     try:
-        return zlib.decompress(body)
+        return _inflated(body, size, zlib.MAX_WBITS)
     except zlib.error:
-        return zlib.decompress(body, -zlib.MAX_WBITS)
+        return _inflated(body, size, -zlib.MAX_WBITS)
 
 
-_DECODERS = {"gzip": gzip.decompress, "x-gzip": gzip.decompress, "deflate": _inflate}
+def _inflated(body: bytes, size: int, window: int) -> bytes:
+    stream = zlib.decompressobj(window)
+    found = stream.decompress(body, max(0, size))
+    if not stream.eof and len(found) != size:
+        raise EOFError("the compressed response breaks off")
+    return found
+
+
+_DECODERS = {"gzip": _gunzip, "x-gzip": _gunzip, "deflate": _inflate}
 _OF_CODING = frozenset((b"content-encoding", b"content-digest", b"repr-digest", b"digest", b"content-md5"))
 
 
