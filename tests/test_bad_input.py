@@ -302,6 +302,12 @@ def test_a_policy_knows_its_words(field: str, word: Any) -> None:
         Policy(**{field: word})
 
 
+@pytest.mark.parametrize("most", [-1, 1.5, "10MB", True])
+def test_a_policy_with_such_a_size_is_refused(most: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_response_bytes is .* number of bytes, or None"):
+        Policy(max_response_bytes=most)
+
+
 def test_a_policy_has_no_other_fields(once: Once) -> None:
     with pytest.raises(InvalidRequest, match=r"no retries; it has .*lease"):
         Policy().but(retries=3)

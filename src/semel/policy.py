@@ -77,7 +77,7 @@ class Policy:
         for name in ("value_ttl", "purge_every"):
             if getattr(self, name) is not None:
                 seconds(name, getattr(self, name))
-        most = self.max_response_bytes
+        most: object = self.max_response_bytes
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise InvalidRequest(f"max_response_bytes is {most!r}; it must be a number of bytes, or None")
         for name, words in _WORDS.items():
