@@ -304,7 +304,7 @@ def test_a_policy_knows_its_words(field: str, word: Any) -> None:
 
 @pytest.mark.parametrize("most", [-1, 1.5, "10MB", True])
 def test_a_policy_with_such_a_size_is_refused(most: Any) -> None:
-    with pytest.raises(InvalidRequest, match="max_response_bytes is .* number of bytes, or None"):
+    with pytest.raises(InvalidRequest, match=r"max_response_bytes is .* number of bytes, or None"):
         Policy(max_response_bytes=most)
 
 
