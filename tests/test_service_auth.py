@@ -292,6 +292,7 @@ def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are
         {"X-Forwarded-Host": "localhost"},
         {"Via": "1.1 proxy"},
         {"X-Forwarded-Proto": "https"},
+        {"CF-Connecting-IP": "203.0.113.9"},
         {"X-Forwarded-Port": "443"},
         {"X-Forwarded-Prefix": "/semel"},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},

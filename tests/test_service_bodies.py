@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from semel import App
 from semel.runs import jsontext
-from semel.service import bodies
+from semel.service import bodies, config_files
 from semel.service.problems import Refused
 from semel.service.wire import RunRequest
 from service_ground import PATIENCE, Served, made_app, served
@@ -150,6 +150,21 @@ def test_large_bodies_are_decoded_in_a_thread(
     assert answer.status_code == 201
     assert len(seen) == 1
     assert seen[0].startswith("asyncio_") == apart
+
+
+def test_a_config_is_checked_in_a_thread(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    body_of = config_files.body_of
+
+    def noting(given: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return body_of(given)
+
+    monkeypatch.setattr(config_files, "body_of", noting)
+    with server.client() as client:
+        answer = client.put("/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * bodies.LARGE}})
+    assert answer.status_code == 200
+    assert [name.startswith("asyncio_") for name in seen] == [True]
 
 
 def test_an_app_in_an_event_loop_checks_large_parameters_apart(tmp_path: Path) -> None:

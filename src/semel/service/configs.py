@@ -87,14 +87,19 @@ async def put(site: Site, caller: Caller, name: str, body: ConfigBody) -> Config
         raise Refused(400, "INVALID_REQUEST", "a config's name has letters, digits, '.', '_' and '-', up to 100")
     if body.data is not None and not caller.may("admin"):
         raise Refused(403, "FORBIDDEN", "only an admin says which folder of the server is a config's data")
-    try:
-        body = config_files.body_of(msgspec.to_builtins(body))
-        await asyncio.to_thread(_row_data, site, name, body.data)
-    except (ValueError, BrokenConfig) as error:
-        raise Refused(400, "INVALID_REQUEST", str(error)) from None
-    text = msgspec.json.encode(body).decode()
+    text = await asyncio.to_thread(_checked, site, name, body)
     await site.ledger.write(_write, site.ledger.terms, tenant=caller.tenant, name=name, body=text, user=caller.user)
     return await look_up(site, caller.tenant, name)
+
+
+def _checked(site: Site, name: str, body: ConfigBody) -> str:
+    """The body as it is stored. It may be large, so it is looked at in a thread."""
+    try:
+        body = config_files.body_of(msgspec.to_builtins(body))
+        _row_data(site, name, body.data)
+    except (ValueError, BrokenConfig) as error:
+        raise Refused(400, "INVALID_REQUEST", str(error)) from None
+    return msgspec.json.encode(body).decode()
 
 
 async def remove(site: Site, tenant: str, name: str) -> None:

@@ -12,7 +12,7 @@ from semel.service.limits import header, headers
 from semel.service.problems import Refused
 
 _CARRIED = re.compile(
-    rb"forwarded|via|x-real-ip|x-forwarded(-.*)?|x-original-(host|url|forwarded-for)|[a-z-]*client-ip"
+    rb"forwarded|via|x-real-ip|x-forwarded(-.*)?|x-original-(host|url|forwarded-for)|[a-z-]*(client|connecting)-ip"
 )
 """What a proxy adds. Behind one every request seems to be sent from this machine."""
 
