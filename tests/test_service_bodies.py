@@ -162,7 +162,9 @@ def test_a_config_is_checked_in_a_thread(server: Served, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(config_files, "body_of", noting)
     with server.client() as client:
-        answer = client.put("/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * bodies.LARGE}})
+        answer = client.put(
+            "/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * bodies.LARGE}}
+        )
     assert answer.status_code == 200
     assert [name.startswith("asyncio_") for name in seen] == [True]
 
