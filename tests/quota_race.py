@@ -9,6 +9,8 @@ from typing import Any
 from programs import Program
 
 RACE = """
+from contextvars import copy_context
+
 from quota_ground import open_app
 from semel import JobStore, QuotaExceeded
 
@@ -35,18 +37,36 @@ def reserve_and_submit(user, number):
 tell("ready")
 hear()
 take = [globals()[name] for name in ways]
-tell([(user, take[number % len(take)](user, number)) for user in users for number in numbers])
+
+
+def apart(user, number):  # as one of many callers: what a caller submits takes the slot that the same caller reserved
+    return copy_context().run(take[number % len(take)], user, number)
+
+
+tell([(user, (apart if alone else take[number % len(take)])(user, number)) for user in users for number in numbers])
 app.close(), jobs.close()
 """
 
 
-def race(url: str, ways: list[tuple[str, ...]], *, tries: int, limit: int, users: tuple[int, ...] = (42,)) -> Any:
-    """One process for each of the ``ways``, all let go at once: every slot that was granted, as (user, id)."""
+def race(
+    url: str,
+    ways: list[tuple[str, ...]],
+    *,
+    tries: int,
+    limit: int,
+    users: tuple[int, ...] = (42,),
+    alone: bool = True,
+) -> Any:
+    """One process for each of the ``ways``, all let go at once: every slot that was granted, as (user, id).
+
+    ``alone``: each try is another caller's; else those of a process are one caller's.
+    """
     with ExitStack() as stack:
         programs = []
         for place, way in enumerate(ways):
             numbers = range(place * tries, (place + 1) * tries)
             given: dict[str, Any] = {"url": url, "ways": way, "limit": limit, "users": users, "numbers": numbers}
+            given["alone"] = alone
             programs.append(stack.enter_context(Program(RACE, **given)))
         assert [program.hear() for program in programs] == ["ready"] * len(ways)
         for program in programs:

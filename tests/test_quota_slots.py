@@ -385,6 +385,14 @@ def test_200_of_both_from_8_processes_on_a_limit_of_5_are_5(ground: Ground) -> N
     assert live + ground.count("semel_runs") == 5
 
 
+def test_processes_that_reserve_and_then_submit_without_a_word_have_5_slots(ground: Ground) -> None:
+    """A run takes the slot that its own caller reserved, which is then no second one: both together count once."""
+    ground.app.set_quota(42, Quota(max_concurrent=5))
+    race(ground.url, [("reserve", "submit"), ("submit", "reserve")] * 2, tries=25, limit=5, alone=False)
+    without_a_job = ground.count("semel_reservations", "NOT consumed AND job_id IS NULL")
+    assert without_a_job + ground.count("semel_runs") == ground.app.usage(42).concurrent == 5
+
+
 def test_at_4_of_5_one_of_two_processes_gets_the_last_slot(ground: Ground) -> None:
     """One reserves, one submits, for twenty users one after the other."""
     users = tuple(range(20))
