@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from sqlalchemy import Connection, text
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -22,7 +23,8 @@ from semel import App, AsyncOnce, Granted, JobStore, Once, StoreUnavailable
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once import postgres, redis
 from semel.once.listener import Listener
-from semel.sql.engines import parse
+from semel.runs.ledger import Ledger
+from semel.sql.engines import fetch, parse
 from silent_line import SilentLine, dead_end, silent_line
 from store_urls import StoreUrls, store_urls
 
@@ -250,6 +252,34 @@ def test_runs_and_reservations_have_a_deadline_too(line: tuple[SilentLine, str],
     finally:
         app.close()
         jobs.close()
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_transaction_in_which_the_server_falls_silent_ends(
+    line: tuple[SilentLine, str], kind: str, awaited: bool, hot: bool
+) -> None:
+    """It is given up as it is: a ROLLBACK, or a farewell, would wait for the same server."""
+    if kind == "redis":
+        return
+    wire, url = line
+
+    def work(conn: Connection) -> None:
+        conn.execute(text("SELECT 1"))
+        wire.silence(new=True)
+        (fetch if hot else Connection.execute)(conn, text("SELECT 2"), {})
+
+    async def scenario() -> None:
+        ledger = Ledger(url, awaited=awaited, retry_for=RETRY_FOR)
+        await ledger.open()
+        with Clock(), pytest.raises(StoreUnavailable):
+            await ledger._at_once(work)
+        await ledger.close()
+
+    if awaited:
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    else:
+        _driven(scenario())
 
 
 def _noop() -> None:

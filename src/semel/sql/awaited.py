@@ -187,6 +187,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
     except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
         raise missing("postgres", error) from error
     event.listen(engine.sync_engine, "connect", _keep_alive)
+    event.listen(engine.sync_engine, "invalidate", _terminate)
     return engine
 
 
@@ -196,6 +197,11 @@ _OPTIONS = {
     "TCP_KEEPCNT": KEEPALIVE["keepalives_count"],
     "TCP_USER_TIMEOUT": KEEPALIVE["tcp_user_timeout"],
 }
+
+
+def _terminate(connection: Any, _record: Any, _error: Any) -> None:
+    """A call that was cancelled has waited for long enough: SQLAlchemy would take leave of the server, for seconds."""
+    connection.driver_connection.terminate()
 
 
 def _keep_alive(connection: Any, _record: Any) -> None:

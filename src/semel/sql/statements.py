@@ -199,7 +199,7 @@ def transaction(conn: Connection) -> Iterator[None]:
     conn.execute(_BEGIN)
     try:
         yield
-    except BaseException:
+    except Exception:  # after anything else the connection is given up, and a silent server's word is not waited for
         if not conn.invalidated:
             conn.execute(_ROLLBACK)
         raise
