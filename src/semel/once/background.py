@@ -146,14 +146,18 @@ class Collector(Background):
 
 
 RENEW_AFTER = 0.05
-"""The part of a lease after which it is renewed: so it outlives a store that is unavailable for nine tenths of it."""
-SHORTEST_TRY = 0.25
-"""Seconds that a renewal may take in any case: a store that answers later would not be noticed to be there."""
+"""The part of a lease after which it is renewed."""
+TRY_AGAIN_AFTER = 0.01
+"""The part of a lease after which a renewal that failed is tried again. Together: when a store was unavailable for nine
+tenths of a lease, at least four hundredths of it are left for the renewal that succeeds."""
+SHORTEST_TRY, LONGEST_TRY = 0.1, 10.0
+"""Seconds that a renewal may take: a store that answers later than the first would not be noticed to be there, and
+whose lease is short does not wait for long behind those whose are not."""
 
 
 def time_for_renewal(left: float) -> float:
     """How long to wait for the answer to a renewal: a third of what is left of the shortest lease."""
-    return max(left / 3, SHORTEST_TRY)
+    return min(max(left / 3, SHORTEST_TRY), LONGEST_TRY)
 
 
 class _Lease:
@@ -169,7 +173,7 @@ class _Lease:
 class Renewer(Background):
     """Renews every watched claim when a twentieth of its lease has passed.
 
-    A renewal that gets no answer is tried again as often as before, as long as the work goes on.
+    A renewal that gets no answer is tried again, and sooner, as long as the work goes on.
     """
 
     def __init__(
@@ -220,13 +224,13 @@ class Renewer(Background):
         if not due:
             return
         for claim, lease in due.items():
-            lease.due = now + claim.lease * RENEW_AFTER
+            lease.due = now + claim.lease * TRY_AGAIN_AFTER
         limit = time_for_renewal(min(lease.ends for lease in due.values()) - now)
         asked = [Renew(claim.scope, claim.key, claim.fence, round(claim.lease * 1e6)) for claim in due]
         answers = await self._runtime.within(limit, self._renew(asked))
         for (claim, lease), answer in zip(due.items(), answers, strict=True):
             if answer is not None:
-                lease.ends = now + claim.lease
+                lease.due, lease.ends = now + claim.lease * RENEW_AFTER, now + claim.lease
             elif self._leases.pop(claim, None) is not None:
                 _log.warning(
                     "the claim on %r in %r (fence %d) is lost while its work goes on",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from semel.errors import StoreUnavailable
-from semel.once.background import RENEW_AFTER, time_for_renewal
+from semel.once.background import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
 from semel.runs.held import Held, Holdings
 from semel.runs.keeping import WorkerCard
 from semel.runs.ledger import Ledger
@@ -20,8 +20,6 @@ from semel.runs.worklog import WorkLog
 
 TICK = 1.0
 """Seconds between two looks at what is held: so long may a cancel take to be heard."""
-LONGEST = 10.0
-"""Seconds that a heartbeat of an idle worker may take at the most."""
 BLOCKED = 1.0
 """Seconds that the event loop may stand still before that is said."""
 CARD_EVERY = 15.0
@@ -72,17 +70,20 @@ class Heart:
             self._ledger.unavailable(error)
         except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
             self._log.say(logging.WARNING, f"a heartbeat failed: {error!r}")
+        else:
+            return
+        asyncio.get_running_loop().call_later(self._tick(TRY_AGAIN_AFTER), self.nudge)
 
     def _limit(self) -> float:
         """How long to wait for the database: with time left for more than one other try before a lease ends."""
         now = time.monotonic()
         left = [each.renewed + each.lease - now for each in self._holdings if not each.lost]
-        return time_for_renewal(min(left)) if left else LONGEST
+        return time_for_renewal(min(left)) if left else LONGEST_TRY
 
     async def _rest(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
-        tick = max(0.02, min([TICK, *(each.lease * RENEW_AFTER for each in self._holdings)]))
+        tick = self._tick(RENEW_AFTER)
         began = time.monotonic()
         try:
             async with asyncio.timeout(tick):
@@ -94,6 +95,10 @@ class Heart:
             names = ", ".join(sorted({each.leased.model for each in self._holdings if each.model.isolation == "loop"}))
             who = f" (async models at work: {names}; one that blocks should be a plain function)" if names else ""
             self._log.say(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
+
+    def _tick(self, part: float) -> float:
+        """Seconds until the next beat: this part of the shortest lease."""
+        return max(0.02, min([TICK, *(each.lease * part for each in self._holdings)]))
 
     def watch(self, held: Held) -> None:
         """A run was begun."""
@@ -117,7 +122,8 @@ class Heart:
         held = [each for each in self._holdings if not each.lost]
         if not held:
             return
-        if any(now - each.renewed >= each.lease * RENEW_AFTER for each in held):
+        soon = now + self._tick(RENEW_AFTER) / 2  # sooner by half a beat rather than later by a whole one
+        if any(soon - each.renewed >= each.lease * RENEW_AFTER for each in held):
             await self._renew(held, now)
             return
         if news := [each for each in held if each.news]:

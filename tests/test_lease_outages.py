@@ -1,0 +1,138 @@
+"""A lease outlives an outage of nine tenths of itself, wherever the outage begins: seen on an injected clock."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from semel.errors import StoreUnavailable
+from semel.model import Claim
+from semel.once.background import Renewer
+from semel.once.runtime import Loop
+from semel.once.store import Renew
+from semel.runs.heart import Heart
+from semel.runs.held import Held, Holdings
+from semel.runs.keeping import WorkerCard
+from semel.runs.leasing import Beat
+from semel.runs.worklog import WorkLog
+
+LEASES = [5.0, 12.0, 20.0, 21.0, 30.0, 60.0, 300.0]
+PHASES = [0.0, 0.011, 0.024, 0.0371, 0.0499]
+"""Parts of a lease: how long after others the outage begins."""
+OUTAGE = 0.9
+
+
+class Leap(asyncio.SelectorEventLoop):
+    """An event loop in which nobody waits: when nothing is left to do, it is the time of what comes next."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        inner: Any = self
+        coming = [each.when() for each in inner._scheduled if not each.cancelled()]
+        if coming and not inner._ready:
+            self.now = max(self.now, min(coming))
+        super()._run_once()  # type: ignore[misc]  # asyncio's own, and the one place where all waiting is done
+
+
+class Server:
+    """Keeps a lease, and is away for a while; the connections that were open then are silent for ever, or broken."""
+
+    def __init__(self, loop: Leap, lease: float, phase: float, *, silent: bool) -> None:
+        self._loop = loop
+        self._silent = silent
+        self.away_from = loop.now + (1 + phase) * lease
+        self.away_until = self.away_from + OUTAGE * lease
+        self.lease = lease
+        self.ends = loop.now + lease
+        self.shortest = lease
+        """The least that was ever left when the lease was renewed."""
+
+    async def answer(self) -> None:
+        if self.away_from <= self._loop.now < self.away_until:
+            if self._silent:
+                await self._loop.create_future()
+            raise StoreUnavailable("away")
+
+    async def renew(self) -> None:
+        await self.answer()
+        self.shortest = min(self.shortest, self.ends - self._loop.now)
+        self.ends = self._loop.now + self.lease
+
+
+def renewer(server: Server) -> Coroutine[Any, Any, None]:
+    async def renew(asked: Sequence[Renew]) -> list[int | None]:
+        await server.renew()
+        return [1 for _ in asked]
+
+    async def work() -> None:
+        renewer = Renewer(Loop(), renew, idle=1.0)
+        renewer.watch(Claim("scope", "key", 1, "attempt", "", server.lease, 0, 0))
+        await asyncio.sleep(2.2 * server.lease)
+        renewer.stop()
+
+    return work()
+
+
+def heart(server: Server) -> Coroutine[Any, Any, None]:
+    class Ledger:
+        runtime = Loop()
+
+        def unavailable(self, error: object) -> None:
+            """It is logged elsewhere."""
+
+        async def renew(self, beats: Sequence[Beat]) -> dict[str, bool]:
+            await server.renew()
+            return {beat.run_id: False for beat in beats}
+
+        async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
+            await server.answer()
+            return {run_id: False for run_id, _ in held}
+
+        async def worker_seen(self, card: WorkerCard) -> None:
+            await server.answer()
+
+    async def work() -> None:
+        holdings = Holdings()
+        leased: Any = SimpleNamespace(
+            id="run", model="m", parameters="{}", payload_hash="", fence=1, attempts=1, user_id="", tenant="",
+            data_ref=None, lease_us=round(server.lease * 1e6), changed_us=0,
+        )  # fmt: skip
+        model: Any = SimpleNamespace(isolation="thread")
+        holdings.add(Held(leased, model, "worker", server._loop.now))
+        ledger: Any = Ledger()
+        card: Any = object()
+        beating = Heart(ledger, holdings, WorkLog("w"), card=lambda: card, lost=_lost, cancelled=_lost)
+        task = asyncio.ensure_future(beating.beat_forever())
+        await asyncio.sleep(2.2 * server.lease)
+        task.cancel()
+
+    return work()
+
+
+def _lost(held: Held) -> None:
+    raise AssertionError(f"{held.leased.id} was lost")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("keep", [renewer, heart])
+def test_a_lease_outlives_nine_tenths_of_itself_without_a_store(
+    keep: Callable[[Server], Coroutine[Any, Any, None]], silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lease in LEASES:
+        for phase in PHASES:
+            loop = Leap()
+            clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
+            for module in ("semel.once.background", "semel.runs.heart", "semel.runs.held"):
+                monkeypatch.setattr(f"{module}.time", clock)
+            server = Server(loop, lease, phase, silent=silent)
+            with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:  # type: ignore[misc]
+                runner.run(keep(server))
+            assert server.ends > server.away_until + lease, "it was renewed since"
+            left = server.shortest / lease
+            assert left > 0.015, f"with a lease of {lease} and the outage after {phase}, only {left:.3f} of it was left"
