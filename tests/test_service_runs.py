@@ -106,6 +106,20 @@ def test_after_repeats_a_repeat_a_conflict_and_a_new_run_are_told_apart(client: 
     assert [each["status"] for each in many.json()] == [200, 409, 201, 200]
 
 
+@pytest.mark.parametrize(
+    "header",
+    ['"ci 42"', '"ci 42";v=1', '"ci 42"; v="a;b"; w="\\""', r'"c\i 42"', '"ci 42";v="', '"ci 42" 7', '"ci 42'],
+)
+def test_a_key_in_quotes_is_a_string_of_rfc_8941(client: httpx.Client, header: str) -> None:
+    """With or without parameters behind it, which may be strings themselves."""
+    good = header.startswith('"ci 42"') and not header.endswith(('="', "7"))
+    answer = client.post("/runs", json={"model": "add", "parameters": {"a": 1}}, headers={"Idempotency-Key": header})
+    if good:
+        assert answer.json()["idempotency_key"] == "ci 42"
+    else:
+        assert (answer.status_code, answer.json()["error_code"]) == (400, "INVALID_REQUEST")
+
+
 def test_two_keys_that_differ_are_refused(client: httpx.Client) -> None:
     body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": "one"}
     answer = client.post("/runs", json=body, headers={"Idempotency-Key": "other"})

@@ -58,7 +58,7 @@ ABOUT_KEY = [
     header("Idempotent-Replayed", "true: it was there already"),
     header("Idempotency-Expires", "Until when the key names it, as HTTP writes a time"),
 ]
-_QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;[^"]*)?')
+_QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;(?:[^"]|"(?:[^"\\]|\\.)*")*)?')
 _ESCAPED = re.compile(r"\\(.)")
 
 
