@@ -241,6 +241,8 @@ def test_a_large_result_comes_from_the_result_store_as_it_is(worked: httpx.Clien
     answer = worked.get(f"/runs/{run_id}/result")
     assert answer.json() == given
     assert len(answer.content) == run["result_size"]
+    assert worked.get(f"/runs/{run['result_ref']}/result").json() == given, "its address does for its id"
+    assert worked.get(f"/runs/{uuid4()}/1/result.json/result").status_code == 404
 
 
 def test_a_pending_run_is_cancelled_once_and_a_finished_one_not_at_all(worked: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from litestar import Request, Response, get, post
 from litestar.openapi.spec import Example
-from litestar.params import BodyKwarg, HeaderParameter, JSONBody, QueryParameter
+from litestar.params import BodyKwarg, HeaderParameter, JSONBody, PathParameter, QueryParameter
 
 from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.dialects import PROTOCOL_VERSION
@@ -263,6 +263,28 @@ async def result(run_id: RunId, site: TheSite, caller: TheCaller, exact: Exact =
 
     NaN and infinity, for which JSON has no numbers, are null, and the run has a warning that names them.
     """
+    return await _result(run_id, site, caller, exact=exact)
+
+
+@get(
+    "/runs/{run_id:str}/{fence:int}/result.json/result",
+    tags=_TAG,
+    operation_id="getResultByRef",
+    summary="What a run returned, by its result_ref",
+    responses=refusals(400, 404, 409),
+)
+async def result_by_ref(
+    run_id: RunId,
+    fence: Annotated[int, PathParameter(description="Which attempt stored it; as ``result_ref`` has it.")],  # noqa: ARG001 -- the run has one result
+    site: TheSite,
+    caller: TheCaller,
+    exact: Exact = False,
+) -> Response[Any]:
+    """As by the run's id, for the ``result_ref`` of a result that lies in the result store."""
+    return await _result(run_id, site, caller, exact=exact)
+
+
+async def _result(run_id: str, site: Site, caller: Caller, *, exact: bool) -> Response[Any]:
     if caller.sees is not None:
         await site.run(run_id, caller)
     data = await site.engine.result_json(run_id, tenant=caller.tenant, exact=exact)
@@ -392,6 +414,7 @@ HANDLERS = (
     show,
     list_runs,
     result,
+    result_by_ref,
     cancel,
     retry,
     *runs_details.HANDLERS,
