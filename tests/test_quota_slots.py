@@ -1,9 +1,12 @@
 """Slots come back exactly once, whatever dies, and no race takes one too many."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -19,9 +22,15 @@ from semel import (
     Run,
     StoreUnavailable,
 )
-from semel.errors import IllegalTransition
+from semel.bridge import drive
+from semel.errors import IllegalTransition, ReservationLost
+from semel.runs import quotas
 from semel.runs.attempt import EndKind
 from semel.runs.ledger import Ledger
+from semel.runs.quotas import Reserve
+from semel.runs.records import new_id
+from semel.sql.statements import transaction
+from workshop import PATIENCE
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
@@ -442,6 +451,42 @@ def test_a_reservation_is_consumed_or_released_but_not_both(ground: Ground) -> N
 
         assert sum(in_threads(2, decide)) == 1
         assert ground.concurrent() == 0
+
+
+@pytest.mark.parametrize("how", ["consume", "submit"])
+def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(grounds: Grounds, how: str) -> None:
+    """The owner asks in time, and has to wait; meanwhile the slot becomes another's."""
+    with grounds.empty("postgres") as ground, ThreadPoolExecutor(1) as threads:
+        app, jobs = ground.open_app(clock=None), ground.open_jobs(clock=None)
+        ledger = app._engine.ledger
+        mine = copy_context().run(jobs.reserve_job_slot, 42, 1, 2)
+        assert mine is not None
+        asked: list[Future[Any]] = []
+
+        def take_the_slot(conn: Any) -> str | None:
+            with transaction(conn):
+                quotas.read_clock(conn, ledger.terms)
+                quotas.lock(conn, [("", "42")])
+                if how == "consume":
+                    asked.append(threads.submit(jobs.consume_reservation, mine))
+                else:
+                    asked.append(threads.submit(app.submit, "train", user=42, reservation=mine))
+                until = time.monotonic() + PATIENCE
+                while time.monotonic() < until:
+                    request = Reserve(id=new_id(), tenant="", user="42", max_concurrent=1, ttl_us=60_000_000)
+                    (other,) = quotas.reserve(conn, [request], ledger.terms)
+                    if other is not None:
+                        return other
+                    time.sleep(0.1)
+            return None
+
+        assert drive(ledger._write(take_the_slot)) is not None
+        if how == "consume":
+            assert asked[0].result(PATIENCE) is False
+        else:
+            with pytest.raises(ReservationLost):
+                asked[0].result(PATIENCE)
+        assert app.usage(42).concurrent == 1
 
 
 def test_of_quotas_set_at_once_one_holds(ground: Ground) -> None:

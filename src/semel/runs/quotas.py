@@ -27,6 +27,9 @@ Person: TypeAlias = tuple[str, str]
 EXPIRED_KEPT_US = 3600 * MICRO
 """An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
 
+WAITED_US = 10 * MICRO
+"""So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
+
 _COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
 _PERIODS = ("daily", "weekly", "monthly", "yearly")
 
@@ -281,15 +284,11 @@ def reserve(conn: Connection, requests: Sequence[Reserve], terms: Terms) -> list
     people = sorted({(each.tenant, each.user) for each in requests})
     now = read_clock(conn, terms)
     lock(conn, people)
-    restart_reservations(conn, Terms(now), tolerance=10.0)
     for tenant, user in people:
-        conn.execute(
-            delete(reservations).where(
-                reservations.c.tenant == tenant,
-                reservations.c.user_id == user,
-                reservations.c.expires_us < now - EXPIRED_KEPT_US,
-            )
-        )
+        theirs = (reservations.c.tenant == tenant, reservations.c.user_id == user)
+        restarted = {"expires_us": now + reservations.c.expires_us - reservations.c.created_us, "created_us": now}
+        conn.execute(update(reservations).where(*theirs, reservations.c.created_us > now + WAITED_US).values(restarted))
+        conn.execute(delete(reservations).where(*theirs, reservations.c.expires_us < now - EXPIRED_KEPT_US))
     ids = [each.id for each in requests]
     known = set(conn.scalars(select(reservations.c.id).where(reservations.c.id.in_(ids))))
     used = {person: usage(conn, person, now, Quota()).concurrent for person in people}
@@ -350,12 +349,13 @@ def consume_after(
     One that expired is consumed as long as its slot is free: as long as the user's other jobs and reservations leave
     room under the limit with which it was reserved.
     """
-    now = read_clock(conn, terms)
+    read_clock(conn, terms)
     row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
     if row is None:
         return False
     whose = (row.tenant, row.user_id)
     lock(conn, [whose])
+    now = read_clock(conn, terms)  # the wait for the lock may have lasted longer than the reservation
     row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
     if row is None:
         return False
@@ -425,15 +425,12 @@ _RESTART = Statement(
     lambda w: (
         f"""
 UPDATE semel_reservations SET expires_us = {w.now} + expires_us - created_us, created_us = {w.now}
-WHERE created_us > {w.now} + :tolerance
+WHERE created_us > {w.now}
 """
     )
 )
 
 
-def restart_reservations(conn: Connection, terms: Terms, tolerance: float = 0.0) -> None:
-    """A reservation that was made later than now was made before the clock was put back: it lasts no longer for that.
-
-    ``tolerance`` is for those whose time was read before they waited for others.
-    """
-    _RESTART.count(conn, now=terms.now, tolerance=round(tolerance * MICRO))
+def restart_reservations(conn: Connection, terms: Terms) -> None:
+    """A reservation that was made later than now, so before the clock was put back, lasts no longer for that."""
+    _RESTART.count(conn, now=terms.now)

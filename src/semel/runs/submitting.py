@@ -173,7 +173,7 @@ _INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
 def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) -> list[Answer]:
     """Judge and write a batch. One that cannot be had is an error in the answer, and touches none of the others."""
     now, limited = quotas.look(conn, terms)
-    terms = Terms(now, terms.publish)
+    clock, terms = terms, Terms(now, terms.publish)
     answers = _without_their_first(conn, submissions, terms)
     left = [each for each in submissions if each.id not in answers]
     while left:
@@ -183,7 +183,7 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Terms) ->
         leaders = list(first.values())
         admitted = {}
         if limited or any(each.reserved for each in leaders):
-            admitted = _meet_quotas(conn, leaders, answers, terms)
+            admitted = _meet_quotas(conn, leaders, answers, terms, clock)
         _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
         left = _follow([each for each in left if each.id not in answers], first, answers)
         answers |= _known(conn, left, terms)
@@ -247,12 +247,12 @@ def _follow(
             answers[each.id] = _reused(each)
             continue
         until = answer.expires_us if isinstance(answer, Found) else leader.key_end(answer.created_us)
-        answers[each.id] = Found(answer.id, expires_us=until)
+        answers[each.id] = Found(answer.id, expires_us=until if each.key_kind == "key" else None)
     return undecided
 
 
 def _meet_quotas(
-    conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], terms: Terms
+    conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], terms: Terms, clock: Terms
 ) -> dict[str, Admission]:
     """Answer what is refused, or known already, for users who have a quota; give the rest with their warnings."""
     limits = quotas.quotas_of(conn, {each.person for each in submissions})
@@ -260,10 +260,12 @@ def _meet_quotas(
     if not limited:
         return {}
     quotas.lock(conn, {each.person for each in limited})
+    now = terms.now
+    if now is None or any(each.reserved for each in limited):
+        now = quotas.read_clock(conn, clock)  # the wait for the lock may have lasted longer than a reservation
     answers |= _known(conn, limited, terms)
-    assert terms.now is not None
     meters = {
-        person: Meter(person[1], quota, quotas.usage(conn, person, terms.now, quota))
+        person: Meter(person[1], quota, quotas.usage(conn, person, now, quota))
         for person, quota in limits.items()
         if any(each.id not in answers for each in limited if each.person == person)
     }
@@ -271,7 +273,7 @@ def _meet_quotas(
     for each in limited:
         if each.id not in answers:
             try:
-                admitted[each.id] = _admit(conn, each, meters, terms.now)
+                admitted[each.id] = _admit(conn, each, meters, now)
             except SemelError as error:
                 answers[each.id] = error
     return admitted
