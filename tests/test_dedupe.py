@@ -190,6 +190,15 @@ def test_in_one_batch_too(app: App, payload: dict[str, Any]) -> None:
     assert len({each.id for each in runs[:3]}) == 1
 
 
+def test_who_has_no_key_is_told_of_no_keys_end(app: App, payload: dict[str, Any]) -> None:
+    keyed = {"model": "train", "parameters": payload, "idempotency_key": f"end-{payload}", "dedupe": True}
+    first, plain = app.submit_many([keyed, {"model": "train", "parameters": payload}])
+    assert isinstance(first, Run)
+    assert isinstance(plain, Run)
+    assert (plain.id, plain.replayed, plain.key_expires_us) == (first.id, True, None)
+    assert first.key_expires_us is not None
+
+
 def test_what_is_found_by_its_payload_meets_no_quota(app: App, payload: dict[str, Any]) -> None:
     app.set_quota("quota", Quota(max_concurrent=1))
     first = app.submit("train", payload, user="quota")
