@@ -14,11 +14,22 @@ import pytest
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.orm import Session
 
-from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, Once, Policy, StoreUnavailable, current_claim
+from semel import (
+    AsyncOnce,
+    Claim,
+    ClaimLost,
+    Granted,
+    InFlight,
+    Once,
+    Policy,
+    StoreUnavailable,
+    current_claim,
+    deadline,
+)
 from semel.once.background import BATCH, Collector
 from semel.once.counters import Counters
 from semel.once.memory import MemoryStore
-from semel.once.runtime import Threads
+from semel.once.runtime import Loop, Runtime, Threads
 from semel.once.store import Renew
 from semel.testing import FakeClock
 from store_urls import KINDS, StoreUrls, store_urls
@@ -415,3 +426,26 @@ def test_hooks_hear_every_verdict() -> None:
         ("miss", "heard", "key", "absent"),
         ("hit", "heard", "key", ""),
     ]
+
+
+@pytest.mark.parametrize("world", [Loop, Threads])
+def test_background_work_inherits_neither_deadline_nor_claim_of_the_call_that_started_it(world: type[Runtime]) -> None:
+    seen: list[tuple[float, object]] = []
+    told = threading.Event()
+
+    async def look() -> None:
+        seen.append((deadline.seconds_left(60.0), current_claim(None)))
+        told.set()
+
+    async def scenario() -> None:
+        once = AsyncOnce("memory://", collect=False)
+
+        async def work() -> None:
+            with deadline.within(0.001):
+                world().spawn(look, "semel-look")
+
+        await once.call("key", work)
+        await asyncio.to_thread(told.wait, PATIENCE)
+
+    asyncio.run(scenario())
+    assert seen == [(60.0, None)]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import Pool, event
 
 from auth_ground import BOTH, Town, eventually, shared_town
 from semel import ClaimLost, Granted, JobStore, Once, Quota, Unknown
@@ -264,6 +265,28 @@ def test_a_key_shows_its_owner_its_lease_and_what_it_replays(town: Town, once: O
     shown = town.root.get("/admin/keys", params=at).json()
     assert (shown["state"], shown["outcome"]["kind"], shown["lease_left"]) == ("completed", "value", 0)
     assert town.root.get("/admin/keys", params={"scope": "orders", "key": "free"}).status_code == 404
+
+
+def test_requests_for_keys_share_the_services_connections(town: Town, once: Once) -> None:
+    """Counted where every connection of this process is made; the server lives in it, and its sweeper may need some."""
+    claim = once.claim("counted", scope="orders")
+    assert isinstance(claim, Granted)
+    once.complete(claim.claim, 1)
+    at = {"scope": "orders", "key": "counted"}
+    opened: list[object] = []
+
+    def note(connection: object, _: object) -> None:
+        opened.append(connection)
+
+    event.listen(Pool, "connect", note)
+    try:
+        for _ in range(10):
+            assert town.root.get("/admin/keys", params=at).status_code == 200
+            assert town.root.post("/admin/keys/resolve", json={**at, "done": True}).status_code == 409
+            assert town.root.delete("/admin/keys", params={**at, "key": "free"}).status_code == 404
+    finally:
+        event.remove(Pool, "connect", note)
+    assert len(opened) <= 5
 
 
 @pytest.mark.parametrize("done", [True, False])

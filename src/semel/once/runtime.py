@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from semel import deadline
@@ -160,8 +161,8 @@ class Loop:
         await asyncio.sleep(seconds)
 
     def spawn(self, body: Body, name: str) -> None:
-        """See Runtime."""
-        task = asyncio.get_running_loop().create_task(body(), name=name)
+        """See Runtime. As in a thread, nothing of the caller's context is its own: no deadline, no claim, no span."""
+        task = asyncio.get_running_loop().create_task(body(), name=name, context=Context())
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with its loop, and that is no news
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
