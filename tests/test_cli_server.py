@@ -111,7 +111,7 @@ def test_without_a_key_the_same_again_is_the_run_under_way(semel: Told) -> None:
 
 
 def test_wait_tells_of_the_way_in_lines_and_ends_as_the_run_ends(semel: Told) -> None:
-    code, out, err = semel("submit", "add", "a=1", "--wait")
+    code, out, err = semel("submit", "add", "a=505", "--wait")
     assert code == 0
     assert ID.fullmatch(out.strip())
     assert "SUCCEEDED after" in err
@@ -123,10 +123,10 @@ def test_wait_tells_of_the_way_in_lines_and_ends_as_the_run_ends(semel: Told) ->
 
 
 def test_wait_with_json_prints_the_run_as_it_ended(semel: Told) -> None:
-    code, out, _ = semel("submit", "add", "a=1", "--wait", "--json")
+    code, out, _ = semel("submit", "add", "a=506", "--wait", "--json")
     assert code == 0
     run = json.loads(out)
-    assert (run["status"], run["model"], run["parameters"]) == ("SUCCEEDED", "add", {"a": 1})
+    assert (run["status"], run["model"], run["parameters"]) == ("SUCCEEDED", "add", {"a": 506})
 
 
 def test_a_wait_that_takes_too_long_leaves_the_run_alone(desk: Desk, semel: Told) -> None:
@@ -389,7 +389,7 @@ def test_models_workers_and_sums_are_told(desk: Desk, semel: Told) -> None:
     code, out, _ = semel("models")
     assert code == 0
     assert re.search(r"^add +a\* b +default +Adds, and says so\.$", out, re.MULTILINE)
-    assert {model["name"] for model in json.loads(semel("models", "--json")[1])["models"]} == {
+    assert {model["name"] for model in json.loads(semel("models", "--json")[1])["models"]} >= {
         "add",
         "fail",
         "falter",
@@ -501,16 +501,16 @@ def test_the_data_of_a_job_is_told_in_words(
 
 
 def test_a_run_that_nobody_serves_is_submitted_with_a_remark(desk: Desk, semel: Told) -> None:
-    code, out, err = semel("submit", "add", "a=1", "--queue", "nosuch")
+    code, out, err = semel("submit", "add", "a=501", "--queue", "nosuch")
     assert (code, ID.fullmatch(out.strip()) is not None) == (0, True)
     assert err == "semel: no live worker serves the queue 'nosuch'; it waits until one does\n"
-    code, out, err = semel("submit", "add", "a=1", "--queue", "nosuch", "--json")
+    code, out, err = semel("submit", "add", "a=502", "--queue", "nosuch", "--json")
     assert (code, json.loads(out)["status"]) == (0, "PENDING")
     assert "no live worker" in err
-    code, out, err = semel("submit", "add", "a=1", "--queue", "nosuch", "--wait", "--timeout", "0.1s")
+    code, out, err = semel("submit", "add", "a=503", "--queue", "nosuch", "--wait", "--timeout", "0.1s")
     assert code == 1
     assert "no live worker" in err
-    assert semel("submit", "add", "a=1", "--queue", "nosuch", "--delay", "1h")[2] == ""
+    assert semel("submit", "add", "a=504", "--queue", "nosuch", "--delay", "1h")[2] == ""
 
 
 def test_the_fields_of_a_run_that_waits_are_in_line(desk: Desk, semel: Told) -> None:

@@ -416,14 +416,18 @@ def test_an_async_client_serves_one_loop_after_another_and_none_besides(service:
         await client.models()
         await client.close()
 
-    assert asyncio.run(look()) == asyncio.run(look()) == 4
+    assert asyncio.run(look()) == asyncio.run(look()) == 5
     asyncio.run(look_from_two())
 
 
 def test_threads_share_a_client(service: Served) -> None:
     with Client(service.address) as client:
         found: list[str] = []
-        threads = [threading.Thread(target=lambda: found.append(client.submit("add", {"a": 1}).id)) for _ in range(8)]
+
+        def submit(number: int) -> None:
+            found.append(client.submit("add", {"a": number}).id)
+
+        threads = [threading.Thread(target=submit, args=(100 + each,)) for each in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:

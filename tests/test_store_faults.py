@@ -128,7 +128,7 @@ def refusals() -> Iterator[threading.Event]:
     log, ear = logging.getLogger("semel"), Ear()
     before = log.level
     log.addHandler(ear)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     try:
         yield refused
     finally:

@@ -491,7 +491,11 @@ class Engine:
     def _patient(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
         name = getattr(verb, "__name__", "<lambda>")
         took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
-        return patient(verb, self._runtime, self._retry_for, longest=longest, took=took)
+        return patient(verb, self._runtime, self._retry_for, longest=longest, took=took, is_new=self._is_new)
+
+    def _is_new(self) -> bool:
+        """True while the store may have to make its tables, as SQLite does: the first call makes them and waits."""
+        return not getattr(self.store, "ready", True)
 
 
 _EVENTS: dict[type, str] = {

@@ -21,6 +21,8 @@ _SHORTEST = 1.0
 """Seconds that a try has at the least: a healthy server that is busy may need as many."""
 _ALONE = 5.0
 """Seconds of the only try where there is no second one."""
+_NEW = 30.0
+"""Seconds of a try that makes the tables."""
 _log = logging.getLogger("semel")
 
 
@@ -38,12 +40,13 @@ def patient(
     *,
     longest: float | None = None,
     took: Callable[[float], None] | None = None,
+    is_new: Callable[[], bool] = lambda: False,
 ) -> Send[A, B]:
     """The verb, sent again with growing pauses for ``retry_for`` seconds, since every verb may be sent twice.
 
     A server that is silent counts as one that is away, so no call takes much longer than that. ``longest`` is for
     verbs that may take their time: so many seconds for a single try. ``took`` hears how long it was until the answer
-    came.
+    came. ``is_new``: the next try makes the tables, which may take longer than a call should.
     """
 
     async def send(requests: A, began: float | None = None) -> B:
@@ -52,9 +55,9 @@ def patient(
         pause = _FIRST_PAUSE
         while True:
             try:
-                answer = await runtime.within(
-                    longest or time_for_try(retry_for, ends - time.monotonic()), verb(requests)
-                )
+                least = _NEW if is_new() else 0.0
+                limit = longest or max(least, time_for_try(retry_for, ends - time.monotonic()))
+                answer = await runtime.within(limit, verb(requests))
             except StoreBroken:
                 raise
             except StoreUnavailable as error:

@@ -94,23 +94,23 @@ class SqliteStore:
     def __init__(self, database: Database, clock: Clock | None = None) -> None:
         self._database = database
         self._clock = clock or _host_clock
-        self._ready = False
+        self.ready = False
         self._bound = False
 
     def bound_to(self, database: Database) -> SqliteStore:
         """The same keys inside someone's transaction."""
         twin = SqliteStore(database, self._clock)
-        twin._ready = self._ready
+        twin.ready = self.ready
         twin._bound = True
         return twin
 
     async def open(self) -> None:
         """Make the tables on the first start of an embedded file; see the contract."""
         await self._database.look_and_write(migrate.bring_up)
-        self._ready = True
+        self.ready = True
 
     async def _prepare(self) -> None:
-        if not self._ready:
+        if not self.ready:
             await self.open()
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
