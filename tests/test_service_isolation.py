@@ -38,6 +38,7 @@ LEAST = {
     "GET /runs/{run_id}/events": "submitter",
     "GET /runs/{run_id}/logs": "submitter",
     "GET /runs/{run_id}/result": "submitter",
+    "GET /runs/{run_id}/{fence}/result.json/result": "submitter",
     "POST /runs/{run_id}/retry": "submitter",
     "GET /runs/{run_id}/timeline": "submitter",
     "GET /runs/{run_id}/waiting": "submitter",
