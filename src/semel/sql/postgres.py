@@ -131,6 +131,7 @@ class PostgresDatabase:
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
         left_behind.extend(self._shelf.clear())
+        self._engine.dispose(close=False)
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(self._size)
 
@@ -240,11 +241,11 @@ def postgres_engine(url: URL) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise missing("postgres", error) from error
-    event.listen(engine, "do_connect", _connect)
-    return engine
-
-
-def _connect(_dialect: Any, _record: Any, args: Any, values: Any) -> Any:
+    # Imported here and not while connecting: a child that is forked during an import would wait for it for ever.
     from semel.sql.bounded import BoundedConnection
 
-    return BoundedConnection.connect(*args, **values)
+    @event.listens_for(engine, "do_connect")
+    def _connect(_dialect: Any, _record: Any, args: Any, values: Any) -> Any:
+        return BoundedConnection.connect(*args, **values)
+
+    return engine
