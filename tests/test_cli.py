@@ -167,10 +167,11 @@ def double(number: int) -> int:
 def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path: Path, sqlite_url: str) -> None:
     (tmp_path / "shop.py").write_text(APP.format(url=sqlite_url, folder=tmp_path))
     command = [sys.executable, "-m", "semel.cli", "worker", "shop:app", "--processes", "1"]
+    app = App(sqlite_url)
+    app.model("double", isolation="thread")(lambda number: 2 * number)
+    app.runs()
     worker = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
-        app = App(sqlite_url)
-        app.model("double", isolation="thread")(lambda number: 2 * number)
         run = app.submit("double", {"number": 21})
         assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
         assert app.result(run.id) == 42
@@ -181,6 +182,24 @@ def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path
     assert worker.returncode == 0, said
     assert "worker started on default" in said
     assert "worker stopped" in said
+    assert "a new one is made" not in said
+
+
+def test_a_worker_that_finds_no_file_says_which_one_it_makes(tmp_path: Path) -> None:
+    """A relative path in another folder than the server's: what is submitted there would not be seen here."""
+    (tmp_path / "shop.py").write_text(APP.format(url="sqlite:///shop.db", folder=tmp_path))
+    command = [sys.executable, "-m", "semel.cli", "worker", "shop:app", "--processes", "1"]
+    worker = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert worker.stderr is not None
+    said = ""
+    while "worker started" not in said and (line := worker.stderr.readline()):
+        said += line
+    worker.terminate()
+    worker.communicate(timeout=30)
+    file = tmp_path / "shop.db"
+    assert f"there is no database file at {file}, so a new one is made" in said
+    assert "Give --db the path of the server's file" in said
+    assert f"worker started on default of {file} with double" in said
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ from sqlalchemy import Connection, make_url, text
 from semel import App, AsyncOnce, Granted, InvalidRequest, JobStore, Once, StoreUnavailable
 from semel.bridge import drive
 from semel.http.asgi import IdempotencyMiddleware
+from semel.once.postgres import PostgresStore
+from semel.once.store import ClaimRequest
 from semel.runs.ledger import Ledger
+from semel.sql.engines import parse
+from semel.sql.postgres import PostgresDatabase, postgres_engine
 from store_urls import StoreUrls, store_urls
 
 with warnings.catch_warnings():
@@ -242,11 +246,14 @@ BURST = textwrap.dedent("""
 """)
 
 
-def test_processes_that_want_more_connections_than_there_are_wait_for_each_other(urls: StoreUrls) -> None:
-    """53300, too many connections, is a fault that passes."""
+@pytest.mark.parametrize(("count", "limit"), [(2, 1), (8, 100)])
+def test_processes_that_want_more_connections_than_there_are_wait_for_each_other(
+    urls: StoreUrls, count: int, limit: int
+) -> None:
+    """53300, too many connections, is a fault that passes. Eight processes of 25 threads do with 100 connections."""
     guest = f"guest_{uuid4().hex[:8]}"
     with psycopg.connect(urls["postgres"], autocommit=True) as operator:
-        operator.execute(sql.SQL("CREATE ROLE {} LOGIN CONNECTION LIMIT 1").format(sql.Identifier(guest)))
+        operator.execute(sql.SQL("CREATE ROLE {} LOGIN CONNECTION LIMIT {}").format(sql.Identifier(guest), limit))
         for kind in ("TABLES", "SEQUENCES"):
             operator.execute(
                 sql.SQL("GRANT ALL ON ALL {} IN SCHEMA public TO {}").format(sql.SQL(kind), sql.Identifier(guest))
@@ -254,12 +261,12 @@ def test_processes_that_want_more_connections_than_there_are_wait_for_each_other
         url = make_url(urls["postgres"]).set(username=guest).render_as_string(hide_password=False)
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", BURST, url, str(number)],
+                [sys.executable, "-c", BURST, url, f"{guest} {number}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for number in range(2)
+            for number in range(count)
         ]
         try:
             for process in processes:
@@ -273,7 +280,7 @@ def test_processes_that_want_more_connections_than_there_are_wait_for_each_other
                 process.wait()
         operator.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(guest)))
         operator.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(guest)))
-    assert said == ["25"] * 2
+    assert said == ["25"] * count
 
 
 SWITCHES = (
@@ -294,7 +301,7 @@ def test_planner_switches_are_for_hot_statements_alone(urls: StoreUrls, pool: in
 
     async def scenario() -> list[dict[str, str]]:
         ledger = Ledger(urls["postgres"], awaited=awaited, pool=pool)
-        asks = (ledger._write, ledger.read, ledger._read, ledger.read)
+        asks = (ledger._write, ledger.read, ledger._read, ledger.write)
         try:
             return [await ask(switches) for ask in asks]
         finally:
@@ -302,6 +309,21 @@ def test_planner_switches_are_for_hot_statements_alone(urls: StoreUrls, pool: in
 
     found = asyncio.run(scenario()) if awaited else drive(scenario())
     assert found == [HOT, PLAIN, HOT, PLAIN]
+
+
+def test_clean_ups_of_keys_are_planned_as_the_server_sees_fit(urls: StoreUrls) -> None:
+    """The connection that was used last is on top of the pile, and knows how its statements are planned."""
+    database = PostgresDatabase(postgres_engine(parse(urls["postgres"])))
+    store = PostgresStore(database)
+
+    def planned_hot() -> bool:
+        return database._shelf._free[-1].hot
+
+    drive(store.claim([ClaimRequest("", "k", "", uuid4().hex, 1_000_000, 1_000_000)]))
+    assert planned_hot()
+    drive(store.purge(10))
+    assert not planned_hot()
+    drive(database.close())
 
 
 def test_an_error_in_a_verb_costs_no_connection(urls: StoreUrls) -> None:

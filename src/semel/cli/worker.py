@@ -180,7 +180,14 @@ def _wait_for_database(app: App, chosen: argparse.Namespace) -> None:
             seconds = options.amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(options.WAIT_FOR_DATABASE))
         except argparse.ArgumentTypeError as error:
             raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
-    wait_for_database(app.ledger(awaited=False), seconds)
+    ledger = app.ledger(awaited=False)
+    if ledger.file is not None and not ledger.file.exists():
+        logging.getLogger("semel.worker").warning(
+            "there is no database file at %s, so a new one is made: runs submitted to a server that uses another "
+            "file are not seen here. Give --db the path of the server's file",
+            ledger.file,
+        )
+    wait_for_database(ledger, seconds)
 
 
 def _leave_threads_behind() -> None:

@@ -366,7 +366,7 @@ class PostgresStore:
     async def forget_scope(self, request: ForgetScope) -> int:
         """See the contract."""
         await self._prepare()
-        return await self._database.write(_forget_scope, request, self._terms())
+        return await self._database.write_many(_forget_scope, request, self._terms())
 
     async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
         """See the contract."""
@@ -376,7 +376,7 @@ class PostgresStore:
     async def purge(self, limit: int) -> int:
         """See the contract."""
         await self._prepare()
-        return await self._database.write(_purge, limit, self._terms())
+        return await self._database.write_many(_purge, limit, self._terms())
 
     async def stats(self) -> Held:
         """See the contract."""

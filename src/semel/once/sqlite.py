@@ -143,7 +143,7 @@ class SqliteStore:
     async def forget_scope(self, request: ForgetScope) -> int:
         """See the contract."""
         await self._prepare()
-        return await self._database.write(_forget_scope, request, self._clock)
+        return await self._database.write_many(_forget_scope, request, self._clock)
 
     async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
         """See Together."""
@@ -160,7 +160,7 @@ class SqliteStore:
     async def purge(self, limit: int) -> int:
         """See the contract."""
         await self._prepare()
-        return await self._database.write(_purge, limit, self._clock())
+        return await self._database.write_many(_purge, limit, self._clock())
 
     async def stats(self) -> Held:
         """See the contract."""

@@ -103,6 +103,16 @@ class Ledger:
         return PostgresStore(self._database, self._clock)
 
     @property
+    def file(self) -> Path | None:
+        """The file of a SQLite database, wherever the process goes."""
+        return Path(self.url.database or "").absolute() if self.dialect == "sqlite" else None
+
+    @property
+    def place(self) -> str:
+        """Where the database is, for a log: the whole path of a file, no password."""
+        return str(self.file or self.url.set(drivername=self.dialect).render_as_string(hide_password=True))
+
+    @property
     def terms(self) -> Terms:
         """What verbs are told: SQLite has no clock of its own but the host's."""
         if self._clock is not None:
@@ -139,9 +149,9 @@ class Ledger:
         return await self._patiently(self._database.survey, lambda conn: work(conn, *args, **kwargs), longest=DEADLINE)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Write with statements of others, or much at once, as one transaction."""
+        """Write through many rows (clean-ups), or with statements of others, as one transaction."""
         whole = partial(_in_transaction, work=work, args=args, kwargs=kwargs)
-        return await self._patiently(self._database.write, whole, longest=DEADLINE)
+        return await self._patiently(self._database.write_many, whole, longest=DEADLINE)
 
     async def _at_once(
         self,

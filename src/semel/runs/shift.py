@@ -136,9 +136,10 @@ class Shift:
 
     async def work(self) -> None:
         """Until stopped."""
-        place = self._ledger.url.set(drivername=self._ledger.dialect).render_as_string(hide_password=True)
         models = ", ".join(self._app.registry.names) or "no models"
-        self._log.say(logging.INFO, f"worker started on {', '.join(self._plan.queues)} of {place} with {models}")
+        self._log.say(
+            logging.INFO, f"worker started on {', '.join(self._plan.queues)} of {self._ledger.place} with {models}"
+        )
         self._warn_of_idle_models()
         if self._plan.sweep_every:
             self._sweeper.start()

@@ -54,6 +54,7 @@ class AsyncDatabase:
     look_and_write = write
     read = write
     survey = write
+    write_many = write
 
     async def close(self) -> None:
         """See Database."""
@@ -87,6 +88,8 @@ class AsyncPostgresDatabase:
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         return await self._run(False, work, *args, **kwargs)
+
+    write_many = survey
 
     async def _run(
         self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs

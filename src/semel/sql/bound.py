@@ -48,6 +48,7 @@ class BoundDatabase:
     look_and_write = write
     read = write
     survey = write
+    write_many = write
 
     async def close(self) -> None:
         """The user's, not ours."""

@@ -51,6 +51,9 @@ class Database(Protocol):
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """As ``read``, for work that goes through many rows: how it is done best is left to the server."""
 
+    async def write_many(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """As ``write``, for work that goes through many rows, such as a clean-up: planned as ``survey`` is."""
+
     async def close(self) -> None:
         """Give the connections back."""
 
@@ -100,6 +103,8 @@ class BlockingDatabase:
                     return work(conn, *args, **kwargs)
             with self._alone(self._writing), self._engine.begin() as conn:
                 return work(conn, *args, **kwargs)
+
+    write_many = write
 
     @contextmanager
     def _alone(self, lock: threading.Lock) -> Iterator[None]:
@@ -173,6 +178,10 @@ class ThreadedDatabase:
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         return await self._there(lambda: drive(self._inner.survey(work, *args, **kwargs)))
+
+    async def write_many(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._there(lambda: drive(self._inner.write_many(work, *args, **kwargs)))
 
     async def _there(self, call: Callable[[], R]) -> R:
         try:

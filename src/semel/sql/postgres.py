@@ -1,8 +1,8 @@
 """PostgreSQL: how semel connects, the few connections that the calls of a process share, and a deadline for each wait.
 
-A statement that is run for every key or run (a *hot* one) looks rows up by their primary key. It is planned once, and
-a plan made while the table was empty must not scan it when it has grown: the connection that it runs on is told so.
-What goes through many rows is planned as the server sees fit.
+A statement that is run for every key or run, or every few seconds (a *hot* one), finds its rows by an index. It is
+planned once, and a plan made while the table was empty must not scan it when it has grown: the connection that it runs
+on is told so. Lists, counts and clean-ups go through many rows, and are planned as the server sees fit.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ class PostgresDatabase:
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See Database."""
         return self._run(False, work, *args, **kwargs)
+
+    write_many = survey
 
     def _run(self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         places = self._places
