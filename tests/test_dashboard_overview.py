@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from auth_ground import BOTH, Person, Town, eventually, shared_town, town_on
 from dashboard_ground import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
 from semel import App
 from semel.bridge import drive
+from semel.runs.keeping import lead
 from semel.runs.quotas import Quota
 from semel.runs.records import new_id
 from semel.service import tokens
@@ -22,6 +23,7 @@ from semel.service.dashboard.asking import Whose
 from semel.service.dashboard.hits import Hits
 from semel.service.dashboard.scenes import Counts
 from semel.service.dashboard.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
+from semel.sql.statements import Terms
 
 NASTY = '<script>alert(1)</script>"><img src=x onerror=alert(2)>'
 MINUTE = 60 * 1_000_000
@@ -30,7 +32,15 @@ MINUTE = 60 * 1_000_000
 @pytest.fixture(scope="module", params=BOTH)
 def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     with shared_town(request, tmp_path_factory) as town:
+        ledger = town.app.ledger(awaited=False)
+        drive(ledger.write(nobody_sweeps, ledger.terms))
         yield town
+
+
+def nobody_sweeps(conn: Connection, terms: Terms) -> None:
+    """What is stuck stays stuck while a test looks at it."""
+    conn.execute(text("DELETE FROM semel_leaders WHERE role = 'sweeper'"))
+    assert lead(conn, "sweeper", "nobody", 3600, terms)
 
 
 @pytest.fixture

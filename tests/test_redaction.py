@@ -101,8 +101,23 @@ def test_what_is_named_as_a_secret_is_hidden_also_in_quotes(secret: str) -> None
     assert without_secrets(f"host=x {secret} user=y").endswith(" user=y")
 
 
+@pytest.mark.parametrize("password", ["hunter2", "hun/ter2", "/hunter2/", "hun:ter@2", "2/hunter"])
+def test_the_password_of_a_url_is_hidden_whatever_is_in_it(password: str) -> None:
+    """SQLAlchemy takes a slash in a password as it is."""
+    assert (
+        without_secrets(f"cannot reach postgresql://u:{password}@h/db now")
+        == "cannot reach postgresql://u:***@h/db now"
+    )
+
+
 def test_what_people_write_stays_as_it_is() -> None:
-    for text in ("Grüße an alle: 東京", "a\tb", "https://example.org/path?x=1", "token is not valid"):
+    for text in (
+        "Grüße an alle: 東京",
+        "a\tb",
+        "https://example.org/path?x=1",
+        "http://127.0.0.1:8001/runs of a@b",
+        "token is not valid",
+    ):
         assert one_line(without_secrets(text)) == text
 
 

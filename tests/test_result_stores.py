@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
 from programs import Program, outcome
+from semel import App
 from semel.errors import Fatal, InvalidRequest, MissingExtra, ResultStoreError
 from semel.runs.attempt import Artifact, Job
 from semel.runs.jsontext import read_exact
@@ -238,6 +239,12 @@ def test_a_folder_is_meant_by_a_path_by_text_and_by_a_file_url(tmp_path: Path, m
 
 
 # -- files and faults ------------------------------------------------------------------------------------------------
+
+
+def test_an_app_refuses_a_file_url_that_names_no_folder() -> None:
+    for url in ("file://./results", "file://host/results", "file://"):
+        with pytest.raises(InvalidRequest, match="three slashes"):
+            App("sqlite:///semel.db", artifacts=url)
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_and_room_cures_it(tmp_path: Path) -> None:

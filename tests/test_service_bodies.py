@@ -115,6 +115,7 @@ def test_a_body_of_the_most_values_is_taken_and_one_more_is_not() -> None:
     assert len(bodies.decoded(b"[" + b"0," * (most - 3) + b"0]")) == most - 2
     with pytest.raises(Refused, match=f"{most:,} values"):
         bodies.decoded(b"[" + b"0," * most + b"0]")
+    assert len(bodies.decoded(b"[" + b"[]," * (most - 3) + b"{}]")) == most - 2
     text = json.dumps(",[{" * most).encode()
     assert bodies.decoded(text) == ",[{" * most
 

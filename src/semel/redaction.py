@@ -12,7 +12,7 @@ ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackTy
 _SECRETS = re.compile(
     r"(?P<begin>\bsemel_[0-9a-f]{8,64}_|\bwhsec_|\br8_)[\w+/=-]+"
     r"|(?P<scheme>\b[Bb]earer\s{1,10})[\w.~+/=-]+"
-    r"|(?P<user>://[^\s:/@]{0,200}:)[^\s/]{1,500}(?=@)"
+    r"|(?P<user>://[^\s:/@]{0,200}:)(?:[^\s/]{1,500}|[^\s\"'<>,;]{1,500})(?=@)"
     r"|(?P<field>(?:password|passwd|secret|token|api_key)=[\"']?)[^\s&\"']+"
 )
 """A token of ours or of a provider's, whatever follows Bearer, the password of a URL, and what is named as one.

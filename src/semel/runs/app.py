@@ -25,7 +25,7 @@ from semel.runs.ledger import RETRY_FOR, Ledger
 from semel.runs.models import ModelOptions, make_model
 from semel.runs.news import Hook, News
 from semel.runs.registry import Registry
-from semel.runs.results import ResultStore, open_results
+from semel.runs.results import ResultStore, open_results, path_of
 from semel.runs.transports import Database, Transport
 
 if TYPE_CHECKING:
@@ -267,6 +267,8 @@ def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:
         raise InvalidRequest(f"{target!r} is no folder, and a URL has two slashes, as in s3://bucket/prefix")
     if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
         return Path(target).resolve()
+    if isinstance(target, str) and target.startswith("file:"):
+        path_of(target)  # a URL that names no folder is refused here, not by the first run that has a large result
     return target
 
 

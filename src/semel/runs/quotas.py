@@ -27,6 +27,9 @@ Person: TypeAlias = tuple[str, str]
 EXPIRED_KEPT_US = 3600 * MICRO
 """An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
 
+CLEANED_AT_ONCE = 500
+"""So many expired reservations of a user are removed by a new one: nobody waits long for the past."""
+
 WAITED_US = 10 * MICRO
 """So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
 
@@ -288,7 +291,8 @@ def reserve(conn: Connection, requests: Sequence[Reserve], terms: Terms) -> list
         theirs = (reservations.c.tenant == tenant, reservations.c.user_id == user)
         restarted = {"expires_us": now + reservations.c.expires_us - reservations.c.created_us, "created_us": now}
         conn.execute(update(reservations).where(*theirs, reservations.c.created_us > now + WAITED_US).values(restarted))
-        conn.execute(delete(reservations).where(*theirs, reservations.c.expires_us < now - EXPIRED_KEPT_US))
+        expired = select(reservations.c.id).where(*theirs, reservations.c.expires_us < now - EXPIRED_KEPT_US)
+        conn.execute(delete(reservations).where(reservations.c.id.in_(expired.limit(CLEANED_AT_ONCE))))
     ids = [each.id for each in requests]
     known = set(conn.scalars(select(reservations.c.id).where(reservations.c.id.in_(ids))))
     used = {person: usage(conn, person, now, Quota()).concurrent for person in people}

@@ -99,7 +99,7 @@ def open_results(target: str | Path | ResultStore) -> ResultStore:
     if not found:
         return FileResults(Path(target))
     if scheme == "file":
-        return FileResults(_path_of(target), flat=target.endswith(FLAT))
+        return FileResults(path_of(target), flat=target.endswith(FLAT))
     if scheme in _OBJECT_STORES:
         from semel.runs.obstore import ObjectResults
 
@@ -332,7 +332,8 @@ def _artifact(store: ResultStore, name: str, ref: str, path: Path) -> Artifact:
     return Artifact(name=name, ref=ref, size=size, digest=digest)
 
 
-def _path_of(url: str) -> Path:
+def path_of(url: str) -> Path:
+    """The folder that a file URL names; :class:`InvalidRequest` when it names none."""
     parts = urlsplit(url)
     if parts.query and f"?{parts.query}" != FLAT:
         raise InvalidRequest(f"a file URL may end with {FLAT}, not with {parts.query!r:.80}")

@@ -186,6 +186,7 @@ def working(worker: Worker) -> Iterator[Worker]:
         try:
             run_loop(serve())
         except BaseException as error:  # noqa: BLE001 -- raised where the block ends
+            _log.error("the worker ended: %s", error)
             failed.append(error)
 
     thread = Thread(target=work, name=f"semel-worker-{worker.name}", daemon=True)

@@ -112,9 +112,9 @@ class Doctor:
         return "ok"
 
     async def _writes(self) -> Word:
-        """Anybody may ask, so nobody causes a write by asking: SQLite is only asked for the right to write.
+        """Whether SQLite grants the right to write, and has room on its disk.
 
-        That a disk is full shows in its free space, and in a write every so often, whoever asks.
+        Anybody may ask, so however many ask, they cause one small write a minute: only that finds every full disk.
         """
         ledger = self._site.ledger
         word = await ledger.write(_may_write)
