@@ -48,9 +48,7 @@ def arguments(page: str, command: str) -> list[str]:
         inner = token.strip("[]().")
         if token.startswith("-"):
             takes_value = True  # a required option; its value comes next
-        elif inner.startswith("-") or inner.upper() in ("OPTIONS", ""):
-            takes_value = False
-        elif takes_value:
+        elif inner.startswith("-") or inner.upper() in ("OPTIONS", "") or takes_value:
             takes_value = False
         else:
             found.append(_argument(token))
@@ -71,9 +69,7 @@ def _joined(found: list[str]) -> list[str]:
     """``RUN [RUN ...]`` is ``RUN ...``; a command's ``VERB ...`` is left to the subcommands."""
     joined: list[str] = []
     for each in found:
-        if joined and each == f"[{joined[-1]} ...]":
-            joined[-1] = f"{joined[-1]} ..."
-        elif each == " ..." and joined:
+        if (joined and each == f"[{joined[-1]} ...]") or (each == " ..." and joined):
             joined[-1] = f"{joined[-1]} ..."
         else:
             joined.append(each)
