@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PATIENCE = 60.0
-PRELOADED = ("semel", "httpx", "sqlalchemy.ext.asyncio", "alembic.command")
-"""Modules that most commands import: a forked process has them at once."""
+PRELOADED = ("semel:App", "semel:Once", "semel:Client", "semel.service:asgi", "alembic.command:upgrade")
+"""What most commands need: a forked process has it at once."""
 HERE = Path(__file__).parent
 _BYTECODE = Path(tempfile.gettempdir()) / f"semel-bytecode-{os.getuid()}"
 
@@ -48,10 +48,10 @@ def semel() -> str:
     return str(Path(sys.executable).with_name("semel"))
 
 
-def run_each(lines: Sequence[Sequence[str]], folder: Path, **more: str) -> list[Ended]:
-    """Carry out one command line after the other in the folder."""
+def run_each(lines: Sequence[Sequence[str]], folder: Path, *, preloaded: bool = False, **more: str) -> list[Ended]:
+    """Carry out one command line after the other in the folder; with many of them it is worth to load things first."""
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *(["--preloaded"] if preloaded else [])],
         input=json.dumps([list(line) for line in lines]),
         cwd=folder,
         env=environment(**more),
@@ -64,12 +64,13 @@ def run_each(lines: Sequence[Sequence[str]], folder: Path, **more: str) -> list[
     return [Ended(*each) for each in json.loads(done.stdout)]
 
 
-def _main() -> None:
+def _main(*, preloaded: bool) -> None:
     (entry,) = entry_points(group="console_scripts", name="semel")
     function = entry.load()
-    for module in PRELOADED:
-        importlib.import_module(module)
     lines = json.load(sys.stdin)
+    for place in PRELOADED if preloaded else ():
+        module, _, name = place.partition(":")
+        getattr(importlib.import_module(module), name)
     sys.stdout.write(json.dumps([_forked(function, line) for line in lines]))
 
 
@@ -107,4 +108,4 @@ def _finish(function: Any) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(preloaded="--preloaded" in sys.argv)
