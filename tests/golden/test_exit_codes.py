@@ -23,7 +23,6 @@ ALONE = (
     "runs --status NONSENSE",
     "runs --since nonsense",
     f"runs --json --server {NOBODY}",
-    "runs --server nonsense",
     "serve --port many",
     "serve --port 99999",
     "serve no_such_module:app",
