@@ -4,12 +4,15 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+
 from semel import App, Context, Fatal
+from semel.cli import cli
 from service_ground import PATIENCE, Served, made_app, served
 
 ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -47,6 +50,16 @@ def add_models(app: App, gate: threading.Event) -> None:
         while not gate.is_set() and not ctx.cancelled:  # noqa: ASYNC110 -- it is let go by another thread
             await asyncio.sleep(0.01)
         return "let go"
+
+
+def parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the command line says, by the names of its parameters; nothing is run."""
+    context = cli.make_context("semel", list(arguments))
+    while isinstance(context.command, click.Group):
+        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+    return context.params
 
 
 class Desk:

@@ -1,7 +1,7 @@
 """The `semel` command: what it prints, how it ends, and never a traceback."""
 
-import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from sqlalchemy import make_url
 
 import servers
+from cli_desk import parsed
 from semel import App, Once, __version__
 from semel.bridge import drive
-from semel.cli import GROUPS, _chosen, main, parser
+from semel.cli import GROUPS, cli, main
 from semel.runs.leasing import LeaseRequest
 from semel.sql.schema import REVISIONS
 from semel.testing import FakeClock
@@ -263,16 +265,18 @@ def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: st
     app.close()
 
 
-def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def every(context: click.Context) -> Iterator[click.Context]:
     """The commands under this one, and theirs."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield each
-                yield from every(each)
+    if isinstance(context.command, click.Group):
+        for name in context.command.list_commands(context):
+            command = context.command.get_command(context, name)
+            assert command is not None
+            each = click.Context(command, context, name)
+            yield each
+            yield from every(each)
 
 
-COMMANDS = {each.prog: each for each in every(parser())}
+COMMANDS = {each.command_path: each for each in every(click.Context(cli, info_name="semel"))}
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
 
@@ -289,8 +293,8 @@ def test_help_shows_every_command_in_its_group(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example_of_it(name: str) -> None:
-    said = COMMANDS[name].format_help()
-    if " VERB" in said.splitlines()[0] or "VERB ..." in said.split("\n\n")[0]:
+    said = COMMANDS[name].get_help()
+    if "VERB ..." in said.split("\n\n")[0]:
         return
     assert f"  {name}" in said.partition("examples:\n")[2]
 
@@ -298,7 +302,7 @@ def test_every_command_has_help_with_an_example_of_it(name: str) -> None:
 def test_what_prints_a_table_or_an_object_can_print_json() -> None:
     quiet = {"semel serve", "semel worker", "semel sweep", "semel completion"}
     verbs = {name for name in COMMANDS if not any(other.startswith(f"{name} ") for other in COMMANDS)}
-    without = {name for name in verbs if "--json" not in COMMANDS[name].format_help()}
+    without = {name for name in verbs if "--json" not in COMMANDS[name].get_help()}
     assert without == quiet
 
 
@@ -312,17 +316,15 @@ def test_every_command_and_every_option_is_on_the_page() -> None:
             assert name in section, f"{name} has no example"
         if name == "semel serve":
             continue  # has a page of its own
-        told = [
-            action for action in command._actions if action.help != argparse.SUPPRESS
-        ]  # the rest is other spellings
-        options = {option for action in told for option in action.option_strings if option[:2] == "--"}
+        names = [name for param in command.command.get_params(command) for name in (*param.opts, *param.secondary_opts)]
+        options = {option for option in names if option[:2] == "--"}
         shared = {"--help", "--json", "--server", "--token", "--db"}
         assert [option for option in sorted(options - shared) if f"`{option}" not in section] == [], name
 
 
 def examples() -> list[str]:
     """Every line that the page and the helps show, up to where the shell takes over."""
-    said = [PAGE.read_text(), *(command.epilog or "" for command in COMMANDS.values())]
+    said = [PAGE.read_text(), *(each.command.help or "" for each in COMMANDS.values())]
     lines = [line.strip() for text in said for line in text.splitlines()]
     shown = [line for line in lines if re.match(r"semel [a-z]+\b", line) and "  " not in line]
     return sorted({re.split(r" [>|;#]", line)[0] for line in shown} - {"semel COMMAND --help"})
@@ -333,17 +335,18 @@ def test_every_example_can_be_typed(line: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path("inputs.json").write_text("{}")
     Path("nightly.toml").write_text("")
-    assert callable(_chosen(shlex.split(line)[1:]).do)
+    assert isinstance(parsed(shlex.split(line)[1:]), dict)
 
 
 LIGHT = """
 import sys
-from semel.cli import GROUPS, _chosen, main, parser
+from semel.cli import main
 try:
     main({arguments!r})
 except SystemExit:
     pass
-print([name for name in ("litestar", "sqlalchemy", "httpx", "alembic", "asyncio", "redis") if name in sys.modules])
+heavy = ("litestar", "sqlalchemy", "httpx", "alembic", "asyncio", "redis", "rich")
+print([name for name in heavy if name in sys.modules])
 """
 
 
@@ -356,17 +359,36 @@ def test_help_loads_no_more_than_it_needs(arguments: list[str]) -> None:
     assert said.stdout.splitlines()[-1] == "[]"
 
 
+COMPLETIONS = [
+    ("semel qu", ["quota"]),
+    ("semel quota se", ["set"]),
+    ("semel gc --old", ["--older-than"]),
+    ("semel token create --role op", ["operator"]),
+]
+
+
+def completed(line: str, script: Path) -> list[str]:
+    """What bash offers for the last word of a line."""
+    asked = (
+        f"source {script}; COMP_WORDS=({line}); COMP_CWORD={line.count(' ')}; _semel_completion; echo ${{COMPREPLY[@]}}"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", asked], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
 def test_a_shell_learns_to_complete_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    scripts = {}
-    for shell in ("bash", "zsh", "tcsh"):
+    for shell in ("zsh", "fish", "bash"):
         assert main(["completion", shell]) == 0
-        scripts[shell] = told(capsys)[0]
-        assert "quota" in scripts[shell]
-    assert "--older-than" in scripts["zsh"]
-    (tmp_path / "semel.bash").write_text(scripts["bash"])
-    asked = "source semel.bash; COMP_WORDS=(semel qu); COMP_CWORD=1; _shtab_semel; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["quota"], done.stderr
+        script, said = told(capsys)
+        assert "_SEMEL_COMPLETE" in script
+        assert said == ""
+    bash = tmp_path / "semel.bash"
+    bash.write_text(script.replace("$1)", "semel)"))
+    assert {line: completed(line, bash) for line, _ in COMPLETIONS} == dict(COMPLETIONS)
 
 
 def test_the_database_to_migrate_may_come_from_the_environment(

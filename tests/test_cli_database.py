@@ -17,7 +17,7 @@ import servers
 from semel import App, Context, Once, Quota
 from semel.bridge import drive
 from semel.cli import main
-from semel.cli.migrating import engine_of
+from semel.cli._database import engine_of
 from semel.cli.quotas import COSTS, COUNTS
 from semel.runs.keeping import WorkerCard
 from semel.runs.leasing import LeaseRequest

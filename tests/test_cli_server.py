@@ -1,6 +1,5 @@
 """The commands that go through a server: what they print, how they end, on both databases."""
 
-import argparse
 import json
 import re
 import threading
@@ -15,7 +14,7 @@ import pytest
 from cli_desk import ID, UNSERVED, Desk, add_models, at_desk
 from semel import Quota
 from semel.cli import main
-from semel.cli.jobs import _print
+from semel.cli.jobs import print_job
 from semel.client.views import RemoteJob, RemoteUpload
 from semel.service import tokens
 from service_ground import PATIENCE, Served, made_app, served
@@ -496,7 +495,7 @@ def test_the_data_of_a_job_is_told_in_words(
         created_at=datetime.now(UTC),
         upload=upload,
     )
-    assert _print(job, argparse.Namespace(json=False)) == 0
+    print_job(job, as_json=False)
     assert f"data       {said}\n" in capsys.readouterr().out
 
 

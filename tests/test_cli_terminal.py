@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -32,6 +33,7 @@ def desk(place: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 INTERRUPTED = 130
+STYLE = re.compile(r"\x1b\[[\d;]*m")
 COMMAND = [sys.executable, "-m", "semel.cli"]
 
 
@@ -62,8 +64,9 @@ def read_until(terminal: int, wanted: str) -> str:
 def test_in_a_terminal_there_is_a_bar_and_ctrl_c_ends_the_wait_but_not_the_run(desk: Desk) -> None:
     process, terminal = in_terminal("submit", "hold", "--wait", columns=200)
     try:
-        shown = read_until(terminal, "[########......................]")
+        shown = read_until(terminal, "25%  holding")
         assert "RUNNING" in shown
+        assert "━" in shown
         process.send_signal(signal.SIGINT)
         shown += read_until(terminal, ", cancel)")
         assert process.wait(PATIENCE) == INTERRUPTED
@@ -90,7 +93,8 @@ def test_in_a_terminal_a_table_fits(desk: Desk) -> None:
         process.kill()
         process.wait()
         os.close(terminal)
-    lines = shown.splitlines()
+    assert "\x1b[1mRUN" in shown
+    lines = STYLE.sub("", shown).splitlines()
     assert len(lines) == 2
     assert max(map(len, lines)) <= 70
     assert "…" in lines[1]

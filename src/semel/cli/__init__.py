@@ -1,58 +1,126 @@
 """The ``semel`` command.
 
-Here is only what every command shares; each has a module of its own, and loads what it needs when it is carried out:
-``semel --help`` waits for no web stack and no database driver.
+``GROUPS`` lists the commands. Each is a function of the module named there, which is imported when the command is used,
+and loads what it needs when it runs: ``semel --help`` waits for no web stack and no database driver.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import cast
+
+import click
 
 from semel import __version__
-from semel.cli import (
-    collecting,
-    completion,
-    configs,
-    doctor,
-    jobs,
-    keys,
-    looking,
-    migrating,
-    quotas,
-    results,
-    runs,
-    serve,
-    tokens,
-    worker,
-)
-from semel.cli.options import INTERRUPTED
-from semel.cli.parsing import Parser
-from semel.cli.printing import say
+from semel.cli._options import INTERRUPTED, Group, argument
+from semel.cli._output import note
 from semel.errors import SemelError
 from semel.redaction import TextFormatter
 
 GROUPS = {
-    "Serve and work": ("serve", "worker", "sweep"),
-    "Runs, through a server": ("submit", "runs", "show", "wait", "logs", "result", "cancel", "retry"),
-    "Jobs, through a server": ("job", "jobs"),
-    "What there is, through a server": ("models", "workers", "summary"),
-    "Manage, on the database": ("token", "quota", "keys", "config"),
-    "Keep in order, on the database": ("migrate", "gc", "doctor"),
-    "Your shell": ("completion",),
+    "Serve and work": {
+        "serve": ("serve", "Serve runs, jobs and quotas over HTTP, with a worker"),
+        "worker": ("worker", "Work on the runs of an app"),
+        "sweep": ("worker", "Recover lost runs without working on any"),
+    },
+    "Runs, through a server": {
+        "submit": ("runs", "Submit a run; --wait waits for its end"),
+        "runs": ("runs", "List runs"),
+        "show": ("runs", "Show a run with its timeline, and why it waits"),
+        "wait": ("runs", "Wait for the end of a run"),
+        "logs": ("results", "Print what a run logs; --follow until its end"),
+        "result": ("results", "Print what a run returned, or a file that it left"),
+        "cancel": ("runs", "Cancel runs"),
+        "retry": ("runs", "Submit failed or cancelled runs again"),
+    },
+    "Jobs, through a server": {
+        "job": ("jobs", "Submit, show and cancel jobs of named configs"),
+        "jobs": ("jobs", "List jobs"),
+    },
+    "Inspect, through a server": {
+        "models": ("inspect", "List the models and their parameters"),
+        "workers": ("inspect", "List the workers"),
+        "summary": ("inspect", "Count the runs of each model by status"),
+    },
+    "Manage, on the database": {
+        "token": ("tokens", "Create, list, rotate and revoke the tokens of the server's users"),
+        "quota": ("quotas", "Limit how much users may run and spend"),
+        "keys": ("keys", "Show keys, resolve lost work, delete keys"),
+        "config": ("config", "Manage the named configs that jobs are made of"),
+    },
+    "Maintain, on the database": {
+        "migrate": ("migrate", "Create or update semel's tables in a database"),
+        "gc": ("gc", "Remove old runs with their files, and expired keys"),
+        "doctor": ("doctor", "Check the database, Redis, clock, migrations, disk and workers"),
+    },
+    "Your shell": {"completion": ("", "Print a completion script for a shell")},
 }
-_FOOT = """\
+"""Every command under its heading of the help: its module and its summary."""
+COMPLETE = "_SEMEL_COMPLETE"
+"""The variable by which a shell asks for completions."""
+
+
+class _Commands(Group):
+    """Imports a command's module when the command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 -- click's
+        return [name for names in GROUPS.values() for name in names]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = next((names[cmd_name][0] for names in GROUPS.values() if cmd_name in names), None)
+        if not module:
+            return super().get_command(ctx, cmd_name)
+        return cast("click.Command", getattr(importlib.import_module(f"semel.cli.{module}"), cmd_name))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 -- click's
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                rows = [(f"{name:<10}", summary) for name, (_, summary) in names.items()]  # one column in all sections
+                formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 -- click's
+        formatter.write(f"\n{self.epilog}")
+
+
+cli = _Commands(
+    name="semel",
+    help="semel makes work happen once.",
+    epilog="""\
 Commands that go through a server find it by --server or $SEMEL_SERVER (http://127.0.0.1:8001), and you by --token,
 $SEMEL_TOKEN or $SEMEL_TOKEN_FILE. Those on the database find it by --db or $SEMEL_DB (sqlite:///semel.db).
 
   semel serve                                            begin, with the demo's models
-  semel submit baseline_forecast_v1 seconds=3 --wait     and in another terminal, use it
-  semel COMMAND --help                                   all about a command
-"""
+  semel submit baseline_forecast_v1 seconds=3 --wait     and use it, in another terminal
+  semel COMMAND --help                                   show all about a command
+""",
+    options_metavar="",
+    subcommand_metavar="COMMAND ...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True},
+)
+cli = click.version_option(__version__, prog_name="semel", message="%(prog)s %(version)s")(cli)
+
+
+@cli.command()
+@argument("shell", type=click.Choice(["bash", "zsh", "fish"]), help="The shell.")
+def completion(shell: str) -> None:
+    """Print a script that completes commands, options and their values in a shell.
+
+    \b
+    examples:
+      eval "$(semel completion bash)"                               # in ~/.bashrc
+      semel completion zsh > ~/.zfunc/_semel                        # a folder of your fpath
+      semel completion fish > ~/.config/fish/completions/semel.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)
+    assert script is not None
+    print(script(cli, {}, "semel", COMPLETE).source())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,25 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what it cannot write must not stop the rest
             stream.reconfigure(errors="backslashreplace")
-    if not (sys.argv[1:] if arguments is None else arguments):
-        print(parser().format_help(), file=sys.stderr)
-        return 2
-    if logging.lastResort is not None:  # what is logged before there is a log
+    if logging.lastResort is not None:  # what is logged before logging is set up
         logging.lastResort.setFormatter(TextFormatter())
-    chosen = _chosen(arguments)
     try:
-        code = int(chosen.do(chosen))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except SemelError as error:
-        say(f"semel: {error}")
-        return 1
-    except BrokenPipeError:  # whoever read our output has had enough, as head does
+    except BrokenPipeError:  # the reader of our output has closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        say(f"semel: {error}")
+    except (SemelError, OSError) as error:
+        note(f"semel: {error}")
         return 1
-    except UnicodeEncodeError as error:  # a word of the command line that is no text comes to us as surrogates
+    except UnicodeEncodeError as error:  # an argument that is not text comes to us as surrogates
         print(f"semel: {error.object!r:.200} is not text in UTF-8", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -87,56 +148,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for. Of a command that takes several words, some may come after its options."""
-    whole = parser()
-    chosen, left = whole.parse_known_args(arguments)
-    name, read = getattr(chosen, "more", ("", str))
-    if left and not name:
-        whole.error(f"unrecognized arguments: {' '.join(left)}")
+def _run(arguments: list[str]) -> int:
+    if COMPLETE in os.environ:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "semel", COMPLETE, os.environ[COMPLETE])
     try:
-        words = [read(word) for word in left]
-    except argparse.ArgumentTypeError as error:
-        whole.error(str(error))
-    if words:
-        setattr(chosen, name, [*getattr(chosen, name), *words])
-    return chosen
+        with cli.make_context("semel", list(arguments)) as context:
+            return int(cli.invoke(context) or 0)
+    except click.exceptions.Exit as end:  # after --help and --version
+        raise SystemExit(end.exit_code) from None
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        code = error.exit_code
+    except click.UsageError as error:
+        context = error.ctx or click.Context(cli, info_name="semel")
+        print(f"{context.get_usage()}\n{context.command_path}: error: {_mistake(error)}", file=sys.stderr)
+        code = error.exit_code
+    if arguments:
+        raise SystemExit(code)
+    return code
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command."""
-    whole = _Whole(prog="semel", description="semel makes work happen once.")
-    whole.add_argument("--version", action="version", version=f"semel {__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for module in (
-        serve,
-        worker,
-        runs,
-        results,
-        jobs,
-        looking,
-        tokens,
-        quotas,
-        keys,
-        configs,
-        migrating,
-        collecting,
-        doctor,
-    ):
-        module.add_to(commands)
-    completion.add_to(commands, parser)
-    return whole
-
-
-class _Whole(Parser):
-    """Shows the commands by what they are for."""
-
-    def format_help(self) -> str:
-        """The page of ``semel --help``."""
-        (actions,) = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
-        said = {each.dest: each.help for each in actions._get_subactions()}
-        lines = [f"usage: {self.prog} COMMAND ...", "", str(self.description)]
-        for group, names in GROUPS.items():
-            lines += ["", f"{group}:", *(f"  {name:<12}{said[name]}" for name in names)]
-        lines += ["", "Options:", "  -h, --help  show this help", "  --version   show the version", "", _FOOT]
-        return "\n".join(lines)
+def _mistake(error: click.UsageError) -> str:
+    match error:
+        case click.NoSuchOption():
+            meant = f"; is it {error.possibilities[0]}?" if error.possibilities else ""
+            return f"unknown option: {error.option_name}{meant}"
+        case click.MissingParameter(param=click.Argument() as param):
+            return f"missing argument: {param.human_readable_name}"
+        case click.MissingParameter(param=click.Option() as param):
+            return f"missing option: {param.opts[-1]}"
+        case click.BadParameter(param=click.Option() as param):
+            return f"{'/'.join(param.opts)}: {error.message}"
+        case _:
+            return error.format_message()

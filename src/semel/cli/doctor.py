@@ -1,69 +1,360 @@
-"""``semel doctor``: is everything as it should be, and if not, what helps."""
+"""``semel doctor``: is everything as it should be, and if not, what helps.
+
+Every check stands by itself, changes nothing, and gives advice.
+"""
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import os
-from typing import TYPE_CHECKING
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from semel.cli import options, printing
+from msgspec import Struct
+
+from semel.cli._database import engine_of, file_of, require, without_password
+from semel.cli._options import ARTIFACTS, DATABASE, command, json_option, option, place_options
+from semel.cli._output import format_size, format_span, print_json
+from semel.errors import SemelError
 from semel.redaction import printable, without_secrets
 
 if TYPE_CHECKING:
-    from semel.cli.checks import Found
+    from sqlalchemy import Connection
 
+State: TypeAlias = Literal["ok", "warning", "broken", "skipped"]
+
+SKEW = 2.0
+"""Seconds by which clocks may differ."""
+SCARCE, FULL = 1 << 30, 100 << 20
+"""Bytes on a disk under which there is little left, and too little."""
+STUCK = 600.0
+"""Seconds that a run may be due without being begun."""
+LATE = 60.0
+"""Seconds after the end of its lease when a run should have been taken back."""
+PACKAGES = (
+    "sqlalchemy",
+    "alembic",
+    "msgspec",
+    "psycopg",
+    "asyncpg",
+    "redis",
+    "rq",
+    "celery",
+    "litestar",
+    "granian",
+    "httpx",
+)
 _MARKS = {"ok": "ok", "warning": "warning", "broken": "BROKEN", "skipped": "-"}
 
 
-def add_to(commands: options.Commands) -> None:
-    """Add the command."""
-    parser = options.command(
-        commands,
-        "doctor",
-        help="check the database, Redis, clock, migrations, disk and workers, with advice",
-        description="Check that the database answers, is migrated and can be written to, that clocks agree, that there "
-        "is room on the disks, that Redis answers where one is configured, that workers live and no run is stuck. "
-        "Nothing is changed. Ends with 1 when something is broken; warnings are no failure.",
-        example="semel doctor --db postgresql://user@host/name\n"
-        "SEMEL_TRANSPORT=rq SEMEL_REDIS=redis://localhost/0 semel doctor --json",
-    )
-    options.db_option(parser)
-    parser.add_argument("--redis", metavar="URL", help="the Redis of rq and celery (default: $SEMEL_REDIS)")
-    parser.add_argument(
-        "--transport", choices=("database", "rq", "celery"), help="how workers hear of runs (default: $SEMEL_TRANSPORT)"
-    )
-    parser.add_argument("--artifacts", metavar="PLACE", help="large results and files (default: $SEMEL_ARTIFACTS)")
-    parser.add_argument("--host", metavar="ADDRESS", help="where the server listens (default: $SEMEL_HOST)")
-    parser.set_defaults(do=_examine)
+class Finding(Struct, frozen=True, kw_only=True):
+    """The result of a check."""
+
+    check: str
+    state: State
+    said: str
+    advice: str | None = None
 
 
-def _examine(chosen: argparse.Namespace) -> int:
-    from semel.cli.checks import Patient, examine
+class Target(Struct, frozen=True, kw_only=True):
+    """What is to be checked."""
 
-    patient = Patient(
-        db=options.database(chosen),
-        redis=_setting(chosen, "redis"),
+    db: str
+    redis: str | None
+    events: str | None
+    transport: str
+    artifacts: str
+    host: str
+
+
+@command
+@place_options()
+@option("--host", envvar="SEMEL_HOST", default="127.0.0.1", metavar="ADDRESS", help="Where the server listens.")
+@json_option
+def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json: bool, **options: Any) -> int:
+    """Check the database, Redis, clock, migrations, disk and workers, with advice.
+
+    Checks that the database answers, is migrated and can be written to, that clocks agree, that there is room on the
+    disks, that Redis answers where one is configured, that workers are alive and no run is stuck. Nothing is changed.
+    The exit code is 1 when something is broken; a warning is not a failure.
+
+    \b
+    examples:
+      semel doctor --db postgresql://user@host/name
+      semel doctor --transport rq --redis redis://localhost/0 --json
+    """
+    target = Target(
+        db=db or DATABASE,
         events=os.environ.get("SEMEL_EVENTS") or None,
-        transport=_setting(chosen, "transport") or "database",
-        artifacts=_setting(chosen, "artifacts") or "./artifacts",
-        host=_setting(chosen, "host") or "127.0.0.1",
+        transport=transport or os.environ.get("SEMEL_TRANSPORT") or "database",
+        artifacts=artifacts or ARTIFACTS,
+        **options,
     )
-    found = list(examine(patient))
-    broken = any(each.state == "broken" for each in found)
-    if chosen.json:
-        printing.print_json({"broken": broken, "checks": found})
-    else:
-        for each in found:
-            _print(each)
-    return 1 if broken else 0
+    findings = list(examine(target))
+    broken = any(each.state == "broken" for each in findings)
+    if as_json:
+        print_json({"broken": broken, "checks": findings})
+        return int(broken)
+    for each in findings:
+        _print(each)
+    return int(broken)
 
 
-def _setting(chosen: argparse.Namespace, name: str) -> str | None:
-    value: str | None = getattr(chosen, name) or os.environ.get(f"SEMEL_{name.upper()}")
-    return value or None
+def _print(finding: Finding) -> None:
+    print(printable(without_secrets(f"{_MARKS[finding.state]:<8} {finding.check:<16} {finding.said}")))
+    if finding.advice:
+        print(printable(without_secrets(f"{'':<25} → {finding.advice}")))
 
 
-def _print(found: Found) -> None:
-    print(printable(without_secrets(f"{_MARKS[found.state]:<8} {found.check:<16} {found.said}")))
-    if found.advice:
-        print(printable(without_secrets(f"{'':<25} → {found.advice}")))
+def examine(target: Target) -> Iterator[Finding]:
+    """Every check, one after the other; one that fails is a finding."""
+    yield _python()
+    yield from _database(target)
+    yield _disk("database disk", file_of(target.db) if _is_url(target.db) else None, "the server's own")
+    yield _artifacts(target.artifacts)
+    yield _transport(target)
+    for what, url in (("redis", target.redis), ("events", target.events)):
+        if url is not None:
+            yield _redis(what, url)
+
+
+def _python() -> Finding:
+    there = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
+    said = f"Python {platform.python_version()}; semel {metadata.version('semel')}, {', '.join(there)}"
+    return Finding(check="python", state="ok", said=said)
+
+
+def _is_url(url: str) -> bool:
+    from semel.sql import engines
+
+    try:
+        engines.parse(url)
+    except SemelError:
+        return False
+    return True
+
+
+def _database(target: Target) -> Iterator[Finding]:
+    """What can be asked of the database, over one connection."""
+    from semel.sql.failures import translated
+
+    try:
+        require(target.db)
+        engine = engine_of(target.db)
+    except (SemelError, OSError) as error:
+        yield Finding(check="database", state="broken", said=str(error), advice="see --db and SEMEL_DB")
+        return
+    try:
+        try:
+            with translated(), engine.connect() as conn:
+                yield _reached(conn, target.db)
+        except SemelError as error:
+            advice = "is it running, and are host, name, user and password right?"
+            yield Finding(check="database", state="broken", said=str(error), advice=advice)
+            return
+        migrated = _checked("migrations", lambda: _in(engine, _migrations, target.db))
+        yield migrated
+        yield _checked("clock", lambda: _in(engine, _clock))
+        if migrated.state == "broken":
+            return
+        for name, check in (("write access", _writes), ("runs", _runs), ("workers", _workers)):
+            yield _checked(name, lambda check=check: _in(engine, check))  # type: ignore[misc]
+        yield _checked("tokens", lambda: _in(engine, _tokens, target.host))
+    finally:
+        engine.dispose()
+
+
+def _in(engine: Any, check: Callable[..., Finding], *more: Any) -> Finding:
+    """In a transaction that is always undone."""
+    from semel.sql.failures import translated
+
+    with translated(), engine.connect() as conn:
+        found = check(conn, *more)
+        conn.rollback()
+        return found
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except (SemelError, OSError) as error:
+        return Finding(check=name, state="broken", said=str(error))
+
+
+def _reached(conn: Connection, url: str) -> Finding:
+    from sqlalchemy import text
+
+    version = conn.scalar(text("SELECT sqlite_version()" if conn.dialect.name == "sqlite" else "SHOW server_version"))
+    kind = "SQLite" if conn.dialect.name == "sqlite" else "PostgreSQL"
+    return Finding(check="database", state="ok", said=f"{kind} {version} at {without_password(url)}")
+
+
+def _migrations(conn: Connection, url: str) -> Finding:
+    from semel.sql import migrate
+    from semel.sql.schema import REVISIONS
+
+    version = migrate.current(conn)
+    if migrate.behind(conn):
+        said = f"the database is at {version or 'nothing'}, this release needs {REVISIONS[-1]}"
+        return Finding(
+            check="migrations", state="broken", said=said, advice=f"run: semel migrate '{without_password(url)}'"
+        )
+    if version not in REVISIONS:
+        said = f"the database is at {version}, which this release does not know"
+        return Finding(check="migrations", state="warning", said=said, advice="a newer semel was here: update this one")
+    return Finding(check="migrations", state="ok", said=f"at {version}")
+
+
+def _clock(conn: Connection) -> Finding:
+    from sqlalchemy import text
+
+    if conn.dialect.name == "sqlite":
+        return Finding(check="clock", state="ok", said="SQLite goes by this machine's clock")
+    before = time.time()
+    there = float(conn.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
+    after = time.time()
+    skew = max(before - there, there - after, 0.0)
+    said = f"this machine and the database are {skew:.3f} s apart"
+    if skew < SKEW:
+        return Finding(check="clock", state="ok", said=said)
+    advice = "set both by NTP. Leases go by the database's clock; signatures of webhooks and logs by this one"
+    return Finding(check="clock", state="warning", said=said, advice=advice)
+
+
+def _writes(conn: Connection) -> Finding:
+    from sqlalchemy import insert
+
+    from semel.sql.schema import leaders
+
+    conn.execute(insert(leaders).values(role=f"doctor-{os.getpid()}", holder="doctor", until_us=0, term_us=0))
+    return Finding(check="write access", state="ok", said="rows can be written")
+
+
+def _runs(conn: Connection) -> Finding:
+    from sqlalchemy import func, select
+
+    from semel.runs import reading
+    from semel.runs.quotas import read_clock
+    from semel.runs.records import MICRO
+    from semel.sql.schema import runs
+
+    terms = _terms(conn)
+    now = read_clock(conn, terms)
+    late = runs.c.lease_until_us < now - round(LATE * MICRO)
+    lost = conn.scalar(select(func.count()).where(runs.c.status == "RUNNING", late)) or 0
+    backlog = reading.backlog(conn, terms)
+    said = f"{backlog.pending} pending, {backlog.running} running"
+    if backlog.stalled:
+        said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
+    if lost:
+        said += f"; {lost} lost their worker and nobody took them back"
+        return Finding(check="runs", state="broken", said=said, advice="start a worker, or semel sweep MODULE:APP")
+    if backlog.oldest_wait > STUCK:
+        said += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
+        return Finding(
+            check="runs", state="warning", said=said, advice="semel show RUN says why it waits; more workers?"
+        )
+    return Finding(check="runs", state="ok", said=said)
+
+
+def _workers(conn: Connection) -> Finding:
+    from semel.runs import reading
+    from semel.runs.records import INTERNAL_QUEUE
+
+    terms = _terms(conn)
+    there = [each for each in reading.list_workers(conn, terms) if list(each.queues) != [INTERNAL_QUEUE]]
+    alive = [each for each in there if each.alive]
+    silent = len(there) - len(alive)
+    said = f"{len(alive)} alive" + (f", {silent} silent" if silent else "")
+    if alive:
+        return Finding(check="workers", state="ok", said=said)
+    waits = reading.backlog(conn, terms).pending > 0
+    advice = "start one with semel worker MODULE:APP; of RQ's and Celery's only those at work are seen"
+    return Finding(check="workers", state="warning", said=said + (", and runs wait" if waits else ""), advice=advice)
+
+
+def _terms(conn: Connection) -> Any:
+    from semel.sql.statements import Terms
+
+    return Terms(time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None, False)
+
+
+def _tokens(conn: Connection, host: str) -> Finding:
+    from semel.service import tokens
+
+    there = tokens.any_there(conn)
+    if there:
+        return Finding(check="tokens", state="ok", said="there are tokens: callers need one")
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return Finding(check="tokens", state="ok", said="there are none: the server answers this machine only")
+    said = f"there are none, and the server is to listen on {host}, which it will refuse"
+    return Finding(check="tokens", state="broken", said=said, advice="semel token create --user NAME --role admin")
+
+
+def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
+    if place is None:
+        return Finding(check=check, state="skipped", said=elsewhere)
+    folder = place.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    said = f"{format_size(usage.free)} of {format_size(usage.total)} free at {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            check=check, state="broken", said=f"{folder} cannot be written to", advice="mend its permissions"
+        )
+    if usage.free < FULL:
+        return Finding(check=check, state="broken", said=said, advice="make room: semel gc removes old runs")
+    if usage.free < SCARCE:
+        return Finding(check=check, state="warning", said=said, advice="make room soon: semel gc removes old runs")
+    return Finding(check=check, state="ok", said=said)
+
+
+def _artifacts(artifacts: str) -> Finding:
+    if "://" in artifacts and not artifacts.startswith("file://"):
+        return Finding(check="artifacts disk", state="skipped", said=f"they go to {artifacts.partition('?')[0]}")
+    return _disk("artifacts disk", Path(artifacts.removeprefix("file://")), "")
+
+
+def _transport(target: Target) -> Finding:
+    name = target.transport
+    if name == "database":
+        return Finding(check="transport", state="ok", said="database: workers ask it")
+    if importlib.util.find_spec(name) is None:
+        advice = f"pip install 'semel[{name}]'"
+        return Finding(check="transport", state="broken", said=f"{name} is not installed", advice=advice)
+    if target.redis is None:
+        return Finding(
+            check="transport", state="broken", said=f"{name} needs a Redis", advice="see --redis, SEMEL_REDIS"
+        )
+    return Finding(check="transport", state="ok", said=name)
+
+
+def _redis(check: str, url: str) -> Finding:
+    from urllib.parse import urlsplit
+
+    from semel.once.faces import Once
+
+    try:
+        where = urlsplit(url).hostname or "a socket"
+        with Once(url, collect=False, retry_for=0):
+            pass
+    except (SemelError, OSError, ValueError) as error:
+        said = _hide_password(str(error), url)
+        return Finding(check=check, state="broken", said=said, advice="is it running, and is its URL right?")
+    return Finding(check=check, state="ok", said=f"Redis answers at {where}")
+
+
+def _hide_password(said: str, url: str) -> str:
+    from urllib.parse import urlsplit
+
+    try:
+        password = urlsplit(url).password
+    except ValueError:
+        return "this is no URL of a Redis"
+    return said.replace(password, "***") if password else said

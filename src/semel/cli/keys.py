@@ -1,13 +1,16 @@
-"""``semel keys``: look at keys, say what became of lost work, forget them."""
+"""``semel keys``: show keys, resolve lost work, delete keys."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from semel.cli import database, options, printing
+import click
+
+from semel.cli._database import opened, require
+from semel.cli._options import JSON_VALUE, argument, db_options, group, option
+from semel.cli._output import format_span, format_time, note, plain, print_fields, print_json, with_iso_times
 from semel.errors import InProgress, InvalidRequest
 
 if TYPE_CHECKING:
@@ -20,79 +23,53 @@ if TYPE_CHECKING:
 MOST = 100
 """Keys of one name that are shown."""
 
+scope_option = option("--scope", metavar="SCOPE", help="Only in this scope.  [default: wherever it is]")
+user_option = option("--user", metavar="USER", help="Only this user's key of a run.")
+tenant_option = option("--tenant", metavar="TENANT", help="Only this tenant's key of a run.")
+force_option = option("--force", is_flag=True, help="Even while somebody works on it: they lose their claim.")
 
-def add_to(commands: options.Commands) -> None:
-    """Add the commands."""
-    verbs = options.family(
-        commands,
-        "keys",
-        help="look keys up, say what became of lost work, forget keys",
-        description="Idempotency keys: those of functions, messages and HTTP requests (in a scope), and those of runs "
-        "(of a user).",
-    )
-    showing = options.command(
-        verbs,
-        "show",
-        help="what is known of a key",
-        description="What is known of a key: whether somebody works on it, what came of it, which run it names. "
-        "In a Redis only a key whose scope is named can be found.",
-        example="semel keys show order-1\nsemel keys show order-1 --scope orders --db redis://localhost/0",
-    )
-    resolving = options.command(
-        verbs,
-        "resolve",
-        help="say what became of work whose owner vanished",
-        description="Say what became of work whose owner vanished: it was done, with this value, or it was not, so "
-        "that the next caller does it. Look first: semel cannot know.",
-        example="semel keys resolve order-1 --scope orders --done --value '{\"id\": 7}'\n"
-        "semel keys resolve order-1 --scope orders --not-done",
-    )
-    became = resolving.add_mutually_exclusive_group(required=True)
-    became.add_argument("--done", action="store_true", help="it happened; every later caller gets the value")
-    became.add_argument("--not-done", action="store_true", help="it did not; the next caller does it")
-    resolving.add_argument("--value", type=options.json_value, metavar="JSON", help="what it returned (default: null)")
-    deleting = options.command(
-        verbs,
-        "delete",
-        help="forget a key, or all of a scope",
-        description="Forget a key, so that the next caller's work is done anew: what was protected from happening "
-        "twice can then happen again. A run that the key names is left as it is. "
-        "In a Redis only a key whose scope is named can be found.",
-        example="semel keys delete order-1 --scope orders\nsemel keys delete ci-42 --user alice\n"
-        "semel keys delete --all --scope orders --db redis://localhost/0",
-    )
-    deleting.add_argument("--all", action="store_true", help="every key of the scope; those that are worked on stay")
-    for parser in (resolving, deleting):
-        parser.add_argument(
-            "--force", action="store_true", help="also from those who work on it: they lose their claim"
+
+@group
+def keys() -> None:
+    """Show keys, resolve lost work, delete keys.
+
+    There are keys of functions, messages and HTTP requests, which belong to a scope, and keys of runs, which belong to
+    a user. In a Redis only a key whose scope is named can be found.
+    """
+
+
+@keys.command()
+@argument("key", help="The key.")
+@scope_option
+@user_option
+@tenant_option
+@db_options
+def show(key: str, db: str, as_json: bool, **where: str | None) -> int:
+    """Show a key: whether somebody works on it, its outcome, the run that it names.
+
+    The exit code is 1 when the key is free. In a Redis only a key whose scope is named can be found.
+
+    \b
+    examples:
+      semel keys show order-1
+      semel keys show order-1 --scope orders --db redis://localhost/0
+    """
+    records, run_keys = _find(db, key, **where)
+    if as_json:
+        print_json(
+            {"keys": [_as_fields(each) for each in records], "run_keys": [with_iso_times(each) for each in run_keys]}
         )
-    for parser, do in ((showing, _show), (resolving, _resolve), (deleting, _delete)):
-        parser.add_argument("key", metavar="KEY", nargs="?" if do is _delete else None, help="the key")
-        parser.add_argument("--scope", metavar="SCOPE", help="only in this scope (default: wherever it is)")
-        if do is not _resolve:
-            parser.add_argument("--user", metavar="USER", help="only this user's key of a run")
-            parser.add_argument("--tenant", metavar="TENANT", help="only this tenant's key of a run")
-        options.db_option(parser)
-        parser.set_defaults(do=do)
-
-
-def _show(chosen: argparse.Namespace) -> int:
-    claims, named = _claims(chosen), _run_keys(chosen)
-    if chosen.json:
-        printing.print_json(
-            {"keys": [_told(each) for each in claims], "run_keys": [printing.timed(each) for each in named]}
-        )
-    elif not claims and not named:
-        printing.say(f"the key {chosen.key!r} is free")
+    elif not records and not run_keys:
+        note(f"the key {key!r} is free")
     else:
-        for record in claims:
-            _print_claim(record)
-        for row in named:
+        for record in records:
+            _print_record(record)
+        for row in run_keys:
             _print_run_key(row)
-    return 0 if claims or named else 1
+    return 0 if records or run_keys else 1
 
 
-def _told(record: Record) -> dict[str, Any]:
+def _as_fields(record: Record) -> dict[str, Any]:
     fields = {
         "scope": record.scope,
         "key": record.key,
@@ -105,7 +82,7 @@ def _told(record: Record) -> dict[str, Any]:
         "expires_us": record.expires_us,
         "outcome": _outcome(record),
     }
-    return printing.timed(fields)
+    return with_iso_times(fields)
 
 
 def _outcome(record: Record) -> Any:
@@ -121,104 +98,143 @@ def _outcome(record: Record) -> Any:
     return {"kind": outcome.kind, "value": value}
 
 
-def _print_claim(record: Record) -> None:
+def _print_record(record: Record) -> None:
     outcome = _outcome(record)
-    printing.print_fields(
+    print_fields(
         {
             "key": f"{record.key} in {record.scope}",
             "status": record.status.replace("_", " "),
-            "created": printing.when(record.created_us),
-            "lease ends": printing.when(record.lease_until_us) if record.state == "claimed" else None,
-            "completed": printing.when(record.completed_us) if record.completed_us else None,
-            "expires": printing.when(record.expires_us),
+            "created": format_time(record.created_us),
+            "lease ends": format_time(record.lease_until_us) if record.state == "claimed" else None,
+            "completed": format_time(record.completed_us) if record.completed_us else None,
+            "expires": format_time(record.expires_us),
             "fence": record.fence,
             "fingerprint": record.fingerprint or None,
-            "outcome": None if outcome is None else repr(printing.plain(outcome)),
+            "outcome": None if outcome is None else repr(plain(outcome)),
         }
     )
     if record.status == "unknown":
-        printing.say("nobody knows whether its work happened: find out, then say it with semel keys resolve")
+        note("nobody knows whether its work happened: find out, then record it with semel keys resolve")
 
 
 def _print_run_key(row: dict[str, Any]) -> None:
     tenant = f" of {row['tenant']}" if row["tenant"] else ""
-    printing.print_fields(
+    print_fields(
         {
             "key": f"{row['key']} of {row['user'] or 'nobody in particular'}{tenant}",
             "names run": row["job_id"],
-            "created": printing.when(row["created_us"]),
-            "expires": printing.when(row["expires_us"]),
+            "created": format_time(row["created_us"]),
+            "expires": format_time(row["expires_us"]),
             "payload": row["payload_hash"] or None,
         }
     )
 
 
-def _resolve(chosen: argparse.Namespace) -> int:
+@keys.command()
+@argument("key", help="The key.")
+@option("--done", is_flag=True, help="It happened; every later caller gets the value.")
+@option("--not-done", is_flag=True, help="It did not happen; the next caller does it.")
+@option("--value", type=JSON_VALUE, help="What it returned.  [default: null]")
+@force_option
+@scope_option
+@db_options
+def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
+    """Record what became of work whose owner vanished.
+
+    It was done, with this value; or it was not, and the next caller does it. Find out first: semel cannot know.
+
+    \b
+    examples:
+      semel keys resolve order-1 --scope orders --done --value '{"id": 7}'
+      semel keys resolve order-1 --scope orders --not-done
+    """
     from semel.once.faces import Once
 
-    if chosen.not_done and chosen.value is not None:
+    done, value, force = options["done"], options["value"], options["force"]
+    if done == options["not_done"]:
+        raise click.UsageError("either --done or --not-done is required")
+    if not done and value is not None:
         raise InvalidRequest("--value is what the work returned, so it goes with --done")
-    undone = [each for each in _claims(chosen) if each.status != "completed"]
-    scope = chosen.scope or (_only(undone, "--scope").scope if undone else "default")
-    with Once(options.database(chosen), collect=False) as once, _forced(chosen):
-        once.resolve(chosen.key, scope=scope, done=chosen.done, value=chosen.value, force=chosen.force)
-    if chosen.json:
-        printing.print_json({"scope": scope, "key": chosen.key, "done": chosen.done})
+    undone = [each for each in _records(db, key, options["scope"]) if each.status != "completed"]
+    scope = options["scope"] or (_only(undone, "--scope").scope if undone else "default")
+    with Once(db, collect=False) as once, _naming_force(key):
+        once.resolve(key, scope=scope, done=done, value=value, force=force)
+    if as_json:
+        print_json({"scope": scope, "key": key, "done": done})
     else:
-        print(f"{chosen.key} in {scope} is {'done' if chosen.done else 'free: the next caller does the work'}")
-    return 0
+        print(f"{key} in {scope} is {'done' if done else 'free: the next caller does the work'}")
 
 
-def _delete(chosen: argparse.Namespace) -> int:
-    from semel.once.faces import Once
+@keys.command()
+@argument("key", required=False, help="The key.")
+@option("--all", "whole_scope", is_flag=True, help="Every key of the scope; those that somebody works on stay.")
+@force_option
+@scope_option
+@user_option
+@tenant_option
+@db_options
+def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bool, **where: str | None) -> int:
+    """Delete a key, or all keys of a scope.
 
-    if chosen.all:
-        return _delete_all(chosen)
-    if chosen.key is None:
-        raise InvalidRequest("which key? name it, or say --all for every key of --scope")
-    claims, named = _claims(chosen), _run_keys(chosen)
-    if not claims and not named:
-        printing.say(f"semel: the key {chosen.key!r} is free already")
+    The next caller's work is then done anew: what the key protected from happening twice can happen again. A run that
+    the key names stays. In a Redis only a key whose scope is named can be found.
+
+    \b
+    examples:
+      semel keys delete order-1 --scope orders
+      semel keys delete ci-42 --user alice
+      semel keys delete --all --scope orders --db redis://localhost/0
+    """
+    if whole_scope:
+        return _delete_scope(key, where["scope"], db, force, as_json)
+    if key is None:
+        raise InvalidRequest("which key? name it, or give --all for every key of --scope")
+    records, run_keys = _find(db, key, **where)
+    if not records and not run_keys:
+        note(f"semel: the key {key!r} is free already")
         return 1
-    found = _only([*claims, *named], "--scope, or --user and --tenant")
-    if isinstance(found, dict):
-        removed = _in_ledger(chosen, lambda ledger: ledger.write(_forget, found))
+    removed = _delete_one(_only([*records, *run_keys], "--scope, or --user and --tenant"), db, force)
+    if as_json:
+        print_json({"key": key, "removed": removed})
     else:
-        with Once(options.database(chosen), collect=False) as once, _forced(chosen):
-            removed = once.forget(found.key, scope=found.scope, force=chosen.force)
-    if chosen.json:
-        printing.print_json({"key": chosen.key, "removed": removed})
-    else:
-        print(f"forgotten: {chosen.key}" if removed else f"{chosen.key} has changed hands just now; look again")
+        print(f"forgotten: {key}" if removed else f"{key} has changed hands just now; look again")
     return 0 if removed else 1
 
 
-def _delete_all(chosen: argparse.Namespace) -> int:
+def _delete_one(found: Any, db: str, force: bool) -> bool:
     from semel.once.faces import Once
 
-    if chosen.key is not None or not chosen.scope:
-        raise InvalidRequest("--all forgets every key of a scope: name it with --scope, and no KEY")
-    url = options.database(chosen)
-    if not _is_redis(url):
-        database.require(url)
-    with Once(url, collect=False) as once:
-        removed = once.forget_scope(chosen.scope, force=chosen.force)
-    if chosen.json:
-        printing.print_json({"scope": chosen.scope, "removed": removed})
+    if isinstance(found, dict):
+        return bool(_in_ledger(db, lambda ledger: ledger.write(_delete_run_key, found)))
+    with Once(db, collect=False) as once, _naming_force(found.key):
+        return once.forget(found.key, scope=found.scope, force=force)
+
+
+def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_json: bool) -> int:
+    from semel.once.faces import Once
+
+    if key is not None or not scope:
+        raise InvalidRequest("--all deletes every key of a scope: name it with --scope, and no KEY")
+    if not _is_redis(db):
+        require(db)
+    with Once(db, collect=False) as once:
+        removed = once.forget_scope(scope, force=force)
+    if as_json:
+        print_json({"scope": scope, "removed": removed})
     else:
-        print(f"forgotten: {removed} keys in {chosen.scope}")
+        print(f"forgotten: {removed} keys in {scope}")
     return 0
 
 
 @contextmanager
-def _forced(chosen: argparse.Namespace) -> Iterator[None]:
-    """Say how to insist in the words of the command line."""
+def _naming_force(key: str) -> Iterator[None]:
+    """Report a claim with the option that takes it away."""
     try:
         yield
     except InProgress as error:
-        left = printing.lasting(error.retry_after)
+        left = format_span(error.retry_after)
         raise InvalidRequest(
-            f"somebody works on {chosen.key!r} (for {left} more, or longer); --force takes it from them"
+            f"somebody works on {key!r} (for {left} more, or longer); --force takes it from them"
         ) from error
 
 
@@ -233,41 +249,39 @@ def _is_redis(url: str) -> bool:
     return url.partition(":")[0].partition("+")[0] in ("redis", "rediss", "unix")
 
 
-def _claims(chosen: argparse.Namespace) -> list[Record]:
-    """The key's records, in the scope that was named or in all."""
+def _find(
+    db: str, key: str, scope: str | None, user: str | None, tenant: str | None
+) -> tuple[list[Record], list[dict[str, Any]]]:
+    """The key's records, and the keys of runs that have this name."""
+    records = _records(db, key, scope) if user is None and tenant is None else []
+    if scope or _is_redis(db):
+        return records, []
+    return records, _in_ledger(db, lambda ledger: ledger.read(_run_keys_of, key, user, tenant, ledger.terms))
+
+
+def _records(db: str, key: str, scope: str | None) -> list[Record]:
+    """The key's records, in this scope or in all."""
     from semel.once.faces import Once
 
-    url = options.database(chosen)
-    if getattr(chosen, "user", None) is not None or getattr(chosen, "tenant", None) is not None:
-        return []
-    if not _is_redis(url):
-        database.require(url)
-    scopes = [chosen.scope] if chosen.scope else _scopes(chosen, url)
-    with Once(url, collect=False) as once:
-        found = [once.get(chosen.key, scope=scope) for scope in scopes]
+    if not _is_redis(db):
+        require(db)
+    scopes = [scope] if scope else _scopes(db, key)
+    with Once(db, collect=False) as once:
+        found = [once.get(key, scope=each) for each in scopes]
     return [each for each in found if each is not None]
 
 
-def _scopes(chosen: argparse.Namespace, url: str) -> list[str]:
-    if _is_redis(url):
+def _scopes(db: str, key: str) -> list[str]:
+    if _is_redis(db):
         return ["default"]
-    found: list[str] = _in_ledger(chosen, lambda ledger: ledger.read(_scopes_of, chosen.key))
+    found: list[str] = _in_ledger(db, lambda ledger: ledger.read(_scopes_of, key))
     return found
 
 
-def _run_keys(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    if chosen.scope or _is_redis(options.database(chosen)):
-        return []
-    found: list[dict[str, Any]] = _in_ledger(
-        chosen, lambda ledger: ledger.read(_run_keys_of, chosen.key, chosen.user, chosen.tenant, ledger.terms)
-    )
-    return found
-
-
-def _in_ledger(chosen: argparse.Namespace, ask: Callable[[Ledger], Any]) -> Any:
+def _in_ledger(db: str, ask: Callable[[Ledger], Any]) -> Any:
     from semel.bridge import drive
 
-    with database.opened(chosen) as ledger:
+    with opened(db) as ledger:
         return drive(ask(ledger))
 
 
@@ -296,8 +310,8 @@ def _run_keys_of(
     return [{"user": row.pop("user_id"), **row} for row in rows]
 
 
-def _forget(conn: Connection, found: dict[str, Any]) -> bool:
-    """Forget a run's key, unless it names another run by now."""
+def _delete_run_key(conn: Connection, found: dict[str, Any]) -> bool:
+    """Delete a key of a run, unless it names another run by now."""
     from sqlalchemy import delete
 
     from semel.sql.schema import run_keys

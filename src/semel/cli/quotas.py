@@ -1,11 +1,14 @@
-"""``semel quota``: how much users may have at a time, and spend."""
+"""``semel quota``: how much users may run and spend."""
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
-from semel.cli import database, options, printing
+import click
+
+from semel.cli._database import opened
+from semel.cli._options import Function, Value, argument, db_options, group, option, tenant_option
+from semel.cli._output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -24,166 +27,140 @@ COSTS = {
     "cost_monthly": "cost a month",
     "cost_yearly": "cost a year",
 }
-EVERYBODY = "* is everybody who has no quota of their own"
+LIMITS = {**COUNTS, **COSTS}
+NO_LIMIT = object()
+"""What ``none`` stands for: the limit is removed."""
 
 
-def add_to(commands: options.Commands) -> None:
-    """Add the commands."""
-    verbs = options.family(
-        commands,
-        "quota",
-        help="how much users may run and spend",
-        description=f"Limits of users. {EVERYBODY}; a user's own quota replaces it as a whole.",
-    )
-    listing = options.command(
-        verbs, "list", help="list quotas", description="Every quota of a tenant.", example="semel quota list"
-    )
-    showing = options.command(
-        verbs,
-        "show",
-        help="a user's quota, and what is in use",
-        description="The quota that holds for a user, and what they have in use.",
-        example="semel quota show alice",
-    )
-    showing.add_argument("user", metavar="USER", help="the user")
-    _add_set(verbs)
-    unsetting = options.command(
-        verbs,
-        "unset",
-        help="take a quota away",
-        description="Take a user's own quota away; then the one of everybody holds, if there is one.",
-        example="semel quota unset alice",
-    )
-    unsetting.add_argument("user", metavar="USER", help=f"the user; {EVERYBODY}")
-    for parser, do in ((listing, _list), (showing, _show), (unsetting, _unset)):
-        options.tenant_option(parser)
-        options.db_option(parser)
-        parser.set_defaults(do=do)
+@group
+def quota() -> None:
+    """Limit how much users may run and spend.
+
+    The user * is everybody who has no quota of their own; a user's own quota replaces it as a whole.
+    """
 
 
-def _add_set(verbs: options.Commands) -> None:
-    parser = options.command(
-        verbs,
-        "set",
-        help="set limits of a user",
-        description="Set limits of a user. What is not named stays as it is; none takes a limit away.",
-        example="semel quota set '*' --max-concurrent 5\n"
-        "semel quota set alice --max-concurrent 20 --cost-monthly 500 --action warn\n"
-        "semel quota set alice --cost-monthly none",
-    )
-    parser.add_argument("user", metavar="USER", help=f"the user; {EVERYBODY}")
-    for name, what in COUNTS.items():
-        parser.add_argument(_flag(name), type=_count, metavar="N", help=f"{what}, or none", default=argparse.SUPPRESS)
-    for name, what in COSTS.items():
-        parser.add_argument(_flag(name), type=_cost, metavar="X", help=f"{what}, or none", default=argparse.SUPPRESS)
-    parser.add_argument(
-        "--action",
-        choices=("block", "warn"),
-        default=argparse.SUPPRESS,
-        help="refuse what is over a limit, or only say so",
-    )
-    parser.add_argument(
-        "--warn-at", type=float, metavar="PART", default=argparse.SUPPRESS, help="part of a limit at which to warn: 0.8"
-    )
-    options.tenant_option(parser)
-    options.db_option(parser)
-    parser.set_defaults(do=_set, refuse=parser.error)
+@quota.command("list")
+@tenant_option
+@db_options
+def list_quotas(tenant: str, db: str, as_json: bool) -> None:
+    """List the quotas of a tenant.
 
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _count(text: str) -> int | None:
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on, nor none")
-    return int(text)
-
-
-def _cost(text: str) -> float | None:
-    try:
-        return None if text == "none" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor none") from None
-
-
-def _person(chosen: argparse.Namespace) -> Person:
-    from semel.runs.records import checked_name
-
-    return checked_name("tenant", chosen.tenant), checked_name("user", chosen.user, empty=False)
-
-
-def _list(chosen: argparse.Namespace) -> int:
+    \b
+    examples:
+      semel quota list
+    """
     from semel.bridge import drive
 
-    with database.opened(chosen) as ledger:
-        found = drive(ledger.quotas(chosen.tenant))
-    if chosen.json:
-        printing.print_json({"quotas": found})
-        return 0
-    names = [*COUNTS, *COSTS, "action", "warn_at"]
-    printing.print_table(
+    with opened(db) as ledger:
+        found = drive(ledger.quotas(tenant))
+    if as_json:
+        print_json({"quotas": found})
+        return
+    names = [*LIMITS, "action", "warn_at"]
+    print_table(
         ["user", *(name.replace("_", " ") for name in names)],
-        [[user, *(_said(getattr(quota, name)) for name in names)] for user, quota in found.items()],
-        nothing="there are no quotas: nobody is limited; set one with: semel quota set",
+        [[user, *(_format(getattr(quota, name)) for name in names)] for user, quota in found.items()],
+        empty="there are no quotas: nobody is limited; set one with: semel quota set",
     )
-    return 0
 
 
-def _said(value: object) -> str:
+def _format(value: object) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _show(chosen: argparse.Namespace) -> int:
+@quota.command()
+@argument("user", help="The user; * is everybody who has no quota of their own.")
+@tenant_option
+@db_options
+def show(user: str, tenant: str, db: str, as_json: bool) -> None:
+    """Show the quota that holds for a user, and what they have in use.
+
+    \b
+    examples:
+      semel quota show alice
+    """
     from semel.bridge import drive
 
-    with database.opened(chosen) as ledger:
-        used, quota = drive(ledger.usage(_person(chosen)))
-    if chosen.json:
-        printing.print_json({"user": chosen.user, "quota": quota, "usage": used})
-        return 0
-    in_use: dict[str, Any] = {
-        "max_concurrent": used.concurrent,
-        "per_hour": used.last_hour,
-        "per_day": used.last_day,
-        **{f"cost_{period}": amount for period, amount in used.spent.items()},
-    }
-    rows = [
-        [what, _said(in_use[name]), _said(getattr(quota, name, None))] for name, what in {**COUNTS, **COSTS}.items()
-    ]
-    printing.print_table(["what", "in use", "limit"], rows, nothing="")
+    with opened(db) as ledger:
+        used, quota = drive(ledger.usage(_person(tenant, user)))
+    if as_json:
+        print_json({"user": user, "quota": quota, "usage": used})
+        return
+    counts = [used.concurrent, used.last_hour, used.last_day]
+    in_use = {**dict(zip(COUNTS, counts, strict=True)), **{f"cost_{each}": spent for each, spent in used.spent.items()}}
+    rows = [[what, _format(in_use[name]), _format(getattr(quota, name, None))] for name, what in LIMITS.items()]
+    print_table(["what", "in use", "limit"], rows, empty="")
     if quota is None:
-        printing.say(f"no quota holds for {chosen.user}")
+        note(f"no quota holds for {user}")
     elif quota.action == "warn":
-        printing.say("what is over a limit is let through, with a warning")
-    return 0
+        note("what is over a limit is let through, with a warning")
 
 
-def _set(chosen: argparse.Namespace) -> int:
+def _person(tenant: str, user: str) -> Person:
+    from semel.runs.records import checked_name
+
+    return checked_name("tenant", tenant), checked_name("user", user, empty=False)
+
+
+def _count(text: str) -> Any:
+    if text != "none" and not text.isdecimal():
+        raise ValueError(f"{text!r} must be a whole number, 0 or greater, or none")
+    return NO_LIMIT if text == "none" else int(text)
+
+
+def _cost(text: str) -> Any:
+    try:
+        return NO_LIMIT if text == "none" else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} must be a number, or none") from None
+
+
+def _limit_options(function: Function) -> Function:
+    for names, kind in ((COSTS, Value("X", _cost)), (COUNTS, Value("N", _count))):
+        for name, what in reversed(names.items()):
+            about = f"{what[0].upper()}{what[1:]}, or none."
+            function = option(f"--{name.replace('_', '-')}", type=kind, help=about)(function)
+    return function
+
+
+@quota.command("set")
+@argument("user", help="The user; * is everybody who has no quota of their own.")
+@_limit_options
+@option("--action", type=click.Choice(["block", "warn"]), help="Refuse what is over a limit, or only warn.")
+@option("--warn-at", type=float, metavar="PART", help="The part of a limit at which to warn, such as 0.8.")
+@tenant_option
+@db_options
+def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> None:
+    """Set limits of a user. What is not named stays as it is; none removes a limit.
+
+    \b
+    examples:
+      semel quota set '*' --max-concurrent 5
+      semel quota set alice --max-concurrent 20 --cost-monthly 500 --action warn
+      semel quota set alice --cost-monthly none
+    """
     from semel.bridge import drive
 
-    changes = {name: getattr(chosen, name) for name in (*COUNTS, *COSTS, "action", "warn_at") if hasattr(chosen, name)}
+    changes = {name: None if value is NO_LIMIT else value for name, value in limits.items() if value is not None}
     if not changes:
-        chosen.refuse("nothing to set: name a limit, such as --max-concurrent 5; none takes one away")
-    with database.opened(chosen, make=True) as ledger:
-        quota = drive(ledger.write(_changed, _person(chosen), changes, ledger.terms))
-    if chosen.json:
-        printing.print_json({"user": chosen.user, "quota": quota})
-    else:
-        said = ((getattr(quota, name), what) for name, what in {**COUNTS, **COSTS}.items())
-        limits = [_limit(value, what) for value, what in said if value is not None]
-        print(f"{chosen.user}: {', '.join(limits) or 'no limit'} ({quota.action})")
-    return 0
+        raise click.UsageError("nothing to set: name a limit, such as --max-concurrent 5; none removes one")
+    with opened(db, create=True) as ledger:
+        quota = drive(ledger.write(_change, _person(tenant, user), changes, ledger.terms))
+    if as_json:
+        print_json({"user": user, "quota": quota})
+        return
+    there = ((getattr(quota, name), what) for name, what in LIMITS.items())
+    shown = [_format_limit(value, what) for value, what in there if value is not None]
+    print(f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})")
 
 
-def _limit(value: float, what: str) -> str:
-    return f"{_said(value)} {what.replace('runs', 'run', 1) if value == 1 else what}"
+def _format_limit(value: float, what: str) -> str:
+    return f"{_format(value)} {what.replace('runs', 'run', 1) if value == 1 else what}"
 
 
-def _changed(conn: Connection, person: Person, changes: dict[str, Any], terms: Terms) -> Quota:
-    """The quota with the changes, written in the transaction in which it was read."""
+def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: Terms) -> Quota:
+    """Write the quota with the changes, in the transaction in which it is read."""
     from msgspec.structs import asdict
 
     from semel.runs import quotas
@@ -196,14 +173,23 @@ def _changed(conn: Connection, person: Person, changes: dict[str, Any], terms: T
     return quota
 
 
-def _unset(chosen: argparse.Namespace) -> int:
+@quota.command()
+@argument("user", help="The user; * is everybody who has no quota of their own.")
+@tenant_option
+@db_options
+def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
+    """Remove a user's own quota; then the one of everybody (*) holds, if there is one.
+
+    \b
+    examples:
+      semel quota unset alice
+    """
     from semel.bridge import drive
 
-    with database.opened(chosen) as ledger:
-        there = chosen.user in drive(ledger.quotas(chosen.tenant))
-        drive(ledger.set_quota(_person(chosen), None))
-    if chosen.json:
-        printing.print_json({"user": chosen.user, "removed": there})
+    with opened(db) as ledger:
+        there = user in drive(ledger.quotas(tenant))
+        drive(ledger.set_quota(_person(tenant, user), None))
+    if as_json:
+        print_json({"user": user, "removed": there})
     else:
-        print(f"the quota of {chosen.user} is removed" if there else f"{chosen.user} has no quota")
-    return 0
+        print(f"the quota of {user} is removed" if there else f"{user} has no quota")

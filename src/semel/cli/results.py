@@ -1,49 +1,65 @@
-"""``semel result`` and ``semel logs``: what came of a run, and what it said meanwhile."""
+"""``semel result`` and ``semel logs``: what a run returned, and what it logged."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semel.cli import options, printing
-from semel.cli.remote import connected, run_id
-from semel.cli.runs import RUN
+from semel.cli._client import find_run_id, through_server
+from semel.cli._options import INTERRUPTED, command, option, run_argument
+from semel.cli._output import finite, format_size, is_terminal, note, plain, print_json
 from semel.errors import InvalidRequest
 from semel.redaction import printable
 
 if TYPE_CHECKING:
+    from semel.client import Client
     from semel.client.views import RemoteLogLine
 
 
-def add_to(commands: options.Commands) -> None:
-    """Add the commands."""
-    result = options.command(
-        commands,
-        "result",
-        help="what a run returned, and the files that it left",
-        description="Print what a run returned, as JSON; or one of the files that it left, which semel show lists. "
-        "Ends with 1 unless the run has succeeded.",
-        example="semel result 0e8c77\nsemel result 0e8c77 --artifact plot.png -o plot.png",
-    )
-    result.add_argument("run", metavar="RUN", help=RUN)
-    result.add_argument("--artifact", metavar="NAME", help="a file that it left, instead of what it returned")
-    result.add_argument("-o", "--output", metavar="FILE", help="write it there (default: to the standard output)")
-    options.server_options(result)
-    result.set_defaults(do=_result)
-    logs = options.command(
-        commands,
-        "logs",
-        help="what a run logs; --follow until its end",
-        description="Print what a run logged, oldest first; with --follow also what it logs until it is over.",
-        example="semel logs 0e8c77 --follow",
-    )
-    logs.add_argument("run", metavar="RUN", help=RUN)
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-    options.server_options(logs)
-    logs.set_defaults(do=_logs)
+@command
+@run_argument
+@option("--artifact", metavar="NAME", help="Print this file that the run left, instead of what it returned.")
+@option("-o", "--output", metavar="FILE", help="Write to this file instead of the standard output.")
+@through_server
+def result(client: Client, run: str, artifact: str | None, output: str | None, as_json: bool) -> None:  # noqa: ARG001 -- it is JSON anyway
+    """Print what a run returned, as JSON; or a file that it left, which semel show lists.
+
+    The exit code is 1 unless the run has
+    succeeded.
+
+    \b
+    examples:
+      semel result 0e8c77
+      semel result 0e8c77 --artifact plot.png -o plot.png
+    """
+    run_id = find_run_id(client, run)
+    target = None if output in (None, "-") else output
+    if not artifact:
+        _write_result(client.result(run_id), target)
+        for warning in client.get(run_id).warnings:
+            note(f"semel: warning: {warning}")
+    elif target is not None:
+        _note_written(client.save_artifact(run_id, artifact, target))
+    else:
+        _print_artifact(client.artifact(run_id, artifact), asked=output == "-")
+
+
+def _write_result(value: Any, output: str | None) -> None:
+    if output is None:
+        print_json(value)
+        return
+    target = Path(output)
+    target.write_text(json.dumps(finite(value), ensure_ascii=False, indent=2) + "\n", "utf-8")
+    _note_written(target)
+
+
+def _print_artifact(content: bytes, *, asked: bool) -> None:
+    if is_terminal() and not asked and not _is_text(content):
+        raise InvalidRequest("the file is no text that a terminal can show; write it with -o FILE (or -o -)")
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
 
 
 def _is_text(content: bytes) -> bool:
@@ -53,54 +69,34 @@ def _is_text(content: bytes) -> bool:
         return False
 
 
-def _result(chosen: argparse.Namespace) -> int:
-    output = None if chosen.output == "-" else chosen.output
-    with connected(chosen) as client:
-        known = run_id(client, chosen.run)
-        if not chosen.artifact:
-            _give(client.result(known), output)
-            for warning in client.get(known).warnings:
-                printing.say(f"semel: warning: {warning}")
-        elif output is None:
-            content = client.artifact(known, chosen.artifact)
-            if chosen.output is None and printing.is_terminal() and not _is_text(content):
-                raise InvalidRequest("the file is no text that a terminal can show; write it with -o FILE (or -o -)")
-            sys.stdout.buffer.write(content)
-            sys.stdout.buffer.flush()
-        else:
-            _say_written(client.save_artifact(known, chosen.artifact, output))
-    return 0
+def _note_written(target: Path) -> None:
+    note(f"{target}: {format_size(target.stat().st_size)}")
 
 
-def _give(value: Any, output: str | None) -> None:
-    if output is None:
-        printing.print_json(value)
-        return
-    target = Path(output)
-    target.write_text(json.dumps(printing.finite(value), ensure_ascii=False, indent=2) + "\n", "utf-8")
-    _say_written(target)
+@command
+@run_argument
+@option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@through_server
+def logs(client: Client, run: str, follow: bool, as_json: bool) -> int | None:
+    """Print what a run logged, oldest first.
+
+    \b
+    examples:
+      semel logs 0e8c77 --follow
+    """
+    try:
+        for line in client.logs(find_run_id(client, run), follow=follow):
+            _print_line(line, as_json=as_json)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        note("semel: interrupted; the run goes on")
+        return INTERRUPTED
+    return None
 
 
-def _say_written(target: Path) -> None:
-    printing.say(f"{target}: {printing.size(target.stat().st_size)}")
-
-
-def _logs(chosen: argparse.Namespace) -> int:
-    with connected(chosen) as client:
-        known = run_id(client, chosen.run)
-        try:
-            for line in client.logs(known, follow=chosen.follow):
-                _print(line, as_json=chosen.json)
-        except KeyboardInterrupt:
-            if not chosen.follow:
-                raise
-            printing.say("semel: interrupted; the run goes on")
-            return options.INTERRUPTED
-    return 0
-
-
-def _print(line: RemoteLogLine, *, as_json: bool) -> None:
+def _print_line(line: RemoteLogLine, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(printing.plain(line), ensure_ascii=False), flush=True)
+        print(json.dumps(plain(line), ensure_ascii=False), flush=True)
         return
     print(printable(f"{line.at.astimezone():%Y-%m-%d %H:%M:%S} {line.level:<7} {line.text}"), flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
 import logging
 import os
@@ -14,7 +14,22 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from semel.cli import options
+import click
+
+from semel.cli._options import (
+    AMOUNT,
+    APP,
+    COUNT,
+    PORT,
+    POSITIVE,
+    TRANSPORTS,
+    argument,
+    command,
+    log_format_option,
+    option,
+    queues_option,
+    wait_for_database_option,
+)
 from semel.scratch import scratch
 
 if TYPE_CHECKING:
@@ -23,15 +38,6 @@ if TYPE_CHECKING:
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _COUNTERS = 32 << 20
 """Bytes that the counters of some processes may take."""
-
-_EPILOG = """every option may be a variable of the environment instead: --db is SEMEL_DB, --log-format is
-SEMEL_LOG_FORMAT, --no-worker is SEMEL_WORKER=false, and so on; an option wins over its variable
-
-examples:
-  semel serve                                     the demo's models, on ./semel.db and port 8001
-  semel serve myproject.runs:app --port 9000      your own
-  semel serve myproject.runs:app --db postgresql://user@host/name --processes 4 --no-worker
-"""
 
 _TRY = """
 These are the models of the demo. In another terminal, submit a run and get it at once; send it again, and it is found:
@@ -49,121 +55,73 @@ What else can be asked is at {url}/schema/openapi.json, and how it is doing at {
 Ctrl-C here ends it; the runs stay in the database.
 """
 
-
-class _Help(argparse.HelpFormatter):
-    """Keeps the lines of the epilog, and fills those of the rest."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text == _EPILOG else super()._fill_text(text, width, indent)
+_place = functools.partial(option, section="Where things are")
+_server = functools.partial(option, section="The server")
+_worker = functools.partial(option, section="The worker")
 
 
-def add_to(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve runs, jobs and quotas over HTTP, with a worker beside",
-        description="Serve an app over HTTP until SIGTERM or Ctrl-C, with a worker in a process of its own beside it. "
-        "Then no connection is taken any more, requests and runs that are under way may end, and the rest is given "
-        "back; a second signal ends everything at once.",
-        epilog=_EPILOG,
-        formatter_class=_Help,
-    )
-    parser.add_argument(
-        "app",
-        nargs="?",
-        metavar="MODULE:APP",
-        help="where the semel.App is, such as myproject.runs:app (default: the demo's, semel.demo:app)",
-    )
-    _say_where(parser.add_argument_group("where things are"))
-    _say_how(parser.add_argument_group("the server"))
-    _say_worker(parser.add_argument_group("the worker"))
-    _say_log(parser.add_argument_group("what it tells"))
-    parser.set_defaults(do=_serve)
+@command
+@argument("app", required=False, metavar="[MODULE:APP]", help=f"{APP}  [default: semel.demo:app]")
+@_place("--db", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db.  [default: the app's]")
+@_place("--transport", type=click.Choice(TRANSPORTS), help="How workers hear of runs.  [default: the app's]")
+@_place("--redis", metavar="URL", help="The Redis of rq and celery: redis://host/0.")
+@_place("--artifacts", metavar="PLACE", help="Large results and files: a folder, s3://bucket/prefix, …")
+@_place("--configs", metavar="FOLDER", help="Named configs of jobs, one file each.")
+@wait_for_database_option("Where things are")
+@_server(
+    "--host", metavar="ADDRESS", help="Where to listen; beyond this machine only with tokens.  [default: 127.0.0.1]"
+)
+@_server("--port", type=PORT, help="0 takes any port that is free and prints it.  [default: 8001]")
+@_server("--processes", type=POSITIVE, help="Processes that answer requests.  [default: 1]")
+@_server("--public-url", metavar="URL", help="The address of this server from outside, for providers that call back.")
+@_server("--max-body", type=POSITIVE, metavar="BYTES", help="The largest body of a request.  [default: 1048576]")
+@_server(
+    "--rate", type=AMOUNT, metavar="N", help="Requests a second of a token, in each process; 0: no limit.  [default: 0]"
+)
+@_server("--drain", type=AMOUNT, help="How long requests and runs under way may take at the end.  [default: 30]")
+@_server("--events", metavar="URL", help="A Redis to whose stream semel:events every event goes.")
+@_server(
+    "--private-webhooks", is_flag=True, flag_value=True, default=None, help="Webhooks may go to private addresses."
+)
+@_worker("--no-worker", "worker", type=bool, is_flag=True, flag_value=False, default=None, help="Start no worker.")
+@queues_option("The worker")
+@_worker("--concurrency", type=COUNT, help="Async runs at a time.  [default: 100]")
+@_worker("--worker-processes", type=COUNT, help="Child processes for blocking models.  [default: CPUs]")
+@_worker("--threads", type=COUNT, help="Runs in threads at a time.  [default: 8]")
+@log_format_option("The log")
+@option(
+    "--log-level", section="The log", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]"
+)
+def serve(queues: list[str] | None, **options: Any) -> int:
+    """Serve an app over HTTP until SIGTERM or Ctrl-C, with a worker in a process of its own.
 
+    At the end no more connections are taken, requests and runs that are under way may end, and the rest is given back;
+    a second signal ends everything at once.
 
-def _say_where(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--db", metavar="URL", help="postgresql://user@host/name, sqlite:///file.db (default: the app's)"
-    )
-    group.add_argument(
-        "--transport", choices=["database", "rq", "celery"], help="how workers hear of runs (default: the app's)"
-    )
-    group.add_argument("--redis", metavar="URL", help="the Redis of rq and celery: redis://host/0")
-    group.add_argument("--artifacts", metavar="WHERE", help="large results and files: a folder, s3://bucket/prefix, …")
-    group.add_argument("--configs", metavar="FOLDER", help="named configs of jobs, one file each")
-    options.wait_option(group)
+    Every option can be a variable of the environment instead: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT,
+    --no-worker is SEMEL_WORKER=false, and so on. An option wins over its variable.
 
-
-def _say_how(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--host", metavar="ADDRESS", help="where to listen; beyond this machine only with tokens (default: 127.0.0.1)"
-    )
-    group.add_argument(
-        "--port", type=options.port, metavar="N", help="0 takes any that is free and prints it (default: 8001)"
-    )
-    group.add_argument(
-        "--processes", type=options.whole, metavar="N", help="processes that answer requests (default: 1)"
-    )
-    group.add_argument("--public-url", metavar="URL", help="how the outside calls this server, for those who call back")
-    group.add_argument(
-        "--max-body", type=options.whole, metavar="BYTES", help="the largest body of a request (default: 1048576)"
-    )
-    group.add_argument(
-        "--rate",
-        type=options.amount,
-        metavar="N",
-        help="requests a second of one token, in each process; 0: no limit (default: 0)",
-    )
-    group.add_argument(
-        "--drain",
-        type=options.amount,
-        metavar="SECONDS",
-        help="for requests and runs under way when it is told to end (default: 30)",
-    )
-    group.add_argument("--events", metavar="URL", help="a Redis to whose stream semel:events every event goes")
-    group.add_argument(
-        "--private-webhooks", action="store_const", const=True, help="webhooks may go to private addresses"
-    )
-
-
-def _say_worker(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--no-worker", dest="worker", action="store_const", const=False, help="only answer; workers run elsewhere"
-    )
-    options.queue_option(group)
-    group.add_argument("--concurrency", type=options.count, metavar="N", help="async runs at a time (default: 100)")
-    group.add_argument(
-        "--worker-processes",
-        type=options.count,
-        metavar="N",
-        help="child processes for blocking models (default: CPUs)",
-    )
-    group.add_argument("--threads", type=options.count, metavar="N", help="runs in threads at a time (default: 8)")
-
-
-def _say_log(group: argparse._ArgumentGroup) -> None:
-    options.log_option(group)
-    group.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="default: info")
-
-
-def _serve(chosen: argparse.Namespace) -> int:
+    \b
+    examples:
+      semel serve
+      semel serve myproject.runs:app --port 9000
+      semel serve myproject.runs:app --db postgresql://user@host/name --processes 4 --no-worker
+    """
     from semel.service.ports import claim_port
-    from semel.service.settings import Settings, from_environment
+    from semel.service.settings import from_environment
 
-    given = {name: value for name, value in vars(chosen).items() if name in Settings.__struct_fields__}
-    given["queues"] = ",".join(chosen.queues) if chosen.queues else None
-    held, settings = claim_port(from_environment(os.environ, **given))
-    with held, _place_to_count():
+    held, settings = claim_port(from_environment(os.environ, queues=",".join(queues) if queues else None, **options))
+    with held, _metrics_folder():
         with _without_collecting():
             from semel.cli.worker import DEMO, load_app
-            from semel.service.serving import serve
+            from semel.service import serving
 
-        def say(said: str) -> None:
+        def announce(text: str) -> None:
             for warning in _warnings(settings):
                 logging.getLogger("semel.serve").warning(warning)
-            print(said if settings.app != DEMO else f"{said}\n{_what_to_try(settings)}", flush=True)
+            print(text if settings.app != DEMO else f"{text}\n{_what_to_try(settings)}", flush=True)
 
-        return serve(settings, load_app, say)
+        return serving.serve(settings, load_app, announce)
 
 
 def _warnings(settings: Settings) -> Iterator[str]:
@@ -209,7 +167,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 @contextmanager
-def _place_to_count() -> Iterator[None]:
+def _metrics_folder() -> Iterator[None]:
     """A folder in which the processes count for /metrics: prometheus-client wants it named before it is imported.
 
     It maps its files into memory, and dies of a disk that is full then; so they lie in memory, where that is to be had.

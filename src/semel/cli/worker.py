@@ -1,8 +1,7 @@
-"""``semel worker module:app``: work on the runs of an app. ``semel sweep module:app``: only look after them."""
+"""``semel worker`` works on the runs of an app; ``semel sweep`` only recovers those that are lost."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import os
@@ -12,7 +11,22 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from semel.cli import options
+from semel.cli._options import (
+    AMOUNT,
+    APP,
+    COUNT,
+    TRANSPORTS,
+    WAIT_FOR_DATABASE,
+    Function,
+    argument,
+    command,
+    log_format_option,
+    option,
+    place_options,
+    queues_option,
+    seconds_of,
+    wait_for_database_option,
+)
 from semel.errors import InvalidRequest
 from semel.redaction import Redacting, TextFormatter
 
@@ -20,166 +34,131 @@ if TYPE_CHECKING:
     from semel.runs.app import App
 
 DEMO = "semel.demo:app"
-TRANSPORTS = ("database", "rq", "celery")
-_PLACES = ("db", "transport", "redis", "artifacts")
+
+quiet_option = option("--quiet", is_flag=True, help="Log warnings only.")
 
 
-def add_to(commands: options.Commands) -> None:
-    """Add the commands."""
-    parser = options.command(
-        commands,
-        "worker",
-        help="work on the runs of an app",
-        description="Work on the runs of an app until SIGTERM or Ctrl-C: then begin nothing new, finish what is "
-        "begun, and give back what is not done in time. A second signal gives it back at once.",
-        example="semel worker myproject.runs:app --queues default,gpu --processes 4\n"
-        "semel worker --db postgresql://user@host/name",
-    )
-    _add_app(parser)
-    options.queue_option(parser)
-    parser.add_argument("--name", help="the beginning of the worker's id, which every user sees (default: worker)")
-    parser.add_argument(
-        "--concurrency", type=options.count, default=100, metavar="N", help="async runs at a time (default: 100)"
-    )
-    parser.add_argument(
-        "--processes", type=options.count, metavar="N", help="child processes for blocking models (default: CPUs)"
-    )
-    parser.add_argument(
-        "--threads", type=options.count, default=8, metavar="N", help="runs in threads at a time (default: 8)"
-    )
-    parser.add_argument(
-        "--drain",
-        type=options.amount,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long to wait for runs at the end (default: 30)",
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="[HOST:]PORT",
-        help="tell Prometheus there what this worker does, at /metrics (default host: 127.0.0.1)",
-    )
-    options.wait_option(parser)
-    parser.add_argument("--quiet", action="store_true", help="log warnings only")
-    options.log_option(parser)
-    parser.set_defaults(do=_work)
-    _add_sweep(commands)
-
-
-def _add_sweep(commands: options.Commands) -> None:
-    sweep = options.command(
-        commands,
-        "sweep",
-        help="look after the runs of an app without working on any",
-        description="Take back runs whose workers are lost, tell RQ or Celery of runs that nobody was told of, publish "
-        "events, remove what expired; until SIGTERM or Ctrl-C. Every semel worker does so, too: this is for those who "
-        "have only RQ's or Celery's. Several may run; one is elected.",
-        example="semel sweep myproject.runs:app\nsemel sweep myproject.runs:app --once",
-    )
-    _add_app(sweep)
-    sweep.add_argument(
-        "--every", type=options.amount, default=5.0, metavar="SECONDS", help="between two turns (default: 5)"
-    )
-    sweep.add_argument("--once", action="store_true", help="one turn, whoever is elected, and end")
-    options.wait_option(sweep)
-    sweep.add_argument("--quiet", action="store_true", help="log warnings only")
-    sweep.set_defaults(do=_sweep)
-
-
-def _add_app(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _app_options(function: Function) -> Function:
+    app = argument(
         "app",
-        metavar="MODULE:APP",
-        nargs="?",
-        help=f"where the semel.App is, such as myproject.runs:app (default: $SEMEL_APP, or the demo's: {DEMO})",
+        required=False,
+        envvar="SEMEL_APP",
+        metavar="[MODULE:APP]",
+        help=f"{APP}  [default: $SEMEL_APP, or {DEMO}]",
     )
-    group = parser.add_argument_group("where things are, instead of where the app says")
-    group.add_argument("--db", metavar="URL", help="the database; also $SEMEL_DB")
-    group.add_argument("--transport", choices=TRANSPORTS, help="how workers hear of runs; also $SEMEL_TRANSPORT")
-    group.add_argument("--redis", metavar="URL", help="the Redis of rq and celery; also $SEMEL_REDIS")
-    group.add_argument("--artifacts", metavar="PLACE", help="large results and files; also $SEMEL_ARTIFACTS")
+    return app(place_options("Where things are, instead of where the app says")(function))
 
 
-def _placed(chosen: argparse.Namespace) -> App:
-    """The app that was named, where it was said to be."""
-    place = chosen.app or os.environ.get("SEMEL_APP")
-    if not place:
-        place = DEMO
-        print(f"semel: no MODULE:APP was named, so this is the demo's app, {DEMO}", file=sys.stderr, flush=True)
-    where = {name: getattr(chosen, name) or os.environ.get(f"SEMEL_{name.upper()}") or None for name in _PLACES}
-    if where["transport"] not in (None, *TRANSPORTS):
-        raise InvalidRequest(f"SEMEL_TRANSPORT is one of {', '.join(TRANSPORTS)}, not {where['transport']!r}")
-    url = where.pop("db")
-    return load_app(place).place(url=url, **where)  # type: ignore[arg-type]  # the transport was looked at above
+@command
+@_app_options
+@queues_option()
+@option("--name", help="The beginning of the worker's id, which every user sees.  [default: worker]")
+@option("--concurrency", type=COUNT, default=100, help="Async runs at a time.")
+@option("--processes", type=COUNT, help="Child processes for blocking models.  [default: CPUs]")
+@option("--threads", type=COUNT, default=8, help="Runs in threads at a time.")
+@option("--drain", type=AMOUNT, default=30.0, help="How long to wait for runs at the end.")
+@option(
+    "--metrics", metavar="[HOST:]PORT", help="Serve Prometheus metrics there, at /metrics.  [default host: 127.0.0.1]"
+)
+@wait_for_database_option()
+@quiet_option
+@log_format_option()
+def worker(
+    queues: list[str] | None, metrics: str | None, wait_for_database: float | None, quiet: bool, **options: Any
+) -> None:
+    """Work on the runs of an app until SIGTERM or Ctrl-C.
 
+    At the end the worker takes nothing new, finishes its runs, and gives back what is not done in time. A
+    second signal gives everything back at once.
 
-def _log(chosen: argparse.Namespace) -> None:
-    """Log to stderr, unless the app's module has set up a log of its own. Either way no secret is logged."""
-    as_json = getattr(chosen, "log_format", None) == "json"
-    shown: logging.Formatter = TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-    if as_json:
-        from semel.service.logs import formatter
-
-        shown = formatter("json")
-    root = logging.getLogger()
-    for handler in root.handlers:
-        handler.setFormatter(shown if as_json else Redacting.over(handler.formatter))
-    if not root.handlers:
-        own = logging.StreamHandler()
-        own.setFormatter(shown)
-        root.addHandler(own)
-        root.setLevel(logging.WARNING if chosen.quiet else logging.INFO)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-
-
-def _sweep(chosen: argparse.Namespace) -> int:
-    from semel.runs.sweeper import sweep_until_told
-
-    if not 0.05 <= chosen.every <= 3600:
-        raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {chosen.every}")
-    app = _placed(chosen)
-    _log(chosen)
-    _wait_for_database(app, chosen)
-    lost = sweep_until_told(app, every=chosen.every, once=chosen.once)
-    if chosen.once:
-        print(f"{lost} lost runs were taken back")
-    return 0
-
-
-def _work(chosen: argparse.Namespace) -> int:
+    \b
+    examples:
+      semel worker myproject.runs:app --queues default,gpu --processes 4
+      semel worker --db postgresql://user@host/name
+    """
     from semel.runs.worker import Worker
 
-    app = _placed(chosen)
-    _log(chosen)
-    if chosen.metrics is not None:
+    app = _place_app(options)
+    _set_up_log(quiet, options.pop("log_format"))
+    if metrics is not None:
         from semel.metrics.prometheus import RunMetrics, expose
 
         app.on_event(RunMetrics())
-        expose(chosen.metrics)
-    worker = Worker(
-        app,
-        queues=chosen.queues or ["default"],
-        name=chosen.name,
-        concurrency=chosen.concurrency,
-        processes=chosen.processes,
-        threads=chosen.threads,
-        drain=chosen.drain,
-    )
-    _wait_for_database(app, chosen)
-    worker.run()
+        expose(metrics)
+    session = Worker(app, queues=queues or ["default"], **options)
+    _wait_for_database(app, wait_for_database)
+    session.run()
     _leave_threads_behind()
-    return 0
 
 
-def _wait_for_database(app: App, chosen: argparse.Namespace) -> None:
+@command
+@_app_options
+@option("--every", type=AMOUNT, default=5.0, help="The time between two sweeps.")
+@option("--once", is_flag=True, help="Sweep once, whoever is elected, and end.")
+@wait_for_database_option()
+@quiet_option
+def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool, **options: Any) -> None:
+    """Recover lost runs without working on any, until SIGTERM or Ctrl-C.
+
+    Takes back runs whose workers are lost, tells RQ or Celery of runs that they have not heard of, publishes events,
+    and removes what expired. Every semel worker does so, too: this is for those who have only RQ's or Celery's workers.
+    Several may run; one is elected.
+
+    \b
+    examples:
+      semel sweep myproject.runs:app
+      semel sweep myproject.runs:app --once
+    """
+    from semel.runs.sweeper import sweep_until_told
+
+    if not 0.05 <= every <= 3600:
+        raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {every}")
+    app = _place_app(options)
+    _set_up_log(quiet)
+    _wait_for_database(app, wait_for_database)
+    lost = sweep_until_told(app, every=every, once=once)
+    if once:
+        print(f"{lost} lost runs were taken back")
+
+
+def _place_app(options: dict[str, Any]) -> App:
+    """The app that the options name, where they say; they are taken out of the options."""
+    place = options.pop("app")
+    if not place:
+        place = DEMO
+        print(f"semel: no MODULE:APP was named, so this is the demo's app, {DEMO}", file=sys.stderr, flush=True)
+    transport = options.pop("transport") or os.environ.get("SEMEL_TRANSPORT") or None
+    if transport not in (None, *TRANSPORTS):
+        raise InvalidRequest(f"SEMEL_TRANSPORT is one of {', '.join(TRANSPORTS)}, not {transport!r}")
+    where = {name: options.pop(name) for name in ("redis", "artifacts")}
+    return load_app(place).place(url=options.pop("db"), transport=transport, **where)  # type: ignore[arg-type]  # checked above
+
+
+def _set_up_log(quiet: bool, log_format: str | None = None) -> None:
+    """Log to stderr, unless the app's module has set up logging. Either way no secret is logged."""
+    as_json = log_format == "json"
+    formatter: logging.Formatter = TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    if as_json:
+        from semel.service import logs
+
+        formatter = logs.formatter("json")
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.setFormatter(formatter if as_json else Redacting.over(handler.formatter))
+    if not root.handlers:
+        own = logging.StreamHandler()
+        own.setFormatter(formatter)
+        root.addHandler(own)
+        root.setLevel(logging.WARNING if quiet else logging.INFO)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def _wait_for_database(app: App, seconds: float | None) -> None:
     from semel.runs.ledger import wait_for_database
 
-    seconds = chosen.wait_for_database
     if seconds is None:
-        try:
-            seconds = options.amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(options.WAIT_FOR_DATABASE))
-        except argparse.ArgumentTypeError as error:
-            raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
+        variable = "SEMEL_WAIT_FOR_DATABASE"
+        seconds = seconds_of(variable, os.environ.get(variable) or str(WAIT_FOR_DATABASE))
     ledger = app.ledger(awaited=False)
     if ledger.file is not None and not ledger.file.exists():
         logging.getLogger("semel.worker").warning(
@@ -235,18 +214,18 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise InvalidRequest(f"there is no module {name!r} in {here} or elsewhere on the path") from error
-        raise InvalidRequest(f"cannot import {name!r}\n{_told(error)}") from error
+        raise InvalidRequest(f"cannot import {name!r}\n{_own_traceback(error)}") from error
     except Exception as error:
-        raise InvalidRequest(f"cannot import {name!r}\n{_told(error)}") from error
+        raise InvalidRequest(f"cannot import {name!r}\n{_own_traceback(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def _own_traceback(error: BaseException) -> str:
     """The traceback without our frames and the import machinery's."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    said = traceback.TracebackException.from_exception(error)
-    said.stack = traceback.StackSummary.from_list(frames)
-    return "".join(said.format(chain=False)).rstrip()
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format(chain=False)).rstrip()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from semel.cli import database, options, printing
+from semel.cli._database import opened
+from semel.cli._options import AGE, ARTIFACTS, command, db_options, option
+from semel.cli._output import print_json
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -16,49 +16,39 @@ if TYPE_CHECKING:
     from semel.runs.ledger import Ledger
     from semel.sql.statements import Terms
 
-OLD = 30 * 86400.0
-ARTIFACTS = "./artifacts"
 
+@command
+@option("--older-than", type=AGE, default="30d", help="How long runs are kept after their end.")
+@option("--dry-run", is_flag=True, help="Only report what would be removed.")
+@option("--artifacts", envvar="SEMEL_ARTIFACTS", default=ARTIFACTS, metavar="PLACE", help="Where the runs' files are.")
+@db_options
+def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool) -> None:
+    """Remove old runs with their files, and expired keys.
 
-def add_to(commands: options.Commands) -> None:
-    """Add the command."""
-    parser = options.command(
-        commands,
-        "gc",
-        help="remove old runs with their files, and keys that expired",
-        description="Remove runs that were over long ago, with their results, files, logs and events, and keys and "
-        "reservations that expired. Workers remove what expired by themselves; old runs are removed only here.",
-        example="semel gc --older-than 90d --dry-run\nsemel gc --older-than 90d --artifacts s3://bucket/prefix",
-    )
-    parser.add_argument(
-        "--older-than", type=options.age, default=OLD, metavar="TIME", help="how long runs are kept (default: 30d)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument(
-        "--artifacts", metavar="PLACE", help=f"where their files are (default: $SEMEL_ARTIFACTS, or {ARTIFACTS})"
-    )
-    options.db_option(parser)
-    parser.set_defaults(do=_collect)
+    Removes runs that ended long ago, with their results, files, logs and events, and keys and reservations that
+    expired. Workers remove what expired by themselves; old runs are removed only here.
 
-
-def _collect(chosen: argparse.Namespace) -> int:
+    \b
+    examples:
+      semel gc --older-than 90d --dry-run
+      semel gc --older-than 90d --artifacts s3://bucket/prefix
+    """
     from semel.bridge import drive
 
-    with database.opened(chosen) as ledger:
-        counts = drive(ledger.read(_old, chosen.older_than, ledger.terms))
+    with opened(db) as ledger:
+        counts = drive(ledger.read(_removable, older_than, ledger.terms))
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
-        if not chosen.dry_run:
-            artifacts = _artifacts(chosen, with_files)
-            counts = _remove(options.database(chosen), ledger, chosen.older_than, artifacts)
-    if chosen.json:
-        printing.print_json({"dry_run": chosen.dry_run, "removed": counts})
-        return 0
-    told = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
-    print(f"{'would remove' if chosen.dry_run else 'removed'} {told}, {counts['keys']} keys")
-    return 0
+        if not dry_run:
+            _require_artifacts(artifacts, with_files)
+            counts = _remove(db, ledger, older_than, artifacts)
+    if as_json:
+        print_json({"dry_run": dry_run, "removed": counts})
+        return
+    removed = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
+    print(f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys")
 
 
-def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
+def _removable(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
     """How much there is to remove."""
     from sqlalchemy import and_, func, or_, select
 
@@ -82,14 +72,12 @@ def _old(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
     return {name: conn.scalar(select(func.count()).where(each)) or 0 for name, each in wanted.items()}
 
 
-def _artifacts(chosen: argparse.Namespace, with_files: int) -> str:
-    """Where the files are. To take the runs away and leave their files behind would be the end of both."""
-    place: str = chosen.artifacts or os.environ.get("SEMEL_ARTIFACTS") or ARTIFACTS
+def _require_artifacts(place: str, with_files: int) -> None:
+    """Runs must not be removed while their files stay behind, where nobody would find them again."""
     if with_files and "://" not in place and not Path(place).is_dir():
         raise InvalidRequest(
             f"{with_files} of the runs have files, but there is no folder {place}; say where they are with --artifacts"
         )
-    return place
 
 
 def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, int]:

@@ -1,0 +1,88 @@
+"""The server, for commands that go through one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from semel.cli._options import SERVER, json_option, option
+from semel.errors import InvalidRequest, RunNotFound, Unauthenticated
+
+if TYPE_CHECKING:
+    from semel.client import Client
+
+BACKOFF = 0.25
+"""Seconds before the second try of a request: somebody sits and waits."""
+SEARCHED = 1000
+"""How many of the newest runs are searched for a part of an id."""
+_PART = re.compile(r"[0-9a-f-]{6,35}")
+
+
+def through_server(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Add ``--server``, ``--token`` and ``--json``, and call the function with a client of that server."""
+
+    @option("--server", section="Server", envvar="SEMEL_SERVER", default=SERVER, metavar="URL", help="The server.")
+    @option(
+        "--token",
+        section="Server",
+        envvar="SEMEL_TOKEN",
+        help="Your token; also in the file that SEMEL_TOKEN_FILE names.",
+    )
+    @json_option
+    @functools.wraps(function)
+    def connected(*, server: str, token: str | None, **options: Any) -> int | None:
+        with _client(server, token) as client:
+            return function(client, **options)
+
+    return connected
+
+
+@contextmanager
+def _client(server: str, token: str | None) -> Iterator[Client]:
+    from semel.client import Client
+
+    url = server if "://" in server else f"http://{server}"
+    with Client(url, token=token or _token_of_file(), backoff=BACKOFF) as client:
+        try:
+            yield client
+        except Unauthenticated as error:
+            how = "give one by --token, $SEMEL_TOKEN or $SEMEL_TOKEN_FILE; semel token create makes one"
+            why = error.detail.partition(": Authorization")[0]
+            raise Unauthenticated(error.status, error.code, f"{why}: {how}") from error
+
+
+def _token_of_file() -> str | None:
+    path = os.environ.get("SEMEL_TOKEN_FILE")
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the token cannot be read from SEMEL_TOKEN_FILE ({path}): {error}") from None
+
+
+def find_run_id(client: Client, text: str) -> str:
+    """The id that a whole id, or a part of one of the newest runs' ids, stands for."""
+    from semel.runs.records import checked_id
+
+    wanted = text.strip().lower()
+    if (known := checked_id(wanted)) is not None:
+        return known
+    if not _PART.fullmatch(wanted):
+        raise RunNotFound(f"{text!r} is no id of a run, nor six or more characters of its beginning or end")
+    found = [run.run_id for run in client.runs(limit=SEARCHED) if _matches(run.run_id, wanted)]
+    if not found:
+        raise RunNotFound(f"none of the newest {SEARCHED} runs begins or ends with {text!r}; give the whole id")
+    if len(found) > 1:
+        raise RunNotFound(f"{len(found)} runs begin or end with {text!r}, such as {found[0]} and {found[1]}")
+    return found[0]
+
+
+def _matches(run_id: str, part: str) -> bool:
+    plain, short = run_id.replace("-", ""), part.replace("-", "")
+    return plain.startswith(short) or plain.endswith(short)

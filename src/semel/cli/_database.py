@@ -1,0 +1,74 @@
+"""The database, for commands that need no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from semel.cli._output import note
+from semel.errors import InvalidRequest, StoreBroken
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from semel.runs.ledger import Ledger
+
+
+@contextmanager
+def opened(url: str, *, create: bool = False) -> Iterator[Ledger]:
+    """The ledger in this database. A file that does not exist is created only on request."""
+    from semel.bridge import drive
+    from semel.runs.ledger import Ledger
+
+    if not create:
+        require(url)
+    elif (path := file_of(url)) is not None and not path.exists():
+        note(f"a new database is made: {path} (--db and SEMEL_DB name another)")
+    ledger = Ledger(url, awaited=False)
+    try:
+        yield ledger
+    finally:
+        drive(ledger.close())
+
+
+def require(url: str) -> None:
+    """Raise StoreBroken for a file that does not exist: reading must not create it."""
+    path = file_of(url)
+    if path is not None and not path.exists():
+        raise StoreBroken(
+            f"there is no database at {path}; name it with --db or SEMEL_DB, or make it with: semel migrate {url}"
+        )
+
+
+def file_of(url: str) -> Path | None:
+    """The file of a SQLite database; None for others."""
+    from semel.sql import engines
+
+    parts = engines.parse(url)
+    if parts.get_backend_name() != "sqlite" or not parts.database or ":memory:" in parts.database:
+        return None
+    return Path(parts.database)
+
+
+def engine_of(url: str) -> Engine:
+    """An engine on the database, for transactions."""
+    from semel.sql import engines
+    from semel.sql.postgres import postgres_engine
+
+    parts = engines.parse(url.replace("postgres://", "postgresql://", 1))
+    match parts.get_backend_name():
+        case "sqlite":
+            return engines.sqlite_engine(parts)
+        case "postgresql":
+            return postgres_engine(parts).execution_options(isolation_level="READ COMMITTED")
+        case other:
+            raise InvalidRequest(f"{other!r} has no tables to migrate; give a postgresql:// or sqlite:/// URL")
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    from semel.sql import engines
+
+    return engines.parse(url).render_as_string(hide_password=True)

@@ -1,0 +1,348 @@
+"""What commands take: how options are shown and read, and the options that many commands share."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from semel.errors import InvalidRequest
+
+SERVER = "http://127.0.0.1:8001"
+DATABASE = "sqlite:///semel.db"
+APP = "Where the semel.App is, such as myproject.runs:app."
+ARTIFACTS = "./artifacts"
+WAIT_FOR_DATABASE = 60.0
+TRANSPORTS = ("database", "rq", "celery")
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Option(click.Option):
+    """An option with a section of the help. An empty value counts as not given: ``--token "$UNSET"`` does no harm."""
+
+    def __init__(self, *names: Any, section: str = "Options", **settings: Any) -> None:
+        super().__init__(*names, **{"show_envvar": "envvar" in settings, **settings})
+        self.section = section
+
+    def consume_value(self, ctx: click.Context, opts: Any) -> Any:
+        if self.envvar and opts.get(self.name) == "":
+            del opts[self.name]
+        return super().consume_value(ctx, opts)
+
+
+class Argument(click.Argument):
+    """An argument with help, which Click has from 8.5 on."""
+
+    section = "Arguments"
+
+    def __init__(self, *names: Any, help: str, **settings: Any) -> None:  # noqa: A002 -- click's word
+        super().__init__(*names, **settings)
+        self.about = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self.about
+
+
+class Command(click.Command):
+    """A command that takes options by an unambiguous beginning, and shows them in sections."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [*(_in_full(word, known) for word in args[:end]), *args[end:]])
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="usage: ")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class Group(click.Group):
+    """A noun with verbs, such as ``semel token``."""
+
+    command_class = Command
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="usage: ")
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            meant = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            ctx.fail(f"unknown command: {args[0]}" + (f"; is it {meant[0]}?" if meant else ""))
+        return super().resolve_command(ctx, args)
+
+
+def command(function: Callable[..., Any]) -> click.Command:
+    """The command that a function is, with its docstring for help."""
+    return click.command(cls=Command)(function)
+
+
+def group(function: Callable[..., Any]) -> click.Group:
+    """The noun whose verbs are added by ``@noun.command()``."""
+    return click.group(cls=Group, options_metavar="", subcommand_metavar="VERB ...")(function)
+
+
+option = functools.partial(click.option, cls=Option)
+argument = functools.partial(click.argument, cls=Argument)
+
+
+def _in_full(word: str, known: Iterable[str]) -> str:
+    """The option that a word begins: ``--stat`` for ``--status``. What is no option, or could be two, stays."""
+    name, equals, value = word.partition("=")
+    meant = [each for each in known if each.startswith(name)] if name.startswith("--") else []
+    return f"{meant[0]}{equals}{value}" if len(meant) == 1 else word
+
+
+class Value(click.ParamType[Any]):
+    """Reads the text of an option with a function that raises ValueError, which says what is wrong."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):  # a default
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def span(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``15m``, ``12h``, ``30d``, ``2w``."""
+    found = _SPAN.fullmatch(text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a span of time, such as 90s, 15m, 12h, 30d or 2w")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _has_no_unit(text: str) -> bool:
+    return text.strip().replace(".", "", 1).isdecimal()
+
+
+def age(text: str) -> float:
+    """A span with its unit: where something is removed for good, seconds are not guessed."""
+    if _has_no_unit(text):
+        raise ValueError(f"{text!r} has no unit; days are written as {text.strip()}d")
+    return span(text)
+
+
+def time_of(text: str) -> datetime:
+    """A time in ISO 8601, local unless it has a zone; or a span before now."""
+    from semel.model import time_in
+
+    if not _has_no_unit(text) and _SPAN.fullmatch(text.strip().lower()):
+        return datetime.now(UTC) - timedelta(seconds=span(text))
+    try:
+        return time_in(text).astimezone()
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time, such as 2030-01-31, 2030-01-31T12:00 or 2h (before now)") from None
+
+
+def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Reads a whole number within these bounds."""
+    wanted = f"{least} or greater" if most == math.inf else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d+", text, re.ASCII) or not least <= int(text) <= most:
+            raise ValueError(f"{text!r} must be a whole number, {wanted}")
+        return int(text)
+
+    return parse
+
+
+def amount(text: str) -> float:
+    """A number, 0 or greater."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{text!r} must be a number, 0 or greater")
+    return number
+
+
+def cost(text: str) -> float:
+    """What a run may cost."""
+    from semel.runs.records import MAX_COST
+
+    number = amount(text)
+    if number > MAX_COST:
+        raise ValueError(f"{text!r} is too much: a run costs at most {MAX_COST:,}")
+    return number
+
+
+def names(text: str) -> list[str]:
+    """One name, or several with commas between them."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise ValueError(f"{text!r} must be a name, or names with commas between them")
+    return found
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    """``name=value``: JSON where it is JSON, else text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ValueError(f"{text!r} is not a parameter, such as name=value")
+    try:
+        return name, _strict_json(value)
+    except ValueError:
+        return name, value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object, or ``@file`` with one."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file cannot be read: {error}") from None
+    try:
+        found = _strict_json(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError('must be a JSON object, such as {"name": "value"}')  # noqa: TRY004 -- see Value
+    return found
+
+
+def json_value(text: str) -> Any:
+    """Any JSON."""
+    try:
+        return _strict_json(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not valid JSON: {error}; a text needs quotes") from None
+
+
+def _strict_json(text: str) -> Any:
+    """JSON without NaN and the infinities, which only Python takes for JSON."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    def finite(text: str) -> float:
+        number = float(text)
+        return refuse(text) if math.isinf(number) else number
+
+    try:
+        return json.loads(text, parse_constant=refuse, parse_float=finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+SPAN, AGE, TIME = Value("TIME", span), Value("TIME", age), Value("TIME", time_of)
+POSITIVE, COUNT = Value("N", whole_number(1)), Value("N", whole_number(0))
+PORT, PRIORITY = Value("N", whole_number(0, 65535)), Value("N", whole_number(-(2**31), 2**31 - 1))
+AMOUNT, COST = Value("SECONDS", amount), Value("X", cost)
+NAMES = Value("NAMES", names)
+PARAMETER, JSON_OBJECT, JSON_VALUE = (
+    Value("name=value", parameter),
+    Value("JSON", json_object),
+    Value("JSON", json_value),
+)
+
+run_argument = argument("run", help="The run's id, or six or more characters of its beginning or end.")
+runs_argument = argument(
+    "runs",
+    nargs=-1,
+    required=True,
+    metavar="RUN...",
+    help="Ids of runs, or six or more characters of one's beginning or end.",
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
+tenant_option = option("--tenant", default="", metavar="TENANT", help="The tenant, where there are several.")
+
+
+def db_options(function: Function) -> Function:
+    """``--db`` and ``--json``."""
+    db = option("--db", envvar="SEMEL_DB", default=DATABASE, metavar="URL", help="The database.")
+    return db(json_option(function))
+
+
+def place_options(section: str = "Options") -> Callable[[Function], Function]:
+    """Where a worker finds things: ``--db``, ``--transport``, ``--redis``, ``--artifacts``."""
+    setting = functools.partial(option, section=section)
+
+    def add(function: Function) -> Function:
+        for add_one in (
+            setting("--artifacts", envvar="SEMEL_ARTIFACTS", metavar="PLACE", help="Large results and files."),
+            setting("--redis", envvar="SEMEL_REDIS", metavar="URL", help="The Redis of rq and celery."),
+            setting(
+                "--transport",
+                type=click.Choice(TRANSPORTS),
+                help="How workers hear of runs.  [env var: SEMEL_TRANSPORT]",
+            ),
+            setting("--db", envvar="SEMEL_DB", metavar="URL", help="The database."),
+        ):
+            function = add_one(function)
+        return function
+
+    return add
+
+
+def queues_option(section: str = "Options") -> Callable[[Function], Function]:
+    """``--queues``, once with commas or several times; ``--queue`` is the same."""
+    return option(
+        "-q",
+        "--queues",
+        "--queue",
+        "queues",
+        type=NAMES,
+        multiple=True,
+        section=section,
+        callback=lambda _context, _option, value: [name for several in value for name in several] or None,
+        help="The queues to serve, in their order: with commas, or several times.  [default: default]",
+    )
+
+
+def wait_for_database_option(section: str = "Options") -> Callable[[Function], Function]:
+    """``--wait-for-database``."""
+    about = (
+        f"How long to wait at the start for a database that is unavailable; 0: not.  [default: {WAIT_FOR_DATABASE:g}]"
+    )
+    return option("--wait-for-database", type=AMOUNT, section=section, help=about)
+
+
+def log_format_option(section: str = "Options") -> Callable[[Function], Function]:
+    """``--log-format``; ``--log`` is the same, and ``text`` another word for ``pretty``."""
+    return option(
+        "--log-format",
+        "--log",
+        "log_format",
+        type=click.Choice(["pretty", "json", "text"]),
+        section=section,
+        callback=lambda _context, _option, value: "pretty" if value == "text" else value,
+        help="How to log; text is the same as pretty.  [default: pretty]",
+    )
+
+
+def seconds_of(variable: str, text: str) -> float:
+    """Seconds that a variable of the environment gives."""
+    try:
+        return amount(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{variable}: {error}") from None

@@ -1,0 +1,206 @@
+"""How commands print: tables and progress by Rich, JSON for programs, remarks on the standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Self
+
+from semel.redaction import printable, without_secrets
+
+if TYPE_CHECKING:
+    import rich.progress
+
+    from semel.client.views import RemoteRun
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_UNLIMITED = 1_000_000
+"""The width of what is no terminal: nothing is cut."""
+_STYLES = {
+    **dict.fromkeys(("SUCCEEDED", "completed", "alive", "ok"), "green"),
+    **dict.fromkeys(("FAILED", "failed", "silent", "BROKEN"), "red"),
+    **dict.fromkeys(("CANCELLED", "cancelled", "stopping", "warning"), "yellow"),
+    **dict.fromkeys(("RUNNING", "running", "uploading"), "cyan"),
+}
+_STEP = 0.1
+"""The part of the way after which another line is due."""
+
+
+def note(text: str) -> None:
+    """Print a remark to the standard error, without secrets; the standard output is for what can be used further."""
+    print(printable(without_secrets(text)), file=sys.stderr, flush=True)
+
+
+def is_terminal() -> bool:
+    """Whether somebody looks at the standard output."""
+    return sys.stdout.isatty()
+
+
+def print_json(value: Any) -> None:
+    """Print one document: on a line for programs, with indents on a terminal."""
+    print(json.dumps(finite(plain(value)), ensure_ascii=False, indent=2 if is_terminal() else None), flush=True)
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON has no form for."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plain(value: Any) -> Any:
+    """The value in types that JSON has."""
+    import msgspec
+
+    return msgspec.to_builtins(value, str_keys=True)
+
+
+def with_iso_times(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the database with its times, ``…_us``, as ``…_at`` in ISO 8601 and UTC."""
+    return dict(_with_iso_time(name, value) for name, value in fields.items())
+
+
+def _with_iso_time(name: str, value: Any) -> tuple[str, Any]:
+    if not name.endswith("_us"):
+        return name, value
+    return f"{name[:-3]}_at", None if value is None else _from_us(value).isoformat().replace("+00:00", "Z")
+
+
+def _from_us(microseconds: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=microseconds)
+
+
+def format_time(at: datetime | str | int | None, *, never: str = "-") -> str:
+    """A time here, and how far it is from now. A number is the database's microseconds."""
+    if at is None:
+        return never
+    if isinstance(at, int):
+        at = _from_us(at)
+    if isinstance(at, str):
+        at = datetime.fromisoformat(at)
+    return f"{at.astimezone():%Y-%m-%d %H:%M:%S} ({format_ago(at)})"
+
+
+def format_ago(at: datetime) -> str:
+    """How far a time is from now."""
+    seconds = (at - datetime.now(UTC)).total_seconds()
+    if abs(seconds) < 1:
+        return "now"
+    return f"in {format_span(seconds)}" if seconds > 0 else f"{format_span(-seconds)} ago"
+
+
+def format_span(seconds: float) -> str:
+    """A span of time, in the one or two units that matter."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, length, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= length:
+            rest = whole % length // part
+            return f"{whole // length} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def format_size(number: int) -> str:
+    """A number of bytes."""
+    amount = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+    """Print rows under headings, one line each; or the remark ``empty`` when there are none.
+
+    A line fits the terminal; the first column, by which a thing is named, is the last to be cut. Elsewhere nothing is
+    cut or coloured.
+    """
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not cells:
+        note(empty)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns if is_terminal() else _UNLIMITED
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        table.add_column(heading.upper(), no_wrap=heading == headings[0])
+    for line in cells:
+        table.add_row(*(Text(cell, _STYLES.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in line))
+    console = Console(width=width)
+    with console.capture() as printed:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()), flush=True)
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Print a thing by its parts, one on a line; what is None is left out."""
+    shown = {name: str(value).splitlines() or [""] for name, value in fields.items() if value is not None}
+    longest = max(map(len, shown), default=0)
+    for name, lines in shown.items():
+        for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
+            print(f"{label:<{longest}}  {printable(line)}")
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None or value == "" else printable(" ".join(str(value).split()))
+
+
+class Progress:
+    """Shows how far a run is: a bar on a terminal, a line for each step elsewhere; on the standard error."""
+
+    def __init__(self) -> None:
+        self._bar: rich.progress.Progress | None = None
+        self._shown: tuple[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._bar = _bar()
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, run: RemoteRun) -> None:
+        """Show the run, which has changed."""
+        if self._bar is not None:
+            (task,) = self._bar.task_ids
+            self._bar.update(task, completed=run.progress or 0.0, state=printable(_state(run), ""))
+            return
+        step = (run.status, int((run.progress or 0.0) / _STEP + 1e-9))
+        if step != self._shown and not run.done:
+            self._shown = step
+            note(_state(run))
+
+
+def _bar() -> rich.progress.Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    text = TextColumn("{task.fields[state]}", markup=False)
+    bar = Progress(BarColumn(30), text, console=Console(stderr=True), transient=True)
+    bar.add_task("", total=1.0, state="")
+    return bar
+
+
+def _state(run: RemoteRun) -> str:
+    parts: list[str] = [run.status]
+    if run.status == "RUNNING" and run.progress is not None:
+        parts.append(f"{run.progress:4.0%}")
+    if run.status == "RUNNING" and run.attempts > 1:
+        parts.append(f"attempt {run.attempts} of {run.max_attempts}")
+    if run.progress_note:
+        parts.append(run.progress_note)
+    return "  ".join(parts)

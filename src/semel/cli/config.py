@@ -1,0 +1,239 @@
+"""``semel config``: the named configs that jobs are made of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from semel.cli._database import require
+from semel.cli._options import Value, argument, db_options, group, json_object, option, tenant_option
+from semel.cli._output import format_time, note, print_fields, print_json, print_table
+from semel.cli.worker import DEMO
+from semel.errors import InvalidRequest, MissingExtra
+
+if TYPE_CHECKING:
+    from semel.runs.ledger import Ledger
+    from semel.service.configs import Config, Entry
+    from semel.service.settings import Settings
+    from semel.service.site import Site
+
+
+class Place(NamedTuple):
+    """Where configs are: what --db, --configs and --tenant say."""
+
+    db: str
+    folder: str | None
+    tenant: str
+
+
+def _at_place(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options, and call the function with the place that they name."""
+
+    @option("--configs", envvar="SEMEL_CONFIGS", metavar="FOLDER", help="The server's folder of configs.")
+    @tenant_option
+    @db_options
+    @functools.wraps(function)
+    def placed(*, db: str, configs: str | None, tenant: str, **options: Any) -> None:
+        function(Place(db, configs, tenant), **options)
+
+    return placed
+
+
+def _body(text: str) -> dict[str, Any]:
+    import tomllib
+
+    if not text.startswith("@") or not text.endswith(".toml"):
+        return json_object(text)
+    try:
+        return tomllib.loads(Path(text[1:]).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the file cannot be read: {error}") from None
+
+
+@group
+def config() -> None:
+    """Manage the named configs that jobs are made of.
+
+    A config says what a job runs, with which parameters and data. Configs are rows of the database, or files in the
+    folder that the server's --configs names; a row wins over a file. The demo has some of its own, which only its
+    server knows: they are left out where $SEMEL_APP names another app.
+    """
+
+
+@config.command("list")
+@_at_place
+def list_configs(place: Place, as_json: bool) -> None:
+    """List the configs in the database, in the folder and of the demo; FROM is row, file or demo.
+
+    \b
+    examples:
+      semel config list --configs ./configs
+    """
+    found: list[Entry] = _ask(place, lambda service, site: service.list_all(site, place.tenant))
+    if as_json:
+        print_json({"configs": found})
+        return
+    print_table(
+        ["config", "from", "model", "parameters", "changed", "note"],
+        [_row(each) for each in found],
+        empty="there are no configs; write one with: semel config set",
+    )
+    if any(each.source == "demo" for each in found):
+        note("the demo's are known to a server of the demo only")
+
+
+def _row(entry: Entry) -> list[object]:
+    config = entry.config
+    if config is None:
+        return [entry.name, entry.source, None, None, None, entry.error]
+    changed = format_time(config.updated_at) + (f" by {config.updated_by}" if config.updated_by else "")
+    return [entry.name, entry.source, config.model, " ".join(config.parameters), changed, None]
+
+
+@config.command()
+@argument("name", help="The config's name.")
+@_at_place
+def show(place: Place, name: str, as_json: bool) -> None:
+    """Show a config as jobs get it.
+
+    \b
+    examples:
+      semel config show production-lora --json
+    """
+    _print(_ask(place, lambda service, site: service.look_up(site, place.tenant, name)), as_json)
+
+
+def _print(config: Config, as_json: bool) -> None:
+    if as_json:
+        print_json(config)
+        return
+    print_fields(
+        {
+            "config": config.name,
+            "from": config.source,
+            "model": config.model,
+            "parameters": json.dumps(config.parameters, ensure_ascii=False),
+            "data": config.data,
+            "queue": config.queue,
+            "priority": config.priority,
+            "cost": config.cost,
+            "providers": json.dumps(config.providers, ensure_ascii=False) if config.providers else None,
+            "changed": format_time(config.updated_at) if config.updated_at else None,
+            "by": config.updated_by,
+        }
+    )
+
+
+@config.command("set")
+@argument("name", help="The config's name.")
+@argument("body", type=Value("JSON", _body), metavar="JSON|@FILE", help="What it holds; a file is JSON or TOML.")
+@_at_place
+def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> None:
+    """Write a config to the database, from JSON or a file of JSON or TOML.
+
+    It has a model, parameters, data, queue, priority, cost and providers. What was there under the name is replaced.
+
+    \b
+    examples:
+      semel config set nightly '{"model": "baseline_forecast_v1", "parameters": {"horizon_months": 24}}'
+      semel config set nightly @nightly.toml
+    """
+
+    def put(service: Any, site: Site) -> Any:
+        from semel.service.config_files import body_of
+        from semel.service.gate import Caller
+
+        try:
+            checked = body_of(body)
+        except ValueError as error:
+            raise InvalidRequest(f"this is no config: {error}") from None
+        return service.put(site, Caller(user=_user(), role="admin", tenant=place.tenant), name, checked)
+
+    _print(_ask(place, put, create=True), as_json)
+
+
+def _user() -> str:
+    """Who is at the terminal, as the author of the config."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return "cli"
+
+
+@config.command()
+@argument("name", help="The config's name.")
+@_at_place
+def delete(place: Place, name: str, as_json: bool) -> None:
+    """Remove a config from the database. A file in the folder stays.
+
+    \b
+    examples:
+      semel config delete nightly
+    """
+    _ask(place, lambda service, site: service.remove(site, place.tenant, name))
+    if as_json:
+        print_json({"removed": name})
+    else:
+        print(f"removed {name}")
+
+
+class _Model(NamedTuple):
+    """What configs need of a model: whether it is the demo's."""
+
+    reference: str
+
+
+class _App(NamedTuple):
+    """What configs need of an app. It is not loaded for that, as it may be on another machine."""
+
+    registry: tuple[_Model, ...]
+
+
+class _Site(NamedTuple):
+    """What configs need of a site."""
+
+    ledger: Ledger
+    settings: Settings
+    app: _App
+
+
+def _ask(place: Place, question: Callable[[Any, Site], Awaitable[Any]], *, create: bool = False) -> Any:
+    """Call :mod:`semel.service.configs`, as a server does."""
+    import asyncio
+
+    from semel.runs.ledger import Ledger
+
+    try:
+        from semel.service import configs
+        from semel.service.settings import Settings
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[service]'") from error
+    if not create:
+        require(place.db)
+    if place.folder is not None and not Path(place.folder).is_dir():
+        note(f"semel: there is no folder {place.folder} (--configs)")
+    app = _App((_Model(os.environ.get("SEMEL_APP") or DEMO),))
+
+    async def asked() -> Any:
+        ledger = Ledger(place.db, awaited=True)
+        site = cast("Site", _Site(ledger, Settings(configs=place.folder), app))
+        try:
+            return await question(configs, site)
+        except configs.UnknownConfig as error:
+            raise InvalidRequest(f"{error}; {_known(await configs.list_all(site, place.tenant))}") from None
+        finally:
+            await ledger.close()
+
+    return asyncio.run(asked())
+
+
+def _known(entries: list[Entry]) -> str:
+    if not entries:
+        return "there are none; write one with: semel config set"
+    return f"there are: {', '.join(each.name for each in entries)}; --configs FOLDER would add those of a folder"

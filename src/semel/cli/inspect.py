@@ -1,0 +1,96 @@
+"""``semel models``, ``workers``, ``summary``: what there is on a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from semel.cli._client import through_server
+from semel.cli._options import command, option
+from semel.cli._output import format_ago, format_span, print_json, print_table
+
+if TYPE_CHECKING:
+    from semel.client import Client
+    from semel.client.views import RemoteModel, RemoteWorker
+
+STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
+
+
+@command
+@through_server
+def models(client: Client, as_json: bool) -> None:
+    """List the models that can be submitted, with their parameters; * marks those that are required.
+
+    \b
+    examples:
+      semel models
+      semel models --json
+    """
+    found = client.models()
+    if as_json:
+        print_json({"models": found})
+        return
+    print_table(
+        ["model", "parameters", "queue", "about"],
+        [[each.name, _parameters(each), each.queue, (each.description or "").partition("\n")[0]] for each in found],
+        empty="there are no models",
+    )
+
+
+def _parameters(model: RemoteModel) -> str:
+    schema: dict[str, Any] = model.parameters
+    required = schema.get("required", [])
+    return " ".join(f"{name}{'*' if name in required else ''}" for name in schema.get("properties", {}))
+
+
+@command
+@through_server
+def workers(client: Client, as_json: bool) -> None:
+    """List the workers that are alive or were until lately.
+
+    Of RQ's and Celery's workers only those that work on a run are known.
+
+    \b
+    examples:
+      semel workers
+    """
+    found = client.workers()
+    if as_json:
+        print_json({"workers": found})
+        return
+    print_table(
+        ["worker", "state", "pid", "queues", "slots", "holds", "started", "seen"],
+        [_worker_row(each) for each in found],
+        empty="there are no workers; semel worker MODULE:APP starts one",
+    )
+
+
+def _worker_row(worker: RemoteWorker) -> list[object]:
+    state = ("stopping" if worker.draining else "alive") if worker.alive else "silent"
+    slots = " ".join(f"{where}:{number}" for where, number in worker.slots.items() if number)
+    holds = " ".join(f"{model}:{number}" for model, number in (worker.holds or {}).items())
+    seen = [format_ago(worker.started_at), format_ago(worker.seen_at)]
+    return [worker.id, state, worker.pid, ",".join(worker.queues), slots, holds, *seen]
+
+
+@command
+@option("--grouped", is_flag=True, help="Count also by the parameter that a model is summarised by.")
+@through_server
+def summary(client: Client, grouped: bool, as_json: bool) -> None:
+    """Count the runs of each model by status, with the mean duration of those that succeeded.
+
+    \b
+    examples:
+      semel summary --grouped
+    """
+    found = client.summary(grouped=grouped)
+    if as_json:
+        print_json({"summary": found})
+        return
+    groups = ["group"] if grouped else []
+    rows = []
+    for each in found:
+        mean = None if each.mean_seconds is None else format_span(each.mean_seconds)
+        counts = [each.counts.get(status, 0) for status in STATUSES]
+        rows.append([each.model, *([each.group] if grouped else []), *counts, mean])
+    headings = ["model", *groups, *(status.lower() for status in STATUSES), "mean"]
+    print_table(headings, rows, empty="there are no runs yet")

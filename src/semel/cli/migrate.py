@@ -1,0 +1,60 @@
+"""``semel migrate``: semel's tables in a database."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from semel.cli._database import engine_of
+from semel.cli._options import argument, command, db_options
+from semel.cli._output import print_json
+from semel.errors import StoreBroken, StoreUnavailable
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+PATIENCE = 30.0
+"""Seconds to wait for somebody else who migrates the same file."""
+
+
+@command
+@argument("url", required=False, help="postgresql://user@host/name or sqlite:///file.db; --db otherwise.")
+@db_options
+def migrate(url: str | None, db: str, as_json: bool) -> None:
+    """Create or update semel's tables in a database.
+
+    Running it again, or twice at once, does no harm.
+
+    \b
+    examples:
+      semel migrate postgresql://user@host/name
+      semel migrate sqlite:///semel.db --json
+    """
+    engine = engine_of(db if url is None else url)
+    try:
+        before, after = _upgrade(engine)
+    finally:
+        engine.dispose()
+    if as_json:
+        print_json({"before": before, "after": after})
+    elif before == after:
+        print(f"already at {after}")
+    else:
+        print(f"migrated from {before or 'nothing'} to {after}")
+
+
+def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
+    """Migrate, and wait while others do; the version before and after."""
+    from semel.sql import migrate
+    from semel.sql.failures import translated
+
+    started = time.monotonic()
+    while True:
+        try:
+            with translated(), engine.begin() as conn:
+                return migrate.upgrade(conn)
+        except StoreBroken:
+            raise
+        except StoreUnavailable:
+            if engine.dialect.name != "sqlite" or time.monotonic() > started + PATIENCE:
+                raise
