@@ -89,7 +89,7 @@ def test_a_table_fits_its_terminal_whatever_is_in_it(rows: list[tuple[str, str, 
         patch.setattr(sys, "stdout", terminal)
         patch.setenv("COLUMNS", str(width))
         patch.setenv("TERM", "dumb")
-        _output.print_table(["one", "two", "three"], rows, empty="")
+        _output.print_table(["one", "two words", "three"], rows, empty="")
     lines = terminal.getvalue().splitlines()
     assert len(lines) == len(rows) + 1
     assert max(map(cell_len, lines)) <= width

@@ -17,7 +17,7 @@ from typing import cast
 import click
 
 from semel import __version__
-from semel.cli._options import INTERRUPTED, Group, argument
+from semel.cli._options import INTERRUPTED, Group, argument, examples
 from semel.cli._output import note
 from semel.errors import SemelError
 from semel.redaction import TextFormatter
@@ -106,16 +106,14 @@ cli = click.version_option(__version__, prog_name="semel", message="%(prog)s %(v
 
 
 @cli.command()
+@examples(
+    'eval "$(semel completion bash)"                               # in ~/.bashrc',
+    "semel completion zsh > ~/.zfunc/_semel                        # a folder of your fpath",
+    "semel completion fish > ~/.config/fish/completions/semel.fish",
+)
 @argument("shell", type=click.Choice(["bash", "zsh", "fish"]), help="The shell.")
 def completion(shell: str) -> None:
-    """Print a script that completes commands, options and their values in a shell.
-
-    \b
-    examples:
-      eval "$(semel completion bash)"                               # in ~/.bashrc
-      semel completion zsh > ~/.zfunc/_semel                        # a folder of your fpath
-      semel completion fish > ~/.config/fish/completions/semel.fish
-    """
+    """Print a script that completes commands, options and their values in a shell."""
     from click.shell_completion import get_completion_class
 
     script = get_completion_class(shell)
@@ -157,13 +155,9 @@ def _run(arguments: list[str]) -> int:
         with cli.make_context("semel", list(arguments)) as context:
             return int(cli.invoke(context) or 0)
     except click.exceptions.Exit as end:  # after --help and --version
-        raise SystemExit(end.exit_code) from None
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
-        code = error.exit_code
+        code = end.exit_code
     except click.UsageError as error:
-        context = error.ctx or click.Context(cli, info_name="semel")
-        print(f"{context.get_usage()}\n{context.command_path}: error: {_mistake(error)}", file=sys.stderr)
+        print(_mistake(error), file=sys.stderr)
         code = error.exit_code
     if arguments:
         raise SystemExit(code)
@@ -171,6 +165,14 @@ def _run(arguments: list[str]) -> int:
 
 
 def _mistake(error: click.UsageError) -> str:
+    """The help of a command that was given nothing, or the usage and what is wrong."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error.format_message()
+    context = error.ctx or click.Context(cli, info_name="semel")
+    return f"{context.get_usage()}\n{context.command_path}: error: {_reason(error)}"
+
+
+def _reason(error: click.UsageError) -> str:
     match error:
         case click.NoSuchOption():
             meant = f"; is it {error.possibilities[0]}?" if error.possibilities else ""

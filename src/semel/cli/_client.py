@@ -27,12 +27,7 @@ def through_server(function: Callable[..., int | None]) -> Callable[..., int | N
     """Add ``--server``, ``--token`` and ``--json``, and call the function with a client of that server."""
 
     @option("--server", section="Server", envvar="SEMEL_SERVER", default=SERVER, metavar="URL", help="The server.")
-    @option(
-        "--token",
-        section="Server",
-        envvar="SEMEL_TOKEN",
-        help="Your token; also in the file that SEMEL_TOKEN_FILE names.",
-    )
+    @option("--token", section="Server", envvar="SEMEL_TOKEN", help="Your token; also from $SEMEL_TOKEN_FILE.")
     @json_option
     @functools.wraps(function)
     def connected(*, server: str, token: str | None, **options: Any) -> int | None:

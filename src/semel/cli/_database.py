@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from semel.cli._output import note
 from semel.errors import InvalidRequest, StoreBroken
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from semel.runs.ledger import Ledger
+
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -31,6 +33,14 @@ def opened(url: str, *, create: bool = False) -> Iterator[Ledger]:
         yield ledger
     finally:
         drive(ledger.close())
+
+
+def ask(url: str, question: Callable[[Ledger], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
+    """What the ledger in this database answers to one question."""
+    from semel.bridge import drive
+
+    with opened(url, create=create) as ledger:
+        return drive(question(ledger))
 
 
 def require(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -98,6 +99,17 @@ def command(function: Callable[..., Any]) -> click.Command:
 def group(function: Callable[..., Any]) -> click.Group:
     """The noun whose verbs are added by ``@noun.command()``."""
     return click.group(cls=Group, options_metavar="", subcommand_metavar="VERB ...")(function)
+
+
+def examples(*lines: str) -> Callable[[Function], Function]:
+    """Add examples to the help of a command."""
+
+    def add(function: Function) -> Function:
+        shown = "\n".join(f"  {line}" for line in lines)
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n\b\nexamples:\n{shown}"
+        return function
+
+    return add
 
 
 option = functools.partial(click.option, cls=Option)

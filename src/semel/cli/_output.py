@@ -21,9 +21,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _UNLIMITED = 1_000_000
 """The width of what is no terminal: nothing is cut."""
 _STYLES = {
-    **dict.fromkeys(("SUCCEEDED", "completed", "alive", "ok"), "green"),
-    **dict.fromkeys(("FAILED", "failed", "silent", "BROKEN"), "red"),
-    **dict.fromkeys(("CANCELLED", "cancelled", "stopping", "warning"), "yellow"),
+    **dict.fromkeys(("SUCCEEDED", "completed", "alive"), "green"),
+    **dict.fromkeys(("FAILED", "failed", "silent"), "red"),
+    **dict.fromkeys(("CANCELLED", "cancelled", "stopping"), "yellow"),
     **dict.fromkeys(("RUNNING", "running", "uploading"), "cyan"),
 }
 _STEP = 0.1
@@ -124,23 +124,52 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, em
     cut or coloured.
     """
     cells = [[_cell(value) for value in row] for row in rows]
-    if not cells:
+    if cells:
+        print("\n".join(_table_lines(headings, cells)), flush=True)
+    else:
         note(empty)
-        return
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None or value == "" else printable(" ".join(str(value).split()))
+
+
+def _table_lines(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    width = shutil.get_terminal_size().columns if is_terminal() else _UNLIMITED
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    def line(text: str, style: str) -> Text:
+        return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in headings:
-        table.add_column(heading.upper(), no_wrap=heading == headings[0])
-    for line in cells:
-        table.add_row(*(Text(cell, _STYLES.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in line))
-    console = Console(width=width)
+        table.add_column(line(heading.upper(), "bold"), no_wrap=heading == headings[0])
+    for row in cells:
+        table.add_row(*(line(cell, _STYLES.get(cell, "")) for cell in row))
+    width = shutil.get_terminal_size().columns if is_terminal() else _UNLIMITED
+    console = Console(width=width, force_terminal=is_terminal())
     with console.capture() as printed:
         console.print(table)
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()), flush=True)
+    return [line.rstrip() for line in printed.get().splitlines()]
+
+
+def print_list(
+    as_json: bool, document: Any, headings: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str
+) -> None:
+    """Print the document as JSON, or the rows as a table."""
+    if as_json:
+        print_json(document)
+    else:
+        print_table(headings, rows, empty=empty)
+
+
+def print_result(as_json: bool, document: Any, text: str) -> None:
+    """Print the document as JSON, or the text."""
+    if as_json:
+        print_json(document)
+    else:
+        print(text, flush=True)
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
@@ -150,10 +179,6 @@ def print_fields(fields: Mapping[str, object]) -> None:
     for name, lines in shown.items():
         for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
             print(f"{label:<{longest}}  {printable(line)}")
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None or value == "" else printable(" ".join(str(value).split()))
 
 
 class Progress:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from semel.cli._database import require
-from semel.cli._options import Value, argument, db_options, group, json_object, option, tenant_option
-from semel.cli._output import format_time, note, print_fields, print_json, print_table
+from semel.cli._options import Value, argument, db_options, examples, group, json_object, option, tenant_option
+from semel.cli._output import format_time, note, print_fields, print_json, print_list, print_result
 from semel.cli.worker import DEMO
 from semel.errors import InvalidRequest, MissingExtra
 
@@ -65,24 +65,19 @@ def config() -> None:
 
 
 @config.command("list")
+@examples("semel config list --configs ./configs")
 @_at_place
 def list_configs(place: Place, as_json: bool) -> None:
-    """List the configs in the database, in the folder and of the demo; FROM is row, file or demo.
-
-    \b
-    examples:
-      semel config list --configs ./configs
-    """
+    """List the configs in the database, in the folder and of the demo; FROM is row, file or demo."""
     found: list[Entry] = _ask(place, lambda service, site: service.list_all(site, place.tenant))
-    if as_json:
-        print_json({"configs": found})
-        return
-    print_table(
+    print_list(
+        as_json,
+        {"configs": found},
         ["config", "from", "model", "parameters", "changed", "note"],
-        [_row(each) for each in found],
+        map(_row, found),
         empty="there are no configs; write one with: semel config set",
     )
-    if any(each.source == "demo" for each in found):
+    if any(each.source == "demo" for each in found) and not as_json:
         note("the demo's are known to a server of the demo only")
 
 
@@ -95,15 +90,11 @@ def _row(entry: Entry) -> list[object]:
 
 
 @config.command()
+@examples("semel config show production-lora --json")
 @argument("name", help="The config's name.")
 @_at_place
 def show(place: Place, name: str, as_json: bool) -> None:
-    """Show a config as jobs get it.
-
-    \b
-    examples:
-      semel config show production-lora --json
-    """
+    """Show a config as jobs get it."""
     _print(_ask(place, lambda service, site: service.look_up(site, place.tenant, name)), as_json)
 
 
@@ -129,6 +120,10 @@ def _print(config: Config, as_json: bool) -> None:
 
 
 @config.command("set")
+@examples(
+    'semel config set nightly \'{"model": "baseline_forecast_v1", "parameters": {"horizon_months": 24}}\'',
+    "semel config set nightly @nightly.toml",
+)
 @argument("name", help="The config's name.")
 @argument("body", type=Value("JSON", _body), metavar="JSON|@FILE", help="What it holds; a file is JSON or TOML.")
 @_at_place
@@ -136,11 +131,6 @@ def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> 
     """Write a config to the database, from JSON or a file of JSON or TOML.
 
     It has a model, parameters, data, queue, priority, cost and providers. What was there under the name is replaced.
-
-    \b
-    examples:
-      semel config set nightly '{"model": "baseline_forecast_v1", "parameters": {"horizon_months": 24}}'
-      semel config set nightly @nightly.toml
     """
 
     def put(service: Any, site: Site) -> Any:
@@ -167,20 +157,13 @@ def _user() -> str:
 
 
 @config.command()
+@examples("semel config delete nightly")
 @argument("name", help="The config's name.")
 @_at_place
 def delete(place: Place, name: str, as_json: bool) -> None:
-    """Remove a config from the database. A file in the folder stays.
-
-    \b
-    examples:
-      semel config delete nightly
-    """
+    """Remove a config from the database. A file in the folder stays."""
     _ask(place, lambda service, site: service.remove(site, place.tenant, name))
-    if as_json:
-        print_json({"removed": name})
-    else:
-        print(f"removed {name}")
+    print_result(as_json, {"removed": name}, f"removed {name}")
 
 
 class _Model(NamedTuple):

@@ -15,16 +15,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from semel.cli._database import engine_of, file_of, require, without_password
-from semel.cli._options import ARTIFACTS, DATABASE, command, json_option, option, place_options
-from semel.cli._output import format_size, format_span, print_json
+from semel.cli._options import ARTIFACTS, DATABASE, command, examples, json_option, option, place_options
+from semel.cli._output import format_size, format_span, print_result
 from semel.errors import SemelError
 from semel.redaction import printable, without_secrets
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
 
 State: TypeAlias = Literal["ok", "warning", "broken", "skipped"]
 
@@ -52,7 +52,7 @@ PACKAGES = (
 _MARKS = {"ok": "ok", "warning": "warning", "broken": "BROKEN", "skipped": "-"}
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class Finding(Struct, frozen=True):
     """The result of a check."""
 
     check: str
@@ -73,6 +73,9 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 @command
+@examples(
+    "semel doctor --db postgresql://user@host/name", "semel doctor --transport rq --redis redis://localhost/0 --json"
+)
 @place_options()
 @option("--host", envvar="SEMEL_HOST", default="127.0.0.1", metavar="ADDRESS", help="Where the server listens.")
 @json_option
@@ -82,11 +85,6 @@ def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json
     Checks that the database answers, is migrated and can be written to, that clocks agree, that there is room on the
     disks, that Redis answers where one is configured, that workers are alive and no run is stuck. Nothing is changed.
     The exit code is 1 when something is broken; a warning is not a failure.
-
-    \b
-    examples:
-      semel doctor --db postgresql://user@host/name
-      semel doctor --transport rq --redis redis://localhost/0 --json
     """
     target = Target(
         db=db or DATABASE,
@@ -97,18 +95,14 @@ def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json
     )
     findings = list(examine(target))
     broken = any(each.state == "broken" for each in findings)
-    if as_json:
-        print_json({"broken": broken, "checks": findings})
-        return int(broken)
-    for each in findings:
-        _print(each)
+    print_result(as_json, {"broken": broken, "checks": findings}, "\n".join(map(_format, findings)))
     return int(broken)
 
 
-def _print(finding: Finding) -> None:
-    print(printable(without_secrets(f"{_MARKS[finding.state]:<8} {finding.check:<16} {finding.said}")))
-    if finding.advice:
-        print(printable(without_secrets(f"{'':<25} → {finding.advice}")))
+def _format(finding: Finding) -> str:
+    advice = f"\n{'':<25} → {finding.advice}" if finding.advice else ""
+    line = f"{_MARKS[finding.state]:<8} {finding.check:<16} {finding.said}"
+    return printable(without_secrets(f"{line}{advice}"))
 
 
 def examine(target: Target) -> Iterator[Finding]:
@@ -126,7 +120,7 @@ def examine(target: Target) -> Iterator[Finding]:
 def _python() -> Finding:
     there = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
     said = f"Python {platform.python_version()}; semel {metadata.version('semel')}, {', '.join(there)}"
-    return Finding(check="python", state="ok", said=said)
+    return Finding("python", "ok", said)
 
 
 def _is_url(url: str) -> bool:
@@ -140,50 +134,47 @@ def _is_url(url: str) -> bool:
 
 
 def _database(target: Target) -> Iterator[Finding]:
-    """What can be asked of the database, over one connection."""
-    from semel.sql.failures import translated
-
+    """What can be asked of the database."""
     try:
         require(target.db)
         engine = engine_of(target.db)
     except (SemelError, OSError) as error:
-        yield Finding(check="database", state="broken", said=str(error), advice="see --db and SEMEL_DB")
+        yield Finding("database", "broken", str(error), "see --db and SEMEL_DB")
         return
     try:
-        try:
-            with translated(), engine.connect() as conn:
-                yield _reached(conn, target.db)
-        except SemelError as error:
-            advice = "is it running, and are host, name, user and password right?"
-            yield Finding(check="database", state="broken", said=str(error), advice=advice)
-            return
-        migrated = _checked("migrations", lambda: _in(engine, _migrations, target.db))
-        yield migrated
-        yield _checked("clock", lambda: _in(engine, _clock))
-        if migrated.state == "broken":
-            return
-        for name, check in (("write access", _writes), ("runs", _runs), ("workers", _workers)):
-            yield _checked(name, lambda check=check: _in(engine, check))  # type: ignore[misc]
-        yield _checked("tokens", lambda: _in(engine, _tokens, target.host))
+        yield from _in_database(engine, target)
     finally:
         engine.dispose()
 
 
-def _in(engine: Any, check: Callable[..., Finding], *more: Any) -> Finding:
-    """In a transaction that is always undone."""
+def _in_database(engine: Engine, target: Target) -> Iterator[Finding]:
+    reached = _checked("database", engine, _reached, target.db)
+    if reached.state == "broken":
+        yield structs.replace(reached, advice="is it running, and are host, name, user and password right?")
+        return
+    yield reached
+    migrated = _checked("migrations", engine, _migrations, target.db)
+    yield migrated
+    yield _checked("clock", engine, _clock)
+    if migrated.state == "broken":
+        return
+    yield _checked("write access", engine, _writes)
+    yield _checked("runs", engine, _runs)
+    yield _checked("workers", engine, _workers)
+    yield _checked("tokens", engine, _tokens, target.host)
+
+
+def _checked(name: str, engine: Engine, check: Callable[..., Finding], *more: Any) -> Finding:
+    """Run a check in a transaction that is always rolled back."""
     from semel.sql.failures import translated
 
-    with translated(), engine.connect() as conn:
-        found = check(conn, *more)
-        conn.rollback()
-        return found
-
-
-def _checked(name: str, check: Callable[[], Finding]) -> Finding:
     try:
-        return check()
+        with translated(), engine.connect() as conn:
+            found = check(conn, *more)
+            conn.rollback()
+            return found
     except (SemelError, OSError) as error:
-        return Finding(check=name, state="broken", said=str(error))
+        return Finding(name, "broken", str(error))
 
 
 def _reached(conn: Connection, url: str) -> Finding:
@@ -191,7 +182,7 @@ def _reached(conn: Connection, url: str) -> Finding:
 
     version = conn.scalar(text("SELECT sqlite_version()" if conn.dialect.name == "sqlite" else "SHOW server_version"))
     kind = "SQLite" if conn.dialect.name == "sqlite" else "PostgreSQL"
-    return Finding(check="database", state="ok", said=f"{kind} {version} at {without_password(url)}")
+    return Finding("database", "ok", f"{kind} {version} at {without_password(url)}")
 
 
 def _migrations(conn: Connection, url: str) -> Finding:
@@ -201,29 +192,27 @@ def _migrations(conn: Connection, url: str) -> Finding:
     version = migrate.current(conn)
     if migrate.behind(conn):
         said = f"the database is at {version or 'nothing'}, this release needs {REVISIONS[-1]}"
-        return Finding(
-            check="migrations", state="broken", said=said, advice=f"run: semel migrate '{without_password(url)}'"
-        )
+        return Finding("migrations", "broken", said, f"run: semel migrate '{without_password(url)}'")
     if version not in REVISIONS:
         said = f"the database is at {version}, which this release does not know"
-        return Finding(check="migrations", state="warning", said=said, advice="a newer semel was here: update this one")
-    return Finding(check="migrations", state="ok", said=f"at {version}")
+        return Finding("migrations", "warning", said, "a newer semel was here: update this one")
+    return Finding("migrations", "ok", f"at {version}")
 
 
 def _clock(conn: Connection) -> Finding:
     from sqlalchemy import text
 
     if conn.dialect.name == "sqlite":
-        return Finding(check="clock", state="ok", said="SQLite goes by this machine's clock")
+        return Finding("clock", "ok", "SQLite goes by this machine's clock")
     before = time.time()
     there = float(conn.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
     after = time.time()
     skew = max(before - there, there - after, 0.0)
     said = f"this machine and the database are {skew:.3f} s apart"
     if skew < SKEW:
-        return Finding(check="clock", state="ok", said=said)
+        return Finding("clock", "ok", said)
     advice = "set both by NTP. Leases go by the database's clock; signatures of webhooks and logs by this one"
-    return Finding(check="clock", state="warning", said=said, advice=advice)
+    return Finding("clock", "warning", said, advice)
 
 
 def _writes(conn: Connection) -> Finding:
@@ -232,7 +221,7 @@ def _writes(conn: Connection) -> Finding:
     from semel.sql.schema import leaders
 
     conn.execute(insert(leaders).values(role=f"doctor-{os.getpid()}", holder="doctor", until_us=0, term_us=0))
-    return Finding(check="write access", state="ok", said="rows can be written")
+    return Finding("write access", "ok", "rows can be written")
 
 
 def _runs(conn: Connection) -> Finding:
@@ -253,13 +242,11 @@ def _runs(conn: Connection) -> Finding:
         said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
     if lost:
         said += f"; {lost} lost their worker and nobody took them back"
-        return Finding(check="runs", state="broken", said=said, advice="start a worker, or semel sweep MODULE:APP")
+        return Finding("runs", "broken", said, "start a worker, or semel sweep MODULE:APP")
     if backlog.oldest_wait > STUCK:
         said += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
-        return Finding(
-            check="runs", state="warning", said=said, advice="semel show RUN says why it waits; more workers?"
-        )
-    return Finding(check="runs", state="ok", said=said)
+        return Finding("runs", "warning", said, "semel show RUN says why it waits; more workers?")
+    return Finding("runs", "ok", said)
 
 
 def _workers(conn: Connection) -> Finding:
@@ -272,10 +259,10 @@ def _workers(conn: Connection) -> Finding:
     silent = len(there) - len(alive)
     said = f"{len(alive)} alive" + (f", {silent} silent" if silent else "")
     if alive:
-        return Finding(check="workers", state="ok", said=said)
+        return Finding("workers", "ok", said)
     waits = reading.backlog(conn, terms).pending > 0
     advice = "start one with semel worker MODULE:APP; of RQ's and Celery's only those at work are seen"
-    return Finding(check="workers", state="warning", said=said + (", and runs wait" if waits else ""), advice=advice)
+    return Finding("workers", "warning", said + (", and runs wait" if waits else ""), advice)
 
 
 def _terms(conn: Connection) -> Any:
@@ -289,50 +276,46 @@ def _tokens(conn: Connection, host: str) -> Finding:
 
     there = tokens.any_there(conn)
     if there:
-        return Finding(check="tokens", state="ok", said="there are tokens: callers need one")
+        return Finding("tokens", "ok", "there are tokens: callers need one")
     if host in ("localhost", "::1") or host.startswith("127."):
-        return Finding(check="tokens", state="ok", said="there are none: the server answers this machine only")
+        return Finding("tokens", "ok", "there are none: the server answers this machine only")
     said = f"there are none, and the server is to listen on {host}, which it will refuse"
-    return Finding(check="tokens", state="broken", said=said, advice="semel token create --user NAME --role admin")
+    return Finding("tokens", "broken", said, "semel token create --user NAME --role admin")
 
 
 def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
     if place is None:
-        return Finding(check=check, state="skipped", said=elsewhere)
+        return Finding(check, "skipped", elsewhere)
     folder = place.absolute()
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
     said = f"{format_size(usage.free)} of {format_size(usage.total)} free at {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(
-            check=check, state="broken", said=f"{folder} cannot be written to", advice="mend its permissions"
-        )
+        return Finding(check, "broken", f"{folder} cannot be written to", "mend its permissions")
     if usage.free < FULL:
-        return Finding(check=check, state="broken", said=said, advice="make room: semel gc removes old runs")
+        return Finding(check, "broken", said, "make room: semel gc removes old runs")
     if usage.free < SCARCE:
-        return Finding(check=check, state="warning", said=said, advice="make room soon: semel gc removes old runs")
-    return Finding(check=check, state="ok", said=said)
+        return Finding(check, "warning", said, "make room soon: semel gc removes old runs")
+    return Finding(check, "ok", said)
 
 
 def _artifacts(artifacts: str) -> Finding:
     if "://" in artifacts and not artifacts.startswith("file://"):
-        return Finding(check="artifacts disk", state="skipped", said=f"they go to {artifacts.partition('?')[0]}")
+        return Finding("artifacts disk", "skipped", f"they go to {artifacts.partition('?')[0]}")
     return _disk("artifacts disk", Path(artifacts.removeprefix("file://")), "")
 
 
 def _transport(target: Target) -> Finding:
     name = target.transport
     if name == "database":
-        return Finding(check="transport", state="ok", said="database: workers ask it")
+        return Finding("transport", "ok", "database: workers ask it")
     if importlib.util.find_spec(name) is None:
         advice = f"pip install 'semel[{name}]'"
-        return Finding(check="transport", state="broken", said=f"{name} is not installed", advice=advice)
+        return Finding("transport", "broken", f"{name} is not installed", advice)
     if target.redis is None:
-        return Finding(
-            check="transport", state="broken", said=f"{name} needs a Redis", advice="see --redis, SEMEL_REDIS"
-        )
-    return Finding(check="transport", state="ok", said=name)
+        return Finding("transport", "broken", f"{name} needs a Redis", "see --redis, SEMEL_REDIS")
+    return Finding("transport", "ok", name)
 
 
 def _redis(check: str, url: str) -> Finding:
@@ -346,8 +329,8 @@ def _redis(check: str, url: str) -> Finding:
             pass
     except (SemelError, OSError, ValueError) as error:
         said = _hide_password(str(error), url)
-        return Finding(check=check, state="broken", said=said, advice="is it running, and is its URL right?")
-    return Finding(check=check, state="ok", said=f"Redis answers at {where}")
+        return Finding(check, "broken", said, "is it running, and is its URL right?")
+    return Finding(check, "ok", f"Redis answers at {where}")
 
 
 def _hide_password(said: str, url: str) -> str:

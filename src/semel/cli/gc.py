@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semel.cli._database import opened
-from semel.cli._options import AGE, ARTIFACTS, command, db_options, option
-from semel.cli._output import print_json
+from semel.cli._options import AGE, ARTIFACTS, command, db_options, examples, option
+from semel.cli._output import print_result
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @command
+@examples("semel gc --older-than 90d --dry-run", "semel gc --older-than 90d --artifacts s3://bucket/prefix")
 @option("--older-than", type=AGE, default="30d", help="How long runs are kept after their end.")
 @option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @option("--artifacts", envvar="SEMEL_ARTIFACTS", default=ARTIFACTS, metavar="PLACE", help="Where the runs' files are.")
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool) -> None:
     """Remove old runs with their files, and expired keys.
 
-    Removes runs that ended long ago, with their results, files, logs and events, and keys and reservations that
-    expired. Workers remove what expired by themselves; old runs are removed only here.
-
-    \b
-    examples:
-      semel gc --older-than 90d --dry-run
-      semel gc --older-than 90d --artifacts s3://bucket/prefix
+    Logs, events and expired reservations go, too. Workers remove what expired by themselves; old runs only this does.
     """
     from semel.bridge import drive
 
@@ -41,11 +36,9 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
         if not dry_run:
             _require_artifacts(artifacts, with_files)
             counts = _remove(db, ledger, older_than, artifacts)
-    if as_json:
-        print_json({"dry_run": dry_run, "removed": counts})
-        return
     removed = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
-    print(f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys")
+    text = f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys"
+    print_result(as_json, {"dry_run": dry_run, "removed": counts}, text)
 
 
 def _removable(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
@@ -87,10 +80,9 @@ def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, i
 
     app = App(url, artifacts=artifacts)
     try:
-        counts: dict[str, int] = {"runs": app.purge(age)}
+        counts = {"runs": app.purge(age), "run_keys": 0, "reservations": 0}
     finally:
         app.close()
-    counts |= {"run_keys": 0, "reservations": 0}
     while any(removed := drive(ledger.write(_expired, ledger.terms))):
         counts["run_keys"] += removed[0]
         counts["reservations"] += removed[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from semel.cli._client import through_server
-from semel.cli._options import command, option
-from semel.cli._output import format_ago, format_span, print_json, print_table
+from semel.cli._options import command, examples, option
+from semel.cli._output import format_ago, format_span, print_list
 
 if TYPE_CHECKING:
     from semel.client import Client
@@ -16,22 +16,16 @@ STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 
 
 @command
+@examples("semel models", "semel models --json")
 @through_server
 def models(client: Client, as_json: bool) -> None:
-    """List the models that can be submitted, with their parameters; * marks those that are required.
-
-    \b
-    examples:
-      semel models
-      semel models --json
-    """
+    """List the models that can be submitted, with their parameters; * marks those that are required."""
     found = client.models()
-    if as_json:
-        print_json({"models": found})
-        return
-    print_table(
+    print_list(
+        as_json,
+        {"models": found},
         ["model", "parameters", "queue", "about"],
-        [[each.name, _parameters(each), each.queue, (each.description or "").partition("\n")[0]] for each in found],
+        ([each.name, _parameters(each), each.queue, (each.description or "").partition("\n")[0]] for each in found),
         empty="there are no models",
     )
 
@@ -43,23 +37,19 @@ def _parameters(model: RemoteModel) -> str:
 
 
 @command
+@examples("semel workers")
 @through_server
 def workers(client: Client, as_json: bool) -> None:
     """List the workers that are alive or were until lately.
 
     Of RQ's and Celery's workers only those that work on a run are known.
-
-    \b
-    examples:
-      semel workers
     """
     found = client.workers()
-    if as_json:
-        print_json({"workers": found})
-        return
-    print_table(
+    print_list(
+        as_json,
+        {"workers": found},
         ["worker", "state", "pid", "queues", "slots", "holds", "started", "seen"],
-        [_worker_row(each) for each in found],
+        map(_worker_row, found),
         empty="there are no workers; semel worker MODULE:APP starts one",
     )
 
@@ -73,24 +63,16 @@ def _worker_row(worker: RemoteWorker) -> list[object]:
 
 
 @command
+@examples("semel summary --grouped")
 @option("--grouped", is_flag=True, help="Count also by the parameter that a model is summarised by.")
 @through_server
 def summary(client: Client, grouped: bool, as_json: bool) -> None:
-    """Count the runs of each model by status, with the mean duration of those that succeeded.
-
-    \b
-    examples:
-      semel summary --grouped
-    """
+    """Count the runs of each model by status, with the mean duration of those that succeeded."""
     found = client.summary(grouped=grouped)
-    if as_json:
-        print_json({"summary": found})
-        return
-    groups = ["group"] if grouped else []
     rows = []
     for each in found:
         mean = None if each.mean_seconds is None else format_span(each.mean_seconds)
         counts = [each.counts.get(status, 0) for status in STATUSES]
         rows.append([each.model, *([each.group] if grouped else []), *counts, mean])
-    headings = ["model", *groups, *(status.lower() for status in STATUSES), "mean"]
-    print_table(headings, rows, empty="there are no runs yet")
+    headings = ["model", *(["group"] if grouped else []), *(status.lower() for status in STATUSES), "mean"]
+    print_list(as_json, {"summary": found}, headings, rows, empty="there are no runs yet")

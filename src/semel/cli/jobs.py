@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from semel.cli._client import find_run_id, through_server
-from semel.cli._options import POSITIVE, SPAN, argument, command, group, option
-from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_table
+from semel.cli._options import POSITIVE, SPAN, argument, command, examples, group, option
+from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_list, print_result
 from semel.cli.runs import format_progress, note_interrupted, note_more, note_warnings
 from semel.errors import InvalidRequest, SemelError, ServiceError
 
@@ -32,6 +32,7 @@ def job() -> None:
 
 
 @job.command()
+@examples("semel job submit my-training-config", 'semel job submit production --provider replicate --key "$BUILD_ID"')
 @argument("config", help="The config's name.")
 @option("--provider", type=PROVIDERS, default="local", help="Who does the work.")
 @option("--key", metavar="KEY", help="The idempotency key: submitted again, the job is found.  [default: a new one]")
@@ -39,13 +40,7 @@ def job() -> None:
 @option("--run-name", metavar="NAME", help="The name of the run in a tracker.")
 @through_server
 def submit(client: Client, config: str, key: str | None, key_ttl: float | None, as_json: bool, **options: Any) -> int:
-    """Submit a job of a config, and print its id. Under the same --key the same job is found again.
-
-    \b
-    examples:
-      semel job submit my-training-config
-      semel job submit production --provider replicate --key "$BUILD_ID"
-    """
+    """Submit a job of a config, and print its id. Under the same --key the same job is found again."""
     key = f"cli-{uuid.uuid4()}" if key is None else key
     options["tracker_run_name"] = options.pop("run_name")
     hours = None if key_ttl is None else key_ttl / 3600
@@ -58,10 +53,7 @@ def submit(client: Client, config: str, key: str | None, key_ttl: float | None, 
     note_warnings(*found.quota_warnings, found.cost_limit_warning)
     if found.idempotent_hit:
         note(f"it was there already ({found.status})")
-    if as_json:
-        print_json(found)
-    else:
-        print(found.job_id)
+    print_result(as_json, found, found.job_id)
     return 0
 
 
@@ -78,28 +70,20 @@ def _refusal(client: Client, config: str, error: ServiceError) -> SemelError:
 
 
 @job.command()
+@examples("semel job show 0e8c77")
 @argument("job", help="The job's id, or six or more characters of its beginning or end.")
 @through_server
 def show(client: Client, job: str, as_json: bool) -> None:
-    """Show a job: where it is, and how far its data and its work are.
-
-    \b
-    examples:
-      semel job show 0e8c77
-    """
+    """Show a job: where it is, and how far its data and its work are."""
     print_job(client.job(find_run_id(client, job)), as_json)
 
 
 @job.command()
+@examples("semel job cancel 0e8c77")
 @argument("job", help="The job's id, or six or more characters of its beginning or end.")
 @through_server
 def cancel(client: Client, job: str, as_json: bool) -> None:
-    """Cancel a job: one that waits or uploads ends, one that runs is asked to end, wherever it runs.
-
-    \b
-    examples:
-      semel job cancel 0e8c77
-    """
+    """Cancel a job: one that waits or uploads ends, one that runs is asked to end, wherever it runs."""
     print_job(client.cancel_job(find_run_id(client, job)), as_json)
 
 
@@ -141,6 +125,7 @@ def _format_upload(upload: RemoteUpload) -> str:
 
 
 @command
+@examples("semel jobs --status failed --limit 5")
 @option("--status", type=STATUSES, help="Only in this state.")
 @option("--config", metavar="CONFIG", help="Only of this config.")
 @option("--provider", type=PROVIDERS, help="Only of this provider.")
@@ -148,19 +133,14 @@ def _format_upload(upload: RemoteUpload) -> str:
 @option("--limit", type=POSITIVE, default=20, help="How many.")
 @through_server
 def jobs(client: Client, limit: int, as_json: bool, **filters: Any) -> None:
-    """List jobs, newest first. A submitter sees their own, an operator everybody's.
-
-    \b
-    examples:
-      semel jobs --status failed --limit 5
-    """
+    """List jobs, newest first. A submitter sees their own, an operator everybody's."""
     found = list(client.jobs(**filters, limit=limit + 1))
-    if as_json:
-        print_json({"jobs": found[:limit], "more": len(found) > limit})
-        return
+    more = len(found) > limit
     headings = ["job", "status", "config", "provider", "user", "submitted", "note"]
-    print_table(headings, [_row(each) for each in found[:limit]], empty="there are no such jobs")
-    note_more(found, limit)
+    document = {"jobs": found[:limit], "more": more}
+    print_list(as_json, document, headings, map(_row, found[:limit]), empty="there are no such jobs")
+    if more and not as_json:
+        note_more(limit)
 
 
 def _row(job: RemoteJob) -> list[object]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import opened, require
-from semel.cli._options import JSON_VALUE, argument, db_options, group, option
-from semel.cli._output import format_span, format_time, note, plain, print_fields, print_json, with_iso_times
+from semel.cli._database import ask, require
+from semel.cli._options import JSON_VALUE, argument, db_options, examples, group, option
+from semel.cli._output import (
+    format_span,
+    format_time,
+    note,
+    plain,
+    print_fields,
+    print_json,
+    print_result,
+    with_iso_times,
+)
 from semel.errors import InProgress, InvalidRequest
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from semel.model import Record
-    from semel.runs.ledger import Ledger
     from semel.sql.statements import Terms
 
 MOST = 100
@@ -39,6 +47,7 @@ def keys() -> None:
 
 
 @keys.command()
+@examples("semel keys show order-1", "semel keys show order-1 --scope orders --db redis://localhost/0")
 @argument("key", help="The key.")
 @scope_option
 @user_option
@@ -48,11 +57,6 @@ def show(key: str, db: str, as_json: bool, **where: str | None) -> int:
     """Show a key: whether somebody works on it, its outcome, the run that it names.
 
     The exit code is 1 when the key is free. In a Redis only a key whose scope is named can be found.
-
-    \b
-    examples:
-      semel keys show order-1
-      semel keys show order-1 --scope orders --db redis://localhost/0
     """
     records, run_keys = _find(db, key, **where)
     if as_json:
@@ -131,6 +135,10 @@ def _print_run_key(row: dict[str, Any]) -> None:
 
 
 @keys.command()
+@examples(
+    "semel keys resolve order-1 --scope orders --done --value '{\"id\": 7}'",
+    "semel keys resolve order-1 --scope orders --not-done",
+)
 @argument("key", help="The key.")
 @option("--done", is_flag=True, help="It happened; every later caller gets the value.")
 @option("--not-done", is_flag=True, help="It did not happen; the next caller does it.")
@@ -142,11 +150,6 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
     """Record what became of work whose owner vanished.
 
     It was done, with this value; or it was not, and the next caller does it. Find out first: semel cannot know.
-
-    \b
-    examples:
-      semel keys resolve order-1 --scope orders --done --value '{"id": 7}'
-      semel keys resolve order-1 --scope orders --not-done
     """
     from semel.once.faces import Once
 
@@ -159,13 +162,16 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
     scope = options["scope"] or (_only(undone, "--scope").scope if undone else "default")
     with Once(db, collect=False) as once, _naming_force(key):
         once.resolve(key, scope=scope, done=done, value=value, force=force)
-    if as_json:
-        print_json({"scope": scope, "key": key, "done": done})
-    else:
-        print(f"{key} in {scope} is {'done' if done else 'free: the next caller does the work'}")
+    text = f"{key} in {scope} is {'done' if done else 'free: the next caller does the work'}"
+    print_result(as_json, {"scope": scope, "key": key, "done": done}, text)
 
 
 @keys.command()
+@examples(
+    "semel keys delete order-1 --scope orders",
+    "semel keys delete ci-42 --user alice",
+    "semel keys delete --all --scope orders --db redis://localhost/0",
+)
 @argument("key", required=False, help="The key.")
 @option("--all", "whole_scope", is_flag=True, help="Every key of the scope; those that somebody works on stay.")
 @force_option
@@ -178,12 +184,6 @@ def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bo
 
     The next caller's work is then done anew: what the key protected from happening twice can happen again. A run that
     the key names stays. In a Redis only a key whose scope is named can be found.
-
-    \b
-    examples:
-      semel keys delete order-1 --scope orders
-      semel keys delete ci-42 --user alice
-      semel keys delete --all --scope orders --db redis://localhost/0
     """
     if whole_scope:
         return _delete_scope(key, where["scope"], db, force, as_json)
@@ -194,10 +194,8 @@ def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bo
         note(f"semel: the key {key!r} is free already")
         return 1
     removed = _delete_one(_only([*records, *run_keys], "--scope, or --user and --tenant"), db, force)
-    if as_json:
-        print_json({"key": key, "removed": removed})
-    else:
-        print(f"forgotten: {key}" if removed else f"{key} has changed hands just now; look again")
+    text = f"forgotten: {key}" if removed else f"{key} has changed hands just now; look again"
+    print_result(as_json, {"key": key, "removed": removed}, text)
     return 0 if removed else 1
 
 
@@ -205,7 +203,7 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
     from semel.once.faces import Once
 
     if isinstance(found, dict):
-        return bool(_in_ledger(db, lambda ledger: ledger.write(_delete_run_key, found)))
+        return ask(db, lambda ledger: ledger.write(_delete_run_key, found))
     with Once(db, collect=False) as once, _naming_force(found.key):
         return once.forget(found.key, scope=found.scope, force=force)
 
@@ -219,10 +217,7 @@ def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_j
         require(db)
     with Once(db, collect=False) as once:
         removed = once.forget_scope(scope, force=force)
-    if as_json:
-        print_json({"scope": scope, "removed": removed})
-    else:
-        print(f"forgotten: {removed} keys in {scope}")
+    print_result(as_json, {"scope": scope, "removed": removed}, f"forgotten: {removed} keys in {scope}")
     return 0
 
 
@@ -256,7 +251,7 @@ def _find(
     records = _records(db, key, scope) if user is None and tenant is None else []
     if scope or _is_redis(db):
         return records, []
-    return records, _in_ledger(db, lambda ledger: ledger.read(_run_keys_of, key, user, tenant, ledger.terms))
+    return records, ask(db, lambda ledger: ledger.read(_run_keys_of, key, user, tenant, ledger.terms))
 
 
 def _records(db: str, key: str, scope: str | None) -> list[Record]:
@@ -274,15 +269,7 @@ def _records(db: str, key: str, scope: str | None) -> list[Record]:
 def _scopes(db: str, key: str) -> list[str]:
     if _is_redis(db):
         return ["default"]
-    found: list[str] = _in_ledger(db, lambda ledger: ledger.read(_scopes_of, key))
-    return found
-
-
-def _in_ledger(db: str, ask: Callable[[Ledger], Any]) -> Any:
-    from semel.bridge import drive
-
-    with opened(db) as ledger:
-        return drive(ask(ledger))
+    return ask(db, lambda ledger: ledger.read(_scopes_of, key))
 
 
 def _scopes_of(conn: Connection, key: str) -> list[str]:

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from semel.cli._database import engine_of
-from semel.cli._options import argument, command, db_options
-from semel.cli._output import print_json
+from semel.cli._options import argument, command, db_options, examples
+from semel.cli._output import print_result
 from semel.errors import StoreBroken, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -18,29 +18,21 @@ PATIENCE = 30.0
 
 
 @command
+@examples("semel migrate postgresql://user@host/name", "semel migrate sqlite:///semel.db --json")
 @argument("url", required=False, help="postgresql://user@host/name or sqlite:///file.db; --db otherwise.")
 @db_options
 def migrate(url: str | None, db: str, as_json: bool) -> None:
     """Create or update semel's tables in a database.
 
     Running it again, or twice at once, does no harm.
-
-    \b
-    examples:
-      semel migrate postgresql://user@host/name
-      semel migrate sqlite:///semel.db --json
     """
     engine = engine_of(db if url is None else url)
     try:
         before, after = _upgrade(engine)
     finally:
         engine.dispose()
-    if as_json:
-        print_json({"before": before, "after": after})
-    elif before == after:
-        print(f"already at {after}")
-    else:
-        print(f"migrated from {before or 'nothing'} to {after}")
+    text = f"already at {after}" if before == after else f"migrated from {before or 'nothing'} to {after}"
+    print_result(as_json, {"before": before, "after": after}, text)
 
 
 def _upgrade(engine: Engine) -> tuple[str | None, str | None]:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import opened
-from semel.cli._options import Function, Value, argument, db_options, group, option, tenant_option
-from semel.cli._output import note, print_json, print_table
+from semel.cli._database import ask, opened
+from semel.cli._options import Function, Value, argument, db_options, examples, group, option, tenant_option
+from semel.cli._output import note, print_json, print_list, print_result, print_table
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from semel.runs.quotas import Person, Quota
     from semel.sql.statements import Terms
 
-COUNTS = {
-    "max_concurrent": "runs at a time",
-    "per_hour": "runs an hour",
-    "per_day": "runs a day",
-}
+COUNTS = {"max_concurrent": "runs at a time", "per_hour": "runs an hour", "per_day": "runs a day"}
 COSTS = {
     "cost_daily": "cost a day",
     "cost_weekly": "cost a week",
@@ -41,24 +37,16 @@ def quota() -> None:
 
 
 @quota.command("list")
+@examples("semel quota list")
 @tenant_option
 @db_options
 def list_quotas(tenant: str, db: str, as_json: bool) -> None:
-    """List the quotas of a tenant.
-
-    \b
-    examples:
-      semel quota list
-    """
-    from semel.bridge import drive
-
-    with opened(db) as ledger:
-        found = drive(ledger.quotas(tenant))
-    if as_json:
-        print_json({"quotas": found})
-        return
+    """List the quotas of a tenant."""
+    found = ask(db, lambda ledger: ledger.quotas(tenant))
     names = [*LIMITS, "action", "warn_at"]
-    print_table(
+    print_list(
+        as_json,
+        {"quotas": found},
         ["user", *(name.replace("_", " ") for name in names)],
         [[user, *(_format(getattr(quota, name)) for name in names)] for user, quota in found.items()],
         empty="there are no quotas: nobody is limited; set one with: semel quota set",
@@ -70,20 +58,13 @@ def _format(value: object) -> str:
 
 
 @quota.command()
+@examples("semel quota show alice")
 @argument("user", help="The user; * is everybody who has no quota of their own.")
 @tenant_option
 @db_options
 def show(user: str, tenant: str, db: str, as_json: bool) -> None:
-    """Show the quota that holds for a user, and what they have in use.
-
-    \b
-    examples:
-      semel quota show alice
-    """
-    from semel.bridge import drive
-
-    with opened(db) as ledger:
-        used, quota = drive(ledger.usage(_person(tenant, user)))
+    """Show the quota that holds for a user, and what they have in use."""
+    used, quota = ask(db, lambda ledger: ledger.usage(_person(tenant, user)))
     if as_json:
         print_json({"user": user, "quota": quota, "usage": used})
         return
@@ -125,6 +106,11 @@ def _limit_options(function: Function) -> Function:
 
 
 @quota.command("set")
+@examples(
+    "semel quota set '*' --max-concurrent 5",
+    "semel quota set alice --max-concurrent 20 --cost-monthly 500 --action warn",
+    "semel quota set alice --cost-monthly none",
+)
 @argument("user", help="The user; * is everybody who has no quota of their own.")
 @_limit_options
 @option("--action", type=click.Choice(["block", "warn"]), help="Refuse what is over a limit, or only warn.")
@@ -132,27 +118,16 @@ def _limit_options(function: Function) -> Function:
 @tenant_option
 @db_options
 def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> None:
-    """Set limits of a user. What is not named stays as it is; none removes a limit.
-
-    \b
-    examples:
-      semel quota set '*' --max-concurrent 5
-      semel quota set alice --max-concurrent 20 --cost-monthly 500 --action warn
-      semel quota set alice --cost-monthly none
-    """
-    from semel.bridge import drive
-
+    """Set limits of a user. What is not named stays as it is; none removes a limit."""
     changes = {name: None if value is NO_LIMIT else value for name, value in limits.items() if value is not None}
     if not changes:
         raise click.UsageError("nothing to set: name a limit, such as --max-concurrent 5; none removes one")
-    with opened(db, create=True) as ledger:
-        quota = drive(ledger.write(_change, _person(tenant, user), changes, ledger.terms))
-    if as_json:
-        print_json({"user": user, "quota": quota})
-        return
+    person = _person(tenant, user)
+    quota = ask(db, lambda ledger: ledger.write(_change, person, changes, ledger.terms), create=True)
     there = ((getattr(quota, name), what) for name, what in LIMITS.items())
     shown = [_format_limit(value, what) for value, what in there if value is not None]
-    print(f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})")
+    text = f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})"
+    print_result(as_json, {"user": user, "quota": quota}, text)
 
 
 def _format_limit(value: float, what: str) -> str:
@@ -174,22 +149,16 @@ def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: Te
 
 
 @quota.command()
+@examples("semel quota unset alice")
 @argument("user", help="The user; * is everybody who has no quota of their own.")
 @tenant_option
 @db_options
 def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
-    """Remove a user's own quota; then the one of everybody (*) holds, if there is one.
-
-    \b
-    examples:
-      semel quota unset alice
-    """
+    """Remove a user's own quota; then the one of everybody (*) holds, if there is one."""
     from semel.bridge import drive
 
     with opened(db) as ledger:
         there = user in drive(ledger.quotas(tenant))
         drive(ledger.set_quota(_person(tenant, user), None))
-    if as_json:
-        print_json({"user": user, "removed": there})
-    else:
-        print(f"the quota of {user} is removed" if there else f"{user} has no quota")
+    text = f"the quota of {user} is removed" if there else f"{user} has no quota"
+    print_result(as_json, {"user": user, "removed": there}, text)

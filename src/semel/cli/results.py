@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semel.cli._client import find_run_id, through_server
-from semel.cli._options import INTERRUPTED, command, option, run_argument
+from semel.cli._options import INTERRUPTED, command, examples, option, run_argument
 from semel.cli._output import finite, format_size, is_terminal, note, plain, print_json
 from semel.errors import InvalidRequest
 from semel.redaction import printable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @command
+@examples("semel result 0e8c77", "semel result 0e8c77 --artifact plot.png -o plot.png")
 @run_argument
 @option("--artifact", metavar="NAME", help="Print this file that the run left, instead of what it returned.")
 @option("-o", "--output", metavar="FILE", help="Write to this file instead of the standard output.")
@@ -28,11 +29,6 @@ def result(client: Client, run: str, artifact: str | None, output: str | None, a
 
     The exit code is 1 unless the run has
     succeeded.
-
-    \b
-    examples:
-      semel result 0e8c77
-      semel result 0e8c77 --artifact plot.png -o plot.png
     """
     run_id = find_run_id(client, run)
     target = None if output in (None, "-") else output
@@ -74,16 +70,12 @@ def _note_written(target: Path) -> None:
 
 
 @command
+@examples("semel logs 0e8c77 --follow")
 @run_argument
 @option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 @through_server
 def logs(client: Client, run: str, follow: bool, as_json: bool) -> int | None:
-    """Print what a run logged, oldest first.
-
-    \b
-    examples:
-      semel logs 0e8c77 --follow
-    """
+    """Print what a run logged, oldest first."""
     try:
         for line in client.logs(find_run_id(client, run), follow=follow):
             _print_line(line, as_json=as_json)

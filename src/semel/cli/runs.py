@@ -23,6 +23,7 @@ from semel.cli._options import (
     TIME,
     argument,
     command,
+    examples,
     option,
     run_argument,
     runs_argument,
@@ -37,6 +38,8 @@ from semel.cli._output import (
     note,
     print_fields,
     print_json,
+    print_list,
+    print_result,
     print_table,
 )
 from semel.errors import SemelError
@@ -51,6 +54,10 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 @command
+@examples(
+    "semel submit baseline_forecast_v1 scenario=high_inflation horizon_months=24 --wait",
+    "semel submit baseline_forecast_v1 --params @inputs.json --key ci-42",
+)
 @argument("model", help="The model; semel models lists them.")
 @argument("parameters", nargs=-1, type=PARAMETER, metavar="[name=value]...", help="A parameter.")
 @option("--params", type=JSON_OBJECT, metavar="JSON|@FILE", help="Parameters as a JSON object; words win over it.")
@@ -66,40 +73,36 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 @option("--wait", is_flag=True, help="Wait for the run's end; the exit code is 1 unless it succeeds.")
 @option("--timeout", type=SPAN, help="How long to --wait.  [default: for ever]")
 @through_server
-def submit(client: Client, model: str, parameters: list[tuple[str, Any]], **options: Any) -> int | None:
+def submit(client: Client, *, wait: bool, timeout: float | None, as_json: bool, **request: Any) -> int | None:
     """Submit a run of a model and print its id.
 
-    A value is JSON where it is JSON, and text otherwise: n=3 is a number, name=abc a
-    text, and 'name="3"' a text, too. Under the same --key the same run is found again.
-
-    \b
-    examples:
-      semel submit baseline_forecast_v1 scenario=high_inflation horizon_months=24 --wait
-      semel submit baseline_forecast_v1 --params @inputs.json --key ci-42
+    A value is JSON where it is JSON, else text: n=3 is a number, name=abc and 'name="3"' are texts. The same --key
+    finds the same run again.
     """
-    wait, timeout, as_json = options.pop("wait"), options.pop("timeout"), options.pop("as_json")
-    given = {**(options.pop("params") or {}), **dict(parameters)}
-    key = options.pop("key")
-    if options["dedupe"] is None:
-        options["dedupe"] = key is None
-    key = f"cli-{uuid.uuid4()}" if key is None else key
+    key = f"cli-{uuid.uuid4()}" if request["key"] is None else request["key"]
     try:
-        run = client.submit(model, given, idempotency_key=key, **options)
+        run = _submit(client, key, **request)
     except KeyboardInterrupt:
         return note_interrupted(key)
-    except SemelError as error:
-        if parameters and "expected `str`" in str(error):
-            note("semel: n=3 is the number 3; the text is written as 'n=\"3\"'")
-        raise
     _note_submitted(run)
     if wait:
         return _wait(client, run, timeout, as_json)
-    if as_json:
-        print_json(run)
-    else:
-        print(run.run_id, flush=True)
+    print_result(as_json, run, run.run_id)
     _note_unserved(client, run)
     return None
+
+
+def _submit(client: Client, idempotency_key: str, **request: Any) -> RemoteRun:
+    words, params = dict(request.pop("parameters")), request.pop("params") or {}
+    without_key = request.pop("key") is None
+    if request["dedupe"] is None:
+        request["dedupe"] = without_key
+    try:
+        return client.submit(request.pop("model"), {**params, **words}, idempotency_key=idempotency_key, **request)
+    except SemelError as error:
+        if words and "expected `str`" in str(error):
+            note("semel: n=3 is the number 3; the text is written as 'n=\"3\"'")
+        raise
 
 
 def note_interrupted(key: str) -> int:
@@ -132,19 +135,14 @@ def _note_unserved(client: Client, run: RemoteRun) -> None:
 
 
 @command
+@examples("semel wait 0e8c77", "semel wait 0e8c77 --timeout 10m")
 @run_argument
 @option("--timeout", type=SPAN, help="How long to wait.  [default: for ever]")
 @through_server
 def wait(client: Client, run: str, timeout: float | None, as_json: bool) -> int:
     """Wait for the end of a run, and show its progress.
 
-    The exit code is 0 when the run succeeded,
-    1 otherwise. Ctrl-C ends the wait and not the run.
-
-    \b
-    examples:
-      semel wait 0e8c77
-      semel wait 0e8c77 --timeout 10m
+    The exit code is 0 when the run succeeded, 1 otherwise. Ctrl-C ends the wait and not the run.
     """
     return _wait(client, client.get(find_run_id(client, run)), timeout, as_json)
 
@@ -184,6 +182,7 @@ def _duration(run: RemoteRun) -> str | None:
 
 
 @command
+@examples("semel runs --status FAILED --since 2h", "semel runs --model baseline_forecast_v1 --watch")
 @option("--status", type=click.Choice(STATUSES, case_sensitive=False), multiple=True, help="Only these; repeatable.")
 @option("--model", metavar="MODEL", help="Only runs of this model.")
 @option("--user", metavar="USER", help="Only this user's runs.")
@@ -197,13 +196,7 @@ def _duration(run: RemoteRun) -> str | None:
 @option("--watch", type=SPAN, is_flag=False, flag_value="2s", metavar="[TIME]", help="Repeat (every 2s) until Ctrl-C.")
 @through_server
 def runs(client: Client, limit: int, watch: float | None, as_json: bool, **filters: Any) -> int | None:
-    """List runs, newest first. A submitter sees their own, an operator everybody's.
-
-    \b
-    examples:
-      semel runs --status FAILED --since 2h
-      semel runs --model baseline_forecast_v1 --watch
-    """
+    """List runs, newest first. A submitter sees their own, an operator everybody's."""
     filters |= {"status": list(filters["status"]) or None, "parameters": filters["parameters"] and as_json}
     if watch is None:
         _list(client, limit, as_json, filters)
@@ -220,18 +213,17 @@ def runs(client: Client, limit: int, watch: float | None, as_json: bool, **filte
 
 def _list(client: Client, limit: int, as_json: bool, filters: dict[str, Any]) -> None:
     found = list(client.runs(**filters, limit=limit + 1))
-    if as_json:
-        print_json({"runs": found[:limit], "more": len(found) > limit})
-        return
+    more = len(found) > limit
     headings = ["run", "status", "model", "user", "submitted", "took", "note"]
-    print_table(headings, [_row(run) for run in found[:limit]], empty="there are no such runs")
-    note_more(found, limit)
+    document = {"runs": found[:limit], "more": more}
+    print_list(as_json, document, headings, map(_row, found[:limit]), empty="there are no such runs")
+    if more and not as_json:
+        note_more(limit)
 
 
-def note_more(found: list[Any], limit: int) -> None:
+def note_more(limit: int) -> None:
     """Report that there is more than was listed."""
-    if len(found) > limit:
-        note(f"and there are more; --limit {limit * 5} shows more of them")
+    note(f"and there are more; --limit {limit * 5} shows more of them")
 
 
 def _row(run: RemoteRun) -> list[object]:
@@ -246,16 +238,11 @@ def _row(run: RemoteRun) -> list[object]:
 
 
 @command
+@examples("semel show 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77", "semel show 0e8c77")
 @run_argument
 @through_server
 def show(client: Client, run: str, as_json: bool) -> None:
-    """Show a run: what was asked, how far it is, every step of its life, and what it waits for.
-
-    \b
-    examples:
-      semel show 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77
-      semel show 0e8c77
-    """
+    """Show a run: what was asked, how far it is, every step of its life, and what it waits for."""
     found = client.get(find_run_id(client, run))
     steps = client.timeline(found.run_id)
     waiting = client.waiting(found.run_id) if found.status == "PENDING" else None
@@ -310,16 +297,12 @@ def format_progress(progress: float | None, about: str | None) -> str | None:
 
 
 @command
+@examples("semel cancel 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77 --why 'the data was wrong'")
 @runs_argument
 @option("--why", metavar="TEXT", help="The reason, kept in the timeline.")
 @through_server
 def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool) -> int:
-    """Cancel runs: those that are pending end, those that are running are asked to end and get time to clean up.
-
-    \b
-    examples:
-      semel cancel 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77 --why 'the data was wrong'
-    """
+    """Cancel runs: those that are pending end, those that are running are asked to end and get time to clean up."""
     reason = {} if why is None else {"why": why}
 
     def describe(run: RemoteRun) -> str:
@@ -329,6 +312,7 @@ def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool
 
 
 @command
+@examples("semel retry 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77")
 @runs_argument
 @through_server
 def retry(client: Client, runs: tuple[str, ...], as_json: bool) -> int:
@@ -336,10 +320,6 @@ def retry(client: Client, runs: tuple[str, ...], as_json: bool) -> int:
 
     The old run stays as it is. Retried twice, a
     run has one new run.
-
-    \b
-    examples:
-      semel retry 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77
     """
     return _each(client, runs, client.retry, lambda run: run.run_id, as_json)
 

@@ -25,6 +25,7 @@ from semel.cli._options import (
     TRANSPORTS,
     argument,
     command,
+    examples,
     log_format_option,
     option,
     queues_option,
@@ -61,6 +62,11 @@ _worker = functools.partial(option, section="The worker")
 
 
 @command
+@examples(
+    "semel serve",
+    "semel serve myproject.runs:app --port 9000",
+    "semel serve myproject.runs:app --db postgresql://user@host/name --processes 4 --no-worker",
+)
 @argument("app", required=False, metavar="[MODULE:APP]", help=f"{APP}  [default: semel.demo:app]")
 @_place("--db", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db.  [default: the app's]")
 @_place("--transport", type=click.Choice(TRANSPORTS), help="How workers hear of runs.  [default: the app's]")
@@ -100,12 +106,6 @@ def serve(queues: list[str] | None, **options: Any) -> int:
 
     Every option can be a variable of the environment instead: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT,
     --no-worker is SEMEL_WORKER=false, and so on. An option wins over its variable.
-
-    \b
-    examples:
-      semel serve
-      semel serve myproject.runs:app --port 9000
-      semel serve myproject.runs:app --db postgresql://user@host/name --processes 4 --no-worker
     """
     from semel.service.ports import claim_port
     from semel.service.settings import from_environment

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import opened
-from semel.cli._options import SPAN, argument, db_options, group, option, tenant_option
-from semel.cli._output import format_time, note, print_json, print_table, with_iso_times
+from semel.cli._database import ask, opened
+from semel.cli._options import SPAN, argument, db_options, examples, group, option, tenant_option
+from semel.cli._output import format_time, note, print_json, print_list, with_iso_times
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ def token() -> None:
 
 
 @token.command()
+@examples(
+    "semel token create --user alice --role operator --ttl 30d",
+    "semel token create --user ci --name 'nightly build' > token.txt",
+)
 @option("--user", required=True, metavar="USER", help="Who it is for.")
 @option("--role", type=ROLES, default="submitter", help="What they may do.")
 @tenant_option
@@ -34,18 +38,11 @@ def token() -> None:
 @option("--name", default="", metavar="NAME", help="What it is for, as the list shows it.")
 @db_options
 def create(db: str, as_json: bool, **request: Any) -> None:
-    """Create a token. It is printed this once: only a digest of it is kept.
-
-    \b
-    examples:
-      semel token create --user alice --role operator --ttl 30d
-      semel token create --user ci --name 'nightly build' > token.txt
-    """
-    from semel.bridge import drive
+    """Create a token. It is printed this once: only a digest of it is kept."""
     from semel.service import tokens
 
-    with opened(db, create=True) as ledger:
-        issued = drive(ledger.write(tokens.issue, tokens.Request(**request), ledger.terms))
+    wanted = tokens.Request(**request)
+    issued = ask(db, lambda ledger: ledger.write(tokens.issue, wanted, ledger.terms), create=True)
     _print_issued(issued, as_json)
 
 
@@ -67,27 +64,19 @@ def _as_fields(token: Token) -> dict[str, Any]:
 
 
 @token.command("list")
+@examples("semel token list", "semel token list --tenant acme --json")
 @option("--tenant", metavar="TENANT", help="Only this tenant's.")
 @db_options
 def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
-    """List tokens, oldest first. Their secrets are not kept, so they cannot be shown.
-
-    \b
-    examples:
-      semel token list
-      semel token list --tenant acme --json
-    """
-    from semel.bridge import drive
+    """List tokens, oldest first. Their secrets are not kept, so they cannot be shown."""
     from semel.service import tokens
 
-    with opened(db) as ledger:
-        found = drive(ledger.read(tokens.listed, tenant))
-    if as_json:
-        print_json({"tokens": [_as_fields(each) for each in found]})
-        return
-    print_table(
+    found = ask(db, lambda ledger: ledger.read(tokens.listed, tenant))
+    print_list(
+        as_json,
+        {"tokens": [_as_fields(each) for each in found]},
         ["id", "user", "role", "tenant", "name", "created", "expires", "last used"],
-        [_row(each) for each in found],
+        map(_row, found),
         empty="there are no tokens: the server answers this machine only; make one with: semel token create",
     )
 
@@ -99,36 +88,26 @@ def _row(token: Token) -> list[object]:
 
 
 @token.command()
+@examples("semel token rotate 3f9a1c5b7e2d4680 --grace 1h")
 @argument("id", help="The token's id, as semel token list shows it.")
 @option("--grace", type=SPAN, default="0", help="How long the old token works.")
 @db_options
 def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002 -- the name of the argument
-    """Replace a token by a new one for the same user.
-
-    \b
-    examples:
-      semel token rotate 3f9a1c5b7e2d4680 --grace 1h
-    """
-    from semel.bridge import drive
+    """Replace a token by a new one for the same user."""
     from semel.service import tokens
 
-    with opened(db) as ledger:
-        issued = drive(ledger.write(tokens.rotate, id, grace, ledger.terms))
+    issued = ask(db, lambda ledger: ledger.write(tokens.rotate, id, grace, ledger.terms))
     if issued is None:
         raise InvalidRequest(f"there is no token {id!r} that is valid; semel token list shows their ids")
     _print_issued(issued, as_json)
 
 
 @token.command()
+@examples("semel token revoke 3f9a1c5b7e2d4680")
 @argument("ids", nargs=-1, required=True, metavar="ID...", help="Ids of tokens, as semel token list shows them.")
 @db_options
 def revoke(ids: tuple[str, ...], db: str, as_json: bool) -> int:
-    """Revoke tokens. Servers notice within some seconds.
-
-    \b
-    examples:
-      semel token revoke 3f9a1c5b7e2d4680
-    """
+    """Revoke tokens. Servers notice within some seconds."""
     from semel.bridge import drive
     from semel.service import tokens
 

@@ -20,6 +20,7 @@ from semel.cli._options import (
     Function,
     argument,
     command,
+    examples,
     log_format_option,
     option,
     place_options,
@@ -39,17 +40,15 @@ quiet_option = option("--quiet", is_flag=True, help="Log warnings only.")
 
 
 def _app_options(function: Function) -> Function:
-    app = argument(
-        "app",
-        required=False,
-        envvar="SEMEL_APP",
-        metavar="[MODULE:APP]",
-        help=f"{APP}  [default: $SEMEL_APP, or {DEMO}]",
-    )
+    app = argument("app", required=False, metavar="[MODULE:APP]", help=f"{APP}  [default: $SEMEL_APP, or {DEMO}]")
     return app(place_options("Where things are, instead of where the app says")(function))
 
 
 @command
+@examples(
+    "semel worker myproject.runs:app --queues default,gpu --processes 4",
+    "semel worker --db postgresql://user@host/name",
+)
 @_app_options
 @queues_option()
 @option("--name", help="The beginning of the worker's id, which every user sees.  [default: worker]")
@@ -70,11 +69,6 @@ def worker(
 
     At the end the worker takes nothing new, finishes its runs, and gives back what is not done in time. A
     second signal gives everything back at once.
-
-    \b
-    examples:
-      semel worker myproject.runs:app --queues default,gpu --processes 4
-      semel worker --db postgresql://user@host/name
     """
     from semel.runs.worker import Worker
 
@@ -92,6 +86,7 @@ def worker(
 
 
 @command
+@examples("semel sweep myproject.runs:app", "semel sweep myproject.runs:app --once")
 @_app_options
 @option("--every", type=AMOUNT, default=5.0, help="The time between two sweeps.")
 @option("--once", is_flag=True, help="Sweep once, whoever is elected, and end.")
@@ -100,14 +95,8 @@ def worker(
 def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool, **options: Any) -> None:
     """Recover lost runs without working on any, until SIGTERM or Ctrl-C.
 
-    Takes back runs whose workers are lost, tells RQ or Celery of runs that they have not heard of, publishes events,
-    and removes what expired. Every semel worker does so, too: this is for those who have only RQ's or Celery's workers.
-    Several may run; one is elected.
-
-    \b
-    examples:
-      semel sweep myproject.runs:app
-      semel sweep myproject.runs:app --once
+    Takes back runs whose workers are lost, hands forgotten runs to RQ or Celery, publishes events, removes what
+    expired. Every semel worker does so, too: this is for RQ's and Celery's. Several may run; one is elected.
     """
     from semel.runs.sweeper import sweep_until_told
 
@@ -123,7 +112,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
 
 def _place_app(options: dict[str, Any]) -> App:
     """The app that the options name, where they say; they are taken out of the options."""
-    place = options.pop("app")
+    place = options.pop("app") or os.environ.get("SEMEL_APP")
     if not place:
         place = DEMO
         print(f"semel: no MODULE:APP was named, so this is the demo's app, {DEMO}", file=sys.stderr, flush=True)
