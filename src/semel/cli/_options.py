@@ -7,7 +7,8 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from semel.errors import InvalidRequest
+from semel.errors import InvalidRequest, MissingExtra
 
 SERVER = "http://127.0.0.1:8001"
 DATABASE = "sqlite:///semel.db"
@@ -30,11 +31,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option with a section of the help. An empty value counts as not given: ``--token "$UNSET"`` does no harm."""
+    """An option with a section of the help, and an alias that the help leaves out.
 
-    def __init__(self, *names: Any, section: str = "Options", **settings: Any) -> None:
-        super().__init__(*names, **{"show_envvar": "envvar" in settings, **settings})
+    An empty value counts as not given where a variable could give it: ``--token "$UNSET"`` does no harm.
+    """
+
+    def __init__(self, names: Sequence[str], section: str = "Options", alias: str = "", **settings: Any) -> None:
+        super().__init__([*names, *filter(None, [alias])], **{"show_envvar": "envvar" in settings, **settings})
         self.section = section
+        self._alias = alias
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        if record is None or not self._alias:
+            return record
+        return re.sub(rf", {self._alias}\b(?!-)", "", record[0]), record[1]
 
     def consume_value(self, ctx: click.Context, opts: Any) -> Any:
         if self.envvar and opts.get(self.name) == "":
@@ -123,7 +134,7 @@ def _in_full(word: str, known: Iterable[str]) -> str:
     return f"{meant[0]}{equals}{value}" if len(meant) == 1 else word
 
 
-class Value(click.ParamType[Any]):
+class Value(click.ParamType):  # type: ignore[type-arg]  # older Clicks have it without arguments
     """Reads the text of an option with a function that raises ValueError, which says what is wrong."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -321,8 +332,8 @@ def queues_option(section: str = "Options") -> Callable[[Function], Function]:
     return option(
         "-q",
         "--queues",
-        "--queue",
         "queues",
+        alias="--queue",
         type=NAMES,
         multiple=True,
         section=section,
@@ -343,13 +354,23 @@ def log_format_option(section: str = "Options") -> Callable[[Function], Function
     """``--log-format``; ``--log`` is the same, and ``text`` another word for ``pretty``."""
     return option(
         "--log-format",
-        "--log",
         "log_format",
+        alias="--log",
         type=click.Choice(["pretty", "json", "text"]),
+        metavar="[pretty|json]",
         section=section,
         callback=lambda _context, _option, value: "pretty" if value == "text" else value,
-        help="How to log; text is the same as pretty.  [default: pretty]",
+        help="How to log.  [default: pretty]",
     )
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Report which extra has the module that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[{name}]'") from error
 
 
 def seconds_of(variable: str, text: str) -> float:

@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from semel.cli._database import require
-from semel.cli._options import Value, argument, db_options, examples, group, json_object, option, tenant_option
+from semel.cli._options import (
+    Value,
+    argument,
+    db_options,
+    examples,
+    group,
+    json_object,
+    needs_extra,
+    option,
+    tenant_option,
+)
 from semel.cli._output import format_time, note, print_fields, print_json, print_list, print_result
 from semel.cli.worker import DEMO
-from semel.errors import InvalidRequest, MissingExtra
+from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from semel.runs.ledger import Ledger
@@ -192,11 +202,9 @@ def _ask(place: Place, question: Callable[[Any, Site], Awaitable[Any]], *, creat
 
     from semel.runs.ledger import Ledger
 
-    try:
+    with needs_extra("service"):
         from semel.service import configs
         from semel.service.settings import Settings
-    except ModuleNotFoundError as error:
-        raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[service]'") from error
     if not create:
         require(place.db)
     if place.folder is not None and not Path(place.folder).is_dir():

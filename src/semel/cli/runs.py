@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from semel.client.views import RemoteRun, RemoteWaiting
 
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
+STATUS = click.Choice(STATUSES, case_sensitive=False)
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -183,7 +184,7 @@ def _duration(run: RemoteRun) -> str | None:
 
 @command
 @examples("semel runs --status FAILED --since 2h", "semel runs --model baseline_forecast_v1 --watch")
-@option("--status", type=click.Choice(STATUSES, case_sensitive=False), multiple=True, help="Only these; repeatable.")
+@option("--status", type=STATUS, metavar=f"[{'|'.join(STATUSES)}]", multiple=True, help="Only these; repeatable.")
 @option("--model", metavar="MODEL", help="Only runs of this model.")
 @option("--user", metavar="USER", help="Only this user's runs.")
 @option("--queue", metavar="QUEUE", help="Only runs of this queue.")

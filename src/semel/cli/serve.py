@@ -27,6 +27,7 @@ from semel.cli._options import (
     command,
     examples,
     log_format_option,
+    needs_extra,
     option,
     queues_option,
     wait_for_database_option,
@@ -112,7 +113,7 @@ def serve(queues: list[str] | None, **options: Any) -> int:
 
     held, settings = claim_port(from_environment(os.environ, queues=",".join(queues) if queues else None, **options))
     with held, _metrics_folder():
-        with _without_collecting():
+        with needs_extra("service"), _without_collecting():
             from semel.cli.worker import DEMO, load_app
             from semel.service import serving
 
