@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from semel.errors import InvalidRequest, MissingExtra
+from semel.errors import MissingExtra
 
 SERVER = "http://127.0.0.1:8001"
 DATABASE = "sqlite:///semel.db"
@@ -371,11 +371,3 @@ def needs_extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[{name}]'") from error
-
-
-def seconds_of(variable: str, text: str) -> float:
-    """Seconds that a variable of the environment gives."""
-    try:
-        return amount(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{variable}: {error}") from None

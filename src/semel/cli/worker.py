@@ -18,6 +18,7 @@ from semel.cli._options import (
     TRANSPORTS,
     WAIT_FOR_DATABASE,
     Function,
+    amount,
     argument,
     command,
     examples,
@@ -25,7 +26,6 @@ from semel.cli._options import (
     option,
     place_options,
     queues_option,
-    seconds_of,
     wait_for_database_option,
 )
 from semel.errors import InvalidRequest
@@ -146,8 +146,10 @@ def _wait_for_database(app: App, seconds: float | None) -> None:
     from semel.runs.ledger import wait_for_database
 
     if seconds is None:
-        variable = "SEMEL_WAIT_FOR_DATABASE"
-        seconds = seconds_of(variable, os.environ.get(variable) or str(WAIT_FOR_DATABASE))
+        try:
+            seconds = amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(WAIT_FOR_DATABASE))
+        except ValueError as error:
+            raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
     ledger = app.ledger(awaited=False)
     if ledger.file is not None and not ledger.file.exists():
         logging.getLogger("semel.worker").warning(
