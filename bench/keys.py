@@ -30,7 +30,7 @@ from table import Row, show
 import servers
 from semel import AsyncOnce, Granted, Once
 from semel.cli import main as semel_command
-from semel.once import postgres as semel_postgres
+from semel.once.stores import postgres as semel_postgres
 
 ROUNDS = 5
 TASKS = 256

@@ -30,11 +30,11 @@ from table import Row, show
 import servers
 from semel import App, Worker
 from semel.cli import main as semel_command
-from semel.runs.attempt import Ended
-from semel.runs.leasing import Beat, LeaseRequest
-from semel.runs.ledger import Ledger
-from semel.runs.news import RunEvent
-from semel.runs.transitions import Ending
+from semel.runs.attempt import AttemptResult
+from semel.runs.hooks import RunEvent
+from semel.runs.store import RunStore
+from semel.runs.store.lease import LeaseRenewal, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
 
 ROUNDS = 3
 
@@ -269,7 +269,7 @@ def growth(bench: Bench) -> Row:
 
 async def _lease_costs(small: str, large: str) -> tuple[float, float]:
     """Median cost of leasing 100 runs in each, in turn; what was leased is given back."""
-    ledgers = [Ledger(url, awaited=True) for url in (small, large)]
+    ledgers = [RunStore(url, awaited=True) for url in (small, large)]
     costs: list[list[float]] = [[], []]
     for _ in range(15):
         for ledger, cost in zip(ledgers, costs, strict=True):
@@ -277,7 +277,7 @@ async def _lease_costs(small: str, large: str) -> tuple[float, float]:
             leased = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 100))
             cost.append(time.perf_counter() - start)
             assert len(leased) == 100
-            await ledger.end([Ending(x.id, x.fence, Ended(kind="lost"), returned=True) for x in leased])
+            await ledger.end([FinishRequest(x.id, x.fence, AttemptResult(kind="lost"), returned=True) for x in leased])
     for ledger in ledgers:
         await ledger.close()
     return median(costs[0]), median(costs[1])
@@ -291,9 +291,9 @@ def heartbeat(bench: Bench) -> Row:
 
 
 async def _heartbeat(url: str) -> float:
-    ledger = Ledger(url, awaited=True)
+    ledger = RunStore(url, awaited=True)
     leased = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 1000))
-    beats = [Beat(each.id, each.fence) for each in leased]
+    beats = [LeaseRenewal(each.id, each.fence) for each in leased]
     times = []
     for _ in range(20):
         start = time.perf_counter()

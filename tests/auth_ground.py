@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from semel import App
-from semel.bridge import drive
-from semel.service import Settings, tokens
+from semel._concurrency.sync import run_sync
+from semel.service import Settings
+from semel.service.auth import tokens
 from service_ground import PATIENCE, Served, made_app, served
 
 BOTH = ["sqlite", "postgres"]
@@ -24,10 +25,10 @@ def issue(app: App, user: str, role: Any = "submitter", tenant: str = "", ttl: f
     """A token, made as the command line makes one."""
     ledger = app.ledger(awaited=False)
     try:
-        request = tokens.Request(user=user, role=role, tenant=tenant, ttl=ttl)
-        return drive(ledger.write(tokens.issue, request, ledger.terms)).secret
+        request = tokens.NewToken(user=user, role=role, tenant=tenant, ttl=ttl)
+        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
 class Person:

@@ -11,8 +11,8 @@ import sqlalchemy
 from sqlalchemy import event
 
 from semel import AsyncOnce, Once, Policy, current_claim
-from semel.once.opening import open_store
 from semel.once.store import ClaimRequest, Complete, Store, Together
+from semel.once.stores import open_store
 from semel.testing import FakeClock
 
 START = 1_700_000_000.0

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from semel import App
-from semel.runs.context import Context
+from semel.runs.execution.context import Context
 
 SQUARE = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mMQSvEnCTGMahjVMHw1AAB/s8UBo52tGgAAAABJRU5ErkJggg=="

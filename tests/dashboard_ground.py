@@ -11,10 +11,10 @@ from sqlalchemy import Connection, Table, insert
 
 from auth_ground import Person
 from semel import App
-from semel.bridge import drive
-from semel.runs.records import MICRO, TERMINAL, new_id
-from semel.service.dashboard.windows import id_at
-from semel.sql.schema import runs, workers
+from semel._concurrency.sync import run_sync
+from semel.dashboard.overview.windows import id_at
+from semel.db.schema import runs, workers
+from semel.runs.types import MICRO, TERMINAL, new_id
 from service_ground import Served
 
 VOID = frozenset({"meta", "link", "input", "br", "hr", "img", "path", "circle", "rect", "line", "polyline"})
@@ -272,9 +272,9 @@ def put_runs(app: App, made: list[dict[str, Any]]) -> list[str]:
     """Write rows of runs as they are, so that a test can say when everything happened; answers their ids."""
     ledger = app.ledger(awaited=False)
     try:
-        drive(ledger.write(_insert, runs, made))
+        run_sync(ledger.write(_insert, runs, made))
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
     return [each["id"] for each in made]
 
 
@@ -289,9 +289,9 @@ def put_workers(app: App, made: list[dict[str, Any]]) -> None:
         rows.append(row | seen | {"name": given["id"]} | given)
     ledger = app.ledger(awaited=False)
     try:
-        drive(ledger.write(_insert, workers, rows))
+        run_sync(ledger.write(_insert, workers, rows))
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
 def _insert(conn: Connection, table: Table, rows: list[dict[str, Any]]) -> None:

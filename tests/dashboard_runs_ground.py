@@ -9,11 +9,11 @@ import pytest
 from auth_ground import Person, Town, shared_town
 from dashboard_app import fail, hold, paint, shout
 from semel import App
-from semel.bridge import drive
-from semel.runs.attempt import Ended
-from semel.runs.context import Context
-from semel.runs.records import Run
-from semel.runs.transitions import Ending
+from semel._concurrency.sync import run_sync
+from semel.runs.attempt import AttemptResult
+from semel.runs.execution.context import Context
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import Run
 
 PATIENCE = 30.0
 IDLE = "idle"
@@ -80,22 +80,22 @@ class Hand:
 
     def take(self, run_id: str) -> None:
         """Lease the run, which must be due."""
-        leased = drive(self._ledger.lease_these("the-hand", [run_id]))
+        leased = run_sync(self._ledger.lease_these("the-hand", [run_id]))
         assert len(leased) == 1, "the run could not be leased"
 
     def end(self, run_id: str, kind: Any, reason: str = "as told", **more: Any) -> None:
         """End the attempt at the run."""
-        run = drive(self._ledger.find(run_id))
+        run = run_sync(self._ledger.find(run_id))
         assert run is not None
-        ending = Ending(run_id, run.fence, Ended(kind=kind, reason=reason, **more))
-        assert drive(self._ledger.end([ending])), "the run was not held any more"
+        ending = FinishRequest(run_id, run.fence, AttemptResult(kind=kind, reason=reason, **more))
+        assert run_sync(self._ledger.end([ending])), "the run was not held any more"
 
     def tidy(self) -> None:
         """Remove the keys that have expired."""
-        drive(self._ledger.tidy())
+        run_sync(self._ledger.tidy())
 
     def close(self) -> None:
-        drive(self._ledger.close())
+        run_sync(self._ledger.close())
 
 
 @contextmanager

@@ -12,7 +12,9 @@ import dashboard_app
 from auth_ground import Person, Town, eventually
 from browser_ground import Visitor
 from semel import App, Granted, Once, Unknown
-from semel.service.dashboard import live, runs, scenes
+from semel.dashboard import sse
+from semel.dashboard.overview import feed
+from semel.dashboard.runs import run_list
 from service_ground import Served, made_app, served
 
 Visit = Callable[..., Visitor]
@@ -91,8 +93,8 @@ def scene_on(url: str, folder: Path) -> Iterator[Scene]:
 def _looking_often() -> Iterator[None]:
     """Open pages are told sooner than they need to be, so that tests wait less."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scenes, "EVERY", 0.3)
-        patch.setattr(live, "CHECKED_EVERY", 0.5)
-        patch.setattr(runs, "BUSY_PAUSE", 0.3)
-        patch.setattr(runs, "QUIET_PAUSE", 0.3)
+        patch.setattr(feed, "EVERY", 0.3)
+        patch.setattr(sse, "CHECKED_EVERY", 0.5)
+        patch.setattr(run_list, "BUSY_PAUSE", 0.3)
+        patch.setattr(run_list, "QUIET_PAUSE", 0.3)
         yield

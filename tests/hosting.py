@@ -13,8 +13,8 @@ from werkzeug.serving import ThreadedWSGIServer
 
 from semel import App
 from semel.service import Settings
-from semel.service.assembly import build
-from semel.service.site import Site
+from semel.service.app import build
+from semel.service.state import ServiceState
 
 PATIENCE = 30.0
 
@@ -45,7 +45,7 @@ def hosted(application: Any, lifespan: Any = "on") -> Iterator[httpx.Client]:
 @contextmanager
 def unannounced(app: App, settings: Settings | None = None) -> Iterator[httpx.Client]:
     """A client of the service within an application that does not tell it of its start, and closes it at the end."""
-    site = Site(app, settings or Settings())
+    site = ServiceState(app, settings or Settings())
     inner = build(site)
 
     async def application(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:

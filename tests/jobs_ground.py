@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from semel import App, Context
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.runs.results import FileResults
-from semel.service import tokens
+from semel.service.auth import tokens
 from service_ground import PATIENCE, Served
 
 SUBMIT = "/api/cloud/jobs/submit"
@@ -52,10 +52,10 @@ def token(app: App, user: str, role: str = "submitter", tenant: str = "") -> str
     """A token of a user."""
     ledger = app.ledger(awaited=False)
     try:
-        request = tokens.Request(user=user, role=role, tenant=tenant)  # type: ignore[arg-type]
-        return drive(ledger.write(tokens.issue, request, ledger.terms)).secret
+        request = tokens.NewToken(user=user, role=role, tenant=tenant)  # type: ignore[arg-type]
+        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
 def submit(client: httpx.Client, config: str, key: str | None = None, **more: Any) -> dict[str, Any]:

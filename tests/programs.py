@@ -23,9 +23,9 @@ processes.set_forkserver_preload(
     [
         "pytest",
         "semel.testing",
-        "semel.once.redis",
-        "semel.once.postgres",
-        "semel.sql.awaited",
+        "semel.once.stores.redis",
+        "semel.once.stores.postgres",
+        "semel.db.asyncio",
         "psycopg",
         "asyncpg",
         "alembic.command",

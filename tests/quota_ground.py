@@ -27,11 +27,11 @@ import pytest
 from psycopg import sql
 
 from semel import App, JobStore, Run
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
-from semel.runs.attempt import Ended, EndKind
-from semel.runs.leasing import Leased, LeaseRequest
-from semel.runs.transitions import Ending
+from semel.runs.attempt import AttemptResult, EndKind
+from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
 from semel.testing import FakeClock
 
 KINDS = ("sqlite", "postgres")
@@ -94,16 +94,16 @@ class Ground:
 
     def lease(self, most: int = 1) -> list[Leased]:
         """What a worker would get."""
-        drive(self.app._engine.ledger.wake())
-        return drive(self.app._engine.ledger.lease(LeaseRequest("worker-1", ("default",), ["train"], most)))
+        run_sync(self.app._engine.ledger.wake())
+        return run_sync(self.app._engine.ledger.lease(LeaseRequest("worker-1", ("default",), ["train"], most)))
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
         """End an attempt; False when its fence has passed."""
         returned = options.pop("returned", False)
         if kind == "succeeded":
             options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
-        ending = Ending(leased.id, leased.fence, Ended(kind=kind, **options), returned=returned)
-        return leased.id in drive(self.app._engine.ledger.end([ending]))
+        ending = FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **options), returned=returned)
+        return leased.id in run_sync(self.app._engine.ledger.end([ending]))
 
     def finish(self, *runs: Run) -> None:
         """Let a worker take and finish these, and all that stand before them."""
@@ -114,11 +114,11 @@ class Ground:
 
     def lose_expired(self) -> int:
         """What the sweeper does with leases that have ended."""
-        return len(drive(self.app._engine.ledger.lose_expired()))
+        return len(run_sync(self.app._engine.ledger.lose_expired()))
 
     def tidy(self) -> int:
         """What the sweeper does with keys and reservations that have expired."""
-        return drive(self.app._engine.ledger.tidy())
+        return run_sync(self.app._engine.ledger.tidy())
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
         """What a person with a database client sees."""

@@ -16,25 +16,24 @@ from sqlalchemy import Connection, create_engine, text
 
 from replicate_server import SECRET, TOKEN, VERSION, ReplicateServer
 from semel import App
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
-from semel.runs import transitions
-from semel.runs.asking import SubmitOptions
-from semel.runs.engine import Engine
-from semel.runs.records import Run
-from semel.runs.submitting import JobCard
+from semel.db.dialect import StatementContext
+from semel.providers.replicate import MODEL, Replicate
+from semel.providers.replicate.service import Timing
+from semel.runs.engine import RunEngine
+from semel.runs.store import transitions
+from semel.runs.store.submit import JobDetails
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import Run
 from semel.service import Settings
-from semel.service.assembly import build
-from semel.service.jobs import providers_of
-from semel.service.providers.replicate import MODEL, Replicate
-from semel.service.providers.replicate_desk import Pace
-from semel.service.site import Site
-from semel.sql.statements import Terms
+from semel.service.app import build
+from semel.service.state import ServiceState
 
 R = TypeVar("R")
 
 PATIENCE = 60.0
-PACE = Pace(
+PACE = Timing(
     poll=0.02,
     poll_most=0.1,
     settle=0.4,
@@ -50,30 +49,30 @@ OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 class Serving:
     """A server that runs."""
 
-    def __init__(self, app: App, site: Site, address: str) -> None:
+    def __init__(self, app: App, site: ServiceState, address: str) -> None:
         self.app = app
         self.site = site
         self.address = address
 
 
-def prepared(app: App, cloud_url: str, listener: socket.socket, pace: Pace, options: dict[str, Any]) -> Site:
+def prepared(app: App, cloud_url: str, listener: socket.socket, pace: Timing, options: dict[str, Any]) -> ServiceState:
     """A site with the provider. ``hooks`` among the options: Replicate can call it back."""
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     if options.pop("hooks", False):
         options |= {"public_url": address, "replicate_webhook_secret": SECRET}
-    site = Site(app, Settings(**{"replicate_url": cloud_url, "replicate_token": TOKEN, **options}))
-    providers_of(site)["replicate"] = Replicate(pace)
+    site = ServiceState(app, Settings(**{"replicate_url": cloud_url, "replicate_token": TOKEN, **options}))
+    site.providers["replicate"] = Replicate(pace)
     return site
 
 
-def server_of(site: Site) -> uvicorn.Server:
+def server_of(site: ServiceState) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(build(site), lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5)
     )
 
 
 @contextmanager
-def serving(app: App, cloud: ReplicateServer, pace: Pace = PACE, **options: Any) -> Iterator[Serving]:
+def serving(app: App, cloud: ReplicateServer, pace: Timing = PACE, **options: Any) -> Iterator[Serving]:
     """The service in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     site = prepared(app, cloud.url, listener, pace, options)
@@ -109,13 +108,13 @@ def until(found: Callable[[], R], what: str = "what was waited for") -> R:
     return there
 
 
-class Ordering(Engine):
+class Ordering(RunEngine):
     """Submits what only the service itself submits, as the jobs API does."""
 
     async def order(self, parameters: dict[str, Any]) -> Run:
         options = SubmitOptions(user="ada", dedupe=False)
         submission = self._desk.submission(MODEL, parameters, options, internal=True)
-        submission = msgspec.structs.replace(submission, job=JobCard(provider="replicate", config="foxes"))
+        submission = msgspec.structs.replace(submission, job=JobDetails(provider="replicate", config="foxes"))
         run = await self._answered(submission, await self.ledger.submit(submission))
         assert isinstance(run, Run)
         await self._announce([run])
@@ -136,9 +135,9 @@ def submit(app: App, prompt: str, **more: Any) -> Run:
         news=app.news,
     )
     try:
-        return drive(engine.order(given))
+        return run_sync(engine.order(given))
     finally:
-        drive(engine.close())
+        run_sync(engine.close())
 
 
 def ended(app: App, run: Run) -> Run:
@@ -181,7 +180,7 @@ def take_lease(app: App, run: Run) -> None:
     def lose(conn: Connection) -> None:
         conn.execute(text("UPDATE semel_runs SET lease_until_us = 1 WHERE id = :run"), {"run": run.id})
         now = time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None
-        assert run.id in [each.id for each in transitions.lose_expired(conn, Terms(now))]
+        assert run.id in [each.id for each in transitions.lose_expired(conn, StatementContext(now))]
         notify(conn)
 
     in_database(app, lose)
@@ -203,9 +202,9 @@ def notify(conn: Connection) -> None:
         conn.execute(text(f"NOTIFY {transitions.CHANNEL}"))
 
 
-def paced(**changed: float) -> Pace:
+def paced(**changed: float) -> Timing:
     """The tests' pace, with some of it different."""
-    return Pace(**{**{name: getattr(PACE, name) for name in PACE.__struct_fields__}, **changed})
+    return Timing(**{**{name: getattr(PACE, name) for name in PACE.__struct_fields__}, **changed})
 
 
 def begun(cloud: ReplicateServer, prompt: str) -> dict[str, Any]:

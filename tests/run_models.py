@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from semel.errors import Fatal, InvalidParameters, Retry, RunCancelled, Snooze
-from semel.runs.attempt import Job
-from semel.runs.context import Context
+from semel.runs.attempt import Attempt
+from semel.runs.execution.context import Context
 
 
 class Heard:
@@ -37,8 +37,8 @@ class Heard:
         self.lines.append((level, text))
 
 
-def job(parameters: str = "{}", *, run_id: str = "run-1", fence: int = 7, model: str = "m") -> Job:
-    return Job(
+def job(parameters: str = "{}", *, run_id: str = "run-1", fence: int = 7, model: str = "m") -> Attempt:
+    return Attempt(
         run_id=run_id,
         model=model,
         parameters=parameters,

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import httpx
 
 from semel import App
-from semel.bridge import drive
-from semel.runs.context import Context
-from semel.service import tokens
-from semel.service.tokens import Role
+from semel._concurrency.sync import run_sync
+from semel.runs.execution.context import Context
+from semel.service.auth import tokens
+from semel.service.auth.tokens import Role
 from service_ground import made_app
 
 PATIENCE = 30.0
@@ -72,10 +72,10 @@ def token(app: App, user: str, role: Role = "submitter", tenant: str = "") -> st
     """A token for somebody."""
     ledger = app.ledger(awaited=False)
     try:
-        request = tokens.Request(user=user, role=role, tenant=tenant)
-        return drive(ledger.write(tokens.issue, request, ledger.terms)).secret
+        request = tokens.NewToken(user=user, role=role, tenant=tenant)
+        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
 def submitted(client: httpx.Client, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:

@@ -14,8 +14,8 @@ import uvicorn
 from semel import App
 from semel.cli import main as semel_command
 from semel.service import Settings
-from semel.service.assembly import build
-from semel.service.site import Site
+from semel.service.app import build
+from semel.service.state import ServiceState
 
 PATIENCE = 30.0
 
@@ -23,7 +23,7 @@ PATIENCE = 30.0
 class Served:
     """A server that runs: its address, its app and its site."""
 
-    def __init__(self, app: App, site: Site, address: str) -> None:
+    def __init__(self, app: App, site: ServiceState, address: str) -> None:
         self.app = app
         self.site = site
         self.address = address
@@ -44,7 +44,7 @@ def made_app(url: str, folder: Path, **options: Any) -> App:
 @contextmanager
 def served(app: App, settings: Settings | None = None) -> Iterator[Served]:
     """The service around the app, answering on a port of this machine until the end of the block."""
-    site = Site(app, settings or Settings())
+    site = ServiceState(app, settings or Settings())
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else every answer waits for an acknowledgement
     config = uvicorn.Config(build(site), lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5)

@@ -14,23 +14,13 @@ import pytest
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.orm import Session
 
-from semel import (
-    AsyncOnce,
-    Claim,
-    ClaimLost,
-    Granted,
-    InFlight,
-    Once,
-    Policy,
-    StoreUnavailable,
-    current_claim,
-    deadline,
-)
-from semel.once.background import BATCH, Collector
-from semel.once.counters import Counters
-from semel.once.memory import MemoryStore
-from semel.once.runtime import Loop, Runtime, Threads
+from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, Once, Policy, StoreUnavailable, current_claim
+from semel._concurrency import deadline
+from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
+from semel.once.maintenance import BATCH, Collector
+from semel.once.stats import StatsCounter
 from semel.once.store import Renew
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from store_urls import KINDS, StoreUrls, store_urls
 
@@ -190,7 +180,7 @@ def test_many_collectors_do_not_work_in_step() -> None:
     async def purge(limit: int) -> int:
         return 0
 
-    collector = Collector(Threads(), 100.0, purge, Counters())
+    collector = Collector(ThreadRuntime(), 100.0, purge, StatsCounter())
     pauses = [collector.pause() for _ in range(200)]
     assert all(90 <= pause <= 110 for pause in pauses)
     assert max(pauses) - min(pauses) > 5
@@ -428,7 +418,7 @@ def test_hooks_hear_every_verdict() -> None:
     ]
 
 
-@pytest.mark.parametrize("world", [Loop, Threads])
+@pytest.mark.parametrize("world", [AsyncioRuntime, ThreadRuntime])
 def test_background_work_inherits_neither_deadline_nor_claim_of_the_call_that_started_it(world: type[Runtime]) -> None:
     seen: list[tuple[float, object]] = []
     told = threading.Event()

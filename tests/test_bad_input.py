@@ -45,8 +45,8 @@ from semel import (
     Unfingerprintable,
 )
 from semel.cli import main as semel_command
-from semel.model import Verdict
-from semel.once.memory import MemoryStore
+from semel.once.stores.memory import MemoryStore
+from semel.types import Verdict
 from store_urls import KINDS, SHARED_KINDS, StoreUrls, store_urls
 
 names = count()

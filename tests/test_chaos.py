@@ -13,7 +13,7 @@ import pytest
 from chaos_app import make_app
 from semel import App, Quota
 from semel.cli import main as semel_command
-from semel.runs.records import Run
+from semel.runs.types import Run
 
 RUNS = 2000
 WORKERS = 3

@@ -16,7 +16,7 @@ from semel import Quota
 from semel.cli import main
 from semel.cli.jobs import print_job
 from semel.client.views import RemoteJob, RemoteUpload
-from semel.service import tokens
+from semel.service.auth import tokens
 from service_ground import PATIENCE, Served, made_app, served
 
 

@@ -35,9 +35,9 @@ from semel import (
     Unauthenticated,
     UnknownModel,
 )
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.client import AsyncClient, Client, RemoteRun
-from semel.service import tokens
+from semel.service.auth import tokens
 from service_ground import Served, served
 
 
@@ -391,10 +391,10 @@ def test_roles_and_strangers_are_told_apart(tmp_path: Path, kind: str) -> None:
 
 def make_token(service: Served, user: str, role: str) -> str:
     ledger = service.app.ledger(awaited=False)
-    drive(ledger.open())
-    request = tokens.Request(name=user, user=user, role=role)
-    text = drive(ledger.write(tokens.issue, request, ledger.terms)).secret
-    drive(ledger.close())
+    run_sync(ledger.open())
+    request = tokens.NewToken(name=user, user=user, role=role)
+    text = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
+    run_sync(ledger.close())
     service.site.gate.forget()
     return str(text)
 

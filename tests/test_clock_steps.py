@@ -9,10 +9,10 @@ import pytest
 
 from quota_ground import KINDS, Grounds
 from semel import App, JobStore, Run
-from semel.bridge import drive
-from semel.runs.leasing import Leased
-from semel.runs.sweeper import Sweeper
-from semel.runs.transports import Database
+from semel._concurrency.sync import run_sync
+from semel.runs.store.lease import Leased
+from semel.runs.transports import DatabaseTransport
+from semel.runs.worker.sweeper import Sweeper
 from workshop import Hand, Workshop
 
 HOUR = 3600
@@ -110,9 +110,9 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(shop: Workshop) -> None
 
 def turn(app: App) -> int:
     """One turn of a sweeper which has turned before, so that it cleans nothing up."""
-    sweeper = Sweeper(app._engine.ledger, "sweeper", transport=Database(), news=app.news)
+    sweeper = Sweeper(app._engine.ledger, "sweeper", transport=DatabaseTransport(), news=app.news)
     sweeper._turns = 5
-    return drive(sweeper.sweep())
+    return run_sync(sweeper.sweep())
 
 
 def test_a_lease_of_a_dead_worker_ends_no_later_after_any_turn_of_the_sweeper(shop: Workshop) -> None:
@@ -156,10 +156,10 @@ def test_a_reservation_holds_its_slot_no_longer(shop: Workshop, by: str) -> None
 
 def test_the_role_of_a_dead_sweeper_is_free_no_later(shop: Workshop) -> None:
     ledger = shop.timeless._engine.ledger
-    assert drive(ledger.lead("sweeper", "dead", 15))
-    assert not drive(ledger.lead("sweeper", "heir", 15))
+    assert run_sync(ledger.lead("sweeper", "dead", 15))
+    assert not run_sync(ledger.lead("sweeper", "heir", 15))
     shop.clock.advance(-HOUR)
-    assert drive(ledger.lead("sweeper", "heir", 15))
+    assert run_sync(ledger.lead("sweeper", "heir", 15))
 
 
 def test_a_worker_that_died_before_the_step_does_not_look_alive_for_an_hour(shop: Workshop) -> None:

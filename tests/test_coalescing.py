@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable, Verdict
-from semel.once.batch import LARGEST
-from semel.once.memory import MemoryStore
+from semel._concurrency.batching import LARGEST
 from semel.once.store import ClaimRequest, Complete
+from semel.once.stores.memory import MemoryStore
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""

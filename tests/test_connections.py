@@ -20,13 +20,13 @@ from psycopg import sql
 from sqlalchemy import Connection, make_url, text
 
 from semel import App, AsyncOnce, Granted, InvalidRequest, JobStore, Once, StoreUnavailable
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
+from semel.db.blocking import parse
+from semel.db.postgres import PostgresDatabase, postgres_engine
 from semel.http.asgi import IdempotencyMiddleware
-from semel.once.postgres import PostgresStore
 from semel.once.store import ClaimRequest
-from semel.runs.ledger import Ledger
-from semel.sql.engines import parse
-from semel.sql.postgres import PostgresDatabase, postgres_engine
+from semel.once.stores.postgres import PostgresStore
+from semel.runs.store import RunStore
 from store_urls import StoreUrls, store_urls
 
 with warnings.catch_warnings():
@@ -130,7 +130,7 @@ def test_a_test_client_without_its_context_is_served(urls: StoreUrls, kind: str)
 
 
 def test_outcomes_that_one_loop_could_not_record_are_recorded_by_the_next(urls: StoreUrls) -> None:
-    from semel.once.memory import MemoryStore
+    from semel.once.stores.memory import MemoryStore
     from semel.testing import FaultyStore
 
     store = FaultyStore(MemoryStore())
@@ -199,7 +199,7 @@ def test_a_pool_that_cannot_be_is_refused(urls: StoreUrls, pool: Any) -> None:
 
 
 def test_a_pool_is_for_urls(urls: StoreUrls) -> None:
-    from semel.once.memory import MemoryStore
+    from semel.once.stores.memory import MemoryStore
 
     with pytest.raises(InvalidRequest, match="opened by its URL"):
         Once(MemoryStore(), pool=3)
@@ -300,14 +300,14 @@ def test_planner_switches_are_for_hot_statements_alone(urls: StoreUrls, pool: in
     """With a single connection it is switched to and fro; with more of them each kind keeps its own."""
 
     async def scenario() -> list[dict[str, str]]:
-        ledger = Ledger(urls["postgres"], awaited=awaited, pool=pool)
+        ledger = RunStore(urls["postgres"], awaited=awaited, pool=pool)
         asks = (ledger._write, ledger.read, ledger._read, ledger.write)
         try:
             return [await ask(switches) for ask in asks]
         finally:
             await ledger.close()
 
-    found = asyncio.run(scenario()) if awaited else drive(scenario())
+    found = asyncio.run(scenario()) if awaited else run_sync(scenario())
     assert found == [HOT, PLAIN, HOT, PLAIN]
 
 
@@ -319,16 +319,16 @@ def test_clean_ups_of_keys_are_planned_as_the_server_sees_fit(urls: StoreUrls) -
     def planned_hot() -> bool:
         return database._shelf._free[-1].hot
 
-    drive(store.claim([ClaimRequest("", "k", "", uuid4().hex, 1_000_000, 1_000_000)]))
+    run_sync(store.claim([ClaimRequest("", "k", "", uuid4().hex, 1_000_000, 1_000_000)]))
     assert planned_hot()
-    drive(store.purge(10))
+    run_sync(store.purge(10))
     assert not planned_hot()
-    drive(database.close())
+    run_sync(database.close())
 
 
 def test_an_error_in_a_verb_costs_no_connection(urls: StoreUrls) -> None:
     """Only a connection that broke is thrown away."""
-    ledger = Ledger(urls["postgres"], awaited=False)
+    ledger = RunStore(urls["postgres"], awaited=False)
 
     def backend(conn: Connection) -> int:
         return int(conn.execute(text("SELECT pg_backend_pid()")).scalar_one())
@@ -336,8 +336,8 @@ def test_an_error_in_a_verb_costs_no_connection(urls: StoreUrls) -> None:
     def fails(conn: Connection) -> None:
         raise InvalidRequest("no")
 
-    first = drive(ledger._write(backend))
+    first = run_sync(ledger._write(backend))
     with pytest.raises(InvalidRequest):
-        drive(ledger._at_once(fails))
-    assert drive(ledger._write(backend)) == first
-    drive(ledger.close())
+        run_sync(ledger._at_once(fails))
+    assert run_sync(ledger._write(backend)) == first
+    run_sync(ledger.close())

@@ -13,17 +13,18 @@ from sqlalchemy import Connection, text
 from auth_ground import BOTH, Person, Town, eventually, shared_town, town_on
 from dashboard_ground import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
 from semel import App
-from semel.bridge import drive
-from semel.runs.keeping import lead
-from semel.runs.quotas import Quota
-from semel.runs.records import new_id
-from semel.service import tokens
-from semel.service.dashboard import asking, charts, live, scenes
-from semel.service.dashboard.asking import Whose
-from semel.service.dashboard.hits import Hits
-from semel.service.dashboard.scenes import Counts
-from semel.service.dashboard.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
-from semel.sql.statements import Terms
+from semel._concurrency.sync import run_sync
+from semel.dashboard import sse
+from semel.dashboard.overview import chart, feed, queries
+from semel.dashboard.overview.feed import RunCounts
+from semel.dashboard.overview.hits import Hits
+from semel.dashboard.overview.queries import Audience
+from semel.dashboard.overview.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
+from semel.db.dialect import StatementContext
+from semel.runs.store.maintenance import acquire_leadership
+from semel.runs.store.quotas import Quota
+from semel.runs.types import new_id
+from semel.service.auth import tokens
 
 NASTY = '<script>alert(1)</script>"><img src=x onerror=alert(2)>'
 MINUTE = 60 * 1_000_000
@@ -33,14 +34,14 @@ MINUTE = 60 * 1_000_000
 def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     with shared_town(request, tmp_path_factory) as town:
         ledger = town.app.ledger(awaited=False)
-        drive(ledger.write(nobody_sweeps, ledger.terms))
+        run_sync(ledger.write(nobody_sweeps, ledger.terms))
         yield town
 
 
-def nobody_sweeps(conn: Connection, terms: Terms) -> None:
+def nobody_sweeps(conn: Connection, terms: StatementContext) -> None:
     """What is stuck stays stuck while a test looks at it."""
     conn.execute(text("DELETE FROM semel_leaders WHERE role = 'sweeper'"))
-    assert lead(conn, "sweeper", "nobody", 3600, terms)
+    assert acquire_leadership(conn, "sweeper", "nobody", 3600, terms)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def tenant() -> str:
 @pytest.fixture(autouse=True)
 def _pages_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page may be shown again for two seconds, which these tests need not wait for."""
-    monkeypatch.setattr(scenes, "EVERY", 0.0)
+    monkeypatch.setattr(feed, "EVERY", 0.0)
 
 
 @pytest.fixture
@@ -75,8 +76,8 @@ def table(page: Page | Event, part: str) -> list[list[str]]:
 
 def write(app: App, statement: str, **values: Any) -> None:
     ledger = app.ledger(awaited=False)
-    drive(ledger.write(lambda conn: conn.execute(text(statement), values) and None))
-    drive(ledger.close())
+    run_sync(ledger.write(lambda conn: conn.execute(text(statement), values) and None))
+    run_sync(ledger.close())
 
 
 def test_an_empty_house_says_so(operator: Browser) -> None:
@@ -158,14 +159,14 @@ def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: 
         assert page.one(id=part).text == event.text(part), part
 
 
-def scene_of(town: Town, tenant: str) -> scenes.Scene:
-    return scenes._stages[town.site].scene(town.site, Whose(tenant), HOUR)
+def scene_of(town: Town, tenant: str) -> feed.OverviewFeed:
+    return feed._caches[town.site].scene(town.site, Audience(tenant), HOUR)
 
 
 def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
     town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scenes, "EVERY", 1.0)
+    monkeypatch.setattr(feed, "EVERY", 1.0)
     people = [town.admit(f"olga{number}", "operator", tenant) for number in range(3)]
     with (
         browser(town, people[0]) as one,
@@ -180,7 +181,7 @@ def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
         scene = scene_of(town, tenant)
         begun, looks = time.monotonic(), scene.looks
         eventually(lambda: scene.looks >= looks + 2)
-        assert scene.looks - looks <= 1 + (time.monotonic() - begun) / scenes.EVERY
+        assert scene.looks - looks <= 1 + (time.monotonic() - begun) / feed.EVERY
         put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
         heard = [until_event(each, lambda event: event.text("figures")) for each in lines]
         assert [figures(each)["Pending"] for each in heard] == ["1"] * 3
@@ -188,7 +189,7 @@ def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
 
 
 def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "CHECKED_EVERY", 0.1)
+    monkeypatch.setattr(sse, "CHECKED_EVERY", 0.1)
     person = town.admit("brief", "operator", tenant)
     with browser(town, person) as brief, listening(brief.client, "/ui/live") as events:
         assert next(events).kind == "parts"
@@ -201,8 +202,8 @@ def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pyte
 
 def revoke(town: Town, person: Person) -> None:
     ledger = town.app.ledger(awaited=False)
-    assert drive(ledger.write(tokens.revoke, person.id))
-    drive(ledger.close())
+    assert run_sync(ledger.write(tokens.revoke, person.id))
+    run_sync(ledger.close())
 
 
 def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str, operator: Browser) -> None:
@@ -223,8 +224,8 @@ def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str
 
 def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
     ledger = app.ledger(awaited=False)
-    drive(ledger.set_quota((tenant, user), Quota(**(limits or {"max_concurrent": 5}))))
-    drive(ledger.close())
+    run_sync(ledger.set_quota((tenant, user), Quota(**(limits or {"max_concurrent": 5}))))
+    run_sync(ledger.close())
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -264,21 +265,21 @@ def test_percentiles_are_of_the_runs_that_ended_in_the_window(town: Town, tenant
 def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
     town: Town, tenant: str, operator: Browser
 ) -> None:
-    many = asking.SAMPLE + 50
+    many = queries.SAMPLE + 50
     made = [made_run(1200 - number, tenant=tenant) for number in range(many)]
     made += [made_run(3000, tenant=tenant, status="FAILED") for _ in range(6)]
     put_runs(town.app, made)
     page = operator.open("/")
     # 500 succeeded in the last (1200 - 50 = 1150 to 19 min 20 s) and six failed in the hour.
     rate = float(figures(page)["Throughput"].removeprefix("about ").split()[0])
-    assert asking.SAMPLE / 20.2 + 0.09 <= rate <= asking.SAMPLE / 19.1 + 0.11
+    assert queries.SAMPLE / 20.2 + 0.09 <= rate <= queries.SAMPLE / 19.1 + 0.11
     assert "the newest of those" in page.one(id="latency").text
 
 
 def test_numbers_that_are_taken_from_the_newest_runs_say_so(town: Town, tenant: str, operator: Browser) -> None:
     """Runs that waited for long may lie beyond the newest: then the number is called what it is."""
     made = [made_run(7200 + n, tenant=tenant, finished=600) for n in range(300)]
-    made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(asking.SAMPLE - 100)]
+    made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(queries.SAMPLE - 100)]
     put_runs(town.app, made)
     page = operator.open("/")
     assert figures(page)["Throughput"].startswith("about ")
@@ -336,7 +337,7 @@ def test_the_latest_failures_come_first_with_their_errors(town: Town, tenant: st
         "ValueError: 11 after 11 attempts",
         "ValueError: 10 after 10 attempts",
     ]
-    assert len(rows) == asking.FAILURES
+    assert len(rows) == queries.FAILURES
 
 
 def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(town: Town) -> None:
@@ -477,7 +478,7 @@ def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(town: Town) -
     body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": f"rate-{time.time_ns()}"}
     for _ in range(5):
         assert town.root.post("/runs", json=body).status_code in (200, 201)
-    scenes._stages[town.site]._tally._at = -1000.0
+    feed._caches[town.site]._tally._at = -1000.0
     eventually(lambda: hits_shown(town) == (before.hit + 4, before.miss + 1))
 
 
@@ -523,7 +524,7 @@ def test_the_steps_of_a_window_stand_still_until_one_is_over(window: Window) -> 
 
 def test_steps_whose_runs_are_all_over_are_counted_once() -> None:
     starts = HOUR.starts(1_800_000_000_000_000)
-    counts = Counts()
+    counts = RunCounts()
     assert counts.todo(starts, HOUR) == starts
     counted = {start: {"SUCCEEDED": 1} for start in starts} | {starts[5]: {"SUCCEEDED": 1, "RUNNING": 1}}
     counts.add(counted, over_us=starts[-4])
@@ -539,11 +540,11 @@ def test_steps_whose_runs_are_all_over_are_counted_once() -> None:
 
 @pytest.mark.parametrize(("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 10), (11, 20), (41, 50), (999, 1000)])
 def test_an_axis_ends_at_a_round_number(most: int, top: int) -> None:
-    assert charts.ceiling(most) == top
+    assert chart.ceiling(most) == top
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
-    assert charts.percentile([], 0.5) is None
-    assert charts.percentile([7.0], 0.99) == 7.0
+    assert chart.percentile([], 0.5) is None
+    assert chart.percentile([7.0], 0.99) == 7.0
     values = [float(number) for number in range(1, 101)]
-    assert [charts.percentile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert [chart.percentile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]

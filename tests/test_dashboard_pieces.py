@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semel.runs.records import MICRO, Run, Step
-from semel.service.dashboard.differing import NOTHING, differences
-from semel.service.dashboard.run_shown import ROOM, ROOM_FOR_JSON, boxed, clipped
-from semel.service.dashboard.timeline_picture import LEFT, RIGHT, WIDTH, attempts_of, picture
+from semel.dashboard.runs.differences import NOTHING, differences
+from semel.dashboard.runs.run_detail import ROOM, ROOM_FOR_JSON, boxed, truncate_head
+from semel.dashboard.runs.timeline import LEFT, RIGHT, WIDTH, attempts_of, picture
+from semel.runs.types import MICRO, Run, Step
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=3),
@@ -141,7 +141,7 @@ def test_json_is_laid_out_while_there_is_room_and_else_left_to_a_download() -> N
 
 
 def test_of_a_long_text_the_end_is_kept() -> None:
-    assert clipped("short") == "short"
-    cut = clipped("x" * 100_000 + "the end", 1000)
+    assert truncate_head("short") == "short"
+    cut = truncate_head("x" * 100_000 + "the end", 1000)
     assert len(cut) <= 1000
     assert cut.endswith("the end")

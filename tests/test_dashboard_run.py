@@ -9,7 +9,7 @@ from auth_ground import BOTH, Town
 from dashboard_app import SQUARE
 from dashboard_ground import Browser, Node, Page, browser
 from dashboard_runs_ground import TRICKS, ended, hand, idle, runs_town, submitted
-from semel.service.dashboard.wording import DASH
+from semel.dashboard.wording import DASH
 
 UNKNOWN = "01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d"
 

@@ -10,13 +10,13 @@ from auth_ground import BOTH, Town
 from dashboard_ground import Browser, Page, browser, made_run, put_runs
 from dashboard_runs_ground import IDLE, TRICKS, ended, hand, idle, runs_town, submitted
 from semel import StoreUnavailable
-from semel.bridge import drive
-from semel.runs.ledger import Ledger
-from semel.runs.reading import Filter
-from semel.runs.records import STATUSES
-from semel.service.dashboard import asking_runs, runs
-from semel.service.dashboard.asking_runs import Stretch, walked
-from semel.service.dashboard.windows import id_at
+from semel._concurrency.sync import run_sync
+from semel.dashboard.overview.windows import id_at
+from semel.dashboard.runs import queries, run_list
+from semel.dashboard.runs.queries import IdRange, scan
+from semel.runs.store import RunStore
+from semel.runs.store.queries import Filter
+from semel.runs.types import STATUSES
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -166,8 +166,8 @@ def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
 ) -> None:
     oldest = submitted(town, "train", user="hank", queue=IDLE)
     town.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": "hank", "queue": IDLE} for n in range(40)])
-    monkeypatch.setattr(asking_runs, "PATIENCE", -1.0)
-    monkeypatch.setattr(asking_runs, "FIRST_WINDOW", 15)
+    monkeypatch.setattr(queries, "PATIENCE", -1.0)
+    monkeypatch.setattr(queries, "FIRST_WINDOW", 15)
     page = operator.open("/ui/runs?model=train&user=hank")
     seen = 0
     while not ids(page):
@@ -186,8 +186,8 @@ def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
 ) -> None:
     mine = submitted(town, "train", user="ivy", queue=IDLE)
     theirs = put_runs(town.app, [made_run(0.5 + n / 100, tenant="elsewhere") for n in range(40)])
-    monkeypatch.setattr(asking_runs, "PATIENCE", -1.0)
-    monkeypatch.setattr(asking_runs, "FIRST_WINDOW", 7)
+    monkeypatch.setattr(queries, "PATIENCE", -1.0)
+    monkeypatch.setattr(queries, "FIRST_WINDOW", 7)
     page = operator.open("/ui/runs?model=nothing")
     (onward,) = page.all("a", rel="next")
     assert not [each for each in theirs if each in onward["href"]]
@@ -200,7 +200,7 @@ def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
 def test_a_payload_is_found_however_often_others_have_it(
     town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking_runs, "SAME_PAYLOAD", 5)
+    monkeypatch.setattr(queries, "SAME_PAYLOAD", 5)
     digest = f"{time.time_ns():064x}"
     put_runs(town.app, [made_run(5 + n, tenant="elsewhere", payload_hash=digest) for n in range(30)])
     (own,) = put_runs(town.app, [made_run(2, payload_hash=digest)])
@@ -214,39 +214,39 @@ def test_a_walk_finds_what_the_engine_lists_whatever_its_windows(
 ) -> None:
     user = f"walker-{window}-{down}"
     before = idle(town)
-    stretch = Stretch(stop=before) if down else Stretch(start=before, down=False)
+    stretch = IdRange(stop=before) if down else IdRange(start=before, down=False)
     kinds = [("train", {}) if n % 3 else ("add", {"a": 1}) for n in range(12)]
     queues = ["default"] * 8 + [IDLE] * 4
     made = [submitted(town, *kind, user=user, queue=queue) for kind, queue in zip(kinds, queues, strict=True)]
     for run_id in made[:8]:
         ended(town, run_id)
-    monkeypatch.setattr(asking_runs, "FIRST_WINDOW", window)
-    monkeypatch.setattr(asking_runs, "LARGEST_WINDOW", window)
+    monkeypatch.setattr(queries, "FIRST_WINDOW", window)
+    monkeypatch.setattr(queries, "LARGEST_WINDOW", window)
     ledger = town.app.ledger(awaited=False)
     try:
         for status in (None, ["SUCCEEDED"], ["PENDING", "SUCCEEDED"], ["RUNNING", "FAILED", "SUCCEEDED"]):
             for model in (None, "train"):
                 wanted = Filter(status=status, model=model, user=user)
-                monkeypatch.setattr(asking_runs, "PATIENCE", 60.0)
-                found = drive(ledger.read(walked, wanted, stretch, 100))
+                monkeypatch.setattr(queries, "PATIENCE", 60.0)
+                found = run_sync(ledger.read(scan, wanted, stretch, 100))
                 there = [run.id for run in town.app.runs(status=status, model=model, user=user).runs]
                 assert found.ids == (there if down else there[::-1])
                 assert found.reached is None
-                monkeypatch.setattr(asking_runs, "PATIENCE", -1.0)
+                monkeypatch.setattr(queries, "PATIENCE", -1.0)
                 assert _by_steps(ledger, wanted, stretch) == found.ids
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
-def _by_steps(ledger: Ledger, wanted: Filter, stretch: Stretch) -> list[str]:
+def _by_steps(ledger: RunStore, wanted: Filter, stretch: IdRange) -> list[str]:
     """What a walk finds that is out of time after each window, and taken up again where it ended."""
     found: list[str] = []
     while True:
-        some = drive(ledger.read(walked, wanted, stretch, 100))
+        some = run_sync(ledger.read(scan, wanted, stretch, 100))
         found += some.ids
         if some.reached is None:
             return found
-        stretch = Stretch(start=some.reached, stop=stretch.stop, down=stretch.down)
+        stretch = IdRange(start=some.reached, stop=stretch.stop, down=stretch.down)
 
 
 def test_the_id_of_a_time_lies_between_those_made_before_and_after(town: Town) -> None:
@@ -345,9 +345,9 @@ def test_a_form_without_ticks_or_with_too_many_says_so(town: Town, operator: Bro
     page = operator.send("/ui/runs/cancel", {"user": "nobody"})
     assert page.path == "/ui/runs"
     assert "No run was ticked" in page.text
-    page = operator.send("/ui/runs/cancel", {"run": [f"x{n}" for n in range(runs.MOST_AT_ONCE + 1)]})
+    page = operator.send("/ui/runs/cancel", {"run": [f"x{n}" for n in range(run_list.MOST_AT_ONCE + 1)]})
     assert page.status == 400
-    assert f"at most {runs.MOST_AT_ONCE}" in page.text
+    assert f"at most {run_list.MOST_AT_ONCE}" in page.text
 
 
 def test_two_ticked_runs_are_compared(town: Town, operator: Browser) -> None:

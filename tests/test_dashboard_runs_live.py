@@ -7,8 +7,8 @@ import pytest
 from auth_ground import BOTH, Town, eventually
 from dashboard_ground import Browser, Node, browser, parsed
 from dashboard_runs_ground import ended, events, hand, idle, runs_town, submitted
-from semel.service.dashboard import run as run_page
-from semel.service.dashboard import runs
+from semel.dashboard.runs import detail as run_page
+from semel.dashboard.runs import run_list
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -26,8 +26,8 @@ def operator(town: Town) -> Iterator[Browser]:
 def test_an_open_list_follows_its_rows_and_counts_newer_ones(
     town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "BUSY_PAUSE", 0.1)
-    monkeypatch.setattr(runs, "QUIET_PAUSE", 0.1)
+    monkeypatch.setattr(run_list, "BUSY_PAUSE", 0.1)
+    monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
     run_id = idle(town, "lara")
     page = operator.open("/ui/runs?user=lara")
     (place,) = [each["data-live"] for each in page.root.walk() if each.get("data-live")]
@@ -68,8 +68,8 @@ def test_an_open_list_shows_nobody_elses_rows(town: Town, role: str, tenant: str
 
 
 def test_an_open_list_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "QUIET_PAUSE", 0.1)
-    monkeypatch.setattr(runs, "CHECKED_EVERY", 0.1)
+    monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
+    monkeypatch.setattr(run_list, "CHECKED_EVERY", 0.1)
     person = town.admit("temp")
     with browser(town, person) as temp, temp.client.stream("GET", "/ui/live/runs") as answer:
         told = events(answer.iter_lines())

@@ -13,10 +13,12 @@ from starlette.routing import Mount
 from auth_ground import BOTH, Town, add_models, issue, shared_town, town_on
 from dashboard_ground import Browser, Node, Page, browser
 from hosting import hosted
-from semel.bridge import drive
-from semel.service import Settings, asgi, dashboard, gate, tokens
-from semel.service.dashboard import pages
-from semel.service.dashboard.rendering import POLICY
+from semel import dashboard
+from semel._concurrency.sync import run_sync
+from semel.dashboard import router
+from semel.dashboard.templating import POLICY
+from semel.service import Settings, asgi
+from semel.service.auth import middleware, tokens
 from service_ground import Served, made_app, served
 
 ELSEWHERE = "http://evil.example"
@@ -32,7 +34,9 @@ def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
     if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.gate._failures = gate.Buckets(gate.FAILURES_REFILLED, gate.FAILURES)
+        request.getfixturevalue("town").site.gate._failures = middleware.RateLimits(
+            middleware.FAILURES_REFILLED, middleware.FAILURES
+        )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def example(path: str) -> str:
 
 def routes(method: str) -> list[str]:
     """Every path of the dashboard that takes the method."""
-    found = {path for handler in pages.HANDLERS if method in handler.http_methods for path in handler.paths}
+    found = {path for handler in router.HANDLERS if method in handler.http_methods for path in handler.paths}
     return sorted(found)
 
 
@@ -130,10 +134,10 @@ def test_a_token_that_is_not_good_opens_nothing_and_says_so(town: Town, stranger
 
 def test_failed_sign_ins_count_against_the_same_limit_as_wrong_tokens(town: Town, stranger: Browser) -> None:
     csrf = stranger.csrf
-    for _ in range(gate.FAILURES // 2):
+    for _ in range(middleware.FAILURES // 2):
         assert stranger.client.post("/ui/sign-in", data={"csrf": csrf, "token": "wrong"}).status_code == 401
     nobody = town.sending("semel_wrong")
-    assert 429 in [nobody.get("/runs").status_code for _ in range(gate.FAILURES)]
+    assert 429 in [nobody.get("/runs").status_code for _ in range(middleware.FAILURES)]
     page = stranger.sign_in("wrong")
     assert page.status == 429
     assert int(page.answer.headers["retry-after"]) >= 1
@@ -294,7 +298,7 @@ def test_every_form_of_the_dashboard_is_refused_without_its_secret(root: Browser
         answer = root.client.post(example(path), data={"x": "1"}, follow_redirects=False)
         assert answer.status_code == 403, (path, answer.text)
         assert Page(answer).one("code").text == "CSRF", path
-    methods = {method for handler in pages.HANDLERS for method in handler.http_methods}
+    methods = {method for handler in router.HANDLERS for method in handler.http_methods}
     assert methods == {"GET", "POST"}, "what changes something is a POST"
 
 
@@ -356,8 +360,8 @@ def test_a_token_that_is_revoked_ends_the_session(town: Town) -> None:
     person = town.admit("brief")
     with browser(town, person) as brief:
         ledger = town.app.ledger(awaited=False)
-        assert drive(ledger.write(tokens.revoke, person.id))
-        drive(ledger.close())
+        assert run_sync(ledger.write(tokens.revoke, person.id))
+        run_sync(ledger.close())
         town.site.gate.forget()
         assert brief.open("/").path == "/ui/sign-in"
         assert brief.sign_in(town.root.secret).path == "/"

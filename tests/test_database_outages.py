@@ -16,11 +16,12 @@ import pytest
 
 from line_ground import Line, line_to
 from semel import App, Context
+from semel._concurrency import outage
 from semel.cli import main as semel_command
-from semel.once import outage
-from semel.runs.sweeper import TERM, Sweeper
-from semel.runs.transports import Database
-from semel.service import Settings, deliverer
+from semel.runs.transports import DatabaseTransport
+from semel.runs.worker.sweeper import TERM, Sweeper
+from semel.service import Settings
+from semel.service.webhooks import dispatcher
 from service_ground import served
 from serving_ground import command, environment, until
 from webhook_ground import receiving
@@ -157,7 +158,7 @@ def test_a_server_logs_an_outage_when_it_begins_and_when_it_ends(
     line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the one that delivers events, looks after uploads, and is asked by somebody meanwhile."""
-    monkeypatch.setattr(deliverer, "TURN", 0.05)
+    monkeypatch.setattr(dispatcher, "TURN", 0.05)
     cut, url = line
     cut.up()
     app = app_of(url, tmp_path)
@@ -184,16 +185,16 @@ def test_a_listener_that_fails_alone_says_what_that_means_for_runs(
 ) -> None:
     from sqlalchemy import make_url
 
-    from semel.runs import lookout
-    from semel.runs.lookout import Lookout
+    from semel.runs.worker import notifier
+    from semel.runs.worker.notifier import ChangeNotifier
 
-    monkeypatch.setattr(lookout, "PATIENCE", 0.2)
+    monkeypatch.setattr(notifier, "PATIENCE", 0.2)
     cut, url = line
-    well = outage.Outage(lookout._log, "the database", "it does not matter")
+    well = outage.Outage(notifier._log, "the database", "it does not matter")
 
     async def watch() -> None:
         looks = asyncio.Event()
-        watching = Lookout(make_url(url), looks.set, poll=10, database=well)
+        watching = ChangeNotifier(make_url(url), looks.set, poll=10, database=well)
         watching.start()
         try:
             await asyncio.wait_for(looks.wait(), 30)  # a broken line is a reason to look
@@ -246,7 +247,8 @@ def test_the_next_sweeper_takes_over_a_dead_ones_term_within_five_seconds(
         ledger = app.ledger(awaited=True)
         try:
             dead, heir = (
-                Sweeper(ledger, name, transport=Database(), news=app.news, interval=5.0) for name in ("dead", "heir")
+                Sweeper(ledger, name, transport=DatabaseTransport(), news=app.news, interval=5.0)
+                for name in ("dead", "heir")
             )
             assert await dead.elected()
             assert not await heir.elected()
@@ -265,7 +267,7 @@ def test_a_sweeper_asks_for_its_next_term_at_half_time(sqlite_url: str, tmp_path
 
     async def elect() -> float:
         ledger = app.ledger(awaited=True)
-        sweeper = Sweeper(ledger, "me", transport=Database(), news=app.news, interval=1000.0)
+        sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news, interval=1000.0)
         try:
             assert await sweeper.elected()
             sweeper._works_at = time.monotonic() + 1000

@@ -20,11 +20,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from semel import App, AsyncOnce, Granted, JobStore, Once, StoreUnavailable
+from semel._concurrency.listener import Listener
+from semel.db.blocking import fetch, parse
 from semel.http.asgi import IdempotencyMiddleware
-from semel.once import postgres, redis
-from semel.once.listener import Listener
-from semel.runs.ledger import Ledger
-from semel.sql.engines import fetch, parse
+from semel.once.stores import postgres, redis
+from semel.runs.store import RunStore
 from silent_line import SilentLine, dead_end, silent_line
 from store_urls import StoreUrls, store_urls
 
@@ -270,7 +270,7 @@ def test_a_transaction_in_which_the_server_falls_silent_ends(
         (fetch if hot else Connection.execute)(conn, text("SELECT 2"), {})
 
     async def scenario() -> None:
-        ledger = Ledger(url, awaited=awaited, retry_for=RETRY_FOR)
+        ledger = RunStore(url, awaited=awaited, retry_for=RETRY_FOR)
         await ledger.open()
         with Clock(), pytest.raises(StoreUnavailable):
             await ledger._at_once(work)

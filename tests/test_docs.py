@@ -37,13 +37,13 @@ from sqlalchemy import Engine
 import semel
 from semel import App, AsyncOnce, Context, IdempotentProcessor, JobStore, Once, Policy, Quota, Usage, Worker
 from semel.cli import main
-from semel.http.dialects import REFUSALS
-from semel.http.door import Door
-from semel.http.options import Options
+from semel.http.middleware import MiddlewareCore
+from semel.http.options import MiddlewareOptions
+from semel.http.refusals import REFUSALS
 from semel.metrics.names import RUN_MEANINGS
 from semel.runs.app import apps
-from semel.runs.models import _OPTIONS as MODEL_OPTIONS
-from semel.runs.transitions import END_STEPS
+from semel.runs.models.model import _OPTIONS as MODEL_OPTIONS
+from semel.runs.store.transitions import END_STEPS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -238,14 +238,14 @@ def closed_at_the_end() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the end of a server's process would close is closed: the stores that middleware opened by a URL."""
-    made: list[Door[Any]] = []
-    make = Door.__init__
+    made: list[MiddlewareCore[Any]] = []
+    make = MiddlewareCore.__init__
 
-    def note(door: Door[Any], *given: Any) -> None:
+    def note(door: MiddlewareCore[Any], *given: Any) -> None:
         make(door, *given)
         made.append(door)
 
-    monkeypatch.setattr(Door, "__init__", note)
+    monkeypatch.setattr(MiddlewareCore, "__init__", note)
     yield
     for door in made:
         if door.owned and isinstance(door.once, Once):
@@ -333,7 +333,7 @@ def test_every_field_and_preset_of_a_policy_is_in_the_reference() -> None:
 
 def test_every_option_and_every_answer_of_the_http_door_is_on_its_page() -> None:
     page = (ROOT / "docs" / "http.md").read_text()
-    wanted = [f"| `{option}` |" for option in ("once", *Options.__annotations__)]
+    wanted = [f"| `{option}` |" for option in ("once", *MiddlewareOptions.__annotations__)]
     wanted += [f"`{refusal.code}`" for refusal in REFUSALS.values()]
     assert [word for word in wanted if word not in page] == []
 

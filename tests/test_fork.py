@@ -146,8 +146,8 @@ def test_no_connection_is_shared(urls: StoreUrls, kind: str) -> None:
             async def number():
                 return await store._database.read(lambda conn: conn.scalar(text("SELECT pg_backend_pid()")))
 
-            from semel.bridge import drive
-            return drive(number())
+            from semel._concurrency.sync import run_sync
+            return run_sync(number())
 
         tell([connection(), in_child(connection), in_child(connection), connection()])
         """,
@@ -194,7 +194,7 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
     """Each lock of the machinery is held by a thread that the child does not have."""
     told = run(
         """
-        from semel.once.memory import MemoryStore
+        from semel.once.stores.memory import MemoryStore
 
         def holding(lock):
             # Another thread takes the lock and keeps it.
@@ -232,7 +232,7 @@ def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
     """A thread is flushing and others wait behind it: the child starts idle, and the parent's callers are answered."""
     told = run(
         """
-        from semel.once.memory import MemoryStore
+        from semel.once.stores.memory import MemoryStore
 
         class SlowStore:
             coalesce = True

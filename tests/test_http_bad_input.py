@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 from semel import AsyncOnce, Once
 from semel.http import asgi, wsgi
-from semel.model import Verdict
-from semel.once.memory import MemoryStore
+from semel.once.stores.memory import MemoryStore
+from semel.types import Verdict
 
 PATIENCE = 30
 DIALECTS = ("intake", "ietf", "stripe")

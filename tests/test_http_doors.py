@@ -24,11 +24,12 @@ from starlette.routing import Mount, Route
 
 from semel import AsyncOnce, Granted, InvalidRequest, Once, Policy, Unknown
 from semel.errors import StoreUnavailable
-from semel.http import body, door, protocol, wsgi
+from semel.http import body, protocol, wsgi
+from semel.http import middleware as http_middleware
 from semel.http.asgi import IdempotencyMiddleware
 from semel.http.protocol import print_of_json
-from semel.once.memory import MemoryStore
 from semel.once.store import ClaimRequest, Complete, Release
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
 
 KEY = {"Idempotency-Key": "k"}
@@ -449,7 +450,7 @@ def test_a_large_request_touches_no_disk_in_the_event_loop(monkeypatch: pytest.M
         return print_of_json(*args)
 
     monkeypatch.setattr(body, "TemporaryFile", lambda **options: Watched(TemporaryFile(**options)))  # noqa: SIM115 -- closed by the body
-    monkeypatch.setattr(door, "print_of_json", parse)
+    monkeypatch.setattr(http_middleware, "print_of_json", parse)
     content = json.dumps({"x": "y" * 300_000}).encode()
     read = []
 

@@ -30,7 +30,7 @@ from desk import Desk
 from semel import AsyncOnce, Once, Policy
 from semel.cli import main as semel_command
 from semel.http import asgi, wsgi
-from semel.once.memory import MemoryStore
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore
 from web_servers import WebServer, web_server
 

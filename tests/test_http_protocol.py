@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from semel import AsyncOnce, InvalidRequest, Once, Outcome, OutcomeGone, Policy, Replay, Response, codec, fingerprint
 from semel.http.asgi import IdempotencyMiddleware as AsgiMiddleware
-from semel.http.body import CHUNK, Body, BodyTooLarge
-from semel.http.dialects import DIALECTS, REFUSALS, Reason, phrase, refuse
-from semel.http.door import Door, Recorder, Request
+from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
+from semel.http.middleware import MiddlewareCore, Request, ResponseRecorder
 from semel.http.protocol import (
     BadKey,
     codings_for_app,
@@ -32,9 +31,10 @@ from semel.http.protocol import (
     replay,
     scope_of,
 )
+from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
 from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from semel.model import Claim, packed
-from semel.once.asking import Asking, name_of, print_of
+from semel.once.requests import CallRequest, checked_fingerprint, checked_key_name
+from semel.types import Claim, packed
 
 INTAKE, IETF, STRIPE = DIALECTS["intake"], DIALECTS["ietf"], DIALECTS["stripe"]
 NOON_US = 1_700_000_000_000_000
@@ -137,7 +137,7 @@ def test_any_header_is_a_valid_key_or_refused(values: list[str]) -> None:
             assert len(shown) <= 255
         else:
             assert dialect.keys.fullmatch(key)
-            assert name_of("key", key) == key
+            assert checked_key_name("key", key) == key
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=255))
@@ -175,12 +175,12 @@ def test_no_tenant_and_no_path_meets_anothers_keys(one: tuple[Any, str], other: 
     scopes = [scope_of(tenant, operation_of("POST", f"/{path}")) for tenant, path in (one, other)]
     assert (scopes[0] == scopes[1]) == (one == other)
     for scope in scopes:
-        assert name_of("scope", scope) == scope
+        assert checked_key_name("scope", scope) == scope
 
 
 def test_paths_of_any_bytes_make_scopes() -> None:
     raw = bytes(range(256)).decode("utf-8", "surrogateescape")
-    assert name_of("scope", scope_of(None, operation_of("POST", raw)))
+    assert checked_key_name("scope", scope_of(None, operation_of("POST", raw)))
     assert operation_of("POST", "/\udcff") != operation_of("POST", "/\udcfe")
     assert operation_of("POST", "/a b") == "POST /a%20b"
     assert operation_of("POST", "/a%20b") == "POST /a%2520b"
@@ -210,7 +210,7 @@ def test_the_query_makes_another_fingerprint() -> None:
     prints = [print_of_bytes(digest(body), query) for body in (b"", b"a", b"b") for query in (b"", b"a", b"b", b"a b")]
     assert len(set(prints)) == 12
     assert all(re.fullmatch("0:[0-9a-f]{64}", each) for each in prints)
-    assert all(print_of(each) == each for each in prints)
+    assert all(checked_fingerprint(each) == each for each in prints)
 
 
 @pytest.mark.parametrize("query", [b"", b"a=1"])
@@ -238,13 +238,13 @@ def test_what_is_not_plain_json_is_fingerprinted_by_its_bytes(body: bytes) -> No
     def of(body: bytes) -> str:
         return print_of_json(body, digest(body), b"")
 
-    assert print_of(of(body)) == of(body) != of(body + b" ")
+    assert checked_fingerprint(of(body)) == of(body) != of(body + b" ")
 
 
 @given(st.binary(max_size=200), st.binary(max_size=50))
 def test_every_body_and_query_has_a_fingerprint(body: bytes, query: bytes) -> None:
     for each in (print_of_bytes(digest(body), query), print_of_json(body, digest(body), query)):
-        assert print_of(each) == each
+        assert checked_fingerprint(each) == each
 
 
 # -- what is kept and replayed -----------------------------------------------------------------------------------------
@@ -324,7 +324,9 @@ def test_a_message_that_was_seen_is_replayed_as_204() -> None:
 
 def answer(found: Outcome, policy: Policy, accept_encoding: str | None = None) -> Response:
     request = Request("POST", "/", b"", {}, header={"accept-encoding": accept_encoding}.get)
-    return Door(Once, "memory://", {"policy": policy}).answer(Replay(found), Asking("k", "scope", "", policy), request)
+    return MiddlewareCore(Once, "memory://", {"policy": policy}).answer(
+        Replay(found), CallRequest("k", "scope", "", policy), request
+    )
 
 
 @pytest.mark.parametrize(("tombstone", "status"), [("gone", 410), ("conflict", 409)])
@@ -525,7 +527,7 @@ def test_a_status_has_its_phrase() -> None:
 
 @given(st.lists(st.binary(max_size=20), max_size=10), st.integers(0, 100))
 def test_a_body_gives_back_what_it_took_and_its_hash(chunks: list[bytes], in_memory: int) -> None:
-    body = Body(in_memory)
+    body = SpooledBody(in_memory)
     try:
         for chunk in chunks:
             body.add(chunk)
@@ -539,7 +541,7 @@ def test_a_body_gives_back_what_it_took_and_its_hash(chunks: list[bytes], in_mem
 
 
 def test_a_large_body_is_in_a_file_without_a_name() -> None:
-    body = Body(10)
+    body = SpooledBody(10)
     assert not body.spills(10)
     assert body.spills(11)
     for _ in range(5):
@@ -554,7 +556,7 @@ def test_a_large_body_is_in_a_file_without_a_name() -> None:
 
 @pytest.mark.parametrize("in_memory", [0, 100])
 def test_a_body_over_the_limit_is_refused_before_it_is_kept(in_memory: int) -> None:
-    body = Body(in_memory, 10)
+    body = SpooledBody(in_memory, 10)
     body.add(b"x" * 10)
     with pytest.raises(BodyTooLarge):
         body.add(b"x")
@@ -563,7 +565,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_kept(in_memory: int) -> N
 
 
 def test_an_empty_body_is_a_body() -> None:
-    body = Body(10)
+    body = SpooledBody(10)
     assert (body.size, body.whole(), body.digest) == (0, b"", hashlib.sha256(b"").digest())
     body.close()
 
@@ -573,8 +575,8 @@ def test_an_empty_body_is_a_body() -> None:
 CLAIM = Claim("scope", "key", 1, "attempt", "", 60.0, NOON_US, NOON_US)
 
 
-def recorder(limit: int | None = None) -> Recorder:
-    return Recorder(Door(Once, "memory://", {"max_response_bytes": limit}), CLAIM)
+def recorder(limit: int | None = None) -> ResponseRecorder:
+    return ResponseRecorder(MiddlewareCore(Once, "memory://", {"max_response_bytes": limit}), CLAIM)
 
 
 def test_a_recorder_tells_when_the_response_is_complete() -> None:
@@ -683,7 +685,7 @@ def test_each_door_takes_its_own_kind_of_once(middleware: Any, once: Any, words:
 
 
 def test_the_defaults_are_those_of_the_document() -> None:
-    door = Door(Once, "memory://", {})
+    door = MiddlewareCore(Once, "memory://", {})
     assert door.policy == door.engine.policy == Policy.intake()
     assert (door.policy.ttl, door.policy.lease, door.policy.collect_interval) == (3600, 60, 600)
     assert (door.methods, door.header, door.required) == (frozenset({"POST"}), "Idempotency-Key", False)
@@ -708,10 +710,10 @@ def test_how_much_is_taken_and_kept_by_default(policy: Any, limit: int | None) -
     """The document of ``intake`` has no limit for the responses that are kept; None says that there is none."""
     chosen: list[tuple[Any, int | None]] = [({}, limit), ({"max_response_bytes": None}, None)]
     for options, expected in chosen:
-        assert Door(Once, "memory://", {"policy": policy, **options}).max_response_bytes == expected
+        assert MiddlewareCore(Once, "memory://", {"policy": policy, **options}).max_response_bytes == expected
     chosen = [({}, 10 << 20), ({"max_request_bytes": None}, None)]
     for options, expected in chosen:
-        assert Door(Once, "memory://", {"policy": policy, **options}).max_request_bytes == expected
+        assert MiddlewareCore(Once, "memory://", {"policy": policy, **options}).max_request_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -719,15 +721,15 @@ def test_how_much_is_taken_and_kept_by_default(policy: Any, limit: int | None) -
     [("intake", {"POST"}), ("processor", {"POST"}), ("stripe", {"POST"}), ("ietf", {"POST", "PATCH"})],
 )
 def test_which_methods_may_have_a_key_by_default(policy: Any, methods: set[str]) -> None:
-    assert Door(Once, "memory://", {"policy": policy}).methods == methods
-    assert Door(Once, "memory://", {"policy": policy, "methods": "PUT"}).methods == {"PUT"}
+    assert MiddlewareCore(Once, "memory://", {"policy": policy}).methods == methods
+    assert MiddlewareCore(Once, "memory://", {"policy": policy, "methods": "PUT"}).methods == {"PUT"}
 
 
 @pytest.mark.parametrize("preset", ["intake", "router", "processor", "ietf", "stripe"])
 def test_a_preset_is_named_by_its_name(preset: str) -> None:
-    door = Door(Once, "memory://", {"policy": preset})
+    door = MiddlewareCore(Once, "memory://", {"policy": preset})
     assert door.policy == getattr(Policy, preset)()
-    assert Door(Once, "memory://", {"policy": preset, "ttl": 5}).policy.ttl == 5
+    assert MiddlewareCore(Once, "memory://", {"policy": preset, "ttl": 5}).policy.ttl == 5
 
 
 @pytest.mark.parametrize(
@@ -744,7 +746,7 @@ def test_a_preset_is_named_by_its_name(preset: str) -> None:
     ],
 )
 def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None:
-    door = Door(Once, "memory://", {"policy": policy})
+    door = MiddlewareCore(Once, "memory://", {"policy": policy})
     assert {status: door.keeps(status) for status in kept} == kept
 
 
@@ -762,7 +764,7 @@ def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None
 )
 def test_which_responses_are_kept_is_a_choice(policy: Any, keep: Any, kept: dict[int, bool], failures: str) -> None:
     """It replaces all of the policy's rule; an exception is a 500."""
-    door = Door(Once, "memory://", {"policy": policy, "keep": keep})
+    door = MiddlewareCore(Once, "memory://", {"policy": policy, "keep": keep})
     assert {status: door.keeps(status) for status in kept} == kept
     assert (door.policy.on_error, door.releasing.on_error) == (failures, "release")
 
@@ -778,12 +780,12 @@ def test_which_responses_are_kept_is_a_choice(policy: Any, keep: Any, kept: dict
     ],
 )
 def test_what_counts_as_credentials(given: Any, names: tuple[str, ...]) -> None:
-    assert Door(Once, "memory://", given)._credentials == names
+    assert MiddlewareCore(Once, "memory://", given)._credentials == names
 
 
 def test_fingerprints_tell_callers_apart_and_say_nothing_of_them() -> None:
     def of(credentials: bytes, key: str = "k", print_: str = "0:" + "a" * 64) -> str:
-        return print_of(print_by(print_, credentials, "scope", key))
+        return checked_fingerprint(print_by(print_, credentials, "scope", key))
 
     assert of(b"") == "0:" + "a" * 64
     assert len({of(b""), of(b"a"), of(b"b"), of(b"a", "l")}) == 4
@@ -794,14 +796,14 @@ def test_fingerprints_tell_callers_apart_and_say_nothing_of_them() -> None:
 
 
 def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
-    door = Door(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
+    door = MiddlewareCore(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
     assert door.methods == frozenset({"PATCH"})
     assert [door.covers(path, "") for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
     assert not door.everywhere
 
 
 def test_a_scope_for_all_still_separates_tenants() -> None:
-    door = Door(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
+    door = MiddlewareCore(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
     assert door.tenant_of({"who": 7}) == "7"
     assert door.scope_of("acme", {}, "POST", "/a") == "acme orders"
     assert door.scope_of(None, {}, "POST", "/b") == "orders"
@@ -810,7 +812,7 @@ def test_a_scope_for_all_still_separates_tenants() -> None:
 @pytest.mark.parametrize("given_path", ["/keys", "/keys/"])
 def test_a_status_url_leads_back_to_its_key(given_path: str) -> None:
     """Whatever path and key hold."""
-    door = Door(Once, "memory://", {"status_path": given_path, "policy": "ietf"})
+    door = MiddlewareCore(Once, "memory://", {"status_path": given_path, "policy": "ietf"})
     for path in ("/a", "/a b/ü", "/100%/x?y"):
         for key in ("k", "a b&c=d#e+f%20/?"):
             url = door._status_url(key, Request("POST", path, b"", {}))

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from semel._concurrency.runtime import AsyncioRuntime
 from semel.errors import StoreUnavailable
-from semel.model import Claim
-from semel.once.background import Renewer
-from semel.once.runtime import Loop
+from semel.once.maintenance import Renewer
 from semel.once.store import Renew
-from semel.runs.heart import Heart
-from semel.runs.held import Held, Holdings
-from semel.runs.keeping import WorkerCard
-from semel.runs.leasing import Beat
-from semel.runs.worklog import WorkLog
+from semel.runs.store.lease import LeaseRenewal
+from semel.runs.store.maintenance import WorkerCard
+from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
+from semel.runs.worker.heartbeat import Heartbeat
+from semel.runs.worker.worker_logger import WorkerLogger
+from semel.types import Claim
 
 LEASES = [5.0, 12.0, 20.0, 21.0, 30.0, 60.0, 300.0]
 PHASES = [0.0, 0.011, 0.024, 0.0371, 0.0499]
@@ -71,7 +71,7 @@ def renewer(server: Server) -> Coroutine[Any, Any, None]:
         return [1 for _ in asked]
 
     async def work() -> None:
-        renewer = Renewer(Loop(), renew, idle=1.0)
+        renewer = Renewer(AsyncioRuntime(), renew, idle=1.0)
         renewer.watch(Claim("scope", "key", 1, "attempt", "", server.lease, 0, 0))
         await asyncio.sleep(2.2 * server.lease)
         renewer.stop()
@@ -81,12 +81,12 @@ def renewer(server: Server) -> Coroutine[Any, Any, None]:
 
 def heart(server: Server) -> Coroutine[Any, Any, None]:
     class Ledger:
-        runtime = Loop()
+        runtime = AsyncioRuntime()
 
         def unavailable(self, error: object) -> None:
             """It is logged elsewhere."""
 
-        async def renew(self, beats: Sequence[Beat]) -> dict[str, bool]:
+        async def renew(self, beats: Sequence[LeaseRenewal]) -> dict[str, bool]:
             await server.renew()
             return {beat.run_id: False for beat in beats}
 
@@ -98,16 +98,16 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
             await server.answer()
 
     async def work() -> None:
-        holdings = Holdings()
+        holdings = ActiveRuns()
         leased: Any = SimpleNamespace(
             id="run", model="m", parameters="{}", payload_hash="", fence=1, attempts=1, user_id="", tenant="",
             data_ref=None, lease_us=round(server.lease * 1e6), changed_us=0,
         )  # fmt: skip
         model: Any = SimpleNamespace(isolation="thread")
-        holdings.add(Held(leased, model, "worker", server._loop.now))
+        holdings.add(ActiveRun(leased, model, "worker", server._loop.now))
         ledger: Any = Ledger()
         card: Any = object()
-        beating = Heart(ledger, holdings, WorkLog("w"), card=lambda: card, lost=_lost, cancelled=_lost)
+        beating = Heartbeat(ledger, holdings, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
         task = asyncio.ensure_future(beating.beat_forever())
         await asyncio.sleep(2.2 * server.lease)
         task.cancel()
@@ -115,7 +115,7 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
     return work()
 
 
-def _lost(held: Held) -> None:
+def _lost(held: ActiveRun) -> None:
     raise AssertionError(f"{held.leased.id} was lost")
 
 
@@ -128,7 +128,11 @@ def test_a_lease_outlives_nine_tenths_of_itself_without_a_store(
         for phase in PHASES:
             loop = Leap()
             clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
-            for module in ("semel.once.background", "semel.runs.heart", "semel.runs.held"):
+            for module in (
+                "semel._concurrency.periodic",
+                "semel.runs.worker.heartbeat",
+                "semel.runs.worker.active_runs",
+            ):
                 monkeypatch.setattr(f"{module}.time", clock)
             server = Server(loop, lease, phase, silent=silent)
             with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:  # type: ignore[misc]

@@ -34,8 +34,8 @@ from semel.http import asgi, wsgi
 from semel.metrics.opentelemetry import OpenTelemetryMetrics
 from semel.metrics.prometheus import PrometheusMetrics, ReplayRatio
 from semel.metrics.statsd import StatsdMetrics
-from semel.once.counters import MOST_SCOPES, OTHERS, Counters
-from semel.once.memory import MemoryStore
+from semel.once.stats import MOST_SCOPES, OTHERS, StatsCounter
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from store_urls import KINDS, SHARED_KINDS
 
@@ -1249,7 +1249,7 @@ def test_an_unknown_outcome_is_warned_of_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_two_that_warn_at_the_same_moment_say_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    counters = Counters()
+    counters = StatsCounter()
     for _ in range(100):
         counters.note("hit", "default", "key")
     everyone = threading.Barrier(8)
@@ -1268,7 +1268,7 @@ def test_two_that_warn_at_the_same_moment_say_it_once(caplog: pytest.LogCaptureF
 
 def test_nothing_is_told_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of an event that nobody hears is a count in a table: no object is made for it."""
-    monkeypatch.delattr("semel.once.counters.Event")
+    monkeypatch.delattr("semel.once.stats.Event")
     with Once(MemoryStore(), collect=False) as once:
         assert once.check_and_mark("ack_id", "a-1") == "not_seen"
         assert once.check_and_mark("ack_id", "a-1") == "seen"

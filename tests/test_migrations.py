@@ -18,7 +18,7 @@ from programs import Program
 from quota_ground import open_app
 from semel import Granted, JobStore, NotMigrated, Once, SemelError
 from semel.cli import main as semel_command
-from semel.sql import migrate, schema
+from semel.db import migrate, schema
 
 PATIENCE = 60
 NEWEST = schema.REVISIONS[-1]
@@ -70,7 +70,7 @@ def test_a_migrated_database_is_what_the_code_expects(url: str, engine: Engine) 
 def test_the_list_of_revisions_is_the_chain_of_migrations() -> None:
     """What `behind` trusts is what Alembic would run."""
     config = Config()
-    config.set_main_option("script_location", "semel.sql:migrations")
+    config.set_main_option("script_location", "semel.db:migrations")
     config.set_main_option("path_separator", "os")
     chain = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
     assert tuple(reversed(chain)) == schema.REVISIONS
@@ -144,7 +144,7 @@ def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -
     assert semel_command(["migrate", url]) == 0
     with engine.begin() as conn:
         config = Config()
-        config.set_main_option("script_location", "semel.sql:migrations")
+        config.set_main_option("script_location", "semel.db:migrations")
         config.set_main_option("path_separator", "os")
         config.attributes["connection"] = conn
         command.downgrade(config, "base")
@@ -170,7 +170,7 @@ def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, eng
         jobs.store_idempotency_key("document", over.id, "ann")
     with engine.begin() as conn:
         config = Config()
-        config.set_main_option("script_location", "semel.sql:migrations")
+        config.set_main_option("script_location", "semel.db:migrations")
         config.set_main_option("path_separator", "os")
         config.attributes["connection"] = conn
         command.downgrade(config, back_to)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from semel import Granted, InFlight, Mismatch, Record, Replay, Unknown, Verdict
-from semel.bridge import drive
-from semel.once.memory import MemoryStore
-from semel.once.opening import open_store
-from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew, Store
+from semel._concurrency.sync import run_sync
+from semel.once.store import ClaimRequest, Complete, KeyRef, OutcomeData, Release, Renew, Store
+from semel.once.stores import open_store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from store_urls import SHARED_KINDS, store_urls
 
@@ -49,7 +49,7 @@ class Ask:
     unknown: bool
     waiting: bool
     resolving: bool
-    done: Done | None
+    done: OutcomeData | None
     again: int | None
 
 
@@ -60,7 +60,7 @@ class Own:
     claim: int
     forged: bool
     lease_us: int
-    done: Done
+    done: OutcomeData
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Step:
 
 
 value_ttls = st.sampled_from([None, 60 * SECOND, 200 * SECOND])
-dones = st.builds(Done, st.sampled_from(["value", "seen", "error"]), st.binary(max_size=8), value_ttls)
+dones = st.builds(OutcomeData, st.sampled_from(["value", "seen", "error"]), st.binary(max_size=8), value_ttls)
 asks = st.builds(
     Ask,
     key=st.sampled_from(KEYS),
@@ -107,9 +107,9 @@ class Side:
 
     store: Store
     run: Run
-    fences: defaultdict[Ref, list[int]] = field(default_factory=lambda: defaultdict(list))
+    fences: defaultdict[KeyRef, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    def rank(self, ref: Ref, fence: int) -> int:
+    def rank(self, ref: KeyRef, fence: int) -> int:
         known = self.fences[ref]
         if fence not in known:
             assert fence > max(known, default=0), "the fence of a key strictly grows"
@@ -121,7 +121,7 @@ class Side:
 class Given:
     """A claim that both sides granted, with the fence that each gave."""
 
-    ref: Ref
+    ref: KeyRef
     fences: tuple[int, int]
 
 
@@ -131,7 +131,7 @@ class Comparison:
     def __init__(self, oracle: Side, store: Side, clock: FakeClock, scopes: Sequence[str], *, keeps_released: bool):
         self.sides = (oracle, store)
         self.clock = clock
-        self.refs = [Ref(scope, key) for scope in scopes for key in KEYS]
+        self.refs = [KeyRef(scope, key) for scope in scopes for key in KEYS]
         self.scopes = scopes
         self.keeps_released = keeps_released
         self.given: list[Given] = []
@@ -170,7 +170,7 @@ class Comparison:
         )
 
     def note(self, request: ClaimRequest, expected: Verdict, got: Verdict) -> None:
-        ref = Ref(request.scope, request.key)
+        ref = KeyRef(request.scope, request.key)
         known = len(self.sides[0].fences[ref])
         assert self.plain(self.sides[1], ref, got) == self.plain(self.sides[0], ref, expected), request
         if len(self.sides[0].fences[ref]) > known:
@@ -180,7 +180,7 @@ class Comparison:
             self.given.append(Given(ref, (expected.claim.fence, got.claim.fence)))
 
     @staticmethod
-    def plain(side: Side, ref: Ref, verdict: Verdict) -> tuple[object, ...]:
+    def plain(side: Side, ref: KeyRef, verdict: Verdict) -> tuple[object, ...]:
         match verdict:
             case Granted(claim):
                 return "granted", structs.replace(claim, fence=side.rank(ref, claim.fence))
@@ -261,7 +261,7 @@ class Comparison:
         if record is None:
             return None
         outcome = record.outcome
-        rank = side.rank(Ref(record.scope, record.key), record.fence)
+        rank = side.rank(KeyRef(record.scope, record.key), record.fence)
         told = structs.asdict(record) | {"fence": rank, "unknown": bool(record.unknown)}
         del told["data"], told["value_until_us"]  # a purge may drop them or not; what counts is what the outcome says
         return told, record.status, record.lease_left, None if outcome is None else outcome.data
@@ -286,7 +286,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     clock = FakeClock(START)
     with ExitStack() as cleanup:
         url = cleanup.enter_context(store_urls(request))[kind]
-        run: Run = cleanup.enter_context(asyncio.Runner()).run if form == "async" else drive
+        run: Run = cleanup.enter_context(asyncio.Runner()).run if form == "async" else run_sync
         store = open_store(url, awaited=form == "async", clock=clock)
         cleanup.callback(lambda: run(store.close()))
         yield Place(store, run, clock, keeps_released=kind == "postgres")
@@ -305,7 +305,7 @@ def test_a_store_answers_as_the_memory_store_does(place: Place, told: list[Step]
     clock.us = round(START * 1e6)
     number = next(unique)
     compared = Comparison(
-        Side(MemoryStore(clock), drive),
+        Side(MemoryStore(clock), run_sync),
         Side(place.store, place.run),
         clock,
         [f"example {number}", f"example {number}:x"],

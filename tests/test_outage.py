@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from semel.once.outage import Outage
+from semel._concurrency.outage import Outage
 
 LOG = logging.getLogger("semel.test")
 

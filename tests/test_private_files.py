@@ -8,7 +8,7 @@ import pytest
 
 from semel import App, Once
 from semel.cli import main as semel_command
-from semel.runs.context import Context
+from semel.runs.execution.context import Context
 from semel.runs.results import open_results
 
 

@@ -14,11 +14,11 @@ from replicate_server import TOKEN, VERSION, ReplicateServer
 from semel import App
 from semel.cli import main as semel_command
 from semel.errors import IllegalTransition, InvalidRequest
+from semel.providers.replicate import MODEL, Replicate
+from semel.providers.replicate.service import share_in
 from semel.service import Settings
-from semel.service.configs import Config
-from semel.service.providers.replicate import MODEL, Replicate
-from semel.service.providers.replicate_desk import share_in
-from semel.service.site import Site
+from semel.service.jobs.configs import Config
+from semel.service.state import ServiceState
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_ours_is_found_on_a_later_page_and_old_ones_are_not_looked_through(app: 
 
 def provider(token: str | None = TOKEN) -> Replicate:
     made = Replicate()
-    made.install(Site(App("sqlite:///semel.db"), Settings(replicate_token=token)))
+    made.install(ServiceState(App("sqlite:///semel.db"), Settings(replicate_token=token)))
     return made
 
 

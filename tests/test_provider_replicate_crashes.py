@@ -26,12 +26,12 @@ from replicate_ground import (
 )
 from replicate_server import TOKEN, ReplicateServer
 from semel import App
+from semel.db.dialect import StatementContext
 from semel.errors import LeaseLost
+from semel.providers.replicate import Replicate
+from semel.providers.replicate import store as rows
 from semel.service import Settings
-from semel.service.providers import replicate_rows as rows
-from semel.service.providers.replicate import Replicate
-from semel.service.site import Site
-from semel.sql.statements import Terms
+from semel.service.state import ServiceState
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_server_that_is_killed_leaves_one_prediction_of_each_job_which_the_nex
     cloud.faults.update({"before": ["429"] * 100_000, "between": ["hold"]})
     with Program(CHILD, url=app.url, folder=str(tmp_path), cloud_url=cloud.url) as first:
         pid = first.hear()
-        Replicate(PACE).install(Site(app, Settings(replicate_token=TOKEN)))
+        Replicate(PACE).install(ServiceState(app, Settings(replicate_token=TOKEN)))
         runs = {prompt: submit(app, prompt) for prompt in ("before", "between", "after")}
         made = {prompt: begun(cloud, prompt) for prompt in ("between", "after")}
         until(lambda: row_of(app, runs["after"])["remote_id"] == made["after"]["id"])
@@ -180,8 +180,8 @@ def test_an_attempt_that_lost_its_lease_can_write_no_intent_and_no_status(
         take_lease(app, run)
         until(lambda: app.get(run.id).attempts == 2)
         intent = rows.Intent(run_id=run.id, fence=fence, token="0" * 32, tenant="", user="ada", config="foxes")
-        hold = rows.Hold(run.id, fence, before["remote_token"])
-        terms = Terms(time.time_ns() // 1000)
+        hold = rows.LeaseRef(run.id, fence, before["remote_token"])
+        terms = StatementContext(time.time_ns() // 1000)
         late: list[Callable[[Connection], object]] = [
             lambda conn: rows.intend(conn, intent, terms),
             lambda conn: rows.note(conn, hold, "failed", terms),

@@ -12,8 +12,8 @@ import pytest
 from replicate_ground import Serving, app_on, begun, ended, in_database, paced, row_of, serving, submit, until
 from replicate_server import VERSION, ReplicateServer
 from semel import App
-from semel.service import tokens
-from semel.sql.statements import Terms
+from semel.db.dialect import StatementContext
+from semel.service.auth import tokens
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ def test_replicate_needs_no_token_of_ours_where_everybody_else_does(
     app: App, cloud: ReplicateServer, prompt: str
 ) -> None:
     app.runs()  # makes the tables
-    request = tokens.Request(user="ada", role="admin")
-    in_database(app, lambda conn: tokens.issue(conn, request, Terms(time.time_ns() // 1000)))
+    request = tokens.NewToken(user="ada", role="admin")
+    in_database(app, lambda conn: tokens.issue(conn, request, StatementContext(time.time_ns() // 1000)))
     with serving(app, cloud, hooks=True) as service:
         assert httpx.get(f"{service.address}/runs").status_code == 401
         run = submit(app, prompt)

@@ -15,15 +15,15 @@ import pytest
 from programs import Program
 from quota_ground import KINDS, Grounds
 from semel import JobStore, Run, RunNotFound
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
+from semel.db.dialect import StatementContext, transaction
 from semel.errors import ResultStoreError
-from semel.runs import retention, submitting, transitions
-from semel.runs.asking import SubmitOptions
 from semel.runs.attempt import Artifact
-from semel.runs.data import ref_of
+from semel.runs.execution.input_data import ref_of
 from semel.runs.results import FileResults
-from semel.sql.statements import Terms, transaction
+from semel.runs.store import retention, submit, transitions
+from semel.runs.submission import SubmitOptions
 from workshop import PATIENCE, Workshop
 
 DAY = 86400
@@ -135,7 +135,7 @@ def purge(shop: Workshop, by: str) -> int:
 def collected(shop: Workshop) -> int:
     """What ``semel gc`` removes, on the clock of the test; a dry run says the same before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semel.runs.ledger.Ledger.terms", property(lambda _: Terms(shop.clock.us)))
+        patch.setattr("semel.runs.store.Ledger.terms", property(lambda _: StatementContext(shop.clock.us)))
         counts = []
         for dry in (["--dry-run"], []):
             said = _said(["gc", "--db", shop.url, "--artifacts", str(shop.folder / "artifacts"), "--json", *dry])
@@ -163,7 +163,7 @@ def test_the_key_of_another_run_keeps_nothing(shop: Workshop) -> None:
 # -- retries and uploads at the same time ------------------------------------------------------------------------------
 
 
-def retried(shop: Workshop, run: Run) -> submitting.Submission:
+def retried(shop: Workshop, run: Run) -> submit.Submission:
     desk = shop.timeless._engine._desk
     return desk.submission(run.model, run.parameters, SubmitOptions(), retry_of=run.id)
 
@@ -175,15 +175,15 @@ def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop
     shop.clock.advance(DAY)
     app = shop.timeless
 
-    def retry_slowly(conn: Any) -> submitting.Answer:
+    def retry_slowly(conn: Any) -> submit.Answer:
         with transaction(conn):
-            (answer,) = submitting.submit(conn, [retried(shop, failed)], app._engine.ledger.terms)
+            (answer,) = submit.submit(conn, [retried(shop, failed)], app._engine.ledger.terms)
             other = shop.open(clock=shop.clock)
             assert other.purge(0) == 0, "it is in use"
         return answer
 
-    answer = drive(app._engine.ledger._write(retry_slowly))
-    assert isinstance(answer, submitting.Created)
+    answer = run_sync(app._engine.ledger._write(retry_slowly))
+    assert isinstance(answer, submit.Created)
     assert app.get(answer.id).data_ref == data_of("a")
     assert app.purge(0) == 1
     assert files(shop) == [data_of("a")], "the new run has it"
@@ -198,7 +198,7 @@ def test_a_run_that_was_purged_meanwhile_is_not_retried_without_its_data(shop: W
     shop.clock.advance(DAY)
     submission = retried(shop, failed)
     assert shop.timeless.purge(0) == 1
-    (answer,) = drive(shop.timeless._engine.ledger.submit_many([submission]))
+    (answer,) = run_sync(shop.timeless._engine.ledger.submit_many([submission]))
     assert isinstance(answer, RunNotFound)
     assert shop.timeless.runs().runs == []
     assert shop.sql("SELECT count(*) FROM semel_run_keys WHERE key LIKE 'retry:%'")[0][0] == 0
@@ -225,7 +225,7 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: 
             while not shop.sql(waiting)[0][0]:
                 assert purging.is_alive(), "it did not wait"
 
-    drive(ledger._write(release_slowly))
+    run_sync(ledger._write(release_slowly))
     purging.join(PATIENCE)
     assert purged == [1]
     assert files(shop) == [data_of("a")]

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 
 from quota_ground import Ground, Grounds
 from semel import KeyReused, Quota, QuotaExceeded
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
-from semel.runs.quotas import EXPIRED_KEPT_US
+from semel.runs.store.quotas import EXPIRED_KEPT_US
 
 USERS = ("ann", "bob")
 MICRO = 1_000_000
@@ -159,7 +159,7 @@ class Lives(RuleBasedStateMachine):
     def end(self, run: str, kind: Any, twice: bool) -> None:
         if run not in self.alive:
             return
-        (leased,) = drive(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
+        (leased,) = run_sync(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
         assert self.ground.end(leased, kind)
         if twice:
             assert self.ground.end(leased, kind) == (kind == "succeeded")
@@ -169,7 +169,7 @@ class Lives(RuleBasedStateMachine):
     def lose(self, run: str) -> None:
         """Its worker vanishes, and the run waits for another one: it stays in use."""
         if run in self.alive and self.ground.app.get(run).losts < 2:
-            drive(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
+            run_sync(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
             self.ground.clock.advance(61)
             assert self.ground.lose_expired() == 1
 

@@ -22,14 +22,13 @@ from semel import (
     Run,
     StoreUnavailable,
 )
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
+from semel.db.dialect import transaction
 from semel.errors import IllegalTransition, ReservationLost
-from semel.runs import quotas
 from semel.runs.attempt import EndKind
-from semel.runs.ledger import Ledger
-from semel.runs.quotas import Reserve
-from semel.runs.records import new_id
-from semel.sql.statements import transaction
+from semel.runs.store import RunStore, quotas
+from semel.runs.store.quotas import Reserve
+from semel.runs.types import new_id
 from workshop import PATIENCE
 
 HOUR, DAY = 3600, 86400
@@ -254,7 +253,7 @@ def test_b4_whatever_a_killed_process_left_is_counted_once(ground: Ground) -> No
 
 
 def lose_next_reply(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None
+    ledger: RunStore, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None
 ) -> list[str]:
     """The next write is done, and the caller hears that the database is gone; ``meanwhile`` happens before it asks."""
     write, lost = ledger._database.write, list[str]()
@@ -307,7 +306,7 @@ def test_b4_a_submission_sent_again_after_its_run_is_over_finds_it(
     assert (used.concurrent, used.last_hour, used.spent["daily"]) == (0, 1, 1)
 
 
-def lose_every_reply(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lose_every_reply(ledger: RunStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every write is done, and the caller never hears of it."""
     write, lost = ledger._database.write, list[str]()
 
@@ -480,7 +479,7 @@ def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(
                     time.sleep(0.1)
             return None
 
-        assert drive(ledger._write(take_the_slot)) is not None
+        assert run_sync(ledger._write(take_the_slot)) is not None
         if how == "consume":
             assert asked[0].result(PATIENCE) is False
         else:

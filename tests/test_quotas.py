@@ -22,9 +22,9 @@ from semel import (
     SemelError,
     StoreUnavailable,
 )
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
-from semel.runs.records import MAX_COST
+from semel.runs.types import MAX_COST
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
@@ -196,7 +196,7 @@ def test_what_a_statement_does_wrong_is_no_unavailable_database(ground: Ground) 
     overflow = "SELECT abs(-9223372036854775807 - 1)" if ground.kind == "sqlite" else "SELECT 9223372036854775807 + 1"
     ledger = ground.app._engine.ledger
     with pytest.raises(SemelError, match="the database says") as told:
-        drive(ledger.read(lambda conn: conn.execute(text(overflow)).all()))
+        run_sync(ledger.read(lambda conn: conn.execute(text(overflow)).all()))
     assert not isinstance(told.value, StoreUnavailable)
 
 

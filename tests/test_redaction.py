@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from semel.redaction import TextFormatter, one_line, without_secrets
-from semel.service.logs import formatter
+from semel.service.telemetry.logs import formatter
 
 PASSWORD = "hunter2-of-the-database"
 URL = f"postgresql://semel:{PASSWORD}@127.0.0.1:1/nothing"

@@ -28,15 +28,15 @@ from moto.server import ThreadedMotoServer
 from programs import Program, outcome
 from semel import App
 from semel.errors import Fatal, InvalidRequest, MissingExtra, ResultStoreError
-from semel.runs.attempt import Artifact, Job
-from semel.runs.jsontext import read_exact
+from semel.runs.attempt import Artifact, Attempt
 from semel.runs.results import FileResults, ResultStore, open_results, place, publish
+from semel.runs.strict_json import read_exact
 
 RUN = "0198c0de-0000-7000-8000-000000000001"
 
 
-def job(fence: int = 1) -> Job:
-    return Job(run_id=RUN, model="m", parameters="{}", payload_hash="", fence=fence, attempt=1)
+def job(fence: int = 1) -> Attempt:
+    return Attempt(run_id=RUN, model="m", parameters="{}", payload_hash="", fence=fence, attempt=1)
 
 
 @pytest.fixture(scope="session")

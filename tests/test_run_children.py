@@ -19,10 +19,10 @@ import pytest
 
 import run_models
 from run_models import Heard, job
-from semel.runs import capture
-from semel.runs.attempt import Ended
-from semel.runs.children import Children
-from semel.runs.models import make_model
+from semel.runs.attempt import AttemptResult
+from semel.runs.execution import log_capture
+from semel.runs.execution.child_pool import ChildPool
+from semel.runs.models.model import make_model
 from semel.runs.results import FileResults, open_results
 
 PATIENCE = 60
@@ -53,9 +53,9 @@ class Crew:
         self.results = FileResults(folder / "results")
         self.children = self.new(2)
 
-    def new(self, size: int, **options: Any) -> Children:
-        async def make() -> Children:
-            return Children(size, results_url=self.results.url, **options)
+    def new(self, size: int, **options: Any) -> ChildPool:
+        async def make() -> ChildPool:
+            return ChildPool(size, results_url=self.results.url, **options)
 
         return self._runner.run(make())
 
@@ -67,7 +67,7 @@ class Crew:
 
     def run(
         self, function: Callable[..., Any], parameters: str = "{}", wire: Heard | None = None, **options: Any
-    ) -> Ended:
+    ) -> AttemptResult:
         return self.wait(self.children.run(job(parameters), make_model("m", function, **options), wire or Heard()))
 
     def close(self) -> None:
@@ -218,8 +218,8 @@ def test_a_module_that_configures_logging_is_heard_once(crew: Crew, tmp_path: Pa
 
 def test_the_log_of_a_flood_is_bounded(crew: Crew) -> None:
     heard = Heard()
-    assert crew.run(run_models.flood, f'{{"lines": {capture.MAX_LINES + 10}}}', wire=heard).kind == "succeeded"
-    assert len(heard.lines) == capture.MAX_LINES + 1
+    assert crew.run(run_models.flood, f'{{"lines": {log_capture.MAX_LINES + 10}}}', wire=heard).kind == "succeeded"
+    assert len(heard.lines) == log_capture.MAX_LINES + 1
     assert heard.lines[-1] == ("WARNING", "more than 10,000 lines: the rest was dropped")
 
 
@@ -234,7 +234,7 @@ def test_a_wire_that_fails_does_not_harm_the_run(crew: Crew) -> None:
         def progress(self, fraction: float, note: str) -> None:
             raise RuntimeError("cannot hear")
 
-    async def scenario() -> tuple[Ended, list[Any]]:
+    async def scenario() -> tuple[AttemptResult, list[Any]]:
         complaints: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about["exception"]))
         try:
@@ -298,8 +298,8 @@ def test_a_model_of_a_program_runs_in_its_children(tmp_path: Path) -> None:
         textwrap.dedent("""
             import asyncio
             from run_models import Heard, job
-            from semel.runs.children import Children
-            from semel.runs.models import make_model
+            from semel.runs.execution.child_pool import ChildPool
+            from semel.runs.models.model import make_model
 
             class Mine(Exception):
                 pass
@@ -310,7 +310,7 @@ def test_a_model_of_a_program_runs_in_its_children(tmp_path: Path) -> None:
                 return __name__
 
             async def main():
-                children = Children(1, results_url="file:///unused")
+                children = ChildPool(1, results_url="file:///unused")
                 made = make_model("m", model, fatal=(Mine,))
                 print((await children.run(job('{"fails": false}'), made, Heard())).result)
                 print((await children.run(job('{"fails": true}'), made, Heard())).kind)
@@ -393,7 +393,7 @@ def test_a_crash_in_c_says_where(crew: Crew) -> None:
 
 def test_a_child_that_dies_while_idle_is_not_given_work(crew: Crew) -> None:
     async def scenario() -> list[str]:
-        children = Children(1, results_url=crew.results.url)
+        children = ChildPool(1, results_url=crew.results.url)
         ended = await children.run(job(), make_model("m", run_models.surroundings), Heard())
         pid = msgspec.json.decode(ended.result or "")["pid"]
         (process,) = children._processes
@@ -408,7 +408,7 @@ def test_a_child_that_dies_while_idle_is_not_given_work(crew: Crew) -> None:
 
 @pytest.mark.parametrize("function", [run_models.wait_politely, run_models.return_when_told])
 def test_a_cancel_lets_the_model_leave_by_itself(crew: Crew, function: Callable[..., Any]) -> None:
-    async def scenario() -> Ended:
+    async def scenario() -> AttemptResult:
         heard = Watched()
         model = make_model("m", function, grace=PATIENCE)
         run = asyncio.ensure_future(crew.children.run(job(), model, heard))
@@ -423,7 +423,7 @@ def test_a_cancel_lets_the_model_leave_by_itself(crew: Crew, function: Callable[
 
 @pytest.mark.parametrize("function", [run_models.hang, run_models.burn])
 def test_a_model_that_ignores_a_cancel_is_killed_after_its_grace(crew: Crew, function: Callable[..., Any]) -> None:
-    async def scenario() -> tuple[Ended, int]:
+    async def scenario() -> tuple[AttemptResult, int]:
         heard = Watched()
         run = asyncio.ensure_future(crew.children.run(job(), make_model("m", function, grace=0.1), heard))
         pid = int(await heard.note())
@@ -437,7 +437,7 @@ def test_a_model_that_ignores_a_cancel_is_killed_after_its_grace(crew: Crew, fun
 
 
 def test_a_model_that_finishes_without_looking_has_succeeded(crew: Crew, tmp_path: Path) -> None:
-    async def scenario() -> Ended:
+    async def scenario() -> AttemptResult:
         heard, until = Watched(), tmp_path / "until"
         model = make_model("m", run_models.finish_untold, grace=PATIENCE)
         parameters = msgspec.json.encode({"until": str(until)}).decode()
@@ -464,7 +464,7 @@ def test_a_model_that_takes_too_long_and_does_not_stop_is_killed(crew: Crew) -> 
 
 
 def test_a_run_whose_lease_is_lost_is_killed_at_once_with_its_files(crew: Crew, scratch: Path) -> None:
-    async def scenario() -> tuple[Ended, bool]:
+    async def scenario() -> tuple[AttemptResult, bool]:
         heard = Watched()
         model = make_model("m", run_models.leave_files_and_hang)
         run = asyncio.ensure_future(crew.children.run(job(run_id="taken"), model, heard))
@@ -506,7 +506,7 @@ def test_a_cancelled_call_kills_its_child(crew: Crew) -> None:
 
 
 def test_a_model_that_holds_the_interpreters_lock_does_not_stop_the_loop(crew: Crew) -> None:
-    async def scenario() -> tuple[Ended, float]:
+    async def scenario() -> tuple[AttemptResult, float]:
         heard = Watched()
         model = make_model("m", run_models.hold_the_lock, grace=0.2)
         run = asyncio.ensure_future(crew.children.run(job('{"seconds": 600}'), model, heard))
@@ -588,7 +588,7 @@ def test_an_interpreter_that_is_not_there_is_said(crew: Crew, monkeypatch: pytes
 
 def test_a_run_that_waits_for_a_child_can_be_cancelled_and_killed(crew: Crew) -> None:
     async def scenario() -> list[str]:
-        children = Children(1, results_url=crew.results.url)
+        children = ChildPool(1, results_url=crew.results.url)
         heard, waiting = Watched(), make_model("m", run_models.return_when_told, grace=PATIENCE)
         first = asyncio.ensure_future(children.run(job(run_id="first"), waiting, heard))
         await heard.note()
@@ -608,7 +608,7 @@ def test_a_run_that_waits_for_a_child_can_be_cancelled_and_killed(crew: Crew) ->
 
 def test_more_children_than_asked_for_do_not_stay(crew: Crew) -> None:
     async def scenario() -> int:
-        children = Children(1, results_url=crew.results.url)
+        children = ChildPool(1, results_url=crew.results.url)
         model = make_model("m", run_models.nothing)
         await asyncio.gather(children.start(), children.run(job(), model, Heard()))
         await children.run(job(), model, Heard())
@@ -622,8 +622,8 @@ def test_more_children_than_asked_for_do_not_stay(crew: Crew) -> None:
 
 
 def test_closing_waits_for_the_runs_under_way_and_takes_no_more(crew: Crew, tmp_path: Path) -> None:
-    async def scenario() -> tuple[Ended, Ended]:
-        children, heard, until = Children(2, results_url=crew.results.url), Watched(), tmp_path / "until"
+    async def scenario() -> tuple[AttemptResult, AttemptResult]:
+        children, heard, until = ChildPool(2, results_url=crew.results.url), Watched(), tmp_path / "until"
         await children.start()
         parameters = msgspec.json.encode({"until": str(until)}).decode()
         run = asyncio.ensure_future(children.run(job(parameters), make_model("m", run_models.finish_untold), heard))
@@ -641,8 +641,8 @@ def test_closing_waits_for_the_runs_under_way_and_takes_no_more(crew: Crew, tmp_
 
 
 def test_closing_by_force_kills_the_runs_under_way(crew: Crew) -> None:
-    async def scenario() -> tuple[Ended, int]:
-        children, heard = Children(1, results_url=crew.results.url), Watched()
+    async def scenario() -> tuple[AttemptResult, int]:
+        children, heard = ChildPool(1, results_url=crew.results.url), Watched()
         run = asyncio.ensure_future(children.run(job(), make_model("m", run_models.hang), heard))
         pid = int(await heard.note())
         await children.close(kill=True)
@@ -655,7 +655,7 @@ def test_closing_by_force_kills_the_runs_under_way(crew: Crew) -> None:
 
 def test_the_flag_of_one_run_does_not_reach_the_next(crew: Crew) -> None:
     async def scenario() -> str:
-        children = Children(1, results_url=crew.results.url)
+        children = ChildPool(1, results_url=crew.results.url)
         heard = Watched()
         run = asyncio.ensure_future(
             children.run(job(), make_model("m", run_models.wait_politely, grace=PATIENCE), heard)
@@ -676,15 +676,15 @@ def test_no_child_outlives_a_killed_parent(function: str, scratch: Path) -> None
         import asyncio, sys
         import run_models
         from run_models import Heard, job
-        from semel.runs.children import Children
-        from semel.runs.models import make_model
+        from semel.runs.execution.child_pool import ChildPool
+        from semel.runs.models.model import make_model
 
         class Telling(Heard):
             def progress(self, fraction, note):
                 print(note, flush=True)
 
         async def main():
-            children = Children(1, results_url="file:///unused")
+            children = ChildPool(1, results_url="file:///unused")
             parameters = '{"seconds": 600}' if sys.argv[1] == "hold_the_lock" else "{}"
             await children.run(job(parameters), make_model("m", getattr(run_models, sys.argv[1])), Telling())
 
@@ -726,7 +726,7 @@ def test_a_child_needs_neither_a_database_nor_an_event_loop() -> None:
         import semel.runs.child
         print([name for name in ("sqlalchemy", "asyncio", "alembic") if name in sys.modules])
     """
-    folder = Path(capture.__file__).parent.parent
+    folder = Path(log_capture.__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), str(folder)],
         capture_output=True,

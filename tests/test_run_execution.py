@@ -18,11 +18,10 @@ import pytest
 import run_models
 from run_models import Heard, job
 from semel.errors import InvalidRequest, Retry, RunCancelled
-from semel.runs import capture, context
-from semel.runs.attempt import Ended
-from semel.runs.context import Context, Flag
-from semel.runs.execution import Limits, execute, execute_async, run_in_thread
-from semel.runs.models import Model, make_model
+from semel.runs.attempt import AttemptResult
+from semel.runs.execution import Limits, context, execute, execute_async, log_capture, run_in_thread
+from semel.runs.execution.context import Context, StopFlag
+from semel.runs.models.model import Model, make_model
 from semel.runs.results import FileResults, open_results
 
 PATIENCE = 30
@@ -56,10 +55,12 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(params=["here", "loop", "thread"])
-def way(request: pytest.FixtureRequest, results: FileResults) -> Callable[..., Ended]:
+def way(request: pytest.FixtureRequest, results: FileResults) -> Callable[..., AttemptResult]:
     """One of the ways to execute a sync function."""
 
-    def run(function: Callable[..., Any], parameters: str = "{}", wire: Heard | None = None, **options: Any) -> Ended:
+    def run(
+        function: Callable[..., Any], parameters: str = "{}", wire: Heard | None = None, **options: Any
+    ) -> AttemptResult:
         model = make_model("m", function, isolation="thread", **options)
         given = (job(parameters), model, wire or Heard(), results)
         if request.param == "here":
@@ -69,17 +70,19 @@ def way(request: pytest.FixtureRequest, results: FileResults) -> Callable[..., E
     return run
 
 
-def in_loop(function: Callable[..., Any], results: FileResults, **options: Any) -> Ended:
+def in_loop(function: Callable[..., Any], results: FileResults, **options: Any) -> AttemptResult:
     model = make_model("m", function, **options)
     return asyncio.run(execute_async(job(), model, Heard(), results))
 
 
-def test_a_value_becomes_a_result_in_the_row(way: Callable[..., Ended]) -> None:
+def test_a_value_becomes_a_result_in_the_row(way: Callable[..., AttemptResult]) -> None:
     ended = way(run_models.add, '{"a": 1}')
     assert (ended.kind, ended.result, ended.result_ref, ended.result_size) == ("succeeded", "11", None, 2)
 
 
-def test_a_large_value_lies_in_the_store_under_the_fence(way: Callable[..., Ended], results: FileResults) -> None:
+def test_a_large_value_lies_in_the_store_under_the_fence(
+    way: Callable[..., AttemptResult], results: FileResults
+) -> None:
     ended = way(run_models.large, '{"size": 100000}')
     assert (ended.kind, ended.result, ended.result_size) == ("succeeded", None, 100_002)
     assert ended.result_ref is not None
@@ -113,13 +116,13 @@ def test_publishing_much_does_not_stop_the_loop(results: FileResults) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {"x": float("nan"), "y": object()}, "half a \ud800 pair"])
-def test_a_value_without_json_form_is_fatal(way: Callable[..., Ended], value: Any) -> None:
+def test_a_value_without_json_form_is_fatal(way: Callable[..., AttemptResult], value: Any) -> None:
     ended = way(lambda: value)
     assert ended.kind == "fatal"
     assert "JSON" in ended.reason
 
 
-def test_a_value_with_numbers_that_are_not_finite_is_kept_with_a_warning(way: Callable[..., Ended]) -> None:
+def test_a_value_with_numbers_that_are_not_finite_is_kept_with_a_warning(way: Callable[..., AttemptResult]) -> None:
     ended = way(lambda: {"metrics": {"loss": float("nan"), "best": 1.5}})
     assert (ended.kind, ended.result) == ("succeeded", '{"metrics":{"loss":null,"best":1.5}}')
     assert ended.result_exact == '{"metrics":{"loss":NaN,"best":1.5}}'
@@ -133,7 +136,7 @@ def test_a_value_over_the_limit_is_fatal(results: FileResults) -> None:
     assert "5,002 bytes" in ended.reason
 
 
-def test_a_store_that_cannot_be_written_is_tried_again(tmp_path: Path, way: Callable[..., Ended]) -> None:
+def test_a_store_that_cannot_be_written_is_tried_again(tmp_path: Path, way: Callable[..., AttemptResult]) -> None:
     (tmp_path / "results").write_text("where a folder is needed")
     ended = way(run_models.large, '{"size": 100000}')
     assert (ended.kind, ended.reason.split(":")[0]) == ("retry", "ResultStoreError")
@@ -145,7 +148,7 @@ def test_a_store_that_cannot_be_written_is_tried_again(tmp_path: Path, way: Call
     [("retry", "busy", 3.0), ("fatal", "never", None), ("snooze", "snoozed for 4.5 seconds", 4.5)],
 )
 def test_a_verdict_counts_raised_and_returned(
-    way: Callable[..., Ended], verdict: str, raised: str, reason: str, after: float | None
+    way: Callable[..., AttemptResult], verdict: str, raised: str, reason: str, after: float | None
 ) -> None:
     ended = way(run_models.decide, f'{{"verdict": "{verdict}", "raised": {raised}}}')
     assert (ended.kind, ended.reason, ended.after, ended.result) == (verdict, reason, after, None)
@@ -163,31 +166,31 @@ def test_a_verdict_counts_raised_and_returned(
         ("SystemExit", "retry", "the model called sys.exit: SystemExit: no luck"),
     ],
 )
-def test_an_error_says_what_it_is(way: Callable[..., Ended], error: str, kind: str, reason: str) -> None:
+def test_an_error_says_what_it_is(way: Callable[..., AttemptResult], error: str, kind: str, reason: str) -> None:
     ended = way(run_models.fail, f'{{"error": "{error}"}}', fatal=(run_models.Broken,))
     assert (ended.kind, ended.reason) == (kind, reason)
 
 
-def test_a_traceback_shows_the_users_frames_only(way: Callable[..., Ended]) -> None:
+def test_a_traceback_shows_the_users_frames_only(way: Callable[..., AttemptResult]) -> None:
     ended = way(run_models.fail, '{"error": "ValueError"}')
     assert "run_models.py" in ended.traceback
     assert ended.traceback.endswith("ValueError: no luck\n")
-    assert str(Path(capture.__file__).parent) not in ended.traceback
+    assert str(Path(log_capture.__file__).parent) not in ended.traceback
 
 
-def test_parameters_that_do_not_fit_are_fatal_and_name_the_parameter(way: Callable[..., Ended]) -> None:
+def test_parameters_that_do_not_fit_are_fatal_and_name_the_parameter(way: Callable[..., AttemptResult]) -> None:
     ended = way(run_models.add, '{"a": "one"}')
     assert ended.kind == "fatal"
     assert "a" in ended.reason
     assert ended.reason.startswith("InvalidParameters: model 'm'")
 
 
-def test_a_validation_error_of_msgspec_is_fatal(way: Callable[..., Ended]) -> None:
+def test_a_validation_error_of_msgspec_is_fatal(way: Callable[..., AttemptResult]) -> None:
     ended = way(lambda: msgspec.json.decode(b'"x"', type=int))
     assert ended.kind == "fatal"
 
 
-def test_reason_and_traceback_are_bounded_and_can_be_kept_everywhere(way: Callable[..., Ended]) -> None:
+def test_reason_and_traceback_are_bounded_and_can_be_kept_everywhere(way: Callable[..., AttemptResult]) -> None:
     def model() -> None:
         raise ValueError("a\x00b\ud800\n" + "ü" * 50_000)
 
@@ -199,7 +202,7 @@ def test_reason_and_traceback_are_bounded_and_can_be_kept_everywhere(way: Callab
     msgspec.msgpack.encode(ended)
 
 
-def test_an_error_that_cannot_be_shown_is_still_an_error(way: Callable[..., Ended]) -> None:
+def test_an_error_that_cannot_be_shown_is_still_an_error(way: Callable[..., AttemptResult]) -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("not even that")
@@ -211,7 +214,7 @@ def test_an_error_that_cannot_be_shown_is_still_an_error(way: Callable[..., Ende
     assert (ended.kind, ended.reason) == ("retry", "Mute: (its message cannot be shown)")
 
 
-def test_endless_recursion_is_an_error_like_others(way: Callable[..., Ended]) -> None:
+def test_endless_recursion_is_an_error_like_others(way: Callable[..., AttemptResult]) -> None:
     def model() -> None:
         model()
 
@@ -221,12 +224,12 @@ def test_endless_recursion_is_an_error_like_others(way: Callable[..., Ended]) ->
 
 
 @pytest.mark.parametrize("wish", [float("nan"), -1, float("inf"), "soon"])
-def test_a_time_that_cannot_be_is_left_to_the_backoff(way: Callable[..., Ended], wish: Any) -> None:
+def test_a_time_that_cannot_be_is_left_to_the_backoff(way: Callable[..., AttemptResult], wish: Any) -> None:
     assert way(lambda: Retry("later", after=wish)).after is None
 
 
 def test_a_cancel_is_seen_and_ends_the_run(results: FileResults) -> None:
-    stop = Flag()
+    stop = StopFlag()
     stop.set()
     for function in (lambda ctx: ctx.check(), lambda ctx: ctx.cancelled and 1, lambda ctx: ctx.progress(0.5)):
         model = make_model("m", function, isolation="thread")
@@ -239,14 +242,14 @@ def test_an_error_after_the_model_was_told_to_stop_is_the_cancel(results: FileRe
         if ctx.cancelled:
             raise OSError("interrupted")
 
-    stop = Flag()
+    stop = StopFlag()
     stop.set()
     made = make_model("m", model, isolation="thread")
     assert execute(job(), made, Heard(), results, cancelled=stop).kind == "cancelled"
 
 
 def test_a_model_that_never_looked_has_succeeded(results: FileResults) -> None:
-    stop = Flag()
+    stop = StopFlag()
     stop.set()
     model = make_model("m", run_models.nothing, isolation="thread")
     assert execute(job(), model, Heard(), results, cancelled=stop).kind == "succeeded"
@@ -325,7 +328,7 @@ def test_a_thread_that_does_not_stop_is_left_behind_unheard(
         ctx.log.info("after")
         return "too late"
 
-    async def scenario() -> Ended:
+    async def scenario() -> AttemptResult:
         made = make_model("m", model, isolation="thread", timeout=timeout, grace=0.05)
         waiting = asyncio.ensure_future(run_in_thread(job(), made, heard, results, cancelled=stop))
         await asyncio.to_thread(begun.wait, PATIENCE)
@@ -376,7 +379,7 @@ def test_the_wire_of_a_thread_is_called_in_the_loop_and_sees_the_callers_context
     assert carried == "carried along"
 
 
-def test_the_context_says_what_run_it_is(way: Callable[..., Ended]) -> None:
+def test_the_context_says_what_run_it_is(way: Callable[..., AttemptResult]) -> None:
     said = msgspec.json.decode(way(run_models.who).result or "")
     assert said == {
         "run_id": "run-1",
@@ -394,24 +397,24 @@ def test_the_context_says_what_run_it_is(way: Callable[..., Ended]) -> None:
 @pytest.mark.parametrize("fraction", [float("nan"), float("inf")])
 def test_a_progress_that_is_not_finite_ends_no_run(fraction: float) -> None:
     heard = Heard()
-    Context(job(), heard, Flag()).progress(fraction)
+    Context(job(), heard, StopFlag()).progress(fraction)
     assert heard.steps == []
 
 
 @pytest.mark.parametrize("fraction", [-0.01, 1.01])
 def test_a_progress_that_is_no_fraction_is_refused(fraction: float) -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 1"):
-        Context(job(), Heard(), Flag()).progress(fraction)
+        Context(job(), Heard(), StopFlag()).progress(fraction)
 
 
-def test_progress_reaches_the_wire(way: Callable[..., Ended]) -> None:
+def test_progress_reaches_the_wire(way: Callable[..., AttemptResult]) -> None:
     heard = Heard()
     way(run_models.steps, wire=heard)
     assert heard.steps == [(0.25, "quarter"), (0.5, "")]
 
 
 def test_check_raises_once_a_cancel_was_asked_for() -> None:
-    stop = Flag()
+    stop = StopFlag()
     ctx = Context(job(), Heard(), stop)
     ctx.check()
     stop.set()
@@ -422,26 +425,26 @@ def test_check_raises_once_a_cancel_was_asked_for() -> None:
 @pytest.mark.parametrize("name", ["", "../x", "/x", "a/../b", "a\\b", "x\x00", "x" * 300, "."])
 def test_an_artifact_that_could_lie_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
-        Context(job(), Heard(), Flag()).artifact(name)
+        Context(job(), Heard(), StopFlag()).artifact(name)
 
 
 def test_a_folder_that_lies_there_already_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     planted.mkdir(mode=0o777)
     with pytest.raises(FileExistsError):
-        Context(job(), Heard(), Flag(), planted).artifact("x")
-    ctx = Context(job(), Heard(), Flag(), tmp_path / "own")
+        Context(job(), Heard(), StopFlag(), planted).artifact("x")
+    ctx = Context(job(), Heard(), StopFlag(), tmp_path / "own")
     assert ctx.artifact("x").parent.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("amount", [-1, 1_000_001, float("nan"), float("inf")])
 def test_a_cost_that_cannot_be_is_refused(amount: float) -> None:
     with pytest.raises(InvalidRequest, match="cost"):
-        Context(job(), Heard(), Flag()).cost(amount)
+        Context(job(), Heard(), StopFlag()).cost(amount)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_cost_is_kept_whatever_the_end(way: Callable[..., Ended], fails: bool) -> None:
+def test_a_cost_is_kept_whatever_the_end(way: Callable[..., AttemptResult], fails: bool) -> None:
     def model(ctx: Context) -> None:
         ctx.cost(1.5)
         ctx.cost(2)
@@ -451,7 +454,9 @@ def test_a_cost_is_kept_whatever_the_end(way: Callable[..., Ended], fails: bool)
     assert way(model).cost == 2.0
 
 
-def test_artifacts_of_a_success_are_published_under_the_fence(way: Callable[..., Ended], results: FileResults) -> None:
+def test_artifacts_of_a_success_are_published_under_the_fence(
+    way: Callable[..., AttemptResult], results: FileResults
+) -> None:
     heard = Heard()
     ended = way(run_models.leave_files, wire=heard)
     assert ended.kind == "succeeded"
@@ -462,13 +467,13 @@ def test_artifacts_of_a_success_are_published_under_the_fence(way: Callable[...,
     assert ("WARNING", "the artifact 'never-written' was asked for and never written") in heard.lines
 
 
-def test_artifacts_of_a_failure_are_not_published(way: Callable[..., Ended], tmp_path: Path) -> None:
+def test_artifacts_of_a_failure_are_not_published(way: Callable[..., AttemptResult], tmp_path: Path) -> None:
     ended = way(run_models.leave_files, '{"fails": true}')
     assert (ended.kind, ended.artifacts) == ("retry", [])
     assert not (tmp_path / "results").exists()
 
 
-def test_what_is_logged_belongs_to_the_run(way: Callable[..., Ended]) -> None:
+def test_what_is_logged_belongs_to_the_run(way: Callable[..., AttemptResult]) -> None:
     heard = Heard()
     way(run_models.chatter, wire=heard)
     assert heard.lines == [("INFO", "from ctx 1"), ("WARNING", "lib: from a library")]
@@ -492,7 +497,7 @@ def test_the_lines_of_runs_in_one_loop_are_told_apart(results: FileResults) -> N
         assert wire.lines == [("WARNING", f"I am {name}")] * 3
 
 
-def test_the_runs_logger_works_in_threads_of_the_model(way: Callable[..., Ended]) -> None:
+def test_the_runs_logger_works_in_threads_of_the_model(way: Callable[..., AttemptResult]) -> None:
     def model(ctx: Context) -> None:
         thread = threading.Thread(target=ctx.log.info, args=("from a thread",))
         thread.start()
@@ -504,7 +509,7 @@ def test_the_runs_logger_works_in_threads_of_the_model(way: Callable[..., Ended]
 
 
 def test_records_of_the_runs_logger_carry_the_runs_fields(caplog: pytest.LogCaptureFixture) -> None:
-    ctx = Context(job(), Heard(), Flag())
+    ctx = Context(job(), Heard(), StopFlag())
     ctx.log.warning("hot", extra={"temperature": 90})
     (record,) = caplog.records
     fields = {"run_id": "run-1", "payload_hash": "hash", "worker_id": "w1", "status": "RUNNING", "attempt_count": 2}
@@ -513,7 +518,7 @@ def test_records_of_the_runs_logger_carry_the_runs_fields(caplog: pytest.LogCapt
     assert record.filename == "test_run_execution.py"
 
 
-def test_an_error_is_logged_with_its_traceback(way: Callable[..., Ended]) -> None:
+def test_an_error_is_logged_with_its_traceback(way: Callable[..., AttemptResult]) -> None:
     def model(ctx: Context) -> None:
         try:
             {}["lost"]
@@ -530,13 +535,13 @@ def test_an_error_is_logged_with_its_traceback(way: Callable[..., Ended]) -> Non
 def test_the_log_of_an_attempt_is_bounded(results: FileResults) -> None:
     def model(ctx: Context) -> None:
         ctx.log.info("é" * 10_000)
-        for _ in range(capture.MAX_LINES + 50):
+        for _ in range(log_capture.MAX_LINES + 50):
             ctx.log.info("x")
 
     heard = Heard()
     execute(job(), make_model("m", model, isolation="thread"), heard, results)
-    assert len(heard.lines) == capture.MAX_LINES + 1
-    assert len(heard.lines[0][1].encode()) <= capture.MAX_LINE_BYTES
+    assert len(heard.lines) == log_capture.MAX_LINES + 1
+    assert len(heard.lines[0][1].encode()) <= log_capture.MAX_LINE_BYTES
     assert heard.lines[0][1].endswith("é…")
     assert heard.lines[-1] == ("WARNING", "more than 10,000 lines: the rest was dropped")
 
@@ -576,7 +581,7 @@ def test_logging_shows_what_it_showed_before(tmp_path: Path) -> None:
         import logging
         from run_models import Heard, job, chatter
         from semel.runs.execution import execute
-        from semel.runs.models import make_model
+        from semel.runs.models.model import make_model
         from semel.runs.results import open_results
         execute(job(), make_model("m", chatter, isolation="thread"), Heard(), open_results("unused"))
         logging.getLogger("elsewhere").warning("not of a run")

@@ -8,7 +8,7 @@ import pytest
 
 from semel import App, IllegalTransition, InvalidRequest, RunNotFound
 from semel.cli import main as semel_command
-from semel.runs.records import Run
+from semel.runs.types import Run
 from semel.testing import FakeClock
 
 

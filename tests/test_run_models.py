@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from programs import Program, outcome
 from semel.errors import InvalidParameters, InvalidRequest
-from semel.runs.models import MAIN, Model, load, make_model
+from semel.runs.models.model import MAIN, Model, load, make_model
 
 if TYPE_CHECKING:
     from nowhere import Missing
@@ -499,7 +499,7 @@ def test_options_are_kept_as_they_were_given() -> None:
 def test_the_context_is_known_by_its_name_or_its_type() -> None:
     def by_name(ctx, x: int): ...
     def by_name_alone(ctx, /): ...
-    def by_type(context: "semel.runs.context.Context", x: int): ...  # noqa: F821
+    def by_type(context: "semel.runs.execution.context.Context", x: int): ...  # noqa: F821
     def second(x: int, ctx): ...
     def keyword(*, ctx): ...
 
@@ -518,7 +518,7 @@ def test_the_context_is_known_by_its_name_or_its_type() -> None:
 
 
 def test_the_context_class_itself_marks_the_context() -> None:
-    from semel.runs.context import Context
+    from semel.runs.execution.context import Context
 
     def typed(run: Context, x: int): ...
 
@@ -544,7 +544,7 @@ def elsewhere(reference: str, main_path: str | None, *, path: Path | None = None
     return outcome(
         """
         import sys
-        from semel.runs.models import load
+        from semel.runs.models.model import load
         sys.path[:0] = path
         try:
             function = load(reference, main_path)
@@ -562,7 +562,7 @@ def elsewhere(reference: str, main_path: str | None, *, path: Path | None = None
 PROGRAM = """
     import dataclasses, json
     import neighbour
-    from semel.runs.models import make_model
+    from semel.runs.models.model import make_model
 
     @dataclasses.dataclass
     class Pair:
@@ -617,14 +617,16 @@ def test_a_function_of_a_module_run_with_m_is_found_by_the_modules_name(project:
 
 
 def test_a_function_from_the_command_line_is_refused_for_a_process() -> None:
-    code = "from semel.runs.models import make_model\ndef f(): ...\nmake_model('m', f)"
+    code = "from semel.runs.models.model import make_model\ndef f(): ...\nmake_model('m', f)"
     answer = ran("-c", code, at=Path.cwd())
     assert answer.returncode == 1
     assert 'given on the command line. Define it at the top of a module, or pass isolation="thread"' in answer.stderr
 
 
 def test_the_main_file_registers_the_same_in_the_child_as_in_the_parent(project: Path) -> None:
-    program = "from semel.runs.models import make_model\ndef plain(x): return make_model('m', plain).reference, {p}"
+    program = (
+        "from semel.runs.models.model import make_model\ndef plain(x): return make_model('m', plain).reference, {p}"
+    )
     (project / "again").write_text(program.format(p="make_model('m', plain).main_path"))
     said, _, _ = elsewhere("__main__:plain", str(project / "again"))
     assert said == (f"{MAIN}:plain", str(project / "again"))
@@ -659,7 +661,7 @@ def test_a_main_file_that_failed_is_run_again_when_it_is_asked_for_again(tmp_pat
     (tmp_path / "late.py").write_text(f"def f(x): return times * x\nopen({str(ready)!r}).close()\ntimes = 2\n")
     with Program(
         """
-        from semel.runs.models import load
+        from semel.runs.models.model import load
         for _ in range(2):
             try:
                 tell(load("__main__:f", path)(2))

@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from programs import Program
-from semel.scratch import scratch
+from semel.runs.execution.scratch import scratch
 
 HOLD = """
 from pathlib import Path
-from semel.scratch import scratch
+from semel.runs.execution.scratch import scratch
 
 with scratch("test", Path(place)) as folder:
     (folder / "file").write_text("x")

@@ -10,10 +10,11 @@ import pytest
 
 from auth_ground import BOTH, Town, add_models, bare, eventually, issue, shared_town, status_of, town_on
 from semel import App
-from semel.bridge import drive
-from semel.service import Settings, gate, tokens
-from semel.service.limits import address_of
-from semel.service.subscriptions import Subscription
+from semel._concurrency.sync import run_sync
+from semel.service import Settings
+from semel.service.auth import middleware, tokens
+from semel.service.auth.limits import address_of
+from semel.service.webhooks.subscriptions import Subscription
 from service_ground import PATIENCE, Served, made_app, served
 
 REFUSED = {
@@ -35,7 +36,9 @@ def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
     if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.gate._failures = gate.Buckets(gate.FAILURES_REFILLED, gate.FAILURES)
+        request.getfixturevalue("town").site.gate._failures = middleware.RateLimits(
+            middleware.FAILURES_REFILLED, middleware.FAILURES
+        )
 
 
 @pytest.fixture(params=BOTH)
@@ -68,8 +71,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def revoke_elsewhere(app: App, token_id: str) -> None:
     ledger = app.ledger(awaited=False)
-    assert drive(ledger.write(tokens.revoke, token_id))
-    drive(ledger.close())
+    assert run_sync(ledger.write(tokens.revoke, token_id))
+    run_sync(ledger.close())
 
 
 def wrong_secret(secret: str | None) -> str:
@@ -117,7 +120,7 @@ def test_an_unknown_id_and_a_wrong_secret_are_both_looked_up_each_time_even_if_t
 
     alice = town.admit("alice")
     monkeypatch.setattr(tokens, "check", noting)
-    monkeypatch.setattr(gate, "KNOWN_FOR", 600.0)
+    monkeypatch.setattr(middleware, "KNOWN_FOR", 600.0)
     assert [alice.get("/runs").status_code for _ in range(3)] == [200] * 3
     assert looked == [alice.id]
     for _ in range(3):
@@ -162,8 +165,8 @@ def test_a_token_in_a_second_header_is_refused_even_if_it_was_good_a_moment_ago(
 def test_only_a_digest_of_a_token_is_kept(town: Town) -> None:
     secret = town.root.secret
     ledger = town.app.ledger(awaited=False)
-    found = drive(ledger.read(tokens.find, town.root.id, ledger.terms))
-    drive(ledger.close())
+    found = run_sync(ledger.read(tokens.find, town.root.id, ledger.terms))
+    run_sync(ledger.close())
     assert secret
     assert found is not None
     assert (found[0].user, len(found[1])) == ("root", 64)
@@ -173,7 +176,7 @@ def test_only_a_digest_of_a_token_is_kept(town: Town) -> None:
 def test_a_token_that_expires_ends_then_even_though_it_was_just_used(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "KNOWN_FOR", 600.0)
+    monkeypatch.setattr(middleware, "KNOWN_FOR", 600.0)
     brief = town.admit("brief", ttl=1.0)
     eventually(lambda: brief.get("/runs").status_code == 401)
 
@@ -198,7 +201,7 @@ def test_a_revoked_token_ends_at_once_where_it_was_revoked(town: Town) -> None:
 
 
 def test_a_token_that_was_revoked_elsewhere_ends_soon(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "KNOWN_FOR", 0.05)
+    monkeypatch.setattr(middleware, "KNOWN_FOR", 0.05)
     alice = town.admit("alice")
     assert alice.get("/runs").status_code == 200
     revoke_elsewhere(town.app, alice.id)
@@ -224,11 +227,11 @@ def test_tokens_that_expired_a_month_ago_are_forgotten(tmp_path: Path, sqlite_ur
     now += 29 * 86400 * 1_000_000
     issue(app, "kept")
     ledger = app.ledger(awaited=False)
-    assert [each.user for each in drive(ledger.read(tokens.listed, None))] == ["old", "kept"]
+    assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["old", "kept"]
     now += 2 * 86400 * 1_000_000
     issue(app, "new")
-    assert [each.user for each in drive(ledger.read(tokens.listed, None))] == ["kept", "new"]
-    drive(ledger.close())
+    assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["kept", "new"]
+    run_sync(ledger.close())
     app.close()
 
 
@@ -345,7 +348,7 @@ def test_no_page_of_another_site_is_let_in_by_cors(town: Town) -> None:
 def test_too_many_wrong_tokens_from_an_address_are_told_to_wait_and_good_ones_pass_on(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(town.site.gate, "_failures", gate.Buckets(0.001, 5))
+    monkeypatch.setattr(town.site.gate, "_failures", middleware.RateLimits(0.001, 5))
     assert town.root.get("/runs").status_code == 200
     statuses = [town.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code for n in range(7)]
     assert statuses == [401] * 5 + [429] * 2
@@ -353,7 +356,7 @@ def test_too_many_wrong_tokens_from_an_address_are_told_to_wait_and_good_ones_pa
     assert (told.status_code, told.json()["error_code"]) == (429, "TOO_MANY_REQUESTS")
     assert int(told.headers["retry-after"]) >= 1
     assert town.root.get("/runs").status_code == 200
-    monkeypatch.setattr(gate, "KNOWN_FOR", 0.0)
+    monkeypatch.setattr(middleware, "KNOWN_FOR", 0.0)
     assert town.root.get("/runs").status_code == 200
     assert town.admit("newcomer").get("/runs").status_code == 200, "good, and never seen here before"
 
@@ -367,8 +370,8 @@ def test_wrong_tokens_fill_no_memory(town: Town) -> None:
 
 
 def test_only_the_names_that_were_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("semel.service.limits.MOST_NAMES", 3)
-    buckets = gate.Buckets(0.001, 1)
+    monkeypatch.setattr("semel.service.auth.limits.MOST_NAMES", 3)
+    buckets = middleware.RateLimits(0.001, 1)
     assert [buckets.take(name) > 0 for name in "aabbccdd"] == [False, True] * 4
     assert len(buckets) == 3
     assert buckets.take("d") > 0

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semel import App
-from semel.runs import jsontext
-from semel.service import bodies, config_files
-from semel.service.problems import Refused
-from semel.service.wire import RunRequest
+from semel.runs import strict_json
+from semel.service.api import request
+from semel.service.api.problems import ApiError
+from semel.service.api.run_types import RunRequest
+from semel.service.jobs import config_files
 from service_ground import PATIENCE, Served, made_app, served
 
 JSON = st.recursive(
@@ -68,12 +69,12 @@ def real_count(value: Any) -> int:
 
 @given(JSON, st.sampled_from([None, 1]), st.booleans())
 def test_the_shape_of_a_text_is_found_without_decoding_it(value: Any, indent: int | None, ascii_only: bool) -> None:
-    many = [value, [[]] * jsontext.MAX_DEPTH]  # of few brackets the number is taken for the depth
+    many = [value, [[]] * strict_json.MAX_DEPTH]  # of few brackets the number is taken for the depth
     text = json.dumps(many, indent=indent, ensure_ascii=ascii_only).encode()
-    assert jsontext.depth(text) == real_depth(many)
+    assert strict_json.depth(text) == real_depth(many)
     wide = [value, [0] * 1000]  # as well
     text = json.dumps(wide, indent=indent, ensure_ascii=ascii_only).encode()
-    assert real_count(wide) <= jsontext.count(text) <= 2 * real_count(wide)
+    assert real_count(wide) <= strict_json.count(text) <= 2 * real_count(wide)
 
 
 HOSTILE = {
@@ -91,8 +92,8 @@ def test_a_hostile_body_is_refused_at_a_fraction_of_what_decoding_it_costs(name:
     body = b'{"model": "add", "parameters": {"a": ' + HOSTILE[name] + b"}}"
 
     def refused() -> None:
-        with pytest.raises(Refused) as caught:
-            bodies.decoded(body, RunRequest)
+        with pytest.raises(ApiError) as caught:
+            request.decoded(body, RunRequest)
         assert caught.value.status in (400, 413)
 
     assert min(cost(refused) for _ in range(3)) < what_decoding_costs()
@@ -111,18 +112,18 @@ def cost(work: Callable[[], object]) -> float:
 
 
 def test_a_body_of_the_most_values_is_taken_and_one_more_is_not() -> None:
-    most = bodies.MOST_VALUES
-    assert len(bodies.decoded(b"[" + b"0," * (most - 3) + b"0]")) == most - 2
-    with pytest.raises(Refused, match=f"{most:,} values"):
-        bodies.decoded(b"[" + b"0," * most + b"0]")
-    assert len(bodies.decoded(b"[" + b"[]," * (most - 3) + b"{}]")) == most - 2
+    most = request.MOST_VALUES
+    assert len(request.decoded(b"[" + b"0," * (most - 3) + b"0]")) == most - 2
+    with pytest.raises(ApiError, match=f"{most:,} values"):
+        request.decoded(b"[" + b"0," * most + b"0]")
+    assert len(request.decoded(b"[" + b"[]," * (most - 3) + b"{}]")) == most - 2
     text = json.dumps(",[{" * most).encode()
-    assert bodies.decoded(text) == ",[{" * most
+    assert request.decoded(text) == ",[{" * most
 
 
 def test_others_are_answered_while_large_parameters_are_checked(server: Served) -> None:
     """On the event loop the check would wait for the other answer for ever, and the other answer for the check."""
-    asked = {"model": "slow", "parameters": {"how": "wait", "more": "x" * bodies.LARGE}}
+    asked = {"model": "slow", "parameters": {"how": "wait", "more": "x" * request.LARGE}}
     for path, body in (("/runs", asked), ("/runs/bulk", [asked])):
         Slow.begun.clear()
         Slow.go_on.clear()
@@ -134,18 +135,18 @@ def test_others_are_answered_while_large_parameters_are_checked(server: Served) 
             assert answer.result().status_code in (200, 201)
 
 
-@pytest.mark.parametrize(("size", "apart"), [(100, False), (bodies.LARGE + 1, True)])
+@pytest.mark.parametrize(("size", "apart"), [(100, False), (request.LARGE + 1, True)])
 def test_large_bodies_are_decoded_in_a_thread(
     server: Served, monkeypatch: pytest.MonkeyPatch, size: int, apart: bool
 ) -> None:
     seen: list[str] = []
-    decoded = bodies.decoded
+    decoded = request.decoded
 
     def noting(*given: Any) -> Any:
         seen.append(threading.current_thread().name)
         return decoded(*given)
 
-    monkeypatch.setattr(bodies, "decoded", noting)
+    monkeypatch.setattr(request, "decoded", noting)
     with server.client() as client:
         answer = client.post("/runs", json={"model": "slow", "parameters": {"how": "x" * size}})
     assert answer.status_code == 201
@@ -164,7 +165,7 @@ def test_a_config_is_checked_in_a_thread(server: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(config_files, "body_of", noting)
     with server.client() as client:
         answer = client.put(
-            "/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * bodies.LARGE}}
+            "/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * request.LARGE}}
         )
     assert answer.status_code == 200
     assert [name.startswith("asyncio_") for name in seen] == [True]

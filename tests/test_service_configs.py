@@ -8,8 +8,9 @@ import pytest
 
 from jobs_ground import add_models, job_in, submit, token, write_config
 from semel import App
-from semel.service import Settings, config_files
-from semel.service.config_files import BrokenConfig
+from semel.service import Settings
+from semel.service.jobs import config_files
+from semel.service.jobs.config_files import BrokenConfig
 from service_ground import Served, made_app, served
 
 TOML = """\

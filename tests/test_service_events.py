@@ -23,11 +23,12 @@ from auth_ground import BOTH, issue
 from programs import Program
 from quota_ground import Grounds
 from semel import App
-from semel.bridge import drive
-from semel.runs.transitions import EVENT, NOTED, WANTED
-from semel.service import Settings, deliverer, webhooks_out
-from semel.service.deliverer import AT_ONCE, DELAYS, LEASE
-from semel.service.deliveries import Delivery, lease, renew, tidy
+from semel._concurrency.sync import run_sync
+from semel.runs.store.transitions import EVENT, NOTED, WANTED
+from semel.service import Settings
+from semel.service.webhooks import dispatcher, sender
+from semel.service.webhooks.deliveries import Delivery, lease, renew, tidy
+from semel.service.webhooks.dispatcher import AT_ONCE, DELAYS, LEASE
 from semel.testing import FakeClock
 from service_ground import Served, made_app, served
 from webhook_ground import PATIENCE, Receiver, receiving, until
@@ -38,8 +39,8 @@ OPEN = Settings(private_webhooks=True)
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliverer, "TURN", 0.02)
-    monkeypatch.setattr(deliverer, "IDLE_TURN", 0.02)
+    monkeypatch.setattr(dispatcher, "TURN", 0.02)
+    monkeypatch.setattr(dispatcher, "IDLE_TURN", 0.02)
 
 
 class House:
@@ -336,7 +337,7 @@ def test_what_is_old_is_forgotten_in_batches(house: House, client: httpx.Client)
     columns = "subscription_id, run_id, version, state, attempts, due_us, body"
     house.write(f"INSERT INTO semel_deliveries ({columns}) VALUES {', '.join(made)}")
     ledger = house.app._engine.ledger
-    assert [drive(ledger.write(tidy, ledger.terms, 10)) for _ in range(4)] == [True, True, False, False]
+    assert [run_sync(ledger.write(tidy, ledger.terms, 10)) for _ in range(4)] == [True, True, False, False]
     assert house.states() == {"delivered": 1}
 
 
@@ -387,7 +388,7 @@ def test_what_waits_for_a_receiver_that_is_gone_is_dead_with_it(house: House, cl
 
 def test_one_that_hangs_holds_up_no_other(house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although there is more for it than is sent at once, and it was first."""
-    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    monkeypatch.setattr(sender, "TIMEOUT", 1000.0)
     hanging, good = house.receiver("hang"), house.receiver()
     subscribe(client, hanging.url)
     subscribe(client, good.url)
@@ -402,7 +403,7 @@ def test_an_event_without_an_answer_holds_up_no_other_of_its_subscription(
     house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in ten is never answered; all others are told while these still hang."""
-    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    monkeypatch.setattr(sender, "TIMEOUT", 1000.0)
     hung = AT_ONCE - 1
     receiver = house.receiver(*(["hang"] + [204] * 9) * hung, 204)
     subscribe(client, receiver.url)
@@ -417,7 +418,7 @@ def test_the_steps_of_a_run_wait_for_one_another_and_for_no_other_run(
     house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of two servers sends them; a try that failed does not hold up those that follow."""
-    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
+    monkeypatch.setattr(sender, "TIMEOUT", 1000.0)
     house.serve(app=house.another_app(clock=house.clock))
     answered = threading.Event()
     receiver = house.receiver()
@@ -447,8 +448,8 @@ def test_a_delivery_stays_with_its_server_for_as_long_as_it_is_sent(
     house: House, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease is short and renewed: another server that looks for work all the time does not send it again."""
-    monkeypatch.setattr(webhooks_out, "TIMEOUT", 1000.0)
-    monkeypatch.setattr(deliverer, "RENEW_EVERY", 0.02)
+    monkeypatch.setattr(sender, "TIMEOUT", 1000.0)
+    monkeypatch.setattr(dispatcher, "RENEW_EVERY", 0.02)
     house.serve(app=house.another_app(clock=house.clock))
     receiver = house.receiver("hang")
     subscribe(client, receiver.url)
@@ -479,14 +480,14 @@ def test_a_try_that_ended_is_not_renewed(house: House) -> None:
         **stale,
     )
     try:
-        assert drive(ledger.write(renew, [leased], LEASE, ledger.terms)) == {}
+        assert run_sync(ledger.write(renew, [leased], LEASE, ledger.terms)) == {}
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
     assert house.sql("SELECT * FROM semel_deliveries") == before
 
 
 def test_a_server_that_stops_gives_back_what_it_has_not_sent(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliverer, "GRACE", 0.05)
+    monkeypatch.setattr(dispatcher, "GRACE", 0.05)
     receiver = house.receiver("hang")
     with served(house.app, OPEN) as service, service.client() as client:
         subscribe(client, receiver.url)
@@ -673,10 +674,10 @@ def test_what_still_waits_for_a_subscription_that_ended_is_not_taken_up(house: H
     ledger = house.app.ledger(awaited=False)
     try:
         house.write(end)
-        assert drive(ledger.write(lease, made["id"], 10, LEASE, ledger.terms)) == []
+        assert run_sync(ledger.write(lease, made["id"], 10, LEASE, ledger.terms)) == []
         assert house.states() == {"waiting": 1}
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
 def test_deliveries_are_listed_page_by_page(house: House, client: httpx.Client) -> None:
@@ -788,4 +789,4 @@ def test_a_tenant_has_so_many_subscriptions_at_the_most(house: House, client: ht
 
 
 def test_the_lease_of_a_delivery_is_short_and_renewed_well_before_it_ends() -> None:
-    assert 2 * deliverer.RENEW_EVERY < LEASE <= 15
+    assert 2 * dispatcher.RENEW_EVERY < LEASE <= 15

@@ -11,8 +11,8 @@ import pytest
 
 from auth_ground import Town, bare, eventually, shared_town, status_of
 from semel.service import Settings
-from semel.service.gate import Guarded
-from semel.service.limits import DRAINED
+from semel.service.auth.limits import DRAINED
+from semel.service.auth.middleware import AuthMiddleware
 from service_ground import PATIENCE, made_app, served
 
 RUN = {"model": "add", "parameters": {"a": 1}}
@@ -219,7 +219,7 @@ def at_the_gate(messages: list[dict[str, Any]], method: str = "POST", **settings
 
     async def opened() -> None: ...
 
-    guarded = Guarded(inner, None, Settings(**settings), opened)  # type: ignore[arg-type]
+    guarded = AuthMiddleware(inner, None, Settings(**settings), opened)  # type: ignore[arg-type]
     scope = {"type": "http", "method": method, "path": "/healthz", "headers": []}
     asyncio.run(guarded(scope, receive, send))
     return heard, sent

@@ -16,11 +16,12 @@ import pytest
 
 from hosting import unannounced
 from semel import App
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.redaction import without_secrets
-from semel.service import Settings, tokens
-from semel.service.logs import formatter
-from semel.service.tokens import Role
+from semel.service import Settings
+from semel.service.auth import tokens
+from semel.service.auth.tokens import Role
+from semel.service.telemetry.logs import formatter
 from service_ground import Served, made_app, served
 from serving_ground import until
 
@@ -56,9 +57,9 @@ def closed_port() -> int:
 def token(app: App, role: Role, tenant: str = "") -> str:
     """A new token."""
     ledger = app.ledger(awaited=False)
-    request = tokens.Request(user=f"a-{role}", role=role, tenant=tenant)
-    secret = drive(ledger.write(tokens.issue, request, ledger.terms)).secret
-    drive(ledger.close())
+    request = tokens.NewToken(user=f"a-{role}", role=role, tenant=tenant)
+    secret = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
+    run_sync(ledger.close())
     return secret
 
 
@@ -125,7 +126,7 @@ def test_a_database_that_takes_no_writes_is_alive_but_not_ready(postgres_url: st
 @pytest.fixture
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is given again."""
-    monkeypatch.setattr("semel.service.health.FRESH", 0.0)
+    monkeypatch.setattr("semel.service.api.health.FRESH", 0.0)
 
 
 def counting_writes(file: Path) -> sqlite3.Connection:
@@ -166,10 +167,10 @@ def test_a_disk_that_is_full_is_not_ready_until_there_is_room_again(
                 assert client.get("/readyz").json() == expected
             conn.execute("DROP TRIGGER full")
         assert client.get("/readyz").status_code == 200
-        monkeypatch.setattr("semel.service.health.ROOM", 1 << 62)
+        monkeypatch.setattr("semel.service.api.health.ROOM", 1 << 62)
         assert client.get("/readyz").json() == expected
         assert client.get("/healthz").status_code == 200
-        monkeypatch.setattr("semel.service.health.ROOM", 1)
+        monkeypatch.setattr("semel.service.api.health.ROOM", 1)
         assert client.get("/readyz").status_code == 200
     app.close()
 

@@ -23,7 +23,7 @@ from schemathesis.checks import (
 )
 
 from run_service import ended, on_database, submitted, token
-from semel.service.assembly import build
+from semel.service.app import build
 from service_ground import Served, served
 
 EXAMPLES = 2000

@@ -223,7 +223,7 @@ def test_when_the_parent_is_killed_nothing_is_left(postgres_url: str, tmp_path: 
 
 _TOLD_AT_BIRTH = """
 import os, signal, time
-from semel.service.supervision import Child, Supervisor
+from semel.service.server.supervisor import SupervisedProcess, Supervisor
 
 fork, forks = os.fork, []
 
@@ -243,7 +243,7 @@ def main(ready):
     return 0
 
 os.fork = slow_fork
-code = Supervisor(600).run(Child("first", main), [Child("second", main)], lambda: None)
+code = Supervisor(600).run(SupervisedProcess("first", main), [SupervisedProcess("second", main)], lambda: None)
 tell((code, len(forks)))
 """
 
@@ -255,7 +255,7 @@ def test_a_process_that_was_just_begun_is_told_to_end_like_the_others() -> None:
 _DYING = """
 import time
 from semel.service import supervision
-from semel.service.supervision import Child, Supervisor
+from semel.service.server.supervisor import SupervisedProcess, Supervisor
 
 supervision.FIRST_PAUSE, supervision.LONGEST_PAUSE = 0.01, 0.04
 begun = []
@@ -264,7 +264,7 @@ def first(ready):
     ready()
     time.sleep(600)
 
-class Watched(Child):
+class Watched(SupervisedProcess):
     def began(self, pid, hears):
         begun.append(time.monotonic())
         super().began(pid, hears)
@@ -277,7 +277,7 @@ class Watched(Child):
 
 pauses = []
 supervisor = Supervisor(600)
-code = supervisor.run(Child("first", first), [Watched("second", lambda ready: 3)], lambda: None)
+code = supervisor.run(SupervisedProcess("first", first), [Watched("second", lambda ready: 3)], lambda: None)
 tell((code, pauses[:5]))
 """
 

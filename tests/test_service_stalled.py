@@ -10,7 +10,7 @@ import pytest
 from dashboard_ground import Browser, made_run, put_runs
 from semel.cli import main as semel_command
 from semel.client import Client
-from semel.runs.records import MICRO
+from semel.runs.types import MICRO
 from service_ground import Served, made_app, served
 
 STALL = 60

@@ -19,20 +19,21 @@ from sqlalchemy import delete
 from jobs_ground import SlowStore, add_models, job, job_in, runs_of, submit, until, write_config
 from programs import Program
 from semel import App, ResultStoreError
-from semel.bridge import drive
-from semel.runs.attempt import Ended
-from semel.runs.data import ref_of, unpack
+from semel._concurrency.sync import run_sync
+from semel.db.schema import leaders
+from semel.runs.attempt import AttemptResult
+from semel.runs.execution.input_data import ref_of, unpack
 from semel.runs.results import FileResults
-from semel.runs.transitions import Ending
-from semel.service import Settings, jobs, uploads
-from semel.service.gate import Caller
-from semel.service.packing import Packed, Unpackable, pack
-from semel.service.site import Site
-from semel.sql.schema import leaders
+from semel.runs.store.transitions import FinishRequest
+from semel.service import Settings, jobs
+from semel.service.auth.middleware import Principal
+from semel.service.jobs import uploads
+from semel.service.jobs.archive import CannotPack, Packed, pack
+from semel.service.state import ServiceState
 from service_ground import Served, made_app, served
 
 FILES = {"captions.txt": "a boat", "images/one.txt": "1", "images/two.txt": "2"}
-ME = Caller(user="local", role="admin")
+ME = Principal(user="local", role="admin")
 
 
 def write(folder: Path, files: dict[str, str] = FILES) -> Path:
@@ -107,20 +108,20 @@ def test_links_inside_stay_links_and_those_that_lead_out_are_refused(tmp_path: P
     assert (out / "images/link").read_text() == (out / "absolute").read_text() == "a boat"
     assert os.access(out / "script", os.X_OK)
     (folder / "images/out").symlink_to(tmp_path)
-    with pytest.raises(Unpackable, match="'images/out' leads out of the folder"):
+    with pytest.raises(CannotPack, match="'images/out' leads out of the folder"):
         packed(folder, tmp_path / "2")
     (folder / "images/out").unlink()
     (folder / "ring").symlink_to("ring")
-    with pytest.raises(Unpackable, match="'ring' leads"):
+    with pytest.raises(CannotPack, match="'ring' leads"):
         packed(folder, tmp_path / "3")
 
 
 def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "data")
     os.mkfifo(folder / "pipe")
-    with pytest.raises(Unpackable, match="'pipe' is neither a file nor a folder"):
+    with pytest.raises(CannotPack, match="'pipe' is neither a file nor a folder"):
         packed(folder, tmp_path / "1")
-    with pytest.raises(Unpackable, match="it is no folder, or was removed"):
+    with pytest.raises(CannotPack, match="it is no folder, or was removed"):
         packed(tmp_path / "nowhere", tmp_path / "2")
 
 
@@ -324,11 +325,11 @@ def test_a_config_whose_data_is_missing_makes_no_job(client: httpx.Client, confi
 
 async def submitted(app: App, configs: Path, act: Any) -> str:
     """A job whose upload nobody works on; ``act`` is done to the upload, then it is settled."""
-    site = Site(app, Settings(configs=str(configs)))
+    site = ServiceState(app, Settings(configs=str(configs)))
     uploads.install(app)
     await site.ledger.open()
     try:
-        asked = jobs.Asked(provider="local", config="reading", key=None)
+        asked = jobs.JobSubmission(provider="local", config="reading", key=None)
         job_id = (await jobs.submit(site, ME, asked)).job_id
         (upload,) = (await site.engine.runs(queue="semel-service")).runs
         assert await site.ledger.due(0, 100) == []  # no broker is told of the upload, nor of a run that is held
@@ -341,12 +342,14 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
         await site.engine.close()
 
 
-async def give_up(site: Site, upload_id: str) -> None:
+async def give_up(site: ServiceState, upload_id: str) -> None:
     (leased,) = await site.ledger.lease_these("worker", [upload_id])
-    await site.ledger.end([Ending(upload_id, leased.fence, Ended(kind="fatal", reason="the disk is full"))])
+    await site.ledger.end(
+        [FinishRequest(upload_id, leased.fence, AttemptResult(kind="fatal", reason="the disk is full"))]
+    )
 
 
-async def call_off(site: Site, upload_id: str) -> None:
+async def call_off(site: ServiceState, upload_id: str) -> None:
     await site.engine.cancel(upload_id)
 
 
@@ -397,8 +400,8 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
         program._process.kill()
         program._process.join()
     ledger = app.ledger(awaited=False)
-    drive(ledger.write(lambda conn: conn.execute(delete(leaders))))  # whose terms would end some seconds later
-    drive(ledger.close())
+    run_sync(ledger.write(lambda conn: conn.execute(delete(leaders))))  # whose terms would end some seconds later
+    run_sync(ledger.close())
     assert said["status"] == "uploading"
     with (
         served(app, Settings(configs=str(configs))) as service,
@@ -420,8 +423,8 @@ import httpx
 from jobs_ground import SlowStore, add_models
 from semel import App
 from semel.service import Settings
-from semel.service.answering import answer
-from semel.service.ports import claim_port
+from semel.service.server.granian import answer
+from semel.service.server.ports import claim_port
 
 app = App(url, artifacts=SlowStore(Path(artifacts)))
 add_models(app)

@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import delete
 
 from run_service import PATIENCE, ended, on_database, submitted, until
-from semel.bridge import drive
-from semel.runs import reading
-from semel.service import runs_events
-from semel.sql.schema import runs
+from semel._concurrency.sync import run_sync
+from semel.db.schema import runs
+from semel.runs.store import queries
+from semel.service.api import run_events
 from service_ground import Served, served
 
 
@@ -143,8 +143,8 @@ def test_a_run_that_is_purged_while_somebody_waits_is_gone(
     ]
     answers = [waiting(service, look, aside) for look in looks]
     ledger = service.app.ledger(awaited=False)
-    drive(ledger.write(lambda conn: conn.execute(delete(runs).where(runs.c.id == run_id)) and None))
-    drive(ledger.close())
+    run_sync(ledger.write(lambda conn: conn.execute(delete(runs).where(runs.c.id == run_id)) and None))
+    run_sync(ledger.close())
     assert [answer.result(PATIENCE).status_code for answer in answers] == [404, 404]
 
 
@@ -152,13 +152,13 @@ def test_a_crowd_that_waits_asks_with_few_statements(
     service: Served, client: httpx.Client, aside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    real = reading.marks
+    real = queries.versions
 
     def counted(conn: Any, ids: list[str]) -> Any:
         looked.append(len(ids))
         return real(conn, ids)
 
-    monkeypatch.setattr(reading, "marks", counted)
+    monkeypatch.setattr(queries, "marks", counted)
     ids = [submitted(client, "add", {"a": n}, delay=3600) for n in range(24)]
     answers = [aside.submit(client.get, f"/runs/{run_id}", params={"wait": 60}) for run_id in ids]
     until(lambda: waiters(service) == 24, "the crowd")
@@ -174,7 +174,7 @@ def test_a_crowd_that_waits_asks_with_few_statements(
 def test_nobody_waits_and_nothing_is_asked(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: service.site.watch._task is None or service.site.watch._task.done(), "the end of the looks")
     looked: list[int] = []
-    monkeypatch.setattr(reading, "marks", lambda conn, ids: looked.append(len(ids)) or {})
+    monkeypatch.setattr(queries, "marks", lambda conn, ids: looked.append(len(ids)) or {})
     time.sleep(0.1)  # nothing must happen in it
     assert looked == []
 
@@ -220,7 +220,7 @@ def test_an_id_that_is_none_is_the_beginning(client: httpx.Client, last: str) ->
 
 
 def test_a_silent_stream_says_that_it_is_alive(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_events, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(run_events, "HEARTBEAT", 0.05)
     run_id = submitted(client, "add", {"a": 1}, delay=3600)
     with stream(client, run_id) as answer:
         lines = answer.iter_lines()

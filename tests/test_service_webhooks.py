@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semel.service import addresses, subscriptions, webhooks_out
-from semel.service.addresses import addresses_of, is_public, target_of
-from semel.service.deliveries import Answered
-from semel.service.problems import Refused
-from semel.service.subscriptions import Subscription, new_secret, written
-from semel.service.webhooks_out import Sender, signature
+from semel.service.api.problems import ApiError
+from semel.service.webhooks import egress, subscriptions
+from semel.service.webhooks import sender as webhooks_sender
+from semel.service.webhooks.deliveries import Answered
+from semel.service.webhooks.egress import addresses_of, is_public, target_of
+from semel.service.webhooks.sender import WebhookSender, signature
+from semel.service.webhooks.subscriptions import Subscription, new_secret, written
 from webhook_ground import Receiver, receiving
 
 SECRET = new_secret()
@@ -40,7 +41,7 @@ def subscribed(url: str) -> Subscription:
 
 def send(url: str, *, private: bool = True, body: str = '{"a":1}', times: int = 1) -> list[Answered]:
     async def sending() -> list[Answered]:
-        async with Sender(subscribed(url), private=private) as sender:
+        async with WebhookSender(subscribed(url), private=private) as sender:
             return [await sender.send("run/1", body) for _ in range(times)]
 
     return asyncio.run(sending())
@@ -114,14 +115,14 @@ def test_a_redirect_is_not_followed() -> None:
 
 
 def test_a_receiver_that_hangs_is_waited_for_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhooks_out, "TIMEOUT", 0.3)
+    monkeypatch.setattr(webhooks_sender, "TIMEOUT", 0.3)
     with receiving("hang") as receiver:
         (answered,) = send(receiver.url)
     assert answered == Answered(None, "no answer within 0.3 seconds")
 
 
 def test_of_a_receiver_that_drips_its_answer_the_status_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhooks_out, "DRAINED_FOR", 0.2)
+    monkeypatch.setattr(webhooks_sender, "DRAINED_FOR", 0.2)
 
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
@@ -275,7 +276,7 @@ def test_an_ipv4_address_in_the_clothes_of_ipv6_is_not_public(ip: Any, prefix: s
     ],
 )
 def test_a_url_that_no_webhook_goes_to_is_refused(url: str, why: str) -> None:
-    with pytest.raises(Refused, match=why) as refused:
+    with pytest.raises(ApiError, match=why) as refused:
         target_of(url)
     assert refused.value.status == 422
 
@@ -284,7 +285,7 @@ def test_a_url_that_no_webhook_goes_to_is_refused(url: str, why: str) -> None:
 def test_any_text_as_a_url_is_taken_or_refused(url: str) -> None:
     try:
         scheme = target_of(url).scheme
-    except Refused:
+    except ApiError:
         scheme = "http"
     assert scheme in ("http", "https")
 
@@ -338,7 +339,7 @@ def test_a_name_that_changes_its_address_after_the_check_gains_nothing(monkeypat
     with receiving() as receiver:
         asked = names(monkeypatch, moving=["127.0.0.1", "127.0.0.2"])
         seen: list[str] = []
-        monkeypatch.setattr(addresses, "is_public", lambda address: seen.append(address) is None)
+        monkeypatch.setattr(egress, "is_public", lambda address: seen.append(address) is None)
         (answered,) = send(f"http://moving.test:{receiver.port}/hook", private=False)
     assert (answered.good, asked, seen) == (True, ["moving.test"], ["127.0.0.1"])
     assert receiver.received[0].headers["host"] == f"moving.test:{receiver.port}"
@@ -357,7 +358,7 @@ def test_a_name_that_was_public_is_judged_anew_at_every_try(monkeypatch: pytest.
 
 def test_one_private_address_among_several_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, mixed=["8.8.8.8 10.0.0.1"])
-    with pytest.raises(Refused, match="private address"):
+    with pytest.raises(ApiError, match="private address"):
         asyncio.run(addresses_of(target_of("https://mixed.test/"), private=False))
 
 
@@ -374,7 +375,7 @@ def test_a_name_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(Refused, match="not known") as refused:
+    with pytest.raises(ApiError, match="not known") as refused:
         asyncio.run(addresses_of(target_of("https://nowhere.test/"), private=True))
     assert refused.value.status == 422
 
@@ -414,7 +415,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trusting(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """Who is trusted: the certificate. Answers the context of a server that has it."""
-    monkeypatch.setattr(webhooks_out, "_trust", lambda: ssl.create_default_context(cafile=str(certificate)))
+    monkeypatch.setattr(webhooks_sender, "_trust", lambda: ssl.create_default_context(cafile=str(certificate)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context

@@ -8,14 +8,14 @@ import pytest
 from sqlalchemy import Engine, event
 
 from semel import Granted, Once
-from semel.bridge import drive
-from semel.model import Mismatch, Replay, Verdict
-from semel.once.opening import open_store
-from semel.once.sqlite import SqliteStore
-from semel.once.store import ClaimRequest, Complete, Done, Ref, Release, Renew
+from semel._concurrency.sync import run_sync
+from semel.once.store import ClaimRequest, Complete, KeyRef, OutcomeData, Release, Renew
+from semel.once.stores import open_store
+from semel.once.stores.sqlite import SqliteStore
 from semel.testing import FakeClock
+from semel.types import Mismatch, Replay, Verdict
 
-DONE = Done("value", b"\x07")
+DONE = OutcomeData("value", b"\x07")
 LEASE, TTL = 60_000_000, 600_000_000
 
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
     store = open_store(f"sqlite:///{tmp_path / 'keys.db'}", awaited=False, clock=clock)
     assert isinstance(store, SqliteStore)
     yield store
-    drive(store.close())
+    run_sync(store.close())
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def fence_of(verdict: Verdict) -> int:
 
 def test_every_kind_in_one_transaction(store: SqliteStore, clock: FakeClock, commits: list[object]) -> None:
     names = ["done", "kept", "given", "lost", "gone", "renewed"]
-    fences = dict(zip(names, map(fence_of, drive(store.claim([asks(name) for name in names]))), strict=True))
-    drive(store.complete([Complete("scope", "kept", fences["kept"], DONE)]))
-    drive(store.release([Release("scope", "gone", fences["gone"])]))
+    fences = dict(zip(names, map(fence_of, run_sync(store.claim([asks(name) for name in names]))), strict=True))
+    run_sync(store.complete([Complete("scope", "kept", fences["kept"], DONE)]))
+    run_sync(store.release([Release("scope", "gone", fences["gone"])]))
     clock.advance(61)
-    taken = fence_of(drive(store.claim([asks("lost", "second")]))[0])
+    taken = fence_of(run_sync(store.claim([asks("lost", "second")]))[0])
     commits.clear()
 
-    answers = drive(
+    answers = run_sync(
         store.together(
             [
                 asks("new", fingerprint="a"),
@@ -75,7 +75,7 @@ def test_every_kind_in_one_transaction(store: SqliteStore, clock: FakeClock, com
                 asks("done", "third"),
                 Renew("scope", "lost", fences["lost"], LEASE),
                 Release("scope", "given", fences["given"]),
-                Complete("scope", "kept", fences["kept"], Done("value", b"\x08")),
+                Complete("scope", "kept", fences["kept"], OutcomeData("value", b"\x08")),
                 Release("scope", "gone", fences["gone"]),
                 asks("new", "second", fingerprint="b"),
                 Renew("scope", "kept", fences["kept"], LEASE),
@@ -91,7 +91,7 @@ def test_every_kind_in_one_transaction(store: SqliteStore, clock: FakeClock, com
     assert isinstance(answers[10], Mismatch)
     assert answers[11] is None
     assert len(answers) == 12
-    held = drive(store.get([Ref("scope", name) for name in ("kept", "lost", "given", "renewed")]))
+    held = run_sync(store.get([KeyRef("scope", name) for name in ("kept", "lost", "given", "renewed")]))
     kept, lost, given, renewed = held
     assert kept is not None
     assert kept.data == b"\x07"
@@ -106,11 +106,11 @@ def test_an_outcome_counts_though_its_retention_ended_and_another_was_lost(
     store: SqliteStore, clock: FakeClock
 ) -> None:
     """The lease outlived the retention: the owner was in time, whoever else in the batch was not."""
-    late, lost = map(fence_of, drive(store.claim([asks("late", lease=TTL, ttl=LEASE), asks("lost")])))
+    late, lost = map(fence_of, run_sync(store.claim([asks("late", lease=TTL, ttl=LEASE), asks("lost")])))
     clock.advance(61)
-    drive(store.claim([asks("lost", "second")]))
+    run_sync(store.claim([asks("lost", "second")]))
     both = [Complete("scope", "late", late, DONE), Complete("scope", "lost", lost, DONE)]
-    assert drive(store.complete(both)) == [True, False]
+    assert run_sync(store.complete(both)) == [True, False]
 
 
 def test_threads_with_different_verbs_share_a_commit(tmp_path: Path, commits: list[object]) -> None:

@@ -26,7 +26,7 @@ from semel.cli import main as semel_command
 from semel.runs import celery as semel_celery
 from semel.runs.app import App
 from semel.runs.celery import CeleryTransport
-from semel.runs.records import Run, new_id
+from semel.runs.types import Run, new_id
 from transport_ground import Ground, until
 
 KINDS = ["sqlite", "postgres"]
@@ -242,7 +242,7 @@ def test_a_forked_process_gets_a_connection_of_its_own(sqlite_url: str, redis_ur
         import os
         from redis import Redis
         from semel.runs.app import App
-        from semel.runs.records import new_id
+        from semel.runs.types import new_id
         app = App(sqlite_url, transport="celery", redis=redis_url)
         redis = Redis.from_url(redis_url)
         def connections():

@@ -22,14 +22,14 @@ from rq.registry import FailedJobRegistry, StartedJobRegistry
 from sqlalchemy import delete
 
 import servers
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
+from semel.db.schema import runs as run_table
 from semel.errors import AppNotFound, InvalidRequest
 from semel.runs.app import App
-from semel.runs.delivery import Address, address_of, choose, find, perform
-from semel.runs.records import Run, new_id
 from semel.runs.rq import RqTransport
-from semel.sql.schema import runs as run_table
+from semel.runs.transports.broker import AppLocation, choose, find, location_of, perform
+from semel.runs.types import Run, new_id
 from transport_ground import Ground, until
 
 KINDS = ["sqlite", "postgres"]
@@ -129,7 +129,7 @@ def test_messages_about_runs_that_are_over_or_unknown_change_nothing_and_the_wor
     cancelled = app.submit("add_in_loop", {"a": 1, "b": 1}, delay=3600)
     app.cancel(cancelled.id)
     before, _ = [over(ground, app, run) for run in (finished, removed)]
-    drive(app._engine.ledger.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
+    run_sync(app._engine.ledger.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
     unknown = new_id()
 
     app.transport.announce([(each, "default") for each in (finished.id, removed.id, cancelled.id, unknown, "nonsense")])
@@ -303,10 +303,10 @@ def test_an_address_names_the_module_that_made_the_app_and_no_password(
     assert isinstance(app.transport, RqTransport)
     assert app.transport.address().references == [("transport_app:sqlite_app", None)]
     monkeypatch.delitem(sys.modules, "transport_app")
-    assert address_of(app, "transport_app").references == [("importer:borrowed", None)]
+    assert location_of(app, "transport_app").references == [("importer:borrowed", None)]
     monkeypatch.undo()
     ways = ["postgresql://ann:secret@db/semel", "postgresql://bob:other@db/semel", "postgresql://ann:secret@db/else"]
-    first, second, third = (address_of(App(url)) for url in ways)
+    first, second, third = (location_of(App(url)) for url in ways)
     assert "secret" not in repr(first)
     assert first.digest == second.digest != third.digest
 
@@ -314,11 +314,11 @@ def test_an_address_names_the_module_that_made_the_app_and_no_password(
 def test_a_message_finds_its_app_by_name_then_by_database_then_because_there_is_only_one(alone: Ground) -> None:
     app = alone.app("sqlite")
     other = App("postgresql://db/other")
-    assert find(Address([("transport_app:sqlite_app", None)], "another digest")) is app
-    assert choose([other, app], address_of(app)) is app
-    assert choose([other], address_of(app)) is other
+    assert find(AppLocation([("transport_app:sqlite_app", None)], "another digest")) is app
+    assert choose([other, app], location_of(app)) is app
+    assert choose([other], location_of(app)) is other
     with pytest.raises(AppNotFound, match=r"x:app .cannot import model.*Start the worker where"):
-        choose([app, other], Address([("x:app", None)], "0"), ["cannot import model"])
+        choose([app, other], AppLocation([("x:app", None)], "0"), ["cannot import model"])
 
 
 def test_a_url_that_is_none_is_refused_when_the_app_is_made(sqlite_url: str) -> None:
@@ -358,7 +358,7 @@ def left(tmp_path_factory: pytest.TempPathFactory, redis_server: servers.Redis) 
     with Ground(folder, transport="rq", redis=redis_server.database(), urls=urls, **times) as ground:
         transport = ground.app("sqlite").transport
         assert isinstance(transport, RqTransport)
-        transport.send({"semel": [new_id()]}, Address([("no_such_module:app", None)], "0"))
+        transport.send({"semel": [new_id()]}, AppLocation([("no_such_module:app", None)], "0"))
         ids = {kind: ground.app(kind).submit("add_in_loop", {"a": 1, "b": 1}).id for kind in urls}
         ids["program"] = submitted_by_a_program(ground)
         broken, *jobs = queue_of(ground).jobs
@@ -387,7 +387,7 @@ def test_an_app_is_found_by_its_name(left: Left) -> None:
 
 def test_an_app_that_no_module_names_is_found_by_its_models_and_its_database(left: Left) -> None:
     app = left.ground.app("unnamed")
-    assert address_of(app).references == [("transport_app:add", None)]
+    assert location_of(app).references == [("transport_app:add", None)]
     assert app.get(left.ids["unnamed"]).status == "SUCCEEDED", left.ground.output()
 
 

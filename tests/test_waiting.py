@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from programs import Program
 from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, InProgress, KeyReused, Once, Replay, Unknown
 from semel.once import engine
-from semel.once.memory import MemoryStore
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from store_urls import KINDS, StoreUrls, store_urls
 

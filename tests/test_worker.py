@@ -22,11 +22,10 @@ from acceptance.proxy import Line
 from quota_ground import KINDS, Grounds
 from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
-from semel.runs import shift
-from semel.runs.keeping import Published
-from semel.runs.ledger import Ledger
-from semel.runs.sweeper import ROLE
-from semel.runs.worker import Worker
+from semel.runs.store import RunStore
+from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.worker import Worker, session
+from semel.runs.worker.sweeper import ROLE
 from workshop import Workshop, effects, touch, until
 
 PATIENCE = 60
@@ -143,7 +142,7 @@ def test_told_twice_a_worker_gives_back_although_the_file_is_locked_for_a_while(
     grounds: Grounds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else it has to write may fail in time; the runs are tried for longer."""
-    monkeypatch.setattr(shift, "SILENT", 0.2)
+    monkeypatch.setattr(session, "SILENT", 0.2)
     with grounds.empty("sqlite") as ground, Workshop("sqlite", ground.url, tmp_path) as shop:
         folder = shop.place("held")
         run = shop.app.submit("await_deaf", {"folder": folder})
@@ -644,10 +643,10 @@ def test_a_sweeper_that_vanished_is_replaced_when_its_term_is_over(shop: Worksho
 
 
 def test_every_step_is_published_after_it_was_committed(shop: Workshop) -> None:
-    published: list[tuple[Published, str]] = []
+    published: list[tuple[OutboxEvent, str]] = []
     reader = shop.open()
 
-    def publish(event: Published) -> None:
+    def publish(event: OutboxEvent) -> None:
         published.append((event, reader.get(event.run_id).status))
 
     app = shop.open(publish=publish)
@@ -665,9 +664,9 @@ def test_every_step_is_published_after_it_was_committed(shop: Workshop) -> None:
 
 def test_a_publisher_that_fails_gets_the_event_again(shop: Workshop) -> None:
     """At least once, in order, under the same id each time; nobody else suffers."""
-    heard: list[Published] = []
+    heard: list[OutboxEvent] = []
 
-    def publish(event: Published) -> None:
+    def publish(event: OutboxEvent) -> None:
         heard.append(event)
         if len(heard) in (1, 2, 4):
             raise ConnectionError("the other side is away")
@@ -812,7 +811,7 @@ def test_told_twice_a_worker_gives_back_although_the_database_is_silent_for_a_wh
     cut_off: tuple[Workshop, Workshop, Silent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else it has to write may fail in time; the runs are tried for longer."""
-    monkeypatch.setattr(shift, "SILENT", 0.2)
+    monkeypatch.setattr(session, "SILENT", 0.2)
     here, there, line = cut_off
     folder = here.place("silent")
     run = here.app.submit("await_deaf", {"folder": folder})
@@ -846,17 +845,17 @@ def test_a_worker_without_its_database_lets_go_when_its_leases_end(
 
 def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: str, times: int = 1) -> list[str]:
     """The ledger does what it is asked by this verb, and the first replies are lost; who asked is noted."""
-    real = getattr(Ledger, verb)
+    real = getattr(RunStore, verb)
     lost: list[str] = []
 
-    async def losing(self: Ledger, *asked: Any) -> Any:
+    async def losing(self: RunStore, *asked: Any) -> Any:
         answer = await real(self, *asked)
         if len(lost) < times and answer:
             lost.append(verb)
             raise StoreUnavailable("the reply was lost")
         return answer
 
-    monkeypatch.setattr(Ledger, verb, losing)
+    monkeypatch.setattr(RunStore, verb, losing)
     return lost
 
 

@@ -17,13 +17,13 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from semel import App, InvalidRequest, JobStore, Quota, QuotaExceeded, Run, SemelError
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
-from semel.runs.heart import Heart
-from semel.runs.held import Held, Holdings
-from semel.runs.keeping import Published, WorkerCard
-from semel.runs.leasing import Beat, LeaseRequest
-from semel.runs.worklog import WorkLog
+from semel.runs.store.lease import LeaseRenewal, LeaseRequest
+from semel.runs.store.maintenance import OutboxEvent, WorkerCard
+from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
+from semel.runs.worker.heartbeat import Heartbeat
+from semel.runs.worker.worker_logger import WorkerLogger
 from semel.testing import FakeClock
 
 PATIENCE = 60
@@ -176,7 +176,7 @@ def test_a_worker_that_cannot_start_children_gives_runs_back_uncharged(
 def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: Path) -> None:
     hangs = threading.Event()
 
-    def publish(event: Published) -> None:
+    def publish(event: OutboxEvent) -> None:
         hangs.wait(PATIENCE)
 
     app = App(url, artifacts=tmp_path, publish=publish)
@@ -185,7 +185,7 @@ def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: P
         with app.working(processes=0, sweep_every=0.1):
             until(lambda: len(app.workers()) == 1)
             run = app.submit("noop", queue="elsewhere")
-            drive(app._engine.ledger.lease(LeaseRequest("dead", ("elsewhere",), ["noop"], 1)))
+            run_sync(app._engine.ledger.lease(LeaseRequest("dead", ("elsewhere",), ["noop"], 1)))
             until(lambda: app.get(run.id).losts == 1)
     finally:
         hangs.set()
@@ -198,12 +198,12 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
     app.model("noop", isolation="thread")(noop)
     locked, free = app.submit("noop"), app.submit("noop")
     ledger = app._engine.ledger
-    leased = drive(ledger.lease(LeaseRequest("w", ("default",), ["noop"], 2)))
+    leased = run_sync(ledger.lease(LeaseRequest("w", ("default",), ["noop"], 2)))
     with psycopg.connect(postgres_url) as other:
         other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
-        renewed = drive(ledger.renew([Beat(each.id, each.fence) for each in leased]))
+        renewed = run_sync(ledger.renew([LeaseRenewal(each.id, each.fence) for each in leased]))
         assert renewed == {free.id: False}
-        assert drive(ledger.watch([(each.id, each.fence) for each in leased])) == {locked.id: False, free.id: False}
+        assert run_sync(ledger.watch([(each.id, each.fence) for each in leased])) == {locked.id: False, free.id: False}
     app.close()
 
 
@@ -242,11 +242,11 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
     async def scenario() -> None:
         ledger = app.ledger(awaited=True)
         (leased,) = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 1))
-        held = Held(leased, app.registry["noop"], "w", time.monotonic())
-        holdings = Holdings()
+        held = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
+        holdings = ActiveRuns()
         holdings.add(held)
         card = WorkerCard(id="w", name="w", host="here", pid=1, queues=[], models={}, slots={})
-        heart = Heart(ledger, holdings, WorkLog("w"), card=lambda: card, lost=_never, cancelled=_never)
+        heart = Heartbeat(ledger, holdings, WorkerLogger("w"), card=lambda: card, lost=_never, cancelled=_never)
         held.progress(0.4, "fitting")
         with engine.begin() as conn:
             conn.execute(text("ALTER TABLE semel_runs RENAME TO semel_elsewhere"))
@@ -277,7 +277,7 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
         engine.dispose()
 
 
-def _never(held: Held) -> None:
+def _never(held: ActiveRun) -> None:
     raise AssertionError(f"{held.leased.id} was neither lost nor cancelled")
 
 
@@ -287,14 +287,14 @@ def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> 
     app.model("noop", isolation="thread")(noop)
     ledger = app._engine.ledger
     run = app.submit("noop")
-    drive(ledger.lease(LeaseRequest("dead", ("default",), ["noop"], 1)))
-    assert drive(ledger.lead("sweeper", "dead", 15))
-    assert not drive(ledger.lead("sweeper", "heir", 15))
+    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["noop"], 1)))
+    assert run_sync(ledger.lead("sweeper", "dead", 15))
+    assert not run_sync(ledger.lead("sweeper", "heir", 15))
     clock.advance(-3600)
-    assert drive(ledger.lead("sweeper", "heir", 15))
-    drive(ledger.mend_times())
+    assert run_sync(ledger.lead("sweeper", "heir", 15))
+    run_sync(ledger.mend_times())
     clock.advance(61)
-    assert [lost.id for lost in drive(ledger.lose_expired())] == [run.id]
+    assert [lost.id for lost in run_sync(ledger.lose_expired())] == [run.id]
     app.close()
 
 

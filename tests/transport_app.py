@@ -9,7 +9,7 @@ from pathlib import Path
 
 from semel.errors import Retry
 from semel.runs.app import App
-from semel.runs.context import Context
+from semel.runs.execution.context import Context
 
 SETTINGS = json.loads(os.environ["SEMEL_TRANSPORT_APP"])
 NOTES = Path(SETTINGS["folder"]) / "notes"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semel import App, Fatal, Retry, Snooze
-from semel.runs.context import Context
+from semel.runs.execution.context import Context
 
 PATIENCE = 60.0
 

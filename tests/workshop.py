@@ -23,11 +23,11 @@ from sqlalchemy import Engine, create_engine, make_url, text
 
 import worker_models
 from semel import App, Run
-from semel.bridge import drive
-from semel.runs.attempt import Ended, EndKind
-from semel.runs.leasing import Leased, LeaseRequest
-from semel.runs.ledger import Ledger
-from semel.runs.transitions import Ending
+from semel._concurrency.sync import run_sync
+from semel.runs.attempt import AttemptResult, EndKind
+from semel.runs.store import RunStore
+from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
 from semel.runs.worker import Worker
 from semel.testing import FakeClock
 
@@ -204,7 +204,7 @@ class Hand:
 
     def __init__(self, app: App, name: str = "by-hand") -> None:
         self.name = name
-        self.ledger: Ledger = app.ledger(awaited=False)
+        self.ledger: RunStore = app.ledger(awaited=False)
         self._models = app.registry.names
 
     def lease(self, most: int = 1, queues: tuple[str, ...] = ("default",)) -> list[Leased]:
@@ -220,11 +220,13 @@ class Hand:
         if kind == "succeeded":
             told = {"result": "1", "result_digest": "6b86b273ff34fce1", "result_size": 1, **told}
         returned = told.pop("returned", False)
-        ending = Ending(leased.id, leased.fence, Ended(kind=kind, **told), round(delay * 1e6), returned=returned)
+        ending = FinishRequest(
+            leased.id, leased.fence, AttemptResult(kind=kind, **told), round(delay * 1e6), returned=returned
+        )
         return leased.id in self.do(self.ledger.end([ending]))
 
     def do(self, verb: Coroutine[Any, Any, T]) -> T:
-        return drive(verb)
+        return run_sync(verb)
 
     def close(self) -> None:
         self.do(self.ledger.close())

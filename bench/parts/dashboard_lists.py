@@ -23,8 +23,8 @@ import servers
 from semel import App
 from semel.cli import main as semel_command
 from semel.service import Settings
-from semel.service.assembly import build
-from semel.service.site import Site
+from semel.service.app import build
+from semel.service.state import ServiceState
 
 SMALL, LARGE = 10_000, 1_000_000
 APART_MS = 2600
@@ -81,7 +81,7 @@ class Desk:
     """Somebody who asks for pages of one database."""
 
     def __init__(self, url: str, count: int) -> None:
-        self.site = Site(App(url), Settings())
+        self.site = ServiceState(App(url), Settings())
         transport = httpx.ASGITransport(build(self.site), client=("127.0.0.1", 50000))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
         self.count = count

@@ -14,17 +14,18 @@ from litestar import Litestar, Response, post
 from litestar.params import JSONBody
 
 from semel import App
-from semel.service import Settings, answers
-from semel.service.answering import make_server
-from semel.service.assembly import build
-from semel.service.site import Site
-from semel.service.wire import RunRequest
+from semel.service import Settings
+from semel.service.api import responses
+from semel.service.api.run_types import RunRequest
+from semel.service.app import build
+from semel.service.server.granian import make_server
+from semel.service.state import ServiceState
 
 
 @post("/echo")
 async def echo(data: JSONBody[RunRequest]) -> Response[Any]:
     """The body, parsed and written again."""
-    return answers.json(data, 201)
+    return responses.json(data, 201)
 
 
 def made_app(url: str) -> App:
@@ -39,7 +40,7 @@ def made_app(url: str) -> App:
 
 async def main(port: int, url: str) -> None:
     settings = Settings(port=port)
-    site = Site(made_app(url), settings)
+    site = ServiceState(made_app(url), settings)
     application = inner = build(site)
     while not isinstance(inner, Litestar):
         inner = inner._inner

@@ -46,7 +46,19 @@ if TYPE_CHECKING:
     from semel.client import Client as Client
     from semel.client import SubmitResult as SubmitResult
     from semel.client import submit_cloud_job as submit_cloud_job
-    from semel.model import (
+    from semel.once.client import AsyncOnce, Once
+    from semel.once.guard import current_claim
+    from semel.once.idempotency_store import IdempotencyStore, InMemoryIdempotencyStore
+    from semel.once.processor import IdempotentProcessor
+    from semel.once.stats import Event, Stats
+    from semel.policy import Policy
+    from semel.runs.app import App, AsyncRuns
+    from semel.runs.execution.context import Context
+    from semel.runs.job_store import AsyncJobStore, JobStore
+    from semel.runs.store.quotas import Quota, Usage
+    from semel.runs.types import Run
+    from semel.runs.worker import Worker
+    from semel.types import (
         Claim,
         Granted,
         InFlight,
@@ -60,24 +72,12 @@ if TYPE_CHECKING:
         Unknown,
         Verdict,
     )
-    from semel.once.calls import current_claim
-    from semel.once.counters import Event, Stats
-    from semel.once.faces import AsyncOnce, Once
-    from semel.once.idempotency_store import IdempotencyStore, InMemoryIdempotencyStore
-    from semel.once.processor import IdempotentProcessor
-    from semel.policy import Policy
-    from semel.runs.app import App, AsyncRuns
-    from semel.runs.context import Context
-    from semel.runs.jobs import AsyncJobStore, JobStore
-    from semel.runs.quotas import Quota, Usage
-    from semel.runs.records import Run
-    from semel.runs.worker import Worker
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "semel.client": ("AsyncClient", "Client", "SubmitResult", "submit_cloud_job"),
-    "semel.model": (
+    "semel.types": (
         "Claim",
         "Granted",
         "InFlight",
@@ -91,17 +91,17 @@ _HOMES = {
         "Unknown",
         "Verdict",
     ),
-    "semel.once.calls": ("current_claim",),
-    "semel.once.counters": ("Event", "Stats"),
-    "semel.once.faces": ("AsyncOnce", "Once"),
+    "semel.once.guard": ("current_claim",),
+    "semel.once.stats": ("Event", "Stats"),
+    "semel.once.client": ("AsyncOnce", "Once"),
     "semel.once.idempotency_store": ("IdempotencyStore", "InMemoryIdempotencyStore"),
     "semel.once.processor": ("IdempotentProcessor",),
     "semel.policy": ("Policy",),
     "semel.runs.app": ("App", "AsyncRuns"),
-    "semel.runs.context": ("Context",),
-    "semel.runs.jobs": ("AsyncJobStore", "JobStore"),
-    "semel.runs.quotas": ("Quota", "Usage"),
-    "semel.runs.records": ("Run",),
+    "semel.runs.execution.context": ("Context",),
+    "semel.runs.job_store": ("AsyncJobStore", "JobStore"),
+    "semel.runs.store.quotas": ("Quota", "Usage"),
+    "semel.runs.types": ("Run",),
     "semel.runs.worker": ("Worker",),
 }
 """Where a name is at home: it is fetched when it is first used, so that a command that needs none starts at once.

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from semel.errors import Fatal
 from semel.runs.app import App
-from semel.runs.context import Context
+from semel.runs.execution.context import Context
 
 app = App(os.environ.get("SEMEL_DB", "sqlite:///semel.db"), artifacts=os.environ.get("SEMEL_ARTIFACTS", "./artifacts"))
 

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from acceptance.own_store import DictStore
 from semel import codec
-from semel.model import Record, Verdict
 from semel.once.rules import gone
-from semel.once.store import ClaimRequest, Clock, Complete, Owned, Ref, Release
+from semel.once.store import ClaimRequest, Clock, Complete, KeyRef, Owned, Release
+from semel.types import Record, Verdict
 
 
 class NoFenceCheck(DictStore):
@@ -36,11 +36,11 @@ class CheckThenAct(DictStore):
 class NeverExpires(DictStore):
     """Leaves expiry to the collector."""
 
-    def _live(self, place: Ref | Owned, now: int) -> Record | None:
+    def _live(self, place: KeyRef | Owned, now: int) -> Record | None:
         return self._records.get((place.scope, place.key))
 
     def _claim(self, request: ClaimRequest, now: int) -> Verdict:
-        previous = self._live(Ref(request.scope, request.key), now)
+        previous = self._live(KeyRef(request.scope, request.key), now)
         return super()._claim(request, now if previous is None else min(now, previous.expires_us))
 
 
@@ -103,9 +103,9 @@ class JoinsNames(DictStore):
         scope, _, key = f"{request.scope}:{request.key}".partition(":")
         return super()._claim(replace(request, scope=scope, key=key), now)
 
-    def _live(self, place: Ref | Owned, now: int) -> Record | None:
+    def _live(self, place: KeyRef | Owned, now: int) -> Record | None:
         scope, _, key = f"{place.scope}:{place.key}".partition(":")
-        return super()._live(Ref(scope, key), now)
+        return super()._live(KeyRef(scope, key), now)
 
 
 class PurgesTheLiving(DictStore):

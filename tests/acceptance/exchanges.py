@@ -22,7 +22,7 @@ from acceptance.spaces import Space
 from acceptance.together import PATIENCE, beside
 from semel import AsyncOnce, Once, Policy, Record
 from semel.http import asgi, wsgi
-from semel.http.dialects import phrase
+from semel.http.refusals import phrase
 from semel.once.store import Store
 from semel.testing import FakeClock
 

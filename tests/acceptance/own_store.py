@@ -6,9 +6,20 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from semel.model import Granted, Held, Record, Verdict
 from semel.once.rules import claim_of, finish, gone, grant, judge, live, rewind
-from semel.once.store import ClaimRequest, Clock, Complete, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
+from semel.once.store import (
+    ClaimRequest,
+    Clock,
+    Complete,
+    Forget,
+    ForgetScope,
+    KeyRef,
+    OnReleased,
+    Owned,
+    Release,
+    Renew,
+)
+from semel.types import Granted, Held, Record, Verdict
 
 
 class DictStore:
@@ -100,7 +111,7 @@ class DictStore:
                 del self._records[place]
             return len(doomed)
 
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+    async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         with self._lock:
             now = self._clock()
             found = [self._live(ref, now) for ref in refs]
@@ -129,13 +140,13 @@ class DictStore:
                 count["expired" if gone(record, now) else replace(record, now_us=now).status] += 1
             return Held(**count)
 
-    def watch(self, ring: Ring) -> None:
+    def watch(self, ring: OnReleased) -> None:
         """Waiters poll."""
 
     async def close(self) -> None:
         """Nothing to do."""
 
-    def _live(self, place: Ref | Owned, now: int) -> Record | None:
+    def _live(self, place: KeyRef | Owned, now: int) -> Record | None:
         record = self._records.get((place.scope, place.key))
         return None if record is None or gone(record, now) else record
 

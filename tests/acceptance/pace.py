@@ -6,7 +6,7 @@ from typing import Any
 from acceptance.spaces import Space
 from acceptance.together import PATIENCE
 from semel import Once
-from semel.once.runtime import Signal, Threads
+from semel._concurrency.runtime import Signal, ThreadRuntime
 
 
 class _Sleep:
@@ -27,7 +27,7 @@ class _Sleep:
         return self._inner.here()
 
 
-class Pace(Threads):
+class Pace(ThreadRuntime):
     """Threads in which every pause lasts until ``wake``."""
 
     def __init__(self) -> None:

@@ -4,9 +4,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from semel import AsyncOnce, Once
-from semel.once.memory import MemoryStore
-from semel.once.opening import open_store
 from semel.once.store import Store
+from semel.once.stores import open_store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 
 STORES = ("memory", "sqlite", "redis", "postgres")

@@ -47,10 +47,10 @@ from semel import (
     fingerprint,
 )
 from semel.fingerprint import VERSION
-from semel.once.memory import MemoryStore
 from semel.once.store import Clock, Store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore, StoreSuite
-from semel.testing.faults import Verb
+from semel.testing.faulty_store import Verb
 
 DAY = 86400
 LEASE = Policy().lease

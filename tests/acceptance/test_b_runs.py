@@ -12,9 +12,9 @@ from quota_ground import KINDS, Grounds
 from semel import App, InvalidRequest, Quota, QuotaExceeded
 from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
-from semel.runs.held import Held
-from semel.runs.leasing import Beat, Leased
 from semel.runs.results import publish
+from semel.runs.store.lease import Leased, LeaseRenewal
+from semel.runs.worker.active_runs import ActiveRun
 from workshop import Hand, Workshop, effects, touch, until
 
 MOMENT = 0.000001
@@ -95,14 +95,14 @@ def test_b1_every_write_of_a_passed_fence_changes_nothing(app: App, hand: Hand, 
     """Renew, progress, result, artifact, cost: the zombie is told that it has lost, and the row stays as it was."""
     zombie, heir = taken_over(app, hand, shop)
     before = app.get(heir.id)
-    assert hand.do(hand.ledger.renew([Beat(zombie.id, zombie.fence, 0.9, "from the grave")])) == {}
+    assert hand.do(hand.ledger.renew([LeaseRenewal(zombie.id, zombie.fence, 0.9, "from the grave")])) == {}
     assert hand.do(hand.ledger.watch([(zombie.id, zombie.fence)])) == {}
     for kind in ("succeeded", "retry", "fatal", "lost", "snooze", "cancelled"):
         artifacts = [Artifact("report.txt", "zombie", 1, "d")]
         assert not hand.end(zombie, kind, reason="from the grave", cost=99.0, artifacts=artifacts)
     assert not hand.end(zombie, "lost", returned=True)
     assert app.get(heir.id) == before
-    assert hand.do(hand.ledger.renew([Beat(heir.id, heir.fence, 0.5, "alive")])) == {heir.id: False}
+    assert hand.do(hand.ledger.renew([LeaseRenewal(heir.id, heir.fence, 0.5, "alive")])) == {heir.id: False}
     assert hand.end(heir, result='"of the heir"')
     assert app.result(heir.id) == "of the heir"
     assert not hand.end(zombie, "fatal")
@@ -121,7 +121,7 @@ def test_b1_leases_are_judged_by_the_databases_clock(shop: Workshop, monkeypatch
     early = shop.hand(app, "early")
     assert early.do(early.ledger.lose_expired()) == []
     assert early.lease_this(run) is None
-    assert early.do(early.ledger.renew([Beat(leased.id, leased.fence)])) == {run.id: False}
+    assert early.do(early.ledger.renew([LeaseRenewal(leased.id, leased.fence)])) == {run.id: False}
     held = app.get(run.id)
     assert held.lease_until_us is not None
     assert held.heartbeat_us is not None
@@ -209,7 +209,7 @@ def test_b9_a_zombies_file_never_becomes_the_result(app: App, hand: Hand, shop: 
     assert heir is not None
     ends = {}
     for leased in (heir, zombie):
-        held = Held(leased, small.registry["publish_file"], "w", time.monotonic())
+        held = ActiveRun(leased, small.registry["publish_file"], "w", time.monotonic())
         ends[leased.fence] = execute(held.job, held.model, held, small.results, small.limits)
     assert hand.end(heir, **_published(ends[2]))
     assert not hand.end(zombie, **_published(ends[1]))
@@ -234,7 +234,7 @@ def test_b9_in_a_flat_folder_too_a_zombies_file_never_becomes_the_result(hand: H
     assert heir is not None
     ends = {}
     for leased in (heir, zombie):
-        held = Held(leased, flat.registry["add"], "w", time.monotonic())
+        held = ActiveRun(leased, flat.registry["add"], "w", time.monotonic())
         kept = publish(flat.results, held.job, f"by {leased.fence}", {})
         ends[leased.fence] = _published(kept)
     assert not named.exists()
@@ -286,10 +286,10 @@ def test_b12_a_run_that_makes_no_progress_is_alive(app: App, hand: Hand, shop: W
     """Stalled is not dead: the lease goes on, and the progress says since when nothing came of it."""
     run = app.submit("add", {"a": 1})
     leased = hand.lease()[0]
-    hand.do(hand.ledger.renew([Beat(leased.id, leased.fence, 0.4, "fitting")]))
+    hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence, 0.4, "fitting")]))
     for _ in range(10):
         shop.clock.advance(20)
-        assert hand.do(hand.ledger.renew([Beat(leased.id, leased.fence)])) == {run.id: False}
+        assert hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence)])) == {run.id: False}
         assert hand.do(hand.ledger.lose_expired()) == []
     seen = app.get(run.id)
     assert (seen.status, seen.progress, seen.progress_note) == ("RUNNING", 0.4, "fitting")
@@ -311,7 +311,7 @@ def test_b23_a_run_whose_progress_stands_still_is_stalled_since_it_last_moved(
     def beat(progress: float | None = None, note: str | None = None) -> int | None:
         """Twenty seconds later a heartbeat comes, perhaps with progress; since when the run is stalled then."""
         shop.clock.advance(20)
-        beats = [Beat(leased.id, leased.fence, progress, note), Beat(plain.id, plain.fence)]
+        beats = [LeaseRenewal(leased.id, leased.fence, progress, note), LeaseRenewal(plain.id, plain.fence)]
         assert set(hand.do(hand.ledger.renew(beats))) == {run.id, other.id}
         seen = app.get(run.id)
         stalled = [run.id] if seen.stalled_us is not None else []
@@ -341,7 +341,7 @@ def test_b23_only_a_run_that_runs_is_stalled_and_an_attempt_begins_afresh(app: A
         assert leased is not None
         assert app.get(run.id).stalled_us is None
         shop.clock.advance(40)
-        hand.do(hand.ledger.renew([Beat(leased.id, leased.fence)]))
+        hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence)]))
         assert app.get(run.id).stalled_us == shop.clock.us - 40_000_000
         assert hand.end(leased, kind)  # type: ignore[arg-type]
         assert app.get(run.id).stalled_us is None

@@ -34,8 +34,8 @@ from acceptance.exchanges import (
 from acceptance.spaces import Space
 from acceptance.together import PATIENCE, in_threads
 from semel import App, Event, NotMigrated, Policy, Response
-from semel.http.dialects import DIALECTS, PROTOCOL_VERSION, REFUSALS
-from semel.once.counters import Counts
+from semel.http.refusals import DIALECTS, PROTOCOL_VERSION, REFUSALS
+from semel.once.stats import Counts
 from semel.service import asgi
 from semel.testing import FaultyStore
 

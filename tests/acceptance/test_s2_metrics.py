@@ -8,12 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from semel import App, Context, Fatal, KeyReused
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.metrics.prometheus import RunMetrics
-from semel.runs.leasing import LeaseRequest
-from semel.runs.sweeper import Sweeper
-from semel.runs.transports import Database
+from semel.runs.store.lease import LeaseRequest
+from semel.runs.transports import DatabaseTransport
+from semel.runs.worker.sweeper import Sweeper
 from semel.testing import FakeClock
 from serving_ground import until
 
@@ -113,11 +113,11 @@ def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry
     app.on_event(RunMetrics(registry))
     app.submit("work")
     ledger = app._engine.ledger
-    drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
     clock.advance(61)
-    sweeper = Sweeper(ledger, "me", transport=Database(), news=app.news)
-    assert drive(sweeper.sweep()) == 1
-    assert drive(sweeper.sweep()) == 0
+    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
+    assert run_sync(sweeper.sweep()) == 1
+    assert run_sync(sweeper.sweep()) == 0
     assert registry.get_sample_value("stuck_runs_detected_total") == 1
     app.close()
 
@@ -132,11 +132,11 @@ def test_s2_45_the_duration_is_that_of_the_last_attempt_also_when_the_sweeper_en
     app.on_event(RunMetrics(registry))
     run = app.submit("work")
     ledger = app._engine.ledger
-    sweeper = Sweeper(ledger, "me", transport=Database(), news=app.news)
+    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
     for _ in range(2):
-        assert drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+        assert run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
         clock.advance(75)
-        assert drive(sweeper.sweep()) == 1
+        assert run_sync(sweeper.sweep()) == 1
         clock.advance(1000)
     assert app.get(run.id).status == "FAILED"
     assert value(registry, "run_duration_seconds_sum", status="FAILED") == pytest.approx(75)
@@ -179,10 +179,10 @@ def test_s2_41_the_sweepers_line_about_a_run_carries_the_five_fields(
     app.model("work", isolation="thread", lease=60)(work)
     run = app.submit("work")
     ledger = app._engine.ledger
-    drive(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
-        drive(Sweeper(ledger, "me", transport=Database(), news=app.news).sweep())
+        run_sync(Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news).sweep())
     (line,) = [vars(record) for record in caplog.records if record.name == "semel.sweeper"]
     expected = {"run_id": run.id, "payload_hash": run.payload_hash, "worker_id": "dead", "attempt_count": 1}
     assert line.items() >= {**expected, "status": "PENDING"}.items()
@@ -196,7 +196,7 @@ def test_s2_56_the_keys_that_the_sweeper_cleaned_are_logged_at_info(url: str, ca
     app.submit("work", idempotency_key="k")
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
-        drive(Sweeper(app._engine.ledger, "me", transport=Database(), news=app.news).sweep())
+        run_sync(Sweeper(app._engine.ledger, "me", transport=DatabaseTransport(), news=app.news).sweep())
     assert [record.getMessage() for record in caplog.records if record.name == "semel.sweeper"] == [
         "removed 1 keys and reservations that had expired"
     ]

@@ -24,13 +24,13 @@ from quota_ground import KINDS, Grounds
 from semel import App, IllegalTransition, InvalidRequest, KeyReused, Run, RunNotComplete, RunNotFound, SemelError
 from semel.demo import baseline_forecast
 from semel.runs.attempt import EndKind
-from semel.runs.heart import Heart
-from semel.runs.held import Held, Holdings
-from semel.runs.keeping import WorkerCard
 from semel.runs.results import open_results
-from semel.runs.sweeper import Sweeper
+from semel.runs.store.maintenance import WorkerCard
 from semel.runs.worker import Worker
-from semel.runs.worklog import WorkLog
+from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
+from semel.runs.worker.heartbeat import Heartbeat
+from semel.runs.worker.sweeper import Sweeper
+from semel.runs.worker.worker_logger import WorkerLogger
 from workshop import Hand, Workshop, effects, in_threads, until
 
 MOMENT = 0.000001
@@ -628,9 +628,9 @@ def test_s2_29_every_twenty_seconds_or_sooner_a_heartbeat_extends_the_lease_to_a
     async def beat(seconds_ago: float) -> tuple[int | None, int | None]:
         """One beat of a worker that renewed the lease so long ago, a minute by the database's clock."""
         ledger = app.ledger(awaited=True)
-        holdings = Holdings()
-        holdings.add(Held(leased, app.registry["add"], "by-hand", asyncio.get_running_loop().time() - seconds_ago))
-        heart = Heart(ledger, holdings, WorkLog("by-hand"), card=lambda: CARD, lost=_never, cancelled=_never)
+        holdings = ActiveRuns()
+        holdings.add(ActiveRun(leased, app.registry["add"], "by-hand", asyncio.get_running_loop().time() - seconds_ago))
+        heart = Heartbeat(ledger, holdings, WorkerLogger("by-hand"), card=lambda: CARD, lost=_never, cancelled=_never)
         await heart.beat()
         await ledger.close()
         held = await app.aio.get(run.id)
@@ -648,7 +648,7 @@ def test_s2_29_every_twenty_seconds_or_sooner_a_heartbeat_extends_the_lease_to_a
     assert asyncio.run(beat(20)) == (began + 83_000_000, began + 23_000_000)
 
 
-def _never(held: Held) -> None:
+def _never(held: ActiveRun) -> None:
     pytest.fail(f"{held.leased.id} is neither lost nor cancelled")
 
 

@@ -47,8 +47,8 @@ from semel import (
     Unfingerprintable,
 )
 from semel.cli import main as semel
-from semel.once.opening import open_store
 from semel.once.store import Store
+from semel.once.stores import open_store
 from semel.testing import FaultyStore
 
 DAY = 86400

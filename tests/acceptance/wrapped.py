@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from acceptance.together import PATIENCE
-from semel.model import Held, Record, Verdict
-from semel.once.store import ClaimRequest, Complete, Forget, ForgetScope, Ref, Release, Renew, Ring, Store
+from semel.once.store import ClaimRequest, Complete, Forget, ForgetScope, KeyRef, OnReleased, Release, Renew, Store
+from semel.types import Held, Record, Verdict
 
 
 class Wrapped:
@@ -48,7 +48,7 @@ class Wrapped:
         forgotten: int = await self._pass("forget_scope", request)
         return forgotten
 
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+    async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         answers: list[Record | None] = await self._pass("get", refs)
         return answers
 
@@ -59,7 +59,7 @@ class Wrapped:
     async def stats(self) -> Held:
         return await self.inner.stats()
 
-    def watch(self, ring: Ring) -> None:
+    def watch(self, ring: OnReleased) -> None:
         self.inner.watch(ring)
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class Noting(Wrapped):
         self.seen.append((verb, len(batch)))
         return await super()._pass(verb, batch)
 
-    def watch(self, ring: Ring) -> None:
+    def watch(self, ring: OnReleased) -> None:
         super().watch(ring)
         if self._waiting is not None:
             self._waiting.set()

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from conformance.sound import Broken, caught_by
 from semel.errors import StoreUnavailable
-from semel.model import InFlight, Mismatch, Reason, Record, Unknown, Verdict
 from semel.once.rules import judge
-from semel.once.store import ClaimRequest, Clock, Owned, Ref
+from semel.once.store import ClaimRequest, Clock, KeyRef, Owned
+from semel.types import InFlight, Mismatch, Reason, Record, Unknown, Verdict
 
 
 @caught_by(
@@ -264,7 +264,7 @@ class SaysToRetryAtOnce(Broken):
 class IgnoresTheScope(Broken):
     """One space for everybody's keys."""
 
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+    def place(self, request: KeyRef | ClaimRequest | Owned) -> Any:
         return request.key
 
 
@@ -272,7 +272,7 @@ class IgnoresTheScope(Broken):
 class JoinsScopeAndKey(Broken):
     """``f"{scope}:{key}"``, and a tenant may choose both."""
 
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+    def place(self, request: KeyRef | ClaimRequest | Owned) -> Any:
         return f"{request.scope}:{request.key}"
 
 
@@ -280,7 +280,7 @@ class JoinsScopeAndKey(Broken):
 class ComparesNamesLoosely(Broken):
     """A database whose text knows no case and no spaces at the end."""
 
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+    def place(self, request: KeyRef | ClaimRequest | Owned) -> Any:
         return (request.scope.casefold().rstrip(), request.key.casefold().rstrip())
 
 
@@ -288,7 +288,7 @@ class ComparesNamesLoosely(Broken):
 class CutsLongNames(Broken):
     """VARCHAR(255), in bytes."""
 
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+    def place(self, request: KeyRef | ClaimRequest | Owned) -> Any:
         return (request.scope.encode()[:255], request.key.encode()[:255])
 
 

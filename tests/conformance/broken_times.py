@@ -7,9 +7,9 @@ import asyncio
 from msgspec.structs import replace
 
 from conformance.sound import Broken, caught_by, wall_clock
-from semel.model import Held, InFlight, Reason, Record, Verdict
 from semel.once.rules import gone, judge
-from semel.once.store import ClaimRequest, Clock, Done, Owned, Ref, Renew
+from semel.once.store import ClaimRequest, Clock, KeyRef, OutcomeData, Owned, Renew
+from semel.types import Held, InFlight, Reason, Record, Verdict
 
 FOREVER = 2**62
 
@@ -40,7 +40,7 @@ class NeverForgets(Broken):
 class ShowsWhatIsGone(Broken):
     """A claim knows about expiry; the other verbs were forgotten."""
 
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
+    def live(self, request: KeyRef | Owned, now: int) -> Record | None:
         return self.records.get(self.place(request))
 
 
@@ -56,8 +56,8 @@ class ExpiresAMomentEarly(Broken):
 class ForgetsOwnersAMomentEarly(Broken):
     """A claim knows when retention ends; to the owner's verbs it ends a microsecond earlier."""
 
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
-        return super().live(request, now if isinstance(request, Ref) else now + 1)
+    def live(self, request: KeyRef | Owned, now: int) -> Record | None:
+        return super().live(request, now if isinstance(request, KeyRef) else now + 1)
 
 
 @caught_by("test_a_lease_ends_at_its_end", "test_a_renewal_moves_the_end_of_the_lease")
@@ -154,7 +154,7 @@ class ExtendsRetentionByRepeats(Broken):
 class CountsRetentionFromTheOutcome(Broken):
     """The time to live begins anew when the work is done."""
 
-    def write(self, record: Record, done: Done, now: int) -> None:
+    def write(self, record: Record, done: OutcomeData, now: int) -> None:
         ttl = record.expires_us - record.created_us
         super().write(record, done, now)
         record.expires_us = now + ttl
@@ -167,7 +167,7 @@ class CountsRetentionFromTheOutcome(Broken):
 class CountsRetentionFromTheClaimAlone(Broken):
     """Work that takes longer than its retention leaves an outcome that is gone already, and is done again."""
 
-    def write(self, record: Record, done: Done, now: int) -> None:
+    def write(self, record: Record, done: OutcomeData, now: int) -> None:
         expires = record.expires_us
         super().write(record, done, now)
         record.expires_us = expires
@@ -183,7 +183,7 @@ class ForgetsTheLateWithTheirLease(Broken):
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
         return judge(None if record is None or self.over(record, now) else record, request, now)
 
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
+    def live(self, request: KeyRef | Owned, now: int) -> Record | None:
         record = super().live(request, now)
         return None if record is None or self.over(record, now) else record
 
@@ -223,7 +223,7 @@ class ExtendsRetentionByRenewals(Broken):
 class KeepsWhatIsLookedAt(Broken):
     """A cache: what is read lives longer."""
 
-    def get_one(self, ref: Ref, now: int) -> Record | None:
+    def get_one(self, ref: KeyRef, now: int) -> Record | None:
         record = self.live(ref, now)
         if record is not None and record.created_us != now:
             record.expires_us += 1_000_000

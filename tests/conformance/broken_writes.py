@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from conformance.sound import Broken, caught_by
 from semel import codec
-from semel.model import Record
-from semel.once.store import Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew
+from semel.once.store import Complete, Forget, ForgetScope, KeyRef, OutcomeData, Owned, Release, Renew
+from semel.types import Record
 
 
 @caught_by(
@@ -78,7 +78,7 @@ class OverwritesTheOutcome(Broken):
 class LosesFalsyValues(Broken):
     """``if value:`` instead of ``if value is not None``."""
 
-    def write(self, record: Record, done: Done, now: int) -> None:
+    def write(self, record: Record, done: OutcomeData, now: int) -> None:
         super().write(record, done, now)
         try:
             value = codec.decode(done.data)
@@ -96,7 +96,7 @@ class LosesFalsyValues(Broken):
 class StoresText(Broken):
     """Keeps the outcome in a text column."""
 
-    def write(self, record: Record, done: Done, now: int) -> None:
+    def write(self, record: Record, done: OutcomeData, now: int) -> None:
         super().write(record, replace(done, data=done.data.decode(errors="replace").encode()), now)
 
 
@@ -139,7 +139,7 @@ class ReleasesOutcomes(Broken):
 class HandsOutItsOwnRecords(Broken):
     """Whoever looks at a record holds the store's own."""
 
-    def get_one(self, ref: Ref, now: int) -> Record | None:
+    def get_one(self, ref: KeyRef, now: int) -> Record | None:
         record = self.live(ref, now)
         if record is not None:
             record.now_us = now
@@ -167,10 +167,10 @@ class SaysThatItRenewed(Broken):
 class DropsLateOwners(Broken):
     """An owner that is a moment late loses work that nobody else wanted."""
 
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
+    def live(self, request: KeyRef | Owned, now: int) -> Record | None:
         record = super().live(request, now)
         late = record is not None and record.state == "claimed" and now >= record.lease_until_us
-        return None if late and not isinstance(request, Ref) else record
+        return None if late and not isinstance(request, KeyRef) else record
 
 
 @caught_by(
@@ -193,7 +193,7 @@ class SaysThatItReleased(Broken):
 class GivesWhatItFinds(Broken):
     """``SELECT … WHERE key IN (…)``: the rows that are there, once each."""
 
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+    async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         found = [record for record in await super().get(list(dict.fromkeys(refs))) if record is not None]
         return [*found, *[None] * (len(refs) - len(found))]
 

@@ -9,9 +9,21 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from semel.model import Granted, Held, Reason, Record, Verdict
 from semel.once.rules import claim_of, finish, gone, grant, judge, live, rewind
-from semel.once.store import ClaimRequest, Clock, Complete, Done, Forget, ForgetScope, Owned, Ref, Release, Renew, Ring
+from semel.once.store import (
+    ClaimRequest,
+    Clock,
+    Complete,
+    Forget,
+    ForgetScope,
+    KeyRef,
+    OnReleased,
+    OutcomeData,
+    Owned,
+    Release,
+    Renew,
+)
+from semel.types import Granted, Held, Reason, Record, Verdict
 
 
 class Sound:
@@ -26,7 +38,7 @@ class Sound:
         self.fence = 0
         self.lock = threading.RLock()
 
-    def place(self, request: Ref | ClaimRequest | Owned) -> Any:
+    def place(self, request: KeyRef | ClaimRequest | Owned) -> Any:
         return (request.scope, request.key)
 
     def judge(self, record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -39,11 +51,11 @@ class Sound:
     def rewind(self, record: Record | None, now: int) -> None:
         rewind(record, now)
 
-    def live(self, request: Ref | Owned, now: int) -> Record | None:
+    def live(self, request: KeyRef | Owned, now: int) -> Record | None:
         record = self.records.get(self.place(request))
         return None if record is None or gone(record, now) else record
 
-    def write(self, record: Record, done: Done, now: int) -> None:
+    def write(self, record: Record, done: OutcomeData, now: int) -> None:
         finish(record, done, now)
 
     async def each(self, one: Callable[[Any, int], Any], requests: Sequence[Any]) -> list[Any]:
@@ -128,10 +140,10 @@ class Sound:
     def forgets(self, request: ForgetScope, record: Record, now: int) -> bool:
         return record.scope == request.scope and (request.force or not live(record, now))
 
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+    async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         return await self.each(self.get_one, refs)
 
-    def get_one(self, ref: Ref, now: int) -> Record | None:
+    def get_one(self, ref: KeyRef, now: int) -> Record | None:
         record = self.live(ref, now)
         return None if record is None else replace(record, now_us=now)
 
@@ -161,7 +173,7 @@ class Sound:
                 count["expired" if gone(record, now) else replace(record, now_us=now).status] += 1
         return Held(**count)
 
-    def watch(self, ring: Ring) -> None:
+    def watch(self, ring: OnReleased) -> None:
         pass
 
     async def close(self) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from conformance.broken import BROKEN, Broken, Sound
 from conformance.broken_times import UsesTheClientsClock
-from semel.once.memory import MemoryStore
 from semel.once.store import Clock, Store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import SharedStoreSuite, StoreSuite
-from semel.testing.world import Opener
+from semel.testing.harness import Opener
 
 RULES = sorted(name for name in dir(StoreSuite) if name.startswith("test_"))
 ABOUT_THE_ENGINE = {

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import semel.testing
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import StoreBroken, StoreUnavailable
-from semel.model import Granted
-from semel.once.memory import MemoryStore
-from semel.once.store import Ref
+from semel.once.store import KeyRef
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore, SharedStoreSuite, StoreSuite
-from semel.testing.world import ask
+from semel.testing.harness import ask
+from semel.types import Granted
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-a-store.md"
 LOCK = "fcntl.flock(lock, fcntl.LOCK_EX)"
@@ -114,11 +114,11 @@ def test_a_lost_request_changes_nothing_and_a_lost_reply_hides_what_changed() ->
     store.lose_reply("claim")
     for there in (None, None, "claimed"):
         with pytest.raises(StoreUnavailable, match="a fault was injected"):
-            drive(store.claim([ask()]))
-        (record,) = drive(inner.get([Ref("scope", "key")]))
+            run_sync(store.claim([ask()]))
+        (record,) = run_sync(inner.get([KeyRef("scope", "key")]))
         assert (record and record.state) == there
     assert store.calls == {"claim": 3}
-    (verdict,) = drive(store.claim([ask("other")]))
+    (verdict,) = run_sync(store.claim([ask("other")]))
     assert isinstance(verdict, Granted)
 
 
@@ -127,10 +127,10 @@ def test_a_store_that_is_away_fails_every_verb_until_it_is_back() -> None:
     store.away = True
     for verb in (store.open, store.stats, lambda: store.get([]), lambda: store.purge(1), lambda: store.claim([])):
         with pytest.raises(StoreBroken):
-            drive(verb())
+            run_sync(verb())
     store.away = False
-    assert drive(store.purge(1)) == 0
-    assert drive(store.stats()).live == 0
-    drive(store.open())
-    drive(store.close())
+    assert run_sync(store.purge(1)) == 0
+    assert run_sync(store.stats()).live == 0
+    run_sync(store.open())
+    run_sync(store.close())
     assert store.calls == {"open": 2, "stats": 2, "get": 1, "purge": 2, "claim": 1}

@@ -9,12 +9,12 @@ import pytest
 import sqlalchemy as sa
 
 import servers
-from semel.once.memory import MemoryStore
-from semel.once.opening import open_store
+from semel.db import migrate
 from semel.once.store import Clock, Store
-from semel.sql import migrate
+from semel.once.stores import open_store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import SharedStoreSuite, StoreSuite
-from semel.testing.world import Opener
+from semel.testing.harness import Opener
 
 
 class TestMemory(StoreSuite):

@@ -63,7 +63,7 @@ def _token_of_file() -> str | None:
 
 def find_run_id(client: Client, text: str) -> str:
     """The id that a whole id, or a part of one of the newest runs' ids, stands for."""
-    from semel.runs.records import checked_id
+    from semel.runs.types import checked_id
 
     wanted = text.strip().lower()
     if (known := checked_id(wanted)) is not None:

@@ -13,34 +13,34 @@ from semel.errors import InvalidRequest, StoreBroken
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from semel.runs.ledger import Ledger
+    from semel.runs.store import RunStore
 
 Answer = TypeVar("Answer")
 
 
 @contextmanager
-def opened(url: str, *, create: bool = False) -> Iterator[Ledger]:
+def opened(url: str, *, create: bool = False) -> Iterator[RunStore]:
     """The ledger in this database. A file that does not exist is created only on request."""
-    from semel.bridge import drive
-    from semel.runs.ledger import Ledger
+    from semel._concurrency.sync import run_sync
+    from semel.runs.store import RunStore
 
     if not create:
         require(url)
     elif (path := file_of(url)) is not None and not path.exists():
         note(f"a new database is made: {path} (--db and SEMEL_DB name another)")
-    ledger = Ledger(url, awaited=False)
+    ledger = RunStore(url, awaited=False)
     try:
         yield ledger
     finally:
-        drive(ledger.close())
+        run_sync(ledger.close())
 
 
-def ask(url: str, question: Callable[[Ledger], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
+def ask(url: str, question: Callable[[RunStore], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
     """What the ledger in this database answers to one question."""
-    from semel.bridge import drive
+    from semel._concurrency.sync import run_sync
 
     with opened(url, create=create) as ledger:
-        return drive(question(ledger))
+        return run_sync(question(ledger))
 
 
 def require(url: str) -> None:
@@ -54,9 +54,9 @@ def require(url: str) -> None:
 
 def file_of(url: str) -> Path | None:
     """The file of a SQLite database; None for others."""
-    from semel.sql import engines
+    from semel.db import blocking
 
-    parts = engines.parse(url)
+    parts = blocking.parse(url)
     if parts.get_backend_name() != "sqlite" or not parts.database or ":memory:" in parts.database:
         return None
     return Path(parts.database)
@@ -64,13 +64,13 @@ def file_of(url: str) -> Path | None:
 
 def engine_of(url: str) -> Engine:
     """An engine on the database, for transactions."""
-    from semel.sql import engines
-    from semel.sql.postgres import postgres_engine
+    from semel.db import blocking
+    from semel.db.postgres import postgres_engine
 
-    parts = engines.parse(url.replace("postgres://", "postgresql://", 1))
+    parts = blocking.parse(url.replace("postgres://", "postgresql://", 1))
     match parts.get_backend_name():
         case "sqlite":
-            return engines.sqlite_engine(parts)
+            return blocking.sqlite_engine(parts)
         case "postgresql":
             return postgres_engine(parts).execution_options(isolation_level="READ COMMITTED")
         case other:
@@ -79,6 +79,6 @@ def engine_of(url: str) -> Engine:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown."""
-    from semel.sql import engines
+    from semel.db import blocking
 
-    return engines.parse(url).render_as_string(hide_password=True)
+    return blocking.parse(url).render_as_string(hide_password=True)

@@ -175,7 +175,7 @@ def age(text: str) -> float:
 
 def time_of(text: str) -> datetime:
     """A time in ISO 8601, local unless it has a zone; or a span before now."""
-    from semel.model import time_in
+    from semel.types import time_in
 
     if not _has_no_unit(text) and _SPAN.fullmatch(text.strip().lower()):
         return datetime.now(UTC) - timedelta(seconds=span(text))
@@ -210,7 +210,7 @@ def amount(text: str) -> float:
 
 def cost(text: str) -> float:
     """What a run may cost."""
-    from semel.runs.records import MAX_COST
+    from semel.runs.types import MAX_COST
 
     number = amount(text)
     if number > MAX_COST:

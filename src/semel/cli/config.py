@@ -26,10 +26,10 @@ from semel.cli.worker import DEMO
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from semel.runs.ledger import Ledger
-    from semel.service.configs import Config, Entry
+    from semel.runs.store import RunStore
+    from semel.service.jobs.configs import Config, ConfigEntry
     from semel.service.settings import Settings
-    from semel.service.site import Site
+    from semel.service.state import ServiceState
 
 
 class Place(NamedTuple):
@@ -79,7 +79,7 @@ def config() -> None:
 @_at_place
 def list_configs(place: Place, as_json: bool) -> None:
     """List the configs in the database, in the folder and of the demo; FROM is row, file or demo."""
-    found: list[Entry] = _ask(place, lambda service, site: service.list_all(site, place.tenant))
+    found: list[ConfigEntry] = _ask(place, lambda service, site: service.list_all(site, place.tenant))
     print_list(
         as_json,
         {"configs": found},
@@ -91,7 +91,7 @@ def list_configs(place: Place, as_json: bool) -> None:
         note("the demo's are known to a server of the demo only")
 
 
-def _row(entry: Entry) -> list[object]:
+def _row(entry: ConfigEntry) -> list[object]:
     config = entry.config
     if config is None:
         return [entry.name, entry.source, None, None, None, entry.error]
@@ -143,15 +143,15 @@ def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> 
     It has a model, parameters, data, queue, priority, cost and providers. What was there under the name is replaced.
     """
 
-    def put(service: Any, site: Site) -> Any:
-        from semel.service.config_files import body_of
-        from semel.service.gate import Caller
+    def put(service: Any, site: ServiceState) -> Any:
+        from semel.service.auth.middleware import Principal
+        from semel.service.jobs.config_files import body_of
 
         try:
             checked = body_of(body)
         except ValueError as error:
             raise InvalidRequest(f"this is no config: {error}") from None
-        return service.put(site, Caller(user=_user(), role="admin", tenant=place.tenant), name, checked)
+        return service.put(site, Principal(user=_user(), role="admin", tenant=place.tenant), name, checked)
 
     _print(_ask(place, put, create=True), as_json)
 
@@ -191,19 +191,19 @@ class _App(NamedTuple):
 class _Site(NamedTuple):
     """What configs need of a site."""
 
-    ledger: Ledger
+    ledger: RunStore
     settings: Settings
     app: _App
 
 
-def _ask(place: Place, question: Callable[[Any, Site], Awaitable[Any]], *, create: bool = False) -> Any:
-    """Call :mod:`semel.service.configs`, as a server does."""
+def _ask(place: Place, question: Callable[[Any, ServiceState], Awaitable[Any]], *, create: bool = False) -> Any:
+    """Call :mod:`semel.service.jobs.configs`, as a server does."""
     import asyncio
 
-    from semel.runs.ledger import Ledger
+    from semel.runs.store import RunStore
 
     with needs_extra("service"):
-        from semel.service import configs
+        from semel.service.jobs import configs
         from semel.service.settings import Settings
     if not create:
         require(place.db)
@@ -212,8 +212,8 @@ def _ask(place: Place, question: Callable[[Any, Site], Awaitable[Any]], *, creat
     app = _App((_Model(os.environ.get("SEMEL_APP") or DEMO),))
 
     async def asked() -> Any:
-        ledger = Ledger(place.db, awaited=True)
-        site = cast("Site", _Site(ledger, Settings(configs=place.folder), app))
+        ledger = RunStore(place.db, awaited=True)
+        site = cast("ServiceState", _Site(ledger, Settings(configs=place.folder), app))
         try:
             return await question(configs, site)
         except configs.UnknownConfig as error:
@@ -224,7 +224,7 @@ def _ask(place: Place, question: Callable[[Any, Site], Awaitable[Any]], *, creat
     return asyncio.run(asked())
 
 
-def _known(entries: list[Entry]) -> str:
+def _known(entries: list[ConfigEntry]) -> str:
     if not entries:
         return "there are none; write one with: semel config set"
     return f"there are: {', '.join(each.name for each in entries)}; --configs FOLDER would add those of a folder"

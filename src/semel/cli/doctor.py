@@ -124,10 +124,10 @@ def _python() -> Finding:
 
 
 def _is_url(url: str) -> bool:
-    from semel.sql import engines
+    from semel.db import blocking
 
     try:
-        engines.parse(url)
+        blocking.parse(url)
     except SemelError:
         return False
     return True
@@ -166,10 +166,10 @@ def _in_database(engine: Engine, target: Target) -> Iterator[Finding]:
 
 def _checked(name: str, engine: Engine, check: Callable[..., Finding], *more: Any) -> Finding:
     """Run a check in a transaction that is always rolled back."""
-    from semel.sql.failures import translated
+    from semel.db.errors import translate_errors
 
     try:
-        with translated(), engine.connect() as conn:
+        with translate_errors(), engine.connect() as conn:
             found = check(conn, *more)
             conn.rollback()
             return found
@@ -186,8 +186,8 @@ def _reached(conn: Connection, url: str) -> Finding:
 
 
 def _migrations(conn: Connection, url: str) -> Finding:
-    from semel.sql import migrate
-    from semel.sql.schema import REVISIONS
+    from semel.db import migrate
+    from semel.db.schema import REVISIONS
 
     version = migrate.current(conn)
     if migrate.behind(conn):
@@ -218,7 +218,7 @@ def _clock(conn: Connection) -> Finding:
 def _writes(conn: Connection) -> Finding:
     from sqlalchemy import insert
 
-    from semel.sql.schema import leaders
+    from semel.db.schema import leaders
 
     conn.execute(insert(leaders).values(role=f"doctor-{os.getpid()}", holder="doctor", until_us=0, term_us=0))
     return Finding("write access", "ok", "rows can be written")
@@ -227,16 +227,16 @@ def _writes(conn: Connection) -> Finding:
 def _runs(conn: Connection) -> Finding:
     from sqlalchemy import func, select
 
-    from semel.runs import reading
-    from semel.runs.quotas import read_clock
-    from semel.runs.records import MICRO
-    from semel.sql.schema import runs
+    from semel.db.schema import runs
+    from semel.runs.store import queries
+    from semel.runs.store.quotas import read_clock
+    from semel.runs.types import MICRO
 
     terms = _terms(conn)
     now = read_clock(conn, terms)
     late = runs.c.lease_until_us < now - round(LATE * MICRO)
     lost = conn.scalar(select(func.count()).where(runs.c.status == "RUNNING", late)) or 0
-    backlog = reading.backlog(conn, terms)
+    backlog = queries.backlog(conn, terms)
     said = f"{backlog.pending} pending, {backlog.running} running"
     if backlog.stalled:
         said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
@@ -250,29 +250,29 @@ def _runs(conn: Connection) -> Finding:
 
 
 def _workers(conn: Connection) -> Finding:
-    from semel.runs import reading
-    from semel.runs.records import INTERNAL_QUEUE
+    from semel.runs.store import queries
+    from semel.runs.types import INTERNAL_QUEUE
 
     terms = _terms(conn)
-    there = [each for each in reading.list_workers(conn, terms) if list(each.queues) != [INTERNAL_QUEUE]]
+    there = [each for each in queries.list_workers(conn, terms) if list(each.queues) != [INTERNAL_QUEUE]]
     alive = [each for each in there if each.alive]
     silent = len(there) - len(alive)
     said = f"{len(alive)} alive" + (f", {silent} silent" if silent else "")
     if alive:
         return Finding("workers", "ok", said)
-    waits = reading.backlog(conn, terms).pending > 0
+    waits = queries.backlog(conn, terms).pending > 0
     advice = "start one with semel worker MODULE:APP; of RQ's and Celery's only those at work are seen"
     return Finding("workers", "warning", said + (", and runs wait" if waits else ""), advice)
 
 
 def _terms(conn: Connection) -> Any:
-    from semel.sql.statements import Terms
+    from semel.db.dialect import StatementContext
 
-    return Terms(time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None, False)
+    return StatementContext(time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None, False)
 
 
 def _tokens(conn: Connection, host: str) -> Finding:
-    from semel.service import tokens
+    from semel.service.auth import tokens
 
     there = tokens.any_there(conn)
     if there:
@@ -321,7 +321,7 @@ def _transport(target: Target) -> Finding:
 def _redis(check: str, url: str) -> Finding:
     from urllib.parse import urlsplit
 
-    from semel.once.faces import Once
+    from semel.once.client import Once
 
     try:
         where = urlsplit(url).hostname or "a socket"

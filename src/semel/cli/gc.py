@@ -13,8 +13,8 @@ from semel.errors import InvalidRequest
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from semel.runs.ledger import Ledger
-    from semel.sql.statements import Terms
+    from semel.db.dialect import StatementContext
+    from semel.runs.store import RunStore
 
 
 @command
@@ -28,10 +28,10 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
 
     Logs, events and expired reservations go, too. Workers remove what expired by themselves; old runs only this does.
     """
-    from semel.bridge import drive
+    from semel._concurrency.sync import run_sync
 
     with opened(db) as ledger:
-        counts = drive(ledger.read(_removable, older_than, ledger.terms))
+        counts = run_sync(ledger.read(_removable, older_than, ledger.terms))
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not dry_run:
             _require_artifacts(artifacts, with_files)
@@ -41,14 +41,14 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
     print_result(as_json, {"dry_run": dry_run, "removed": counts}, text)
 
 
-def _removable(conn: Connection, age: float, terms: Terms) -> dict[str, int]:
+def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[str, int]:
     """How much there is to remove."""
     from sqlalchemy import and_, func, or_, select
 
-    from semel.runs.quotas import EXPIRED_KEPT_US, read_clock
-    from semel.runs.records import checked_seconds
-    from semel.runs.retention import is_old
-    from semel.sql.schema import keys, removals, reservations, run_keys, runs
+    from semel.db.schema import keys, removals, reservations, run_keys, runs
+    from semel.runs.store.quotas import EXPIRED_KEPT_US, read_clock
+    from semel.runs.store.retention import is_old
+    from semel.runs.types import checked_seconds
 
     now = read_clock(conn, terms)
     over = is_old(now, checked_seconds("older-than", age))
@@ -73,9 +73,9 @@ def _require_artifacts(place: str, with_files: int) -> None:
         )
 
 
-def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, int]:
-    from semel.bridge import drive
-    from semel.once.faces import Once
+def _remove(url: str, ledger: RunStore, age: float, artifacts: str) -> dict[str, int]:
+    from semel._concurrency.sync import run_sync
+    from semel.once.client import Once
     from semel.runs.app import App
 
     app = App(url, artifacts=artifacts)
@@ -83,7 +83,7 @@ def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, i
         counts = {"runs": app.purge(age), "run_keys": 0, "reservations": 0}
     finally:
         app.close()
-    while any(removed := drive(ledger.write(_expired, ledger.terms))):
+    while any(removed := run_sync(ledger.write(_expired, ledger.terms))):
         counts["run_keys"] += removed[0]
         counts["reservations"] += removed[1]
     with Once(url, collect=False) as once:
@@ -91,7 +91,8 @@ def _remove(url: str, ledger: Ledger, age: float, artifacts: str) -> dict[str, i
     return counts
 
 
-def _expired(conn: Connection, terms: Terms) -> tuple[int, int]:
-    from semel.runs import keys, quotas
+def _expired(conn: Connection, terms: StatementContext) -> tuple[int, int]:
+    from semel.runs.store import quotas
+    from semel.runs.store import run_keys as store_run_keys
 
-    return keys.purge_keys(conn, terms), quotas.purge_reservations(conn, terms)
+    return store_run_keys.purge_keys(conn, terms), quotas.purge_reservations(conn, terms)

@@ -25,8 +25,8 @@ from semel.errors import InProgress, InvalidRequest
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from semel.model import Record
-    from semel.sql.statements import Terms
+    from semel.db.dialect import StatementContext
+    from semel.types import Record
 
 MOST = 100
 """Keys of one name that are shown."""
@@ -151,7 +151,7 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
 
     It was done, with this value; or it was not, and the next caller does it. Find out first: semel cannot know.
     """
-    from semel.once.faces import Once
+    from semel.once.client import Once
 
     done, value, force = options["done"], options["value"], options["force"]
     if done == options["not_done"]:
@@ -200,7 +200,7 @@ def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bo
 
 
 def _delete_one(found: Any, db: str, force: bool) -> bool:
-    from semel.once.faces import Once
+    from semel.once.client import Once
 
     if isinstance(found, dict):
         return ask(db, lambda ledger: ledger.write(_delete_run_key, found))
@@ -209,7 +209,7 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
 
 
 def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_json: bool) -> int:
-    from semel.once.faces import Once
+    from semel.once.client import Once
 
     if key is not None or not scope:
         raise InvalidRequest("--all deletes every key of a scope: name it with --scope, and no KEY")
@@ -256,7 +256,7 @@ def _find(
 
 def _records(db: str, key: str, scope: str | None) -> list[Record]:
     """The key's records, in this scope or in all."""
-    from semel.once.faces import Once
+    from semel.once.client import Once
 
     if not _is_redis(db):
         require(db)
@@ -275,18 +275,18 @@ def _scopes(db: str, key: str) -> list[str]:
 def _scopes_of(conn: Connection, key: str) -> list[str]:
     from sqlalchemy import select
 
-    from semel.sql.schema import keys
+    from semel.db.schema import keys
 
     return list(conn.scalars(select(keys.c.scope).where(keys.c.key == key).order_by(keys.c.scope).limit(MOST)))
 
 
 def _run_keys_of(
-    conn: Connection, key: str, user: str | None, tenant: str | None, terms: Terms
+    conn: Connection, key: str, user: str | None, tenant: str | None, terms: StatementContext
 ) -> list[dict[str, Any]]:
     from sqlalchemy import select
 
-    from semel.runs.quotas import read_clock
-    from semel.sql.schema import run_keys
+    from semel.db.schema import run_keys
+    from semel.runs.store.quotas import read_clock
 
     query = select(run_keys).where(run_keys.c.key == key, run_keys.c.expires_us >= read_clock(conn, terms)).limit(MOST)
     if user is not None:
@@ -301,7 +301,7 @@ def _delete_run_key(conn: Connection, found: dict[str, Any]) -> bool:
     """Delete a key of a run, unless it names another run by now."""
     from sqlalchemy import delete
 
-    from semel.sql.schema import run_keys
+    from semel.db.schema import run_keys
 
     own = [run_keys.c[name] == found[name] for name in ("tenant", "kind", "key", "job_id")]
     query = delete(run_keys).where(*own, run_keys.c.user_id == found["user"])

@@ -37,13 +37,13 @@ def migrate(url: str | None, db: str, as_json: bool) -> None:
 
 def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
     """Migrate, and wait while others do; the version before and after."""
-    from semel.sql import migrate
-    from semel.sql.failures import translated
+    from semel.db import migrate
+    from semel.db.errors import translate_errors
 
     started = time.monotonic()
     while True:
         try:
-            with translated(), engine.begin() as conn:
+            with translate_errors(), engine.begin() as conn:
                 return migrate.upgrade(conn)
         except StoreBroken:
             raise

@@ -13,8 +13,8 @@ from semel.cli._output import note, print_json, print_list, print_result, print_
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from semel.runs.quotas import Person, Quota
-    from semel.sql.statements import Terms
+    from semel.db.dialect import StatementContext
+    from semel.runs.store.quotas import Person, Quota
 
 COUNTS = {"max_concurrent": "runs at a time", "per_hour": "runs an hour", "per_day": "runs a day"}
 COSTS = {
@@ -79,7 +79,7 @@ def show(user: str, tenant: str, db: str, as_json: bool) -> None:
 
 
 def _person(tenant: str, user: str) -> Person:
-    from semel.runs.records import checked_name
+    from semel.runs.types import checked_name
 
     return checked_name("tenant", tenant), checked_name("user", user, empty=False)
 
@@ -134,11 +134,11 @@ def _format_limit(value: float, what: str) -> str:
     return f"{_format(value)} {what.replace('runs', 'run', 1) if value == 1 else what}"
 
 
-def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: Terms) -> Quota:
+def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: StatementContext) -> Quota:
     """Write the quota with the changes, in the transaction in which it is read."""
     from msgspec.structs import asdict
 
-    from semel.runs import quotas
+    from semel.runs.store import quotas
 
     quotas.read_clock(conn, terms)
     quotas.lock(conn, [person])
@@ -155,10 +155,10 @@ def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: Te
 @db_options
 def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
     """Remove a user's own quota; then the one of everybody (*) holds, if there is one."""
-    from semel.bridge import drive
+    from semel._concurrency.sync import run_sync
 
     with opened(db) as ledger:
-        there = user in drive(ledger.quotas(tenant))
-        drive(ledger.set_quota(_person(tenant, user), None))
+        there = user in run_sync(ledger.quotas(tenant))
+        run_sync(ledger.set_quota(_person(tenant, user), None))
     text = f"the quota of {user} is removed" if there else f"{user} has no quota"
     print_result(as_json, {"user": user, "removed": there}, text)

@@ -32,7 +32,7 @@ from semel.cli._options import (
     queues_option,
     wait_for_database_option,
 )
-from semel.scratch import scratch
+from semel.runs.execution.scratch import scratch
 
 if TYPE_CHECKING:
     from semel.service.settings import Settings
@@ -108,21 +108,21 @@ def serve(queues: list[str] | None, **options: Any) -> int:
     Every option can be a variable of the environment instead: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT,
     --no-worker is SEMEL_WORKER=false, and so on. An option wins over its variable.
     """
-    from semel.service.ports import claim_port
+    from semel.service.server.ports import claim_port
     from semel.service.settings import from_environment
 
     held, settings = claim_port(from_environment(os.environ, queues=",".join(queues) if queues else None, **options))
     with held, _metrics_folder():
         with needs_extra("service"), _without_collecting():
             from semel.cli.worker import DEMO, load_app
-            from semel.service import serving
+            from semel.service import server
 
         def announce(text: str) -> None:
             for warning in _warnings(settings):
                 logging.getLogger("semel.serve").warning(warning)
             print(text if settings.app != DEMO else f"{text}\n{_what_to_try(settings)}", flush=True)
 
-        return serving.serve(settings, load_app, announce)
+        return server.serve(settings, load_app, announce)
 
 
 def _warnings(settings: Settings) -> Iterator[str]:

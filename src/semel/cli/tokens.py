@@ -12,7 +12,7 @@ from semel.cli._output import format_time, note, print_json, print_list, with_is
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from semel.service.tokens import Issued, Token
+    from semel.service.auth.tokens import Issued, Token
 
 ROLES = click.Choice(["submitter", "operator", "admin"])
 
@@ -39,9 +39,9 @@ def token() -> None:
 @db_options
 def create(db: str, as_json: bool, **request: Any) -> None:
     """Create a token. It is printed this once: only a digest of it is kept."""
-    from semel.service import tokens
+    from semel.service.auth import tokens
 
-    wanted = tokens.Request(**request)
+    wanted = tokens.NewToken(**request)
     issued = ask(db, lambda ledger: ledger.write(tokens.issue, wanted, ledger.terms), create=True)
     _print_issued(issued, as_json)
 
@@ -69,7 +69,7 @@ def _as_fields(token: Token) -> dict[str, Any]:
 @db_options
 def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
     """List tokens, oldest first. Their secrets are not kept, so they cannot be shown."""
-    from semel.service import tokens
+    from semel.service.auth import tokens
 
     found = ask(db, lambda ledger: ledger.read(tokens.listed, tenant))
     print_list(
@@ -94,7 +94,7 @@ def _row(token: Token) -> list[object]:
 @db_options
 def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002 -- the name of the argument
     """Replace a token by a new one for the same user."""
-    from semel.service import tokens
+    from semel.service.auth import tokens
 
     issued = ask(db, lambda ledger: ledger.write(tokens.rotate, id, grace, ledger.terms))
     if issued is None:
@@ -108,11 +108,11 @@ def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002
 @db_options
 def revoke(ids: tuple[str, ...], db: str, as_json: bool) -> int:
     """Revoke tokens. Servers notice within some seconds."""
-    from semel.bridge import drive
-    from semel.service import tokens
+    from semel._concurrency.sync import run_sync
+    from semel.service.auth import tokens
 
     with opened(db) as ledger:
-        revoked = {each: drive(ledger.write(tokens.revoke, each)) for each in ids}
+        revoked = {each: run_sync(ledger.write(tokens.revoke, each)) for each in ids}
     if as_json:
         print_json({"revoked": [each for each, there in revoked.items() if there]})
     for each, there in revoked.items():

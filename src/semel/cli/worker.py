@@ -98,7 +98,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     Takes back runs whose workers are lost, hands forgotten runs to RQ or Celery, publishes events, removes what
     expired. Every semel worker does so, too: this is for RQ's and Celery's. Several may run; one is elected.
     """
-    from semel.runs.sweeper import sweep_until_told
+    from semel.runs.worker.sweeper import sweep_until_told
 
     if not 0.05 <= every <= 3600:
         raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {every}")
@@ -128,7 +128,7 @@ def _set_up_log(quiet: bool, log_format: str | None = None) -> None:
     as_json = log_format == "json"
     formatter: logging.Formatter = TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     if as_json:
-        from semel.service import logs
+        from semel.service.telemetry import logs
 
         formatter = logs.formatter("json")
     root = logging.getLogger()
@@ -143,7 +143,7 @@ def _set_up_log(quiet: bool, log_format: str | None = None) -> None:
 
 
 def _wait_for_database(app: App, seconds: float | None) -> None:
-    from semel.runs.ledger import wait_for_database
+    from semel.runs.store import wait_for_database
 
     if seconds is None:
         try:

@@ -3,7 +3,7 @@
 from semel.errors import MissingExtra
 
 try:
-    from semel.client.faces import AsyncClient, Client
+    from semel.client.client import AsyncClient, Client
     from semel.client.jobs import SubmitResult, SubmittedJob, submit_cloud_job
     from semel.client.transport import AsyncIdempotentTransport, IdempotentTransport
     from semel.client.views import (

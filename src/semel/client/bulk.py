@@ -9,8 +9,8 @@ import httpx
 from msgspec import Raw, Struct
 
 from semel._validation import nearest
-from semel.client.exchange import Exchange, given, written
-from semel.client.refusals import Answer, nonsense, refusal
+from semel.client.errors import Answer, refusal, unexpected_response
+from semel.client.http import HttpSession, given, written
 from semel.client.sending import SubmitOptions, key_and_dedupe
 from semel.client.views import RemoteRun
 from semel.errors import InvalidRequest, SemelError, ServerUnreachable
@@ -30,13 +30,13 @@ class BulkAnswer(Struct, frozen=True, kw_only=True):
     problem: Raw = Raw(b"{}")
 
 
-async def submitted(exchange: Exchange, submissions: Sequence[Mapping[str, Any]]) -> list[RemoteRun | SemelError]:
+async def submitted(exchange: HttpSession, submissions: Sequence[Mapping[str, Any]]) -> list[RemoteRun | SemelError]:
     """The runs, or what there is instead. A server that cannot be reached any more leaves its error with the rest."""
     if isinstance(submissions, str | Mapping):
         raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
     asked = [_prepared(place, each) for place, each in enumerate(submissions)]
     answers: list[RemoteRun | SemelError] = []
-    for some in _portions([written(each) for each in asked]):
+    for some in _batches([written(each) for each in asked]):
         try:
             answers += await _sent(exchange, some)
         except SemelError as error:
@@ -63,7 +63,7 @@ def _prepared(place: int, submission: Mapping[str, Any]) -> dict[str, Any]:
     return given(fields)
 
 
-def _portions(written_ones: list[bytes]) -> Iterator[list[bytes]]:
+def _batches(written_ones: list[bytes]) -> Iterator[list[bytes]]:
     """As many as go into one request, in their order."""
     some: list[bytes] = []
     size = 0
@@ -77,11 +77,11 @@ def _portions(written_ones: list[bytes]) -> Iterator[list[bytes]]:
         yield some
 
 
-async def _sent(exchange: Exchange, some: list[bytes]) -> list[RemoteRun | SemelError]:
+async def _sent(exchange: HttpSession, some: list[bytes]) -> list[RemoteRun | SemelError]:
     answer = await exchange.ask("POST", "/runs/bulk", body=[Raw(each) for each in some])
     said = exchange.decoded(answer, list[BulkAnswer])
     if len(said) != len(some):
-        raise nonsense(answer, exchange.place)
+        raise unexpected_response(answer, exchange.place)
     return [_one(each) for each in said]
 
 

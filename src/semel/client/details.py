@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
-from semel.client.exchange import Exchange
+from semel.client.http import HttpSession
 from semel.client.sending import path_of, run_path
 from semel.client.streaming import Streams
 from semel.client.views import (
@@ -29,7 +29,7 @@ from semel.errors import ServiceError
 
 if TYPE_CHECKING:
     from semel.client.standing import RemoteUsage
-    from semel.runs.quotas import Quota
+    from semel.runs.store.quotas import Quota
 
 
 class _WaitingAnswer(Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class _LogPage(Struct, frozen=True, kw_only=True):
 class DetailVerbs:
     """The verbs of those who look closer."""
 
-    exchange: Exchange
+    exchange: HttpSession
 
     async def timeline(self, run_id: str) -> list[RemoteStep]:
         """Every step of the run's life, oldest first."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from semel.bridge import Face, drive
+from semel._concurrency.sync import HasEngine, run_sync
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,31 +15,31 @@ E = TypeVar("E")
 
 def iterated(
     method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
-) -> Callable[Concatenate[Face[E], P], Iterator[R]]:
+) -> Callable[Concatenate[HasEngine[E], P], Iterator[R]]:
     """The blocking face of an engine's generator: for ``for``."""
 
     @wraps(method)
-    def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+    def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         source = method(self._engine, *args, **kwargs)
         try:
             while True:
                 try:
-                    yield drive(source.asend(None))
+                    yield run_sync(source.asend(None))
                 except StopAsyncIteration:
                     return
         finally:
-            drive(source.aclose())
+            run_sync(source.aclose())
 
     return call
 
 
 def awaited_iterated(
     method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
-) -> Callable[Concatenate[Face[E], P], AsyncIterator[R]]:
+) -> Callable[Concatenate[HasEngine[E], P], AsyncIterator[R]]:
     """The async face of an engine's generator: for ``async for``."""
 
     @wraps(method)
-    def call(self: Face[E], /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[R]:
+    def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[R]:
         return method(self._engine, *args, **kwargs)
 
     return call

@@ -12,13 +12,13 @@ import httpx
 import msgspec
 from msgspec import Struct
 
-from semel.client.exchange import Exchange, as_json, given, said_by
-from semel.client.line import AwaitedLine
-from semel.client.refusals import Answer, refusal
+from semel.client.backend import AsyncBackend
+from semel.client.errors import Answer, refusal
+from semel.client.http import HttpSession, as_json, given, said_by
 from semel.client.sending import automatic_key, line_options, server_url
 from semel.client.views import JobPage, RemoteConfig, RemoteCosts, RemoteJob
 from semel.errors import CostLimitExceeded, QuotaExceeded, RunNotFound, SemelError, ServiceError
-from semel.runs.records import checked_id
+from semel.runs.types import checked_id
 
 SUBMIT_TIMEOUT = 120.0
 """Seconds for one try: the data of a config may have to be uploaded meanwhile."""
@@ -76,7 +76,7 @@ def submission(config_name: str, key: str, tracker_run_name: str | None, ttl_hou
 class JobVerbs:
     """The verbs on jobs."""
 
-    exchange: Exchange
+    exchange: HttpSession
 
     async def submit_job(
         self,
@@ -187,8 +187,8 @@ async def submit_cloud_job(
     the same. ``timeout`` is for the whole of it.
     """
     key = automatic_key() if idempotency_key is None else idempotency_key
-    line = AwaitedLine(**line_options(base_url, token, None))
-    exchange = Exchange(line, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
+    line = AsyncBackend(**line_options(base_url, token, None))
+    exchange = HttpSession(line, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
     try:
         with anyio.fail_after(timeout):
             body = as_json(submission(config_name, key, tracker_run_name, ttl_hours))

@@ -8,10 +8,10 @@ from math import inf
 from typing import Any, Unpack
 
 from semel.client.bulk import submitted
-from semel.client.exchange import Exchange, given
+from semel.client.http import HttpSession, given
 from semel.client.sending import SubmitOptions, automatic_key, key_and_dedupe, run_path
 from semel.client.views import RemoteRun, RunPage
-from semel.client.waiting import Progress, Waiting
+from semel.client.waiting import Progress, RunWaiter
 from semel.errors import SemelError
 
 PAGE = 200
@@ -21,7 +21,7 @@ PAGE = 200
 class RunVerbs:
     """The verbs on runs."""
 
-    exchange: Exchange
+    exchange: HttpSession
 
     async def submit(
         self,
@@ -95,7 +95,7 @@ class RunVerbs:
         ``progress`` is called with the run whenever it changed. A server that goes away meanwhile is waited for, too;
         one that was never there is not.
         """
-        return await Waiting(self.exchange, run_path(run_id), timeout, progress).ended()
+        return await RunWaiter(self.exchange, run_path(run_id), timeout, progress).ended()
 
     async def result(self, run_id: str) -> Any:
         """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""

@@ -11,7 +11,7 @@ from uuid import uuid4
 import httpx
 
 from semel.errors import InvalidRequest, RunNotFound
-from semel.runs.records import checked_id
+from semel.runs.types import checked_id
 
 DEFAULT_SERVER = "http://127.0.0.1:8001"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from semel.runs.quotas import Quota, Usage
+from semel.runs.store.quotas import Quota, Usage
 
 
 class RemoteUsage(Struct, frozen=True, kw_only=True):

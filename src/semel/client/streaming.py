@@ -10,12 +10,12 @@ from typing import IO, Any
 import httpx
 import msgspec
 
-from semel.client.exchange import Exchange, within
-from semel.client.refusals import Answer
+from semel.client.errors import Answer
+from semel.client.http import HttpSession, within
 from semel.client.transport import LOST
 from semel.client.views import RemoteEvent
 from semel.errors import ResultStoreError
-from semel.runs.records import TERMINAL
+from semel.runs.types import TERMINAL
 
 SILENCE = 45.0
 """Seconds after which a stream without a sign of life is taken for lost; the server gives one every 15."""
@@ -74,7 +74,7 @@ def _decoded(text: str) -> Any:
 class Streams:
     """Opens streams, and again those that were lost."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: HttpSession) -> None:
         self._exchange = exchange
         self._line = exchange.line
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 import anyio
 import httpx
 
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import InvalidRequest
 from semel.policy import seconds
 
@@ -38,7 +38,7 @@ def _new_key() -> str:
     return uuid4().hex
 
 
-class Options(TypedDict, total=False):
+class TransportOptions(TypedDict, total=False):
     """What a transport can be told."""
 
     retries: int
@@ -73,13 +73,13 @@ class IdempotentTransport(httpx.BaseTransport):
     ``inner`` sends the tries; without it an ``httpx.HTTPTransport``. See :class:`Options`.
     """
 
-    def __init__(self, inner: httpx.BaseTransport | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, inner: httpx.BaseTransport | None = None, **options: Unpack[TransportOptions]) -> None:
         self._inner = httpx.HTTPTransport() if inner is None else inner
-        self._tries = _Tries(_BlockingLine(self._inner), **options)
+        self._tries = _Tries(_SyncBackend(self._inner), **options)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send it as often as it takes; the last answer or error is the caller's."""
-        return drive(self._tries.answer(request))
+        return run_sync(self._tries.answer(request))
 
     def close(self) -> None:
         """Close the connections."""
@@ -101,9 +101,9 @@ class IdempotentTransport(httpx.BaseTransport):
 class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
     """As :class:`IdempotentTransport`, for ``httpx.AsyncClient``."""
 
-    def __init__(self, inner: httpx.AsyncBaseTransport | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, inner: httpx.AsyncBaseTransport | None = None, **options: Unpack[TransportOptions]) -> None:
         self._inner = httpx.AsyncHTTPTransport() if inner is None else inner
-        self._tries = _Tries(_AwaitedLine(self._inner), **options)
+        self._tries = _Tries(_AsyncBackend(self._inner), **options)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send it as often as it takes; the last answer or error is the caller's."""
@@ -126,7 +126,7 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
         await self._inner.__aexit__(exc_type, exc_value, traceback)
 
 
-class _Line(Protocol):
+class _Backend(Protocol):
     """The way to the server. The blocking one never suspends, so that ``drive`` can run what is written over it."""
 
     async def send(self, request: httpx.Request) -> httpx.Response: ...
@@ -136,7 +136,7 @@ class _Line(Protocol):
     async def next(self, parts: Any) -> bytes | None: ...
 
 
-class _BlockingLine:
+class _SyncBackend:
     def __init__(self, inner: httpx.BaseTransport) -> None:
         self.send_now, self.pause_now = inner.handle_request, time.sleep
 
@@ -156,7 +156,7 @@ class _BlockingLine:
         return next(parts, None)
 
 
-class _AwaitedLine:
+class _AsyncBackend:
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self.send = inner.handle_async_request
         self.pause = anyio.sleep
@@ -205,7 +205,7 @@ class _Tries:
 
     def __init__(
         self,
-        line: _Line,
+        line: _Backend,
         *,
         retries: int = 5,
         methods: Iterable[str] = ("POST",),
@@ -308,7 +308,7 @@ class _Tries:
         """Seconds until the next try; None when the answer is final."""
         asked = 0.0
         if isinstance(answer, httpx.Response):
-            if not may_pass(answer):
+            if not is_retryable(answer):
                 return None
             asked = retry_after(answer.headers.get("retry-after", ""))
         pause = self._backoff * 2.0 ** min(number - 1, 60)
@@ -322,7 +322,7 @@ class _Tries:
         _log.info("%s %s%s with the key %r, %s: %s%s", request.method, url.host, url.path, key, which, said, then)
 
 
-def may_pass(response: httpx.Response) -> bool:
+def is_retryable(response: httpx.Response) -> bool:
     """Whether the same request may get another answer later.
 
     Yes for the failures of servers, and for a key whose first request is still being carried out. A replayed answer

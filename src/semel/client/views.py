@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType, field
 
 from semel.errors import InvalidRequest
-from semel.runs.records import TERMINAL, Status
+from semel.runs.types import TERMINAL, Status
 
 
 class RemoteArtifact(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import httpx
 
-from semel.client.exchange import Exchange
-from semel.client.refusals import Answer
+from semel.client.errors import Answer
+from semel.client.http import HttpSession
 from semel.client.streaming import LONGEST_PAUSE
 from semel.client.views import RemoteRun
 
@@ -21,10 +21,10 @@ LONG_POLL = 25.0
 Progress: TypeAlias = Callable[[RemoteRun], object]
 
 
-class Waiting:
+class RunWaiter:
     """One who waits for a run to be over, and tells of its progress where somebody wants to know."""
 
-    def __init__(self, exchange: Exchange, path: str, seconds: float | None, progress: Progress | None) -> None:
+    def __init__(self, exchange: HttpSession, path: str, seconds: float | None, progress: Progress | None) -> None:
         self._exchange = exchange
         self._path = path
         self._seconds = seconds

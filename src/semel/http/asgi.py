@@ -10,15 +10,15 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack
 from urllib.parse import unquote_to_bytes
 
 from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreBroken, StoreUnavailable
-from semel.http.body import CHUNK, Body, BodyTooLarge
-from semel.http.door import HELD, Door, Recorder, Request
-from semel.http.options import Options
+from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
+from semel.http.middleware import CLAIM_KEY, MiddlewareCore, Request, ResponseRecorder
+from semel.http.options import MiddlewareOptions
 from semel.http.protocol import codings_for_app
-from semel.model import Claim, Granted, Replay, Response, Verdict
-from semel.once.asking import Asking
-from semel.once.calls import working_under
-from semel.once.faces import AsyncOnce
-from semel.once.opening import Target
+from semel.once.client import AsyncOnce
+from semel.once.guard import current_claim_set
+from semel.once.requests import CallRequest
+from semel.once.stores import Target
+from semel.types import Claim, Granted, Replay, Response, Verdict
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -41,9 +41,9 @@ class IdempotencyMiddleware:
     nothing changes. See :class:`~semel.http.options.Options`.
     """
 
-    def __init__(self, app: App, once: AsyncOnce | Target, **options: Unpack[Options]) -> None:
+    def __init__(self, app: App, once: AsyncOnce | Target, **options: Unpack[MiddlewareOptions]) -> None:
         self.app = app
-        self._door = Door(AsyncOnce, once, options)
+        self._door = MiddlewareCore(AsyncOnce, once, options)
         self._header = self._door.header.lower().encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class IdempotencyMiddleware:
         if isinstance(key, Response):
             await _answer(send, key)
             return
-        body = Body(door.body_in_memory, door.max_request_bytes)
+        body = SpooledBody(door.body_in_memory, door.max_request_bytes)
         try:
             admitted = await self._admit(key, scope, receive, body)
             if isinstance(admitted, Response):
@@ -84,7 +84,7 @@ class IdempotencyMiddleware:
         finally:
             body.close()
 
-    async def _admit(self, key: str, scope: Scope, receive: Receive, body: Body) -> Response | _Exchange | bool:
+    async def _admit(self, key: str, scope: Scope, receive: Receive, body: SpooledBody) -> Response | _Exchange | bool:
         """The answer to the request, or how to carry it out; True: without protection, False: not at all."""
         door = self._door
         request = _request(scope)
@@ -151,7 +151,7 @@ class IdempotencyMiddleware:
 class _Upload:
     """The body again, for the app. Then it waits, and hears that the client left when ``over`` is set."""
 
-    def __init__(self, body: Body, receive: Receive) -> None:
+    def __init__(self, body: SpooledBody, receive: Receive) -> None:
         self._body = body
         self._at = 0
         self._receive = receive
@@ -179,9 +179,9 @@ class _Exchange:
     that is one too many, and from then on whatever happens to it is between the app and its client.
     """
 
-    def __init__(self, door: Door[AsyncOnce], claim: Claim, asking: Asking, upload: _Upload) -> None:
+    def __init__(self, door: MiddlewareCore[AsyncOnce], claim: Claim, asking: CallRequest, upload: _Upload) -> None:
         self._door, self._claim, self._asking, self._upload = door, claim, asking, upload
-        self._recorder = Recorder(door, claim)
+        self._recorder = ResponseRecorder(door, claim)
         self._held: list[Message] = []
         self._passed = self._settled = self._ended = self._deaf = False
 
@@ -189,7 +189,7 @@ class _Exchange:
         """Call the app, and see that its claim is settled, whatever it does."""
         self._send = send
         self._upload.hidden = asyncio.Event()
-        scope[HELD] = self._claim
+        scope[CLAIM_KEY] = self._claim
         codings = _header(scope, "accept-encoding")
         if codings is not None:
             own = (b"accept-encoding", codings_for_app(codings).encode("latin-1"))
@@ -198,7 +198,7 @@ class _Exchange:
             scope["extensions"] = {name: each for name, each in scope["extensions"].items() if name not in _BYPASSES}
         engine = self._door.engine
         try:
-            with working_under(self._claim):
+            with current_claim_set(self._claim):
                 await app(scope, self._upload, self._pass)
         except BaseException as error:
             if not self._settled and await engine.fail(self._claim, self._asking, error) and not self._passed:
@@ -305,7 +305,7 @@ async def _off_loop(blocks: bool, work: Callable[P, R], *args: P.args, **kwargs:
     return await asyncio.to_thread(work, *args, **kwargs) if blocks else work(*args, **kwargs)
 
 
-async def _read(body: Body, receive: Receive) -> bool:
+async def _read(body: SpooledBody, receive: Receive) -> bool:
     """Take in the whole body; False when the client left before the end."""
     while True:
         message = await receive()

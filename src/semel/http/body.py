@@ -15,7 +15,7 @@ class BodyTooLarge(Exception):
     """The body is larger than what is accepted."""
 
 
-class Body:
+class SpooledBody:
     """Takes chunks, then gives them back from the start.
 
     The event loop hands what touches the disk to threads, and may close the body before a thread is done with it.

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from uuid import UUID
 
 from semel.errors import InvalidRequest
-from semel.once.calls import is_async
-from semel.once.counters import Hook
+from semel.once.guard import is_async
+from semel.once.stats import Hook
 from semel.policy import HOUR, Policy
 
 Context: TypeAlias = MutableMapping[str, Any]
@@ -22,7 +22,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _URL = re.compile(r"(?:https?://|/)[!#-;=?-~]+")
 
 
-class Options(TypedDict, total=False):
+class MiddlewareOptions(TypedDict, total=False):
     """What a middleware can be told."""
 
     policy: Policy | Preset | None

@@ -17,9 +17,9 @@ import msgspec
 
 from semel.errors import Unfingerprintable
 from semel.fingerprint import fingerprint
-from semel.http.dialects import Dialect, Reason
-from semel.model import OVERSIZED, Outcome, Response
-from semel.once.asking import LONGEST
+from semel.http.refusals import Reason, RefusalFormat
+from semel.once.requests import LONGEST
+from semel.types import OVERSIZED, Outcome, Response
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -69,7 +69,7 @@ class BadKey(Exception):
         self.shown = shown
 
 
-def key_of(values: Sequence[str], dialect: Dialect) -> str:
+def key_of(values: Sequence[str], dialect: RefusalFormat) -> str:
     """The key in the header's values: bare, or quoted as RFC 8941 has it. Said twice alike, it counts once."""
     if len(values) == 1 and dialect.bare.fullmatch(values[0]):
         return values[0]
@@ -97,7 +97,7 @@ def _parts(value: str) -> list[str]:
         at += 1
 
 
-def _unquoted(value: str, dialect: Dialect) -> str | None:
+def _unquoted(value: str, dialect: RefusalFormat) -> str | None:
     if dialect.bare.fullmatch(value):
         return value
     quoted = _QUOTED.fullmatch(value)

@@ -8,18 +8,18 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias, Unpack
 
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
-from semel.http.body import CHUNK, Body, BodyTooLarge
-from semel.http.dialects import phrase
-from semel.http.door import HELD, Door, Recorder, Request
-from semel.http.options import Options
+from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
+from semel.http.middleware import CLAIM_KEY, MiddlewareCore, Request, ResponseRecorder
+from semel.http.options import MiddlewareOptions
 from semel.http.protocol import codings_for_app
-from semel.model import Claim, Granted, Response
-from semel.once.asking import Asking
-from semel.once.calls import working_under
-from semel.once.faces import Once
-from semel.once.opening import Target
+from semel.http.refusals import phrase
+from semel.once.client import Once
+from semel.once.guard import current_claim_set
+from semel.once.requests import CallRequest
+from semel.once.stores import Target
+from semel.types import Claim, Granted, Response
 
 Environ: TypeAlias = dict[str, Any]
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None] | None
@@ -37,9 +37,9 @@ class IdempotencyMiddleware:
     changes. See :class:`~semel.http.options.Options`.
     """
 
-    def __init__(self, app: App, once: Once | Target, **options: Unpack[Options]) -> None:
+    def __init__(self, app: App, once: Once | Target, **options: Unpack[MiddlewareOptions]) -> None:
         self.app = app
-        self._door = Door(Once, once, options)
+        self._door = MiddlewareCore(Once, once, options)
         self._header = f"HTTP_{self._door.header.upper().replace('-', '_')}"
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class IdempotencyMiddleware:
         key = door.refuse("missing", None) if value is None else door.key([value])
         if isinstance(key, Response):
             return _answer(start_response, key)
-        body = Body(door.body_in_memory, door.max_request_bytes)
+        body = SpooledBody(door.body_in_memory, door.max_request_bytes)
         try:
             admitted = self._admit(key, environ, body)
         except BaseException:
@@ -82,7 +82,7 @@ class IdempotencyMiddleware:
             return _Closing(self.app(environ, start_response), body)
         return _Exchange(door, *admitted, body).run(self.app, environ, start_response)
 
-    def _admit(self, key: str, environ: Environ, body: Body) -> Response | tuple[Claim, Asking] | None:
+    def _admit(self, key: str, environ: Environ, body: SpooledBody) -> Response | tuple[Claim, CallRequest] | None:
         """The answer to the request, or the claim to carry it out under; None: without protection."""
         door = self._door
         request = _request(environ)
@@ -92,7 +92,7 @@ class IdempotencyMiddleware:
             asking = door.ask(key, request, door.print_of(request, body))
             if door.within(request, asking):
                 return None
-            verdict = drive(door.engine.admit(asking))
+            verdict = run_sync(door.engine.admit(asking))
         except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
             _log.warning("a request with the key %r was refused: %s", key, error)
             return door.unavailable(key)
@@ -126,9 +126,9 @@ class _Exchange:
     until the outcome is stored. When the server closes us early (the client left), the rest is read all the same.
     """
 
-    def __init__(self, door: Door[Once], claim: Claim, asking: Asking, body: Body) -> None:
+    def __init__(self, door: MiddlewareCore[Once], claim: Claim, asking: CallRequest, body: SpooledBody) -> None:
         self._door, self._claim, self._asking, self._body = door, claim, asking, body
-        self._recorder = Recorder(door, claim)
+        self._recorder = ResponseRecorder(door, claim)
         self._started: tuple[str, list[tuple[str, str]], ExcInfo] | None = None
         self._chunks: Iterator[bytes] = iter(())
         self._close: Callable[[], object] | None = None
@@ -140,11 +140,11 @@ class _Exchange:
     def run(self, app: App, environ: Environ, start_response: Start) -> Iterable[bytes]:
         """Call the app as far as its first chunk."""
         self._start_response = start_response
-        environ[HELD] = self._claim
+        environ[CLAIM_KEY] = self._claim
         if "HTTP_ACCEPT_ENCODING" in environ:
             environ["HTTP_ACCEPT_ENCODING"] = codings_for_app(environ["HTTP_ACCEPT_ENCODING"])
         try:
-            with working_under(self._claim):
+            with current_claim_set(self._claim):
                 answer = app(environ, self._start)
                 self._close = getattr(answer, "close", None)
                 self._chunks = iter(answer)
@@ -186,7 +186,7 @@ class _Exchange:
     def _advance(self) -> None:
         """Take chunks from the app until something may leave, or the outcome is stored."""
         while not self._ended:
-            with working_under(self._claim):
+            with current_claim_set(self._claim):
                 chunk = next(self._chunks, _END)
             if chunk is _END:
                 self._ended = True
@@ -222,10 +222,10 @@ class _Exchange:
         if not self._recorder.kept:
             if self._recorder.whole:
                 self._asking.policy = self._door.releasing
-            drive(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
+            run_sync(engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}")))
             return
         try:
-            drive(engine.finish(self._claim, self._asking, response))
+            run_sync(engine.finish(self._claim, self._asking, response))
         except (StoreUnavailable, ClaimLost) as error:
             _log.warning("the response of the request with the key %r is withheld: %s", key, error)
             if self._passed:
@@ -240,7 +240,7 @@ class _Exchange:
         told, self._ended = False, True
         if not self._settled:
             self._settled = True
-            told = drive(self._door.engine.fail(self._claim, self._asking, error)) and not self._passed
+            told = run_sync(self._door.engine.fail(self._claim, self._asking, error)) and not self._passed
         if told:
             answer = self._door.failed(self._claim)
             self._started, self._held, self._error = (*_head(answer), None), [answer.body or b""], error
@@ -320,7 +320,7 @@ def _text(latin: str) -> str:
     return latin.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
 
 
-def _read(body: Body, environ: Environ) -> bool:
+def _read(body: SpooledBody, environ: Environ) -> bool:
     """Take in the whole body; False when it ended before its length, or never had a sensible one."""
     stream = environ["wsgi.input"]
     length = environ.get("CONTENT_LENGTH") or ""
@@ -356,7 +356,7 @@ def _next(stream: Any, size: int) -> bytes | None:
 class _Closing:
     """The app's own chunks; the body is closed with them."""
 
-    def __init__(self, chunks: Iterable[bytes], body: Body) -> None:
+    def __init__(self, chunks: Iterable[bytes], body: SpooledBody) -> None:
         self._chunks, self._body = chunks, body
 
     def __iter__(self) -> Iterator[bytes]:

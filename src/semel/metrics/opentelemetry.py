@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+from semel.db.blocking import missing
 from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, SAMPLE_EVERY, interval
-from semel.once.counters import MOST_SCOPES, Event, Scopes
-from semel.sql.engines import missing
+from semel.once.stats import MOST_SCOPES, Event, Scopes
 
 try:
     from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation, get_meter_provider

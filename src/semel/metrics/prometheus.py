@@ -10,6 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from semel.db.blocking import missing
 from semel.errors import InvalidRequest
 from semel.metrics.names import (
     BUCKETS,
@@ -21,8 +22,7 @@ from semel.metrics.names import (
     SAMPLE_EVERY,
     interval,
 )
-from semel.once.counters import MOST_SCOPES, Event, Scopes
-from semel.sql.engines import missing
+from semel.once.stats import MOST_SCOPES, Event, Scopes
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
     raise missing("prometheus", error) from error
 
 if TYPE_CHECKING:
-    from semel.runs.news import RunEvent
+    from semel.runs.hooks import RunEvent
 
 PLACE = ("door", "scope")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from semel.errors import InvalidRequest
 from semel.metrics.names import COUNTED, SAMPLE_EVERY, interval
-from semel.once.counters import MOST_SCOPES, Event, Scopes
+from semel.once.stats import MOST_SCOPES, Event, Scopes
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _NOT_IN_A_TAG = re.compile(r"[^\w./:-]+", re.ASCII)

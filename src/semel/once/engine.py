@@ -1,7 +1,7 @@
 """The engine: the verbs of keys over any store, written once for blocking and async callers.
 
 ``claim`` → ``complete`` / ``release`` / ``renew`` are the verbs as they are. ``begin`` → ``finish`` / ``fail`` put
-them together around a piece of work; :mod:`semel.once.calls` only calls the user's function in between.
+them together around a piece of work; :mod:`semel.once.guard` only calls the user's function in between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+from semel._concurrency.batching import AsyncioBatcher, Batcher, Unbatched
+from semel._concurrency.renewal import RENEW_AFTER
+from semel._concurrency.retry import Send, with_retry
+from semel._concurrency.runtime import Local, Runtime
 from semel.codec import PLAIN, Codec, encode
 from semel.errors import (
     ClaimLost,
@@ -24,18 +28,34 @@ from semel.errors import (
     StoreUnavailable,
     Unencodable,
 )
-from semel.model import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
-from semel.once.asking import Asking, Door, claim_in, codec_for, name_of, new_attempt, print_of
-from semel.once.background import BATCH, RENEW_AFTER, Collector, Renewer, Sampler
-from semel.once.batch import Direct, Lane, LoopLane
-from semel.once.bell import Bell
-from semel.once.counters import Counters, Hook, Stats
-from semel.once.debts import Debts
-from semel.once.memory import MemoryStore
-from semel.once.patience import Send, patient
-from semel.once.runtime import Local, Runtime
-from semel.once.store import ClaimRequest, Complete, Done, Forget, ForgetScope, Ref, Release, Renew, Store, Together
+from semel.once.maintenance import BATCH, Collector, Renewer, Sampler
+from semel.once.pending_writes import PendingWrites
+from semel.once.requests import (
+    CallRequest,
+    Door,
+    as_claim,
+    checked_fingerprint,
+    checked_key_name,
+    codec_for,
+    new_attempt,
+)
+from semel.once.stats import Hook, Stats, StatsCounter
+from semel.once.store import (
+    ClaimRequest,
+    Complete,
+    Forget,
+    ForgetScope,
+    KeyRef,
+    OutcomeData,
+    Release,
+    Renew,
+    Store,
+    Together,
+)
+from semel.once.stores.memory import MemoryStore
+from semel.once.waiters import Waiters
 from semel.policy import CrashRule, Policy, seconds
+from semel.types import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -51,10 +71,10 @@ class _Behind(NamedTuple):
     """What works behind the claims of one event loop, or of all threads."""
 
     renewer: Renewer
-    debts: Debts
+    debts: PendingWrites
 
 
-class Engine:
+class KeyEngine:
     """Everything that a key can be asked for, over one store, in one world (threads or an event loop)."""
 
     def __init__(
@@ -67,7 +87,7 @@ class Engine:
         retry_for: float = 5.0,
         on_event: Hook | None = None,
         low_replay_rate: float | None = None,
-        bound_to: Engine | None = None,
+        bound_to: KeyEngine | None = None,
     ) -> None:
         """``bound_to``: this engine works inside a user's transaction for that other one, whose counters it shares.
 
@@ -79,18 +99,20 @@ class Engine:
         self.policy = policy
         self._ttl_us = round(policy.ttl * 1e6)
         self._value_ttl_us = _us(policy.value_ttl)
-        self.counters: Counters = Counters(low_replay_rate=low_replay_rate) if bound_to is None else bound_to.counters
+        self.counters: StatsCounter = (
+            StatsCounter(low_replay_rate=low_replay_rate) if bound_to is None else bound_to.counters
+        )
         self._runtime = runtime
         self._retry_for = seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None
-        self._bell = Bell()
-        together: Lane[Any, Any] | None = None
+        self._bell = Waiters()
+        together: Batcher[Any, Any] | None = None
         if issubclass(type(store), Together) and not self._bound:  # the class: a wrapper may pass on what it has not
             together = self._lane(cast("Together", store).together)
-        self._claims: Lane[ClaimRequest, Verdict] = together or self._lane(store.claim)
-        self._completes: Lane[Complete, bool] = together or self._lane(store.complete)
-        self._releases: Lane[Release, bool] = together or self._lane(store.release)
-        self._renews: Lane[Renew, int | None] = together or self._lane(store.renew)
+        self._claims: Batcher[ClaimRequest, Verdict] = together or self._lane(store.claim)
+        self._completes: Batcher[Complete, bool] = together or self._lane(store.complete)
+        self._releases: Batcher[Release, bool] = together or self._lane(store.release)
+        self._renews: Batcher[Renew, int | None] = together or self._lane(store.renew)
         self._gets = self._lane(store.get)
         self._may_collect = collect and not self._bound
         self._collects = self._may_collect and not store.expires_itself
@@ -102,7 +124,7 @@ class Engine:
             logging.DEBUG if policy.cleanup_log == "debug" else logging.INFO,
         )
         self._behind: Local[_Behind] = runtime.local(self._new_behind, self._inherit)
-        if isinstance(self._claims, LoopLane):
+        if isinstance(self._claims, AsyncioBatcher):
             self._claims.orphaned = self._give_back
         self._sampler: Sampler | None = None
         if on_event is not None:
@@ -120,7 +142,7 @@ class Engine:
 
     def _new_behind(self) -> _Behind:
         renewer = Renewer(self._runtime, self.store.renew, self.policy.lease * RENEW_AFTER)
-        return _Behind(renewer, Debts(self._runtime, self.store, renewer, self._bell.ring))
+        return _Behind(renewer, PendingWrites(self._runtime, self.store, renewer, self._bell.ring))
 
     async def _give_back(self, verdict: Verdict) -> None:
         await self._debts.give_back(verdict)
@@ -134,7 +156,7 @@ class Engine:
         return self._behind.here().renewer
 
     @property
-    def _debts(self) -> Debts:
+    def _debts(self) -> PendingWrites:
         return self._behind.here().debts
 
     async def claim(
@@ -164,7 +186,7 @@ class Engine:
         Raises :class:`ClaimLost` when the key was taken over, and :class:`Unencodable` for a value that cannot replay
         exactly: the work is done, so the key is, too, and later callers get :class:`OutcomeGone`.
         """
-        claim = claim_in(claim)
+        claim = as_claim(claim)
         kept = self.policy.value_ttl if value_ttl is None else seconds("value_ttl", value_ttl)
         done, unstored = _done("value", value, kept, codec_for(claim))
         await self._record(claim, done)
@@ -173,14 +195,14 @@ class Engine:
 
     async def release(self, claim: Claim) -> None:
         """Give the key back undone; the next caller starts afresh."""
-        claim = claim_in(claim)
+        claim = as_claim(claim)
         if not await self._releases(Release(claim.scope, claim.key, claim.fence)):
             raise _lost(claim, "release")
         self._bell.ring(claim.scope, claim.key)
 
     async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
         """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
-        claim = claim_in(claim)
+        claim = as_claim(claim)
         length = seconds("lease", claim.lease if lease is None else lease)
         until = await self._renews(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
         if until is None:
@@ -191,7 +213,7 @@ class Engine:
 
     async def get(self, key: str, *, scope: str = DEFAULT_SCOPE) -> Record | None:
         """Look at a key without touching it; None when it is free."""
-        return await self._gets(Ref(name_of("scope", scope), name_of("key", key)))
+        return await self._gets(KeyRef(checked_key_name("scope", scope), checked_key_name("key", key)))
 
     async def resolve(
         self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None, force: bool = False
@@ -215,7 +237,7 @@ class Engine:
         if not isinstance(verdict, Granted):
             raise InProgress(f"the key {key!r} in {scope!r} was resolved or taken by someone else just now", 1.0)
         if done:
-            await self._record(verdict.claim, Done("resolved", data))
+            await self._record(verdict.claim, OutcomeData("resolved", data))
         else:
             await self.release(verdict.claim)
 
@@ -245,7 +267,7 @@ class Engine:
         ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
         """
         step = self._patient(self.store.forget_scope, LONG)
-        request = ForgetScope(name_of("scope", scope), BATCH, force)
+        request = ForgetScope(checked_key_name("scope", scope), BATCH, force)
         total = 0
         while True:
             forgotten = await step(request)
@@ -264,7 +286,7 @@ class Engine:
         if self.memory is not None:
             return self.mark(self.memory, key_type, message_id, data, ttl)
         request = self._request(message_id, key_type, "", policy, None, ttl)
-        request.done = Done("seen", encode(data), _us(policy.value_ttl))
+        request.done = OutcomeData("seen", encode(data), _us(policy.value_ttl))
         try:
             verdict = self._note(request, await self._ask(request), "message")
         except StoreUnavailable:
@@ -285,7 +307,11 @@ class Engine:
             self._sampler.start()
         ttl_us = self._ttl_us if ttl is None else round(seconds("ttl", ttl) * 1e6)
         answer = memory.mark(
-            name_of("scope", key_type), name_of("key", message_id), encode(data), ttl_us, self._value_ttl_us
+            checked_key_name("scope", key_type),
+            checked_key_name("key", message_id),
+            encode(data),
+            ttl_us,
+            self._value_ttl_us,
         )
         if answer == "seen":
             self.counters.note("hit", key_type, message_id, "", "message")
@@ -319,7 +345,7 @@ class Engine:
             behind.renewer.stop()
         await self.store.close()
 
-    async def begin(self, asking: Asking) -> Granted | Replay | None:
+    async def begin(self, asking: CallRequest) -> Granted | Replay | None:
         """The claim to work under, or the outcome to replay; None to work unprotected, where the policy says so.
 
         Every other verdict is an error for the caller of a function.
@@ -336,7 +362,7 @@ class Engine:
                 raise _unknown(asking.scope, asking.key)
         return verdict
 
-    async def admit(self, asking: Asking) -> Verdict | None:
+    async def admit(self, asking: CallRequest) -> Verdict | None:
         """The verdict on a piece of work, whose lease is renewed from now on where it is granted.
 
         None to work unprotected, where the policy says so.
@@ -356,7 +382,7 @@ class Engine:
             self._renewer.watch(verdict.claim)
         return verdict
 
-    async def finish(self, claim: Claim, asking: Asking, value: Any) -> None:
+    async def finish(self, claim: Claim, asking: CallRequest, value: Any) -> None:
         """Record the value that the work returned; of one that cannot be stored, that the work was done.
 
         If the store is away, or the caller is cancelled meanwhile, it is recorded as soon as it can be.
@@ -366,11 +392,11 @@ class Engine:
         if unstored is not None:
             raise unstored
 
-    async def lose(self, claim: Claim, asking: Asking, error: BaseException) -> None:
+    async def lose(self, claim: Claim, asking: CallRequest, error: BaseException) -> None:
         """Record that the work was done, although its value could not be made."""
         await self._finish(claim, asking, _unstored(": ".join(_described(error))))
 
-    async def _finish(self, claim: Claim, asking: Asking, done: Done) -> None:
+    async def _finish(self, claim: Claim, asking: CallRequest, done: OutcomeData) -> None:
         self._renewer.forget(claim)
         try:
             await self._record(claim, done)
@@ -382,7 +408,7 @@ class Engine:
                 raise
             _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
 
-    async def fail(self, claim: Claim, asking: Asking, error: BaseException) -> bool:
+    async def fail(self, claim: Claim, asking: CallRequest, error: BaseException) -> bool:
         """The work raised: give the key back, or keep the failure, as the policy says; True when it is kept.
 
         Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
@@ -404,7 +430,7 @@ class Engine:
             raise
         return done is not None
 
-    def _owe(self, claim: Claim, done: Done | None) -> None:
+    def _owe(self, claim: Claim, done: OutcomeData | None) -> None:
         if not self._bound and done is not None:
             self._debts.owe_outcome(claim, done)
         elif not self._bound:
@@ -429,9 +455,9 @@ class Engine:
         if self._sampler is not None and not self._sampler.running:
             self._sampler.start()
         return ClaimRequest(
-            name_of("scope", scope),
-            name_of("key", key),
-            print_of(fingerprint),
+            checked_key_name("scope", scope),
+            checked_key_name("key", key),
+            checked_fingerprint(fingerprint),
             new_attempt(),
             round(policy.lease * 1e6) if lease is None else round(seconds("lease", lease) * 1e6),
             round(policy.ttl * 1e6) if ttl is None else round(seconds("ttl", ttl) * 1e6),
@@ -457,7 +483,7 @@ class Engine:
                 await signal.wait(min(pause, left, verdict.retry_after))
                 pause = min(pause * 2, _LAST_POLL)
 
-    async def _record(self, claim: Claim, done: Done) -> None:
+    async def _record(self, claim: Claim, done: OutcomeData) -> None:
         if not await self._completes(Complete(claim.scope, claim.key, claim.fence, done)):
             raise _lost(claim, "complete")
         self._bell.ring(claim.scope, claim.key)
@@ -482,16 +508,16 @@ class Engine:
                 self._debts.owe_answer(request)
             raise
 
-    def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Lane[A, B]:
+    def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Batcher[A, B]:
         if self._bound or self.memory is not None:
-            return Direct(verb)
+            return Unbatched(verb)
         patient = self._patient(verb)
-        return self._runtime.lane(patient) if self.store.coalesce else Direct(patient)
+        return self._runtime.lane(patient) if self.store.coalesce else Unbatched(patient)
 
     def _patient(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
         name = getattr(verb, "__name__", "<lambda>")
         took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
-        return patient(verb, self._runtime, self._retry_for, longest=longest, took=took, is_new=self._is_new)
+        return with_retry(verb, self._runtime, self._retry_for, longest=longest, took=took, is_new=self._is_new)
 
     def _is_new(self) -> bool:
         """True while the store may have to make its tables, as SQLite does: the first call makes them and waits."""
@@ -507,7 +533,9 @@ _EVENTS: dict[type, str] = {
 }
 
 
-def _done(kind: Kind, value: Any, value_ttl: float | None, codec: Codec = PLAIN) -> tuple[Done, Unencodable | None]:
+def _done(
+    kind: Kind, value: Any, value_ttl: float | None, codec: Codec = PLAIN
+) -> tuple[OutcomeData, Unencodable | None]:
     """The outcome to record; and what to raise after that, when it had to be recorded without its value."""
     try:
         kind, data = packed(kind, value, codec)
@@ -516,11 +544,11 @@ def _done(kind: Kind, value: Any, value_ttl: float | None, codec: Codec = PLAIN)
         unstored = Unencodable(told)
         unstored.__cause__ = error
         return _unstored(str(error)), unstored
-    return Done(kind, data, _us(value_ttl)), None
+    return OutcomeData(kind, data, _us(value_ttl)), None
 
 
-def _unstored(why: str) -> Done:
-    return Done("unstored", encode(why[:1000].encode(errors="backslashreplace").decode()))
+def _unstored(why: str) -> OutcomeData:
+    return OutcomeData("unstored", encode(why[:1000].encode(errors="backslashreplace").decode()))
 
 
 def _described(error: BaseException) -> list[str]:

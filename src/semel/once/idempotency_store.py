@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from semel.forks import survive_fork
-from semel.model import ProcessingRecord
+from semel._concurrency.fork import survive_fork
+from semel.types import ProcessingRecord
 
 L = TypeVar("L")
 

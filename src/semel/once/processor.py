@@ -8,15 +8,15 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import InvalidRequest, Unfingerprintable
 from semel.fingerprint import fingerprint
-from semel.model import ProcessingRecord
-from semel.once.calls import Plan, invoke, invoke_async, is_async, run
-from semel.once.faces import AsyncOnce, Once
+from semel.once.client import AsyncOnce, Once
+from semel.once.guard import GuardSpec, call_async_function, call_function, call_once, is_async
 from semel.once.idempotency_store import IdempotencyStore, StoredResults
-from semel.once.opening import Target
+from semel.once.stores import Target
 from semel.policy import Policy
+from semel.types import ProcessingRecord
 
 KeyRecipe: TypeAlias = Literal["canonical", "json"]
 
@@ -57,7 +57,7 @@ class IdempotentProcessor:
         self._async = is_async(function)
         self._results = StoredResults(store) if isinstance(store, IdempotencyStore) else None
         self._once: Once | AsyncOnce | None = None if self._results else self._opened(cast("Any", store))
-        self._plan: Plan[[Any], Any] = Plan(
+        self._plan: GuardSpec[[Any], Any] = GuardSpec(
             function, policy or Policy.processor(), scope=scope, key=self.key_of, fingerprint=self._print_of
         )
 
@@ -93,19 +93,19 @@ class IdempotentProcessor:
 
     def _process_now(self, payload: Any) -> ProcessingRecord:
         if self._results is None:
-            return drive(self._through_once(payload, invoke))
+            return run_sync(self._through_once(payload, call_function))
         key = self.key_of(payload)
-        return self._results.process(key, lambda: drive(self._logging(invoke)(self._plan.function, payload)))
+        return self._results.process(key, lambda: run_sync(self._logging(call_function)(self._plan.function, payload)))
 
     async def _process_async(self, payload: Any) -> ProcessingRecord:
         if self._results is None:
-            return await self._through_once(payload, invoke_async)
+            return await self._through_once(payload, call_async_function)
         key = self.key_of(payload)
-        make = self._logging(invoke_async)
+        make = self._logging(call_async_function)
         return await self._results.process_async(key, lambda: make(self._plan.function, payload))
 
     async def _through_once(self, payload: Any, how: Callable[..., Any]) -> ProcessingRecord:
-        result = await run(self.once._engine, self._logging(how), self._plan, (payload,), {})
+        result = await call_once(self.once._engine, self._logging(how), self._plan, (payload,), {})
         return ProcessingRecord(result.value, result.replayed, result.key)
 
     def _logging(self, how: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ Every store answers by :func:`judge`; a store only decides how to make "look, th
 
 from __future__ import annotations
 
-from semel.model import Claim, Granted, InFlight, Mismatch, Reason, Record, Replay, Unknown, Verdict
-from semel.once.store import ClaimRequest, Done
+from semel.once.store import ClaimRequest, OutcomeData
+from semel.types import Claim, Granted, InFlight, Mismatch, Reason, Record, Replay, Unknown, Verdict
 
 
 def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
@@ -110,7 +110,7 @@ def grant(request: ClaimRequest, previous: Record | None, reason: Reason, fence:
     return record
 
 
-def finish(record: Record, done: Done, now: int) -> None:
+def finish(record: Record, done: OutcomeData, now: int) -> None:
     """Write the outcome into a claimed record."""
     if not record.created_us <= now <= record.expires_us:
         record.expires_us += (

@@ -26,12 +26,12 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
-from semel.model import Held, Kind, Record, Verdict
+from semel.types import Held, Kind, Record, Verdict
 
 Clock: TypeAlias = Callable[[], int]
 """Microseconds since 1970, for tests; stores use their own time without it."""
 
-Ring: TypeAlias = Callable[[str, str], None]
+OnReleased: TypeAlias = Callable[[str, str], None]
 """``ring(scope, key)``: somebody ended a claim on this key. May be called from any thread."""
 
 
@@ -47,12 +47,12 @@ class ClaimRequest(Struct):
     unknown: bool = False
     waiting: bool = False
     resolving: bool = False
-    done: Done | None = None
+    done: OutcomeData | None = None
     force: bool = False
     """Take the key from an owner whose lease lives, too."""
 
 
-class Done(Struct):
+class OutcomeData(Struct):
     """The outcome to record: its kind, its encoded value, and how long the value is kept (None: as long as the key)."""
 
     kind: Kind
@@ -60,7 +60,7 @@ class Done(Struct):
     value_ttl_us: int | None = None
 
 
-class Ref(Struct, frozen=True):
+class KeyRef(Struct, frozen=True):
     """A key in its scope."""
 
     scope: str
@@ -73,7 +73,7 @@ class Complete(Struct):
     scope: str
     key: str
     fence: int
-    done: Done
+    done: OutcomeData
 
 
 class Release(Struct):
@@ -172,7 +172,7 @@ class Store(Protocol):
         Records with a live lease stay, unless ``force`` is set.
         """
 
-    async def get(self, refs: Sequence[Ref]) -> list[Record | None]:
+    async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         """Each key's record with ``now_us`` set, or None when it is absent."""
 
     async def purge(self, limit: int) -> int:
@@ -184,7 +184,7 @@ class Store(Protocol):
     async def stats(self) -> Held:
         """Count what is held. May be slow; not for hot paths."""
 
-    def watch(self, ring: Ring) -> None:
+    def watch(self, ring: OnReleased) -> None:
         """Begin to call ``ring`` for claims that other processes end; may do nothing, since waiters also poll."""
 
     async def close(self) -> None:

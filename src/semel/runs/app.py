@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 from weakref import WeakSet
 
-from semel.bridge import awaited, blocking
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.outage import Outage
+from semel._concurrency.sync import async_method, sync_method
 from semel.errors import InvalidRequest
-from semel.forks import survive_fork
-from semel.once.outage import Outage
 from semel.once.store import Clock
-from semel.runs.asking import Terms
-from semel.runs.engine import Engine
+from semel.runs.engine import RunEngine
 from semel.runs.execution import Limits
-from semel.runs.keeping import Published
-from semel.runs.ledger import RETRY_FOR, Ledger
-from semel.runs.models import ModelOptions, make_model
-from semel.runs.news import Hook, News
-from semel.runs.registry import Registry
+from semel.runs.hooks import EventHooks, Hook
+from semel.runs.models.model import ModelOptions, make_model
+from semel.runs.models.registry import Registry
 from semel.runs.results import ResultStore, open_results, path_of
-from semel.runs.transports import Database, Transport
+from semel.runs.store import RETRY_FOR, RunStore
+from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.submission import DedupePolicy
+from semel.runs.transports import DatabaseTransport, Transport
 
 if TYPE_CHECKING:
     from semel.runs.worker import Worker, WorkerOptions
@@ -46,35 +46,35 @@ _apps: WeakSet[App] = WeakSet()
 class AsyncRuns:
     """The verbs of an app for event loops. Get it as ``app.aio``."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RunEngine) -> None:
         self._engine = engine
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> RunStore:
         """What the verbs work on."""
         return self._engine.ledger
 
-    submit = awaited(Engine.submit)
-    submit_many = awaited(Engine.submit_many)
-    get = awaited(Engine.get)
-    runs = awaited(Engine.runs)
-    cancel = awaited(Engine.cancel)
-    retry = awaited(Engine.retry)
-    result = awaited(Engine.result)
-    result_json = awaited(Engine.result_json)
-    artifact = awaited(Engine.artifact)
-    wait = awaited(Engine.wait)
-    timeline = awaited(Engine.timeline)
-    logs = awaited(Engine.logs)
-    waiting = awaited(Engine.waiting)
-    summary = awaited(Engine.summary)
-    backlog = awaited(Engine.backlog)
-    workers = awaited(Engine.workers)
-    set_quota = awaited(Engine.set_quota)
-    quotas = awaited(Engine.quotas)
-    usage = awaited(Engine.usage)
-    purge = awaited(Engine.purge)
-    close = awaited(Engine.close)
+    submit = async_method(RunEngine.submit)
+    submit_many = async_method(RunEngine.submit_many)
+    get = async_method(RunEngine.get)
+    runs = async_method(RunEngine.runs)
+    cancel = async_method(RunEngine.cancel)
+    retry = async_method(RunEngine.retry)
+    result = async_method(RunEngine.result)
+    result_json = async_method(RunEngine.result_json)
+    artifact = async_method(RunEngine.artifact)
+    wait = async_method(RunEngine.wait)
+    timeline = async_method(RunEngine.timeline)
+    logs = async_method(RunEngine.logs)
+    waiting = async_method(RunEngine.waiting)
+    summary = async_method(RunEngine.summary)
+    backlog = async_method(RunEngine.backlog)
+    workers = async_method(RunEngine.workers)
+    set_quota = async_method(RunEngine.set_quota)
+    quotas = async_method(RunEngine.quotas)
+    usage = async_method(RunEngine.usage)
+    purge = async_method(RunEngine.purge)
+    close = async_method(RunEngine.close)
 
 
 class App:
@@ -98,14 +98,14 @@ class App:
         dedupe_window: float = 600.0,
         inline_result_bytes: int = 16 * 1024,
         max_result_bytes: int = 100 * 1024 * 1024,
-        publish: Callable[[Published], None] | None = None,
+        publish: Callable[[OutboxEvent], None] | None = None,
         clock: Clock | None = None,
         retry_for: float = RETRY_FOR,
         pool: int | None = None,
     ) -> None:
         self.url = url
         self.registry = Registry()
-        self.news = News()
+        self.news = EventHooks()
         self.outage = Outage(
             logging.getLogger("semel.database"),
             "the database",
@@ -114,7 +114,7 @@ class App:
         )
         """What the workers and servers of this process report to, together: one outage is one story in the log."""
         self.limits = Limits(inline_bytes=inline_result_bytes, max_bytes=max_result_bytes)
-        self.terms = Terms(key_ttl=key_ttl, dedupe_window=dedupe_window)
+        self.terms = DedupePolicy(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish
         self.clock = clock
         self._retry_for, self._pool = retry_for, pool
@@ -144,7 +144,7 @@ class App:
         told_by = (kind, redis or (broker if kind != "database" else None))
         new = _transport(*told_by, self) if retold else self.transport
         if url is not None:
-            Ledger(url, awaited=False)
+            RunStore(url, awaited=False)
             self.url = url
         if artifacts is not None:
             self._artifacts = _absolute(artifacts)
@@ -171,7 +171,7 @@ class App:
             return self._artifacts
 
     @cached_property
-    def _engine(self) -> Engine:
+    def _engine(self) -> RunEngine:
         return self.engine(awaited=False)
 
     @cached_property
@@ -179,9 +179,9 @@ class App:
         """The same verbs, awaited."""
         return AsyncRuns(self.engine(awaited=True))
 
-    def ledger(self, *, awaited: bool) -> Ledger:
+    def ledger(self, *, awaited: bool) -> RunStore:
         """A ledger with connections of its own."""
-        return Ledger(
+        return RunStore(
             self.url,
             awaited=awaited,
             clock=self.clock,
@@ -190,10 +190,10 @@ class App:
             pool=self._pool,
         )
 
-    def engine(self, *, awaited: bool) -> Engine:
+    def engine(self, *, awaited: bool) -> RunEngine:
         """The verbs over a ledger of their own."""
         ledger = self.ledger(awaited=awaited)
-        return Engine(
+        return RunEngine(
             ledger,
             self.registry,
             results=lambda: self.results,
@@ -233,27 +233,27 @@ class App:
         """Call ``hook`` for everything that happens to runs in this process."""
         self.news.hear(hook)
 
-    submit = blocking(Engine.submit)
-    submit_many = blocking(Engine.submit_many)
-    get = blocking(Engine.get)
-    runs = blocking(Engine.runs)
-    cancel = blocking(Engine.cancel)
-    retry = blocking(Engine.retry)
-    result = blocking(Engine.result)
-    result_json = blocking(Engine.result_json)
-    artifact = blocking(Engine.artifact)
-    wait = blocking(Engine.wait)
-    timeline = blocking(Engine.timeline)
-    logs = blocking(Engine.logs)
-    waiting = blocking(Engine.waiting)
-    summary = blocking(Engine.summary)
-    backlog = blocking(Engine.backlog)
-    workers = blocking(Engine.workers)
-    set_quota = blocking(Engine.set_quota)
-    quotas = blocking(Engine.quotas)
-    usage = blocking(Engine.usage)
-    purge = blocking(Engine.purge)
-    close = blocking(Engine.close)
+    submit = sync_method(RunEngine.submit)
+    submit_many = sync_method(RunEngine.submit_many)
+    get = sync_method(RunEngine.get)
+    runs = sync_method(RunEngine.runs)
+    cancel = sync_method(RunEngine.cancel)
+    retry = sync_method(RunEngine.retry)
+    result = sync_method(RunEngine.result)
+    result_json = sync_method(RunEngine.result_json)
+    artifact = sync_method(RunEngine.artifact)
+    wait = sync_method(RunEngine.wait)
+    timeline = sync_method(RunEngine.timeline)
+    logs = sync_method(RunEngine.logs)
+    waiting = sync_method(RunEngine.waiting)
+    summary = sync_method(RunEngine.summary)
+    backlog = sync_method(RunEngine.backlog)
+    workers = sync_method(RunEngine.workers)
+    set_quota = sync_method(RunEngine.set_quota)
+    quotas = sync_method(RunEngine.quotas)
+    usage = sync_method(RunEngine.usage)
+    purge = sync_method(RunEngine.purge)
+    close = sync_method(RunEngine.close)
 
 
 def apps() -> list[App]:
@@ -279,7 +279,7 @@ def _transport(transport: str | Transport, redis: str | None, app: App) -> Trans
         case "database" if redis is not None:
             raise InvalidRequest("redis= is for the transports 'rq' and 'celery': say which, as transport='rq'")
         case "database":
-            return Database()
+            return DatabaseTransport()
         case "rq" | "celery" if redis is None:
             raise InvalidRequest(f"the transport {transport!r} needs redis='redis://host/0'")
         case "rq":

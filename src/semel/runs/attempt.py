@@ -11,7 +11,7 @@ EndKind: TypeAlias = Literal["succeeded", "retry", "fatal", "snooze", "cancelled
 worker could not even begin, which is no fault of the run."""
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class Attempt(Struct, frozen=True, kw_only=True):
     """What whoever executes an attempt is told."""
 
     run_id: str
@@ -40,7 +40,7 @@ class Artifact(Struct, frozen=True):
     """SHA-256 of the content, in hex."""
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class AttemptResult(Struct, frozen=True, kw_only=True):
     """What an attempt came to."""
 
     kind: EndKind

@@ -33,9 +33,9 @@ import msgspec
 from celery import Celery  # type: ignore[import-untyped]
 from celery.signals import worker_ready  # type: ignore[import-untyped]
 
+from semel.db.blocking import abandoned_connections
 from semel.runs.app import App
-from semel.runs.delivery import SWEEP_EVERY, TELL_AGAIN, Address, Announcer, choose, find, perform
-from semel.sql.engines import left_behind
+from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, BrokerTransport, choose, find, perform
 
 TASK = "semel.run"
 PATIENCE = 2.0
@@ -47,7 +47,7 @@ _OPTIONS = {"acks_late": True, "ignore_result": True, "max_retries": 0, "shared"
 _installed: WeakKeyDictionary[Celery, list[App]] = WeakKeyDictionary()
 
 
-class CeleryTransport(Announcer):
+class CeleryTransport(BrokerTransport):
     """Tells Celery workers of runs, over one connection of its own. See Announcer for the times."""
 
     def __init__(
@@ -66,11 +66,11 @@ class CeleryTransport(Announcer):
     def after_fork(self) -> None:
         """The parent's connection is the parent's."""
         super().after_fork()
-        left_behind.append(self._producer)
+        abandoned_connections.append(self._producer)
         self._producer = None
         self._sending = threading.RLock()
 
-    def send(self, queues: Mapping[str, Sequence[str]], address: Address) -> None:
+    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
         """See Announcer."""
         where = msgspec.to_builtins(address)
         with self._sending:
@@ -134,7 +134,7 @@ def install(celery_app: Celery, app: App, *, sweep_every: float = SWEEP_EVERY, t
     ours = _installed[celery_app] = [app]
 
     def look(run_id: str, where: Any) -> None:
-        perform(choose(ours, msgspec.convert(where, Address)), run_id)
+        perform(choose(ours, msgspec.convert(where, AppLocation)), run_id)
 
     celery_app.task(look, name=TASK, **_OPTIONS)
 
@@ -147,7 +147,7 @@ def _sweep(sender: Any, **_: Any) -> None:
 
 
 def _sweep_for(app: App) -> None:
-    if isinstance(app.transport, Announcer):
+    if isinstance(app.transport, BrokerTransport):
         app.transport.sweep()
 
 
@@ -160,6 +160,6 @@ def _look(run_id: str, where: Any) -> None:
     here = str(Path.cwd())
     if here not in sys.path:  # as ``celery -A`` does it for a project of one's own
         sys.path.append(here)
-    app = find(msgspec.convert(where, Address))
+    app = find(msgspec.convert(where, AppLocation))
     perform(app, run_id)
     _sweep_for(app)

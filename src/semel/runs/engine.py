@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from semel.bridge import drive
+from semel._concurrency.sync import run_sync
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
@@ -19,14 +19,19 @@ from semel.errors import (
     RunNotFound,
     SemelError,
 )
-from semel.runs import jsontext, retention
-from semel.runs.asking import Desk, SubmitOptions, Terms, run_of_answer
-from semel.runs.jobs import close_reservation, open_reservations
-from semel.runs.ledger import Ledger
-from semel.runs.news import News, RunEvent
-from semel.runs.quotas import Person, Quota, Usage
-from semel.runs.reading import Backlog, Filter
-from semel.runs.records import (
+from semel.runs import strict_json
+from semel.runs.hooks import EventHooks, RunEvent
+from semel.runs.job_store import close_reservation, open_reservations
+from semel.runs.models.registry import Registry
+from semel.runs.results import FileResults, ResultStore, flat_ref
+from semel.runs.store import RunStore, retention
+from semel.runs.store.queries import Backlog, Filter
+from semel.runs.store.quotas import Person, Quota, Usage
+from semel.runs.store.retention import Removal
+from semel.runs.store.submit import Answer, Created, Submission
+from semel.runs.submission import DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
+from semel.runs.transports import Transport
+from semel.runs.types import (
     MICRO,
     STATUSES,
     LogLine,
@@ -40,11 +45,6 @@ from semel.runs.records import (
     checked_name,
     checked_seconds,
 )
-from semel.runs.registry import Registry
-from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.retention import Removal
-from semel.runs.submitting import Answer, Created, Submission
-from semel.runs.transports import Transport
 
 R = TypeVar("R")
 
@@ -52,24 +52,24 @@ AT_ONCE = 16 * 1024
 """Bytes of parameters that are checked in the event loop; more would hold it up for milliseconds."""
 
 
-class Engine:
+class RunEngine:
     """Runs of one app."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: RunStore,
         registry: Registry,
         *,
         results: Callable[[], ResultStore],
         transport: Callable[[], Transport],
-        terms: Terms,
-        news: News,
+        terms: DedupePolicy,
+        news: EventHooks,
     ) -> None:
         self.ledger = ledger
         self.registry = registry
         self._results = results
         self._transport = transport
-        self._desk = Desk(registry, terms)
+        self._desk = SubmissionBuilder(registry, terms)
         self._news = news
 
     async def submit(
@@ -137,7 +137,7 @@ class Engine:
         """
         if isinstance(submissions, str | Mapping):
             raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
-        if jsontext.is_small(submissions, AT_ONCE):
+        if strict_json.is_small(submissions, AT_ONCE):
             asked, refused = self._submissions(submissions, strict=strict)
         else:
             asked, refused = await self.ledger.apart(self._submissions, submissions, strict=strict)
@@ -158,7 +158,7 @@ class Engine:
         self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, **more: Any
     ) -> Submission:
         """Checked and hashed; large parameters in a thread, so that they hold up no event loop."""
-        if jsontext.is_small(parameters, AT_ONCE):
+        if strict_json.is_small(parameters, AT_ONCE):
             return self._desk.submission(model, parameters, options, **more)
         return await self.ledger.apart(self._desk.submission, model, parameters, options, **more)
 
@@ -289,7 +289,7 @@ class Engine:
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
         """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""
-        return jsontext.read_exact(await self.result_json(run_id, tenant=tenant, exact=True))
+        return strict_json.read_exact(await self.result_json(run_id, tenant=tenant, exact=True))
 
     async def result_json(self, run_id: str, *, tenant: str | None = None, exact: bool = False) -> bytes:
         """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, which Python's json reads."""
@@ -432,16 +432,16 @@ class Engine:
                         results.remove(each.prefix)
                         done.append(each.prefix)
                     else:
-                        drive(ledger.write(retention.remove_data, each, results.remove, ledger.terms))
+                        run_sync(ledger.write(retention.remove_data, each, results.remove, ledger.terms))
                 except ResultStoreError as error:
                     failed = error
             more = bool(done)
             while more:
-                more = drive(ledger.write(retention.remove_logs, done))
-            drive(ledger.write(retention.settle, done))
+                more = run_sync(ledger.write(retention.remove_logs, done))
+            run_sync(ledger.write(retention.settle, done))
         finally:
             if ledger is not self.ledger:
-                drive(ledger.close())
+                run_sync(ledger.close())
         return failed
 
     async def close(self) -> None:

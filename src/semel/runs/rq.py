@@ -24,7 +24,7 @@ from rq import Queue
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
-from semel.runs.delivery import SWEEP_EVERY, TELL_AGAIN, Address, Announcer, find, perform
+from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, BrokerTransport, find, perform
 
 JOB = "semel.runs.rq.look"
 PATIENCE = 2.0
@@ -34,7 +34,7 @@ KEEP_FAILURES = 600
 BATCH = 500
 
 
-class RqTransport(Announcer):
+class RqTransport(BrokerTransport):
     """Tells RQ workers of runs. Jobs get random ids: one by the name of the run would make RQ forget the older message.
 
     See Announcer for ``sweep_every`` and ``tell_again``.
@@ -57,7 +57,7 @@ class RqTransport(Announcer):
         if "rq.cli" in sys.modules:
             app.ledger(awaited=True)  # a worker imports us before it forks: let it have what every run would load
 
-    def send(self, queues: Mapping[str, Sequence[str]], address: Address) -> None:
+    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
         """See Announcer. A few hundred in a round trip."""
         where = msgspec.to_builtins(address)
         for queue, ids in queues.items():
@@ -91,4 +91,4 @@ def _job(run_id: str, where: Any) -> Any:
 
 def look(run_id: str, where: Any) -> None:
     """What an RQ worker calls: look at the run, and see it through if it is there to be had."""
-    perform(find(msgspec.convert(where, Address)), run_id, sweeps=True)
+    perform(find(msgspec.convert(where, AppLocation)), run_id, sweeps=True)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from semel.runs.attempt import Ended
-    from semel.runs.leasing import Leased
+    from semel.runs.attempt import AttemptResult
+    from semel.runs.store.lease import Leased
 
 try:
     from opentelemetry import context, trace
@@ -25,13 +25,13 @@ else:
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-class Attempt:
+class AttemptSpan:
     """The span of an attempt."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: AttemptResult) -> None:
         """Say how it ended. Of an error only its kind is told: a message may hold what others should not read."""
         self._span.set_attribute("semel.end", ended.kind)
         if ended.kind not in ("succeeded", "snooze", "cancelled"):
@@ -47,7 +47,7 @@ def current() -> str | None:
     return carrier.get("traceparent")
 
 
-def attempt(leased: Leased, worker: str) -> AbstractContextManager[Attempt | None]:
+def attempt(leased: Leased, worker: str) -> AbstractContextManager[AttemptSpan | None]:
     """A span around an attempt, below the one in which its run was submitted."""
     return _attempt(leased, worker) if _traces() else _NOTHING
 
@@ -58,7 +58,7 @@ def _traces() -> bool:
 
 
 @contextmanager
-def _attempt(leased: Leased, worker: str) -> Iterator[Attempt]:
+def _attempt(leased: Leased, worker: str) -> Iterator[AttemptSpan]:
     told: dict[str, Any] = {
         "semel.run_id": leased.id,
         "semel.model": leased.model,
@@ -71,7 +71,7 @@ def _attempt(leased: Leased, worker: str) -> Iterator[Attempt]:
     with tracer.start_as_current_span(
         f"run {leased.model}", above, kind=trace.SpanKind.CONSUMER, attributes=told, record_exception=False
     ) as span:
-        yield Attempt(span)
+        yield AttemptSpan(span)
 
 
 def continued(traceparent: str | None) -> AbstractContextManager[None]:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 from semel.service.settings import Settings
 
 if TYPE_CHECKING:
-    from semel.service.assembly import asgi
-    from semel.service.mounting import wsgi
+    from semel.service.app import asgi
+    from semel.service.server.wsgi import wsgi
 
 __all__ = ["Settings", "asgi", "wsgi"]
 
-_HOMES = {"asgi": "semel.service.assembly", "wsgi": "semel.service.mounting"}
+_HOMES = {"asgi": "semel.service.app", "wsgi": "semel.service.server.wsgi"}
 
 
 def __getattr__(name: str) -> Any:
     """The web stack is loaded when it is first needed: commands that only look at the database start at once."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from semel.sql.engines import missing
+    from semel.db.blocking import missing
 
     try:
         return getattr(import_module(_HOMES[name]), name)

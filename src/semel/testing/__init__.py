@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from semel.errors import MissingExtra
 from semel.testing.clock import FakeClock
-from semel.testing.faults import FaultyStore
+from semel.testing.faulty_store import FaultyStore
 
 if TYPE_CHECKING:
+    from semel.testing.harness import World
     from semel.testing.suite import SharedStoreSuite, StoreSuite
-    from semel.testing.world import World
 
 __all__ = ["FakeClock", "FaultyStore", "SharedStoreSuite", "StoreSuite", "World"]
 
@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
         raise MissingExtra(
             f"semel.testing.{name} runs in pytest, which is not installed: pip install pytest"
         ) from error
-    pytest.register_assert_rewrite("semel.testing.rules", "semel.testing.world")  # failures show their values
-    from semel.testing import suite, world
+    pytest.register_assert_rewrite("semel.testing.rules", "semel.testing.harness")  # failures show their values
+    from semel.testing import harness, suite
 
-    loaded = {kind.__name__: kind for kind in (suite.SharedStoreSuite, suite.StoreSuite, world.World)}
+    loaded = {kind.__name__: kind for kind in (suite.SharedStoreSuite, suite.StoreSuite, harness.World)}
     globals().update(loaded)
     return loaded[name]

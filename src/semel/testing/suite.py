@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from semel.once.store import Clock, Store
+from semel.testing.harness import Opener, World
 from semel.testing.rules.claims import Claims
 from semel.testing.rules.faults import Faults
 from semel.testing.rules.fences import Fences
@@ -21,7 +22,6 @@ from semel.testing.rules.races import Races
 from semel.testing.rules.shared import Shared
 from semel.testing.rules.times import Times
 from semel.testing.rules.upkeep import Upkeep
-from semel.testing.world import Opener, World
 
 
 class StoreSuite(

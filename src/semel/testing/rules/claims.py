@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from semel.model import Granted, InFlight, Mismatch, Replay, Unknown
-from semel.once.store import Ref
-from semel.testing.world import LEASE, SCOPE, TTL, World, ask, completing, done, releasing, renewing, us
+from semel.once.store import KeyRef
+from semel.testing.harness import LEASE, SCOPE, TTL, World, ask, completing, done, releasing, renewing, us
+from semel.types import Granted, InFlight, Mismatch, Replay, Unknown
 
 
 class Claims:
@@ -200,7 +200,7 @@ class Claims:
         assert values == names[:350]
         assert all(isinstance(verdict, InFlight) for verdict in verdicts[350:])
         assert run(store.release([releasing(claim) for claim in claims[350:]])) == [True] * 350
-        records = run(store.get([Ref(SCOPE, name) for name in names]))
+        records = run(store.get([KeyRef(SCOPE, name) for name in names]))
         assert [record and record.key for record in records] == names[:350] + [None] * 350
 
     def test_a_vanished_owner_is_unknown_where_that_was_asked_for(self, world: World) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from semel.errors import StoreBroken, StoreUnavailable
-from semel.model import Granted, InFlight, Replay
-from semel.testing.faults import FaultyStore
+from semel.testing.faulty_store import FaultyStore
+from semel.testing.harness import World, ask, completing, done, forgetting, releasing, renewing, us
 from semel.testing.rules.lifecycle import Work
-from semel.testing.world import World, ask, completing, done, forgetting, releasing, renewing, us
+from semel.types import Granted, InFlight, Replay
 
 
 class Faults:

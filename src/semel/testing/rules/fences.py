@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from semel.model import Claim, InFlight, Replay
-from semel.testing.world import World, done
+from semel.testing.harness import World, done
+from semel.types import Claim, InFlight, Replay
 
 
 def _taken_over(world: World, key: str) -> Claim:

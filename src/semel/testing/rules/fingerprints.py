@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semel.model import Granted, InFlight, Mismatch, Replay
-from semel.testing.world import World, ask
+from semel.testing.harness import World, ask
+from semel.types import Granted, InFlight, Mismatch, Replay
 
 
 class Fingerprints:

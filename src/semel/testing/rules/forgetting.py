@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semel.model import Granted, InFlight, Replay
-from semel.testing.world import SCOPE, World, ask, done, forgetting
+from semel.testing.harness import SCOPE, World, ask, done, forgetting
+from semel.types import Granted, InFlight, Replay
 
 
 class Forgetting:

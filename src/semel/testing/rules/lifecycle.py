@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from semel.errors import ClaimLost, InProgress, KeyReused, OriginalFailed, OutcomeGone, OutcomeUnknown
-from semel.model import Granted, InFlight, Replay, Unknown
+from semel.testing.harness import World
 from semel.testing.rules.outcomes import FALSY, VALUES
-from semel.testing.world import World
+from semel.types import Granted, InFlight, Replay, Unknown
 
 
 class Work:

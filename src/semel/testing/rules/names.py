@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from semel.model import Granted, InFlight, Replay
-from semel.once.store import Ref
-from semel.testing.world import World, ask, completing
+from semel.once.store import KeyRef
+from semel.testing.harness import World, ask, completing
+from semel.types import Granted, InFlight, Replay
 
 _SEPARATORS = (":", "/", "|", ",", " ", "_", "-", ".", "\\", "{", "}", "}:", "::", "'", '"', "%", "*")
 
@@ -88,7 +88,7 @@ class Names:
         assert [claim.scope for claim in claims] == scopes
         answers = world.run(world.store.complete([completing(claim, claim.scope) for claim in claims[:2]]))
         assert answers == [True, True]
-        records = world.run(world.store.get([Ref(scope, "key") for scope in ("c", "a", "none", "b", "a")]))
+        records = world.run(world.store.get([KeyRef(scope, "key") for scope in ("c", "a", "none", "b", "a")]))
         assert [record and (record.scope, record.state) for record in records] == [
             ("c", "claimed"),
             ("a", "completed"),
@@ -103,7 +103,7 @@ def _all_apart(world: World, pairs: list[tuple[str, str]]) -> None:
     pairs = list(dict.fromkeys(pairs))
     verdicts = world.claims([ask(key, scope=scope) for scope, key in pairs])
     assert [pair for pair, verdict in zip(pairs, verdicts, strict=True) if not isinstance(verdict, Granted)] == []
-    records = world.run(world.store.get([Ref(scope, key) for scope, key in pairs]))
+    records = world.run(world.store.get([KeyRef(scope, key) for scope, key in pairs]))
     assert [record and (record.scope, record.key) for record in records] == pairs
     again = world.claims([ask(key, scope=scope) for scope, key in reversed(pairs)])
     assert [verdict for verdict in again if not isinstance(verdict, InFlight)] == []

@@ -7,9 +7,9 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from semel.model import Outcome, Replay
-from semel.once.store import Complete, Done
-from semel.testing.world import SCOPE, World, ask, done
+from semel.once.store import Complete, OutcomeData
+from semel.testing.harness import SCOPE, World, ask, done
+from semel.types import Outcome, Replay
 
 FALSY: tuple[Any, ...] = (None, 0, 0.0, False, "", b"", [], {}, (), set(), frozenset(), Decimal(0), timedelta(0))
 VALUES: tuple[Any, ...] = (
@@ -61,8 +61,10 @@ class Outcomes:
         for number, data in enumerate((b"", b"\x00", bytes(range(256)), b"'\"\\%s\r\n\x1a", b"\xff" * 1_000_000)):
             kind = f"kind {number}"
             claim = world.granted(kind)
-            assert world.run(world.store.complete([Complete(SCOPE, kind, claim.fence, Done(kind, data))])) == [True]
-            world.granted(f"marked {number}", done=Done(kind, data))
+            assert world.run(world.store.complete([Complete(SCOPE, kind, claim.fence, OutcomeData(kind, data))])) == [
+                True
+            ]
+            world.granted(f"marked {number}", done=OutcomeData(kind, data))
             for key in (kind, f"marked {number}"):
                 outcome = _replayed(world, key)
                 assert outcome.kind == kind

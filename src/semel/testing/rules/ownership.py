@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semel.model import Granted, InFlight, Replay
-from semel.testing.world import World, ask, completing, done, releasing, renewing, us
+from semel.testing.harness import World, ask, completing, done, releasing, renewing, us
+from semel.types import Granted, InFlight, Replay
 
 
 class Ownership:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from semel.model import Claim, Granted, InFlight, Replay, Verdict
-from semel.once.store import Ref
-from semel.testing.world import KEY, SCOPE, World, ask, completing, done, releasing, renewing, us
+from semel.once.store import KeyRef
+from semel.testing.harness import KEY, SCOPE, World, ask, completing, done, releasing, renewing, us
+from semel.types import Claim, Granted, InFlight, Replay, Verdict
 
 CALLERS = 64
 
@@ -169,7 +169,7 @@ class Races:
                 if isinstance(verdict, Granted):
                     fence = verdict.claim.fence
                     held.append(fence)
-                    (record,) = await world.store.get([Ref(SCOPE, KEY)])
+                    (record,) = await world.store.get([KeyRef(SCOPE, KEY)])
                     if record is None or record.fence != fence or held[-1] != fence:
                         broken.append(fence)
                     turns += 1

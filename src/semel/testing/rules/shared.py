@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 
 from semel.errors import StoreUnavailable
-from semel.model import Claim, Granted, InFlight, Replay, Verdict
-from semel.once.store import ClaimRequest, Ref, Store
-from semel.testing.crew import SIZE, Crew
+from semel.once.store import ClaimRequest, KeyRef, Store
+from semel.testing.harness import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, settled, us
+from semel.testing.processes import SIZE, WorkerProcesses
 from semel.testing.rules.races import winners
-from semel.testing.world import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, settled, us
+from semel.types import Claim, Granted, InFlight, Replay, Verdict
 
 DAY = 86400.0
 
@@ -97,7 +97,7 @@ class Shared:
             lambda store: store.renew([renewing(claim)]),
             lambda store: store.complete([completing(claim)]),
             lambda store: store.release([releasing(claim)]),
-            lambda store: store.get([Ref(SCOPE, KEY)]),
+            lambda store: store.get([KeyRef(SCOPE, KEY)]),
             lambda store: store.purge(10),
             lambda store: store.stats(),
         )
@@ -161,7 +161,7 @@ class Shared:
             assert sum(not replayed for _, replayed in results) == 1
 
     def _apart(self, world: World, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return Crew.present().work(world, self.opener(), job, arguments)
+        return WorkerProcesses.present().work(world, self.opener(), job, arguments)
 
 
 def _left_behind(world: World, numbers: range) -> dict[str, int]:

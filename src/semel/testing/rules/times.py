@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from semel.model import Claim, Granted, InFlight, Mismatch, Replay, Unknown
-from semel.testing.world import LEASE, World, ask, done, us
+from semel.testing.harness import LEASE, World, ask, done, us
+from semel.types import Claim, Granted, InFlight, Mismatch, Replay, Unknown
 
 
 def _gone(world: World) -> Claim:

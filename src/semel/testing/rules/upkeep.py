@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from semel.model import Granted, Held, InFlight, Replay
-from semel.once.store import Ref
-from semel.testing.world import SCOPE, World, ask, done
+from semel.once.store import KeyRef
+from semel.testing.harness import SCOPE, World, ask, done
+from semel.types import Granted, Held, InFlight, Replay
 
 
 class Upkeep:
@@ -150,5 +150,5 @@ class Upkeep:
         """Present, absent and asked for twice, in the order of the batch."""
         world.completed("b", value=1)
         world.granted("a")
-        records = world.run(world.store.get([Ref(SCOPE, key) for key in ("c", "b", "a", "b", "d")]))
+        records = world.run(world.store.get([KeyRef(SCOPE, key) for key in ("c", "b", "a", "b", "d")]))
         assert [record and record.key for record in records] == [None, "b", "a", "b", None]

@@ -1,0 +1,302 @@
+"""Coalescing: calls that arrive while a flush is under way gather and leave together in the next one.
+
+The first call on an idle lane leaves at once, so nobody waits for company; under load the batches grow by
+themselves, and one statement (one round trip, one commit) serves hundreds of callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.sync import PerLoop, run_sync
+from semel.errors import MissingExtra, NotMigrated, SemelError, StoreUnavailable
+
+A = TypeVar("A")
+B = TypeVar("B")
+A_contra = TypeVar("A_contra", contravariant=True)
+B_co = TypeVar("B_co", covariant=True)
+Flush: TypeAlias = Callable[[Sequence[A], float], Awaitable[list[B]]]
+"""``flush(requests, began)``: send a batch; ``began`` is when its oldest call was made, by ``time.monotonic``."""
+
+LARGEST = 128
+"""Calls in a flush. More would save little, and of two groups one is at work here while the other's is in the store."""
+
+_STATE_OF_THE_STORE = (StoreUnavailable, NotMigrated, MissingExtra)
+"""Errors that say nothing of a single request: each of them would fail alone, too."""
+
+_log = logging.getLogger("semel")
+
+
+class Failed:
+    """Stands in the place of an answer; ``error`` is raised by the one who asked."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -> list[B | Failed]:
+    """Flush a batch; one request that fails takes none of its neighbours with it.
+
+    A batch that was refused for what it holds is halved until the request at fault stands alone. This is safe for
+    every verb: each of them may be sent twice.
+    """
+    try:
+        return [*await flush(requests, began)]
+    except Exception as error:  # noqa: BLE001 -- it goes to those whose requests it concerns
+        if len(requests) == 1:
+            return [Failed(error)]
+        if isinstance(error, _STATE_OF_THE_STORE):
+            return [Failed(_own(error)) for _ in requests]
+        middle = len(requests) // 2
+        first = await flush_apart(flush, requests[:middle], began)
+        return [*first, *await flush_apart(flush, requests[middle:], began)]
+
+
+def _own(error: Exception) -> Exception:
+    """The error for one of several callers: two threads that raise the same object would mix their tracebacks."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # noqa: BLE001 -- a class of someone else's that cannot be made from its arguments
+        own = StoreUnavailable(f"{type(error).__name__}: {error}")
+    own.__cause__ = error
+    return own
+
+
+class Batcher(Protocol[A_contra, B_co]):
+    """One verb's queue to the store."""
+
+    async def __call__(self, request: A_contra, /) -> B_co:
+        """Send one request, alone or in company, and give its answer."""
+
+
+class Unbatched(Generic[A, B]):
+    """No coalescing, for a store without round trips."""
+
+    def __init__(self, send: Callable[[Sequence[A]], Awaitable[list[B]]]) -> None:
+        self._send = send
+
+    async def __call__(self, request: A, /) -> B:
+        return (await self._send((request,)))[0]
+
+
+class AsyncioBatcher(Generic[A, B]):
+    """Coalesces tasks, those of each event loop by themselves; ``orphaned`` hears answers that nobody waits for."""
+
+    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
+        self.flush = flush
+        self.orphaned = orphaned
+        self._queues = PerLoop(lambda: _AsyncioQueue(self))
+
+    def __call__(self, request: A, /) -> Coroutine[Any, Any, B]:
+        """See Lane."""
+        return self._queues.here()(request)
+
+
+class _AsyncioQueue(Generic[A, B]):
+    """Coalesces the tasks of one event loop.
+
+    A caller who is alone flushes its own call at once. In a crowd every flush begins a turn of the loop later, in a
+    task of its own: so all who are ready gather first, and a caller that is cancelled takes nobody with it. A
+    cancelled call is seen through to its end all the same (every verb may be sent twice), and ``orphaned`` hears the
+    answer that nobody waits for any more.
+    """
+
+    def __init__(self, lane: AsyncioBatcher[A, B]) -> None:
+        self._lane = lane
+        self._waiting: list[tuple[A, asyncio.Future[B], float]] = []
+        self._busy = False
+        self._crowded = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, request: A, /) -> B:
+        if self._busy or self._crowded:
+            return await self._join(request)
+        self._busy = True
+        try:
+            return (await self._lane.flush((request,), time.monotonic()))[0]
+        except asyncio.CancelledError:
+            await self._see_through(request)
+            raise
+        finally:
+            self._go_on()
+
+    async def _join(self, request: A) -> B:
+        answer: asyncio.Future[B] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer, time.monotonic()))
+        if not self._busy:
+            self._busy = True
+            self._go_on()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                await self._orphan(answer.result())  # it was answered and cancelled in the same turn of the loop
+            raise
+
+    def _go_on(self) -> None:
+        """After a flush: send what has gathered and is still wanted, or be idle."""
+        self._waiting = [each for each in self._waiting if not each[1].done()]
+        if self._waiting:
+            task = asyncio.get_running_loop().create_task(self._send())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._busy = False
+
+    async def _send(self) -> None:
+        batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
+        self._crowded = len(batch) > 1
+        try:
+            answers = await flush_apart(self._lane.flush, [request for request, _, _ in batch], batch[0][2])
+        except BaseException:
+            for _, future, _ in batch:
+                future.cancel()
+            raise
+        else:
+            abandoned: list[B] = []
+            for (_, future, _), answer in zip(batch, answers, strict=True):
+                if isinstance(answer, Failed):
+                    if not future.done():
+                        future.set_exception(answer.error)
+                elif not future.done():
+                    future.set_result(answer)
+                else:
+                    abandoned.append(answer)
+            for answer in abandoned:
+                await self._orphan(answer)
+        finally:
+            self._go_on()
+
+    async def _see_through(self, request: A) -> None:
+        """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
+        try:
+            async with asyncio.timeout(1):
+                await self._orphan((await self._lane.flush((request,), time.monotonic()))[0])
+        except (SemelError, TimeoutError) as error:
+            _log.warning("a cancelled call could not be seen through: %s", str(error) or "no answer in a second")
+
+    async def _orphan(self, answer: B) -> None:
+        if self._lane.orphaned is not None:
+            await self._lane.orphaned(answer)
+
+
+class _Call(Generic[A, B]):
+    """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
+
+    __slots__ = ("answer", "began", "error", "gate", "last", "leads", "next", "request")
+
+    def __init__(self, request: A) -> None:
+        self.request = request
+        self.began = time.monotonic()
+        self.gate = threading.Lock()
+        self.leads = self.last = False
+        self.next: _Call[A, B] | None = None
+        self.answer: B | None = None
+        self.error: BaseException | None = None
+
+
+class ThreadBatcher(Generic[A, B]):
+    """Coalesces the threads of a process: the first caller carries the calls of those who come meanwhile.
+
+    A leader flushes one batch, which holds its own call, so no thread works for the others forever. Then those it
+    served wake one another, and the last of them hands the lead to the first who waits by then: a new leader at work
+    among the waking would be one more to fight for the interpreter, and its batch would be small.
+    """
+
+    def __init__(self, flush: Flush[A, B]) -> None:
+        self._flush = flush
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Start idle: the threads that were waiting exist only in the parent."""
+        self._lock = threading.Lock()
+        self._waiting: list[_Call[A, B]] = []
+        self._led = False
+
+    async def __call__(self, request: A, /) -> B:
+        call: _Call[A, B] = _Call(request)
+        with self._lock:
+            if self._led:
+                call.gate.acquire()
+                self._waiting.append(call)
+            else:
+                self._led = call.leads = True
+        if not call.leads:
+            self._await_turn(call)
+        if call.leads:
+            self._lead(call)
+        if call.error is not None:
+            raise call.error
+        return cast("B", call.answer)
+
+    def _await_turn(self, call: _Call[A, B]) -> None:
+        try:
+            call.gate.acquire()
+        except BaseException:  # KeyboardInterrupt: leave, but not the others without their wake-up call
+            with self._lock:
+                waits = call in self._waiting
+                if waits:
+                    self._waiting.remove(call)
+            if not waits:
+                call.gate.acquire()
+                self._pass_on(call)
+                if call.leads:
+                    with self._lock:
+                        self._hand_over()
+            raise
+        self._pass_on(call)
+
+    def _pass_on(self, call: _Call[A, B]) -> None:
+        """Each one wakes the next, never all at once."""
+        if call.next is not None:
+            call.next.gate.release()
+        elif call.last:
+            with self._lock:
+                self._hand_over()
+
+    def _lead(self, own: _Call[A, B]) -> None:
+        with self._lock:
+            others, self._waiting = self._waiting[: LARGEST - 1], self._waiting[LARGEST - 1 :]
+        batch = [own, *others]
+        try:
+            answers = run_sync(
+                flush_apart(self._flush, [call.request for call in batch], min(call.began for call in batch))
+            )
+        except BaseException as error:  # noqa: BLE001 -- raised by each caller in its own thread
+            for call in others:
+                call.error = StoreUnavailable(f"interrupted by {error!r}; try again")
+            own.error = error
+        else:
+            for call, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, Failed):
+                    call.error = answer.error
+                else:
+                    call.answer = answer
+        finally:
+            for call, following in pairwise(others):
+                call.next = following
+            if others:
+                others[-1].last = True
+                others[0].gate.release()
+            else:
+                with self._lock:
+                    self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._waiting:
+            heir = self._waiting.pop(0)
+            heir.leads = True
+            heir.gate.release()
+        else:
+            self._led = False

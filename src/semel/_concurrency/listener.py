@@ -1,0 +1,76 @@
+"""Hears, in a thread of its own, which claims other processes ended: it serves blocking callers and loops alike."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.outage import Outage
+
+Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
+"""``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while
+there is none; raises when the connection breaks."""
+
+PATIENCE = 30.0
+"""Seconds without a connection before that is logged: by then a database that is away altogether has been reported."""
+
+_log = logging.getLogger("semel.listener")
+
+
+class Listener:
+    """Calls back for every payload until stopped; connects again, with patience, whenever it must.
+
+    What is missed while the connection is down is lost, so a listener only ever hastens what a poll would find.
+    """
+
+    def __init__(self, hear: Hear, *, outage: Outage | None = None, broke: Callable[[], None] = lambda: None) -> None:
+        """``outage`` logs that nothing is heard; ``broke`` is called when the connection could not be had or broke."""
+        self._hear = hear
+        self._broke = broke
+        self._outage = outage or Outage(
+            _log,
+            "the connection on which ended claims are announced",
+            "who waits for a claim asks the store again and again instead, and learns of its end later",
+            patience=PATIENCE,
+        )
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """The thread stayed in the parent."""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, channel: str, heard: Callable[[str], None]) -> None:
+        """Listen from now on; a second start changes nothing."""
+        if self._thread is None:
+            self._stopped = threading.Event()
+            self._thread = threading.Thread(
+                target=self._listen, args=(channel, heard, self._stopped), name="semel-listener", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end: it looks about every half second, and nobody needs to wait for it."""
+        self._stopped.set()
+        self._thread = None
+
+    def _listen(self, channel: str, heard: Callable[[str], None], stopped: threading.Event) -> None:
+        pause = 0.1
+        while not stopped.is_set():
+            try:
+                for payload in self._hear(channel, stopped):
+                    self._outage.succeeded()
+                    pause = 0.1
+                    if payload is not None:
+                        heard(payload)
+            except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
+                if stopped.is_set():
+                    return
+                self._outage.failed(error)
+                self._broke()
+                stopped.wait(pause)
+                pause = min(pause * 2, 5.0)

@@ -1,0 +1,94 @@
+"""A task that runs again and again beside its owner, and ends with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from abc import ABC, abstractmethod
+
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.outage import Outage
+from semel._concurrency.runtime import Runtime, Signal
+from semel.errors import SemelError, StoreUnavailable
+
+_log = logging.getLogger("semel")
+
+_LONGEST_END = 5.0
+
+
+class PeriodicTask(ABC):
+    """A loop that calls ``tick`` and sleeps as long as it says."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._outage = Outage(_log, f"the store of {name}", "this is tried again")
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Threads do not survive a fork: start again when needed."""
+        self._signal: Signal | None = None
+        self._ticking = False
+
+    @property
+    def running(self) -> bool:
+        """False also when the event loop that it ran in is gone."""
+        return self._signal is not None and self._signal.here()
+
+    def start(self) -> None:
+        """Run from now on; a second start changes nothing."""
+        if not self.running:
+            signal = self._signal = self._runtime.signal()
+            owner = weakref.ref(self)
+            weakref.finalize(self, signal.set).atexit = False  # wakes the loop, so that it ends with its owner
+            self._runtime.spawn(lambda: _loop(owner, signal), self._name)
+
+    def stop(self) -> None:
+        """End soon."""
+        signal, self._signal = self._signal, None
+        if signal is not None:
+            signal.set()
+
+    async def end(self) -> None:
+        """End, and wait until the last piece of work is done, so that the store can be closed after it."""
+        signal = self._signal
+        self.stop()
+        deadline = time.monotonic() + _LONGEST_END
+        while self._ticking and signal is not None and signal.here() and time.monotonic() < deadline:
+            await self._runtime.sleep(0.005)
+
+    def nudge(self) -> None:
+        """Call ``tick`` now."""
+        if self._signal is not None:
+            self._signal.set()
+
+    @abstractmethod
+    def pause(self) -> float:
+        """Seconds to sleep before the next tick."""
+
+    @abstractmethod
+    async def tick(self) -> None:
+        """One piece of work."""
+
+
+async def _loop(owner: weakref.ref[PeriodicTask], signal: Signal) -> None:
+    while (background := owner()) is not None and background._signal is signal:
+        seconds = background.pause()
+        del background  # while asleep, nothing here keeps the owner alive
+        await signal.wait(seconds)
+        if (background := owner()) is None or background._signal is not signal:
+            return
+        background._ticking = True
+        try:
+            await background.tick()
+            background._outage.succeeded()
+        except StoreUnavailable as error:
+            background._outage.failed(error)
+        except SemelError as error:
+            _log.warning("%s failed and will be tried again: %s", background._name, error)
+        except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed
+            _log.exception("%s failed and will be tried again", background._name)
+        finally:
+            background._ticking = False

@@ -1,0 +1,187 @@
+"""One engine for two worlds: code is written ``async`` once, and blocking callers drive it without a loop.
+
+A coroutine over a blocking store never suspends, so one ``send(None)`` runs it to its end, in the caller's thread,
+for less than a microsecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from semel._concurrency.fork import survive_fork
+from semel.errors import SemelError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E")
+T = TypeVar("T")
+E_co = TypeVar("E_co", covariant=True)
+
+
+class HasEngine(Protocol[E_co]):
+    """A face over an engine, blocking or awaited."""
+
+    @property
+    def _engine(self) -> E_co: ...
+
+
+class LoopGuard:
+    """The event loop that connections belong to. When it is closed, the next loop starts with new ones."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+        self._loop: asyncio.AbstractEventLoop | None = None
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """No loop of the parent runs here."""
+        self._loop = None
+
+    def enter(self) -> None:
+        """Call it before the connections are used."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None:
+                if not self._loop.is_closed():
+                    raise SemelError("this is in use in another event loop already; make one for each loop")
+                self._forget()
+            self._loop = loop
+
+
+class PerLoop(Generic[T]):
+    """One ``T`` for each event loop that asks for it, made when it first asks.
+
+    ``end`` is awaited in the loop when the loop shuts down, as at the end of ``asyncio.run``. ``abandon`` gets what is
+    left of a loop that was closed without shutting down, when the next loop asks; it must not block.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], T],
+        end: Callable[[T], Awaitable[None]] | None = None,
+        abandon: Callable[[T], None] | None = None,
+    ) -> None:
+        self._make = make
+        self._end = end
+        self._abandon = abandon
+        self._inherited: list[Any] = []
+        self._start()
+        survive_fork(self)
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._last: tuple[asyncio.AbstractEventLoop, T] | None = None
+        self._all: dict[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[None, None] | None]] = {}
+
+    def after_fork(self) -> None:
+        """No loop of the parent runs here, and what belongs to one is neither used nor closed."""
+        self._inherited.append(self._all)
+        self._start()
+
+    def here(self) -> T:
+        """The running loop's."""
+        loop, last = asyncio.get_running_loop(), self._last
+        return last[1] if last is not None and last[0] is loop else self._of(loop)
+
+    def everywhere(self) -> list[T]:
+        """Those of all loops."""
+        with self._lock:
+            return [thing for thing, _ in self._all.values()]
+
+    def _of(self, loop: asyncio.AbstractEventLoop) -> T:
+        with self._lock:
+            left = [self._all.pop(each)[0] for each in list(self._all) if each.is_closed()]
+            if loop not in self._all:
+                thing = self._make()
+                self._all[loop] = (thing, None if self._end is None else self._watch(loop, thing))
+            thing = self._all[loop][0]
+            self._last = (loop, thing)
+        for each in left:
+            if self._abandon is not None:
+                self._abandon(each)
+        return thing
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thing: T) -> AsyncGenerator[None, None]:
+        """A loop that shuts down closes its async generators: one that waits for nothing else hears of it."""
+
+        async def wait() -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                await self._finish(loop, thing)
+
+        watching = wait()
+        with suppress(StopIteration):  # it yields at once, without having suspended
+            watching.__anext__().send(None)
+        return watching
+
+    async def end(self) -> None:
+        """End what the running loop has; :meth:`here` makes a new one when it is asked again."""
+        loop = asyncio.get_running_loop()
+        found = self._all.get(loop)
+        if found is not None:
+            await self._finish(loop, found[0])
+
+    async def _finish(self, loop: asyncio.AbstractEventLoop, thing: T) -> None:
+        with self._lock:
+            found = self._all.get(loop)
+            if found is None or found[0] is not thing:
+                return
+            del self._all[loop]
+            self._last = None
+        if self._end is not None:
+            await self._end(thing)
+
+
+def close_all(transport: Any) -> None:
+    """Close the socket of a transport whose event loop is closed."""
+    with suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    own = getattr(transport, "_sock", None)  # of asyncio's own loops; others close their sockets themselves
+    if own is not None:
+        own.close()
+        transport._sock = None
+
+
+def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]  # StopIteration.value is Any; it is the coroutine's R
+    coroutine.close()
+    raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
+
+
+def sync_method(
+    method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[HasEngine[E], P], R]:
+    """The blocking face of an engine's method: the same parameters, the same promise, no ``await``."""
+
+    @wraps(method)
+    def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            method(self._engine, *args, **kwargs).send(None)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]  # as in drive(), which is inlined here for speed
+        raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
+
+    return call
+
+
+def async_method(
+    method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[HasEngine[E], P], Coroutine[Any, Any, R]]:
+    """The async face of an engine's method: the same, through the face."""
+
+    @wraps(method)
+    async def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await method(self._engine, *args, **kwargs)
+
+    return call

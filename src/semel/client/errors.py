@@ -1,0 +1,116 @@
+"""What a server's refusal means: problem details become the library's own errors, where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from semel.errors import (
+    CostLimitExceeded,
+    Forbidden,
+    IllegalTransition,
+    InvalidParameters,
+    InvalidRequest,
+    KeyReused,
+    NotMigrated,
+    QuotaExceeded,
+    ReservationLost,
+    ResultStoreError,
+    RunNotComplete,
+    RunNotFound,
+    SemelError,
+    ServiceError,
+    StoreUnavailable,
+    Unauthenticated,
+    UnknownModel,
+)
+
+_SHOWN = 500
+"""Characters of an answer that is no problem's, at the most, that an error repeats."""
+
+
+class Problem(Struct, frozen=True, kw_only=True):
+    """What a refusal says of itself."""
+
+    detail: str = ""
+    error_code: str = ""
+    retryable: bool | None = None
+    run_status: str = "PENDING"
+    retry_after: float | None = None
+    idempotency_key: str | None = None
+
+
+class Answer(Struct, frozen=True):
+    """What came back, whole."""
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    @property
+    def problem(self) -> Problem:
+        """What it says of itself; of an answer that is no problem's, nothing."""
+        try:
+            return msgspec.json.decode(self.content, type=Problem)
+        except (msgspec.DecodeError, RecursionError):
+            return Problem()
+
+
+_Maker: TypeAlias = Callable[[Problem], SemelError]
+
+
+def _of(kind: type[SemelError]) -> _Maker:
+    return lambda problem: kind(problem.detail)
+
+
+_KNOWN: dict[str, _Maker] = {
+    "INVALID_PARAMETERS": _of(InvalidParameters),
+    "UNKNOWN_MODEL": _of(UnknownModel),
+    "IDEMPOTENCY_KEY_CONFLICT": lambda problem: KeyReused(problem.detail, idempotency_key=problem.idempotency_key),
+    "COST_LIMIT_EXCEEDED": _of(CostLimitExceeded),
+    "QUOTA_EXCEEDED": _of(QuotaExceeded),
+    "RESERVATION_LOST": _of(ReservationLost),
+    "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(problem.detail, problem.run_status, problem.retry_after),
+    "ILLEGAL_TRANSITION": _of(IllegalTransition),
+    "INVALID_REQUEST": lambda problem: InvalidRequest(problem.detail, idempotency_key=problem.idempotency_key),
+    "STORE_UNAVAILABLE": _of(StoreUnavailable),
+    "NOT_MIGRATED": _of(NotMigrated),
+    "RESULT_STORE_UNAVAILABLE": _of(ResultStoreError),
+}
+_BY_STATUS: dict[int, type[ServiceError]] = {401: Unauthenticated, 403: Forbidden}
+
+
+def is_retryable(answer: Answer) -> bool:
+    """Whether the same request may get another answer later: the server failed, or is too busy."""
+    if answer.status == 429:
+        return answer.problem.retryable is not False  # a quota stays what it is
+    return answer.status >= 500 or answer.status == 408
+
+
+def refusal(answer: Answer, *, key: str | None = None, about_run: bool = False) -> SemelError:
+    """The error behind an answer that is none of success; ``about_run``: a 404 is about a run."""
+    problem = answer.problem
+    if problem.error_code in _KNOWN:
+        return _KNOWN[problem.error_code](problem)
+    if problem.error_code == "NOT_FOUND" and about_run:
+        return RunNotFound(problem.detail)
+    kind = _BY_STATUS.get(answer.status, ServiceError)
+    code = problem.error_code or f"HTTP_{answer.status}"
+    return kind(answer.status, code, problem.detail or _told(answer), is_retryable(answer), idempotency_key=key)
+
+
+def unexpected_response(answer: Answer, place: str, *, key: str | None = None) -> ServiceError:
+    """The error for an answer of success that is not what semel's server says."""
+    said = f"{place} answered with what semel's server does not say; is that its address? {_told(answer)}"
+    return ServiceError(answer.status, "UNEXPECTED_ANSWER", said.strip(), idempotency_key=key)
+
+
+def _told(answer: Answer) -> str:
+    if 300 <= answer.status < 400:
+        return f"the server sends this elsewhere, to {answer.headers.get('location', '')[:_SHOWN]!r}; give its address"
+    text = " ".join(answer.content[: 4 * _SHOWN].decode(errors="replace").split())
+    return f"it said: {text[:_SHOWN]}" if text else "it said nothing"

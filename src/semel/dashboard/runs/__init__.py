@@ -1,0 +1,1 @@
+"""The pages of runs: the list, one run, two runs side by side."""

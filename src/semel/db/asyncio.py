@@ -1,0 +1,218 @@
+"""A verb on an async engine. Apart from the rest, since SQLAlchemy's asyncio part takes long to import."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import URL, Connection, NullPool, event
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from semel._concurrency import deadline
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.sync import LoopGuard, PerLoop, close_all
+from semel.db.blocking import COMMITS, abandoned_connections, missing
+from semel.db.errors import translate_errors
+from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, Kept, Shelf, is_broken, plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AsyncDatabase:
+    """See Database. Over an engine of a user's: its pool belongs to one event loop at a time, and is not closed."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._home = LoopGuard(self.after_fork)
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """The parent's connections are the parent's: leave them open there and connect anew here."""
+        self._engine.sync_engine.dispose(close=False)
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        self._home.enter()
+        with translate_errors():
+            conn = await self._engine.connect()
+            try:
+                answer = await conn.run_sync(work, *args, **kwargs)
+            except Exception:
+                await conn.close()
+                raise
+            except BaseException:  # cancelled: who knows what the connection was about to say
+                await _discard(conn)
+                raise
+            await conn.close()
+            return answer
+
+    look_and_write = write
+    read = write
+    survey = write
+    write_many = write
+
+    async def close(self) -> None:
+        """See Database."""
+
+
+class _LoopPool:
+    """The connections of one event loop. The engine is the loop's, too: it has locks of its own."""
+
+    def __init__(self, engine: AsyncEngine, size: int) -> None:
+        self.engine = engine
+        self.shelf: Shelf[AsyncConnection] = Shelf()
+        self.places = asyncio.Semaphore(size)
+
+
+class AsyncPostgresDatabase:
+    """See Database. Each event loop has a few connections, which its tasks share; they are closed when it ends."""
+
+    def __init__(self, url: URL, pool: int = POOL) -> None:
+        async_postgres_engine(url)  # says at once when the URL or a driver cannot be used
+        self._pools = PerLoop(
+            lambda: _LoopPool(async_postgres_engine(url), pool), end=self._close, abandon=self._abandon
+        )
+
+    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._run(True, work, *args, **kwargs)
+
+    look_and_write = write
+    read = write
+
+    async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See Database."""
+        return await self._run(False, work, *args, **kwargs)
+
+    write_many = survey
+
+    async def _run(
+        self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        pool = self._pools.here()
+        async with pool.places:
+            with translate_errors():
+                kept = await self._take(pool, hot)
+                try:
+                    answer = await kept.conn.run_sync(work, *args, **kwargs)
+                except Exception:
+                    await self._after_error(pool, kept)
+                    raise
+                except BaseException:  # cancelled: who knows what the connection was about to say
+                    await self._drop(pool, kept)
+                    raise
+                if not pool.shelf.put(kept):
+                    await _discard(kept.conn)
+                return answer
+
+    async def _take(self, pool: _LoopPool, hot: bool) -> Kept[AsyncConnection]:
+        kept = pool.shelf.take(hot=hot)
+        if kept is None:
+            generation = pool.shelf.generation
+            kept = Kept(await pool.engine.connect(), generation)
+        if kept.hot is not hot:
+            try:
+                await kept.conn.run_sync(plan, hot=hot)
+            except BaseException:
+                await self._drop(pool, kept)
+                raise
+            kept.hot = hot
+        return kept
+
+    async def _after_error(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
+        if await kept.conn.run_sync(is_broken):
+            await self._condemn(pool, kept)
+        elif not pool.shelf.put(kept):
+            await _discard(kept.conn)
+
+    async def _drop(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
+        """A call was cancelled. If its deadline did that, the server is silent."""
+        if deadline.is_over():
+            await self._condemn(pool, kept)
+        else:
+            await _discard(kept.conn)
+
+    async def _condemn(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
+        """Where one connection broke or fell silent, the others may have, too: close all that are idle."""
+        for conn in (kept.conn, *pool.shelf.clear()):
+            await _discard(conn)
+
+    async def close(self) -> None:
+        """See Database. Other event loops close theirs when they end."""
+        await self._pools.end()
+
+    async def _close(self, pool: _LoopPool) -> None:
+        for conn in pool.shelf.clear():
+            await _discard(conn)
+
+    def _abandon(self, pool: _LoopPool) -> None:
+        """The loop is closed, so nothing can be awaited in it any more; its sockets are still open."""
+        for conn in pool.shelf.clear():
+            raw: Any = conn.sync_connection
+            abandoned_connections.append(conn)
+            if raw is not None:
+                close_all(raw.connection.driver_connection._transport)
+
+
+async def _discard(conn: AsyncConnection) -> None:
+    """Close without a word to a server that may not listen."""
+    with suppress(Exception):  # it was closed already
+        raw: Any = await conn.get_raw_connection()
+        raw.driver_connection.terminate()
+    await conn.invalidate()
+    await conn.close()
+
+
+def async_postgres_engine(url: URL) -> AsyncEngine:
+    """An async engine over asyncpg whose statements commit by themselves. Takes the URL that libpq takes."""
+    query = {name: value if isinstance(value, str) else value[-1] for name, value in url.query.items()}
+    settings = SETTINGS | dict(re.findall(r"(?:-c\s*|--)(\w+)=(\S+)", query.pop("options", "")))
+    if "application_name" in query:
+        settings["application_name"] = query.pop("application_name")
+    timeout = float(query.pop("connect_timeout", 5))
+    if "sslmode" in query:
+        query["ssl"] = query.pop("sslmode")
+    try:
+        engine = create_async_engine(
+            url.set(drivername="postgresql+asyncpg", query=query),
+            poolclass=NullPool,
+            isolation_level="AUTOCOMMIT",
+            connect_args={"server_settings": settings, "timeout": timeout},
+            pool_reset_on_return=None,
+            execution_options={COMMITS: True},
+            hide_parameters=True,
+        )
+    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
+        raise missing("postgres", error) from error
+    event.listen(engine.sync_engine, "connect", _keep_alive)
+    event.listen(engine.sync_engine, "invalidate", _terminate)
+    return engine
+
+
+_OPTIONS = {
+    "TCP_KEEPIDLE": KEEPALIVE["keepalives_idle"],
+    "TCP_KEEPINTVL": KEEPALIVE["keepalives_interval"],
+    "TCP_KEEPCNT": KEEPALIVE["keepalives_count"],
+    "TCP_USER_TIMEOUT": KEEPALIVE["tcp_user_timeout"],
+}
+
+
+def _terminate(connection: Any, _record: Any, _error: Any) -> None:
+    """A call that was cancelled has waited for long enough: SQLAlchemy would take leave of the server, for seconds."""
+    connection.driver_connection.terminate()
+
+
+def _keep_alive(connection: Any, _record: Any) -> None:
+    """What libpq does by its own settings; asyncpg has none for it."""
+    line = connection.driver_connection._transport.get_extra_info("socket")
+    if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _OPTIONS.items():
+        if hasattr(socket, name):  # not every system has all of them
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

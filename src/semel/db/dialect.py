@@ -1,0 +1,209 @@
+"""One statement for both dialects: the text is put together once for each, from the few words in which they differ.
+
+A statement takes a whole batch: arrays on PostgreSQL, one JSON text on SQLite. Its time is ``:now``, which is the
+injected clock's or None for the database's own on PostgreSQL, and always the host's on SQLite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from msgspec import Struct
+from sqlalchemy import Connection, TextClause, text
+
+from semel.db.blocking import COMMITS, fetch
+
+
+class Dialect(Protocol):
+    """What the dialects say differently."""
+
+    now: str
+    """The time in microseconds."""
+    patience: str
+    """A column that lets the rest of the transaction wait for locks longer than a single statement does."""
+    writes_in_with: bool
+    """Whether a CTE may write."""
+
+    def batch(self, columns: Mapping[str, str]) -> str:
+        """The batch as a table ``b`` with these columns (name: PostgreSQL type)."""
+
+    def among(self, column: str, name: str, kind: str = "text") -> str:
+        """True when the column is in the list ``:name``."""
+
+    def plain(self, column: str) -> str:
+        """An id as text."""
+
+    def identity(self, column: str) -> str:
+        """A text as an id."""
+
+    def locking(self, table: str, *, skip: bool) -> str:
+        """Lock what was selected; ``skip`` what others have locked. SQLite has one writer, who has locked all."""
+
+    def own(self, columns: str) -> str:
+        """Columns of the changed table ``k``, as RETURNING names them."""
+
+    def total(self, column: str, where: str) -> str:
+        """The sum of a whole number over the rows for which ``where`` is true; 0 of none. It cannot overflow."""
+
+    def unindexed(self, column: str) -> str:
+        """The text column, not to be looked up by: with the statistics of a table that was empty a moment ago, both
+        would rather go through all that is RUNNING for each id than look the id up.
+        """
+
+
+class Postgres:
+    """See Words."""
+
+    now = "(SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint))"
+    patience = "set_config('lock_timeout', '5s', true)"
+    writes_in_with = True
+
+    def batch(self, columns: Mapping[str, str]) -> str:
+        """See Words."""
+        arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
+        return f"unnest({arrays}) AS b({', '.join(columns)})"
+
+    def among(self, column: str, name: str, kind: str = "text") -> str:
+        """See Words."""
+        return f"{column} = ANY(CAST(:{name} AS {kind}[]))"
+
+    def plain(self, column: str) -> str:
+        """See Words."""
+        return f"CAST({column} AS text)"
+
+    def identity(self, column: str) -> str:
+        """See Words."""
+        return f"CAST({column} AS uuid)"
+
+    def locking(self, table: str, *, skip: bool) -> str:
+        """See Words."""
+        return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
+
+    def own(self, columns: str) -> str:
+        """See Words."""
+        return ", ".join(f"k.{name}" for name in columns.split(", "))
+
+    def total(self, column: str, where: str) -> str:
+        """See Words. The sum of bigints is a numeric."""
+        return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
+
+    def unindexed(self, column: str) -> str:
+        """See Words."""
+        return f"({column} || '')"
+
+
+class Sqlite:
+    """See Words."""
+
+    now = "CAST(:now AS INTEGER)"
+    patience = "NULL"
+    writes_in_with = False
+
+    def batch(self, columns: Mapping[str, str]) -> str:
+        """See Words."""
+        picks = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(columns))
+        return f"(SELECT {picks} FROM json_each(:batch)) AS b"
+
+    def among(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite is not asked for types
+        """See Words."""
+        return f"{column} IN (SELECT value FROM json_each(:{name}))"
+
+    def plain(self, column: str) -> str:
+        """See Words."""
+        return column
+
+    identity = plain
+
+    def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
+        """See Words."""
+        return ""
+
+    def own(self, columns: str) -> str:
+        """See Words."""
+        return columns
+
+    def total(self, column: str, where: str) -> str:
+        """See Words. ``sum`` raises where 64 bits are too few; ``total`` is a float."""
+        return f"total({column}) FILTER (WHERE {where})"
+
+    def unindexed(self, column: str) -> str:
+        """See Words."""
+        return f"+{column}"
+
+
+_DIALECTS: dict[str, Dialect] = {"postgresql": Postgres(), "sqlite": Sqlite()}
+
+
+class StatementContext(Struct, frozen=True):
+    """What every verb is told: the time (None: the database's), and whether its events are to be published."""
+
+    now: int | None = None
+    publish: bool = False
+
+
+class Statement:
+    """A statement, its text made for each dialect when it is first needed there."""
+
+    def __init__(self, told: Callable[[Dialect], str], columns: Mapping[str, str] | None = None) -> None:
+        self._told = told
+        self._columns = columns
+        self._texts: dict[str, TextClause] = {}
+
+    def rows(self, conn: Connection, batch: Iterable[Sequence[Any]] | None = None, **values: Any) -> Sequence[Any]:
+        """Run it and give the rows that it returns."""
+        return fetch(conn, self.text(conn), self._values(conn, batch, values))
+
+    def count(self, conn: Connection, batch: Iterable[Sequence[Any]] | None = None, **values: Any) -> int:
+        """Run it and say how many rows it changed."""
+        changed: int = conn.execute(self.text(conn), self._values(conn, batch, values)).rowcount
+        return changed
+
+    def text(self, conn: Connection) -> TextClause:
+        """The statement in the connection's dialect."""
+        name = conn.dialect.name
+        found = self._texts.get(name)
+        if found is None:
+            found = self._texts[name] = text(self._told(_DIALECTS[name]))
+        return found
+
+    def _values(
+        self, conn: Connection, batch: Iterable[Sequence[Any]] | None, values: dict[str, Any]
+    ) -> dict[str, Any]:
+        sqlite = conn.dialect.name == "sqlite"
+        if sqlite:
+            values = {name: _json(value) if isinstance(value, list) else value for name, value in values.items()}
+        if self._columns is None or batch is None:
+            return values
+        if sqlite:
+            return {**values, "batch": _json(list(batch))}
+        arrays = zip(*batch, strict=True)
+        return {**values, **{name: list(array) for name, array in zip(self._columns, arrays, strict=True)}}
+
+
+def _json(value: list[Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@contextmanager
+def transaction(conn: Connection) -> Iterator[None]:
+    """All or nothing, on a connection whose statements otherwise commit by themselves.
+
+    On SQLite, and in a user's own transaction, there is one already.
+    """
+    if not conn.get_execution_options().get(COMMITS):
+        yield
+        return
+    conn.execute(_BEGIN)
+    try:
+        yield
+    except Exception:  # after anything else the connection is given up, and a silent server's word is not waited for
+        if not conn.invalidated:
+            conn.execute(_ROLLBACK)
+        raise
+    conn.execute(_COMMIT)
+
+
+_BEGIN, _COMMIT, _ROLLBACK = text("BEGIN ISOLATION LEVEL READ COMMITTED"), text("COMMIT"), text("ROLLBACK")

@@ -1,0 +1,82 @@
+"""What a driver's error means to a caller of semel: wait and try again, give up, or migrate first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import exc
+
+from semel.errors import NotMigrated, SemelError, StoreBroken, StoreUnavailable
+
+_BROKEN_STATES = {
+    "28000": "the database refused the user",
+    "28P01": "the database refused the password",
+    "3D000": "there is no such database",
+    "42501": "the database user lacks a privilege",
+    "53100": "the database's disk is full",
+}
+_PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
+"""Connections, read-only standbys, deadlocks, resources, locks, shutdowns, I/O: another try may succeed."""
+
+LOCK_TIMEOUT = "55P03"
+
+# psycopg has no code for what goes wrong before there is a connection, only the server's words.
+_BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
+_BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
+
+
+@contextmanager
+def translate_errors(file: str = "") -> Iterator[None]:
+    """Raise semel's errors for the database's. ``file``: the one of SQLite, for those who have to mend it."""
+    try:
+        yield
+    except exc.TimeoutError as error:
+        raise StoreUnavailable(f"the connection pool ran dry: {error}") from error
+    except exc.DBAPIError as error:
+        raise _to_semel_error(error, file) from error
+    except OSError as error:  # asyncpg lets the failure to connect through as it is
+        raise StoreUnavailable(f"the database cannot be reached: {error}") from error
+
+
+def sqlstate(error: exc.DBAPIError) -> str | None:
+    """PostgreSQL's five-letter code, whichever driver raised it."""
+    state = getattr(error.orig, "sqlstate", None)
+    return state if isinstance(state, str) else None
+
+
+def _is_the_statements_fault(error: BaseException | None) -> bool:
+    """SQLite's general error, as for an overflow: nothing is wrong with the file, and another try fails, too."""
+    return getattr(error, "sqlite_errorname", None) == "SQLITE_ERROR" and "no such column" not in str(error)
+
+
+def _way_out(said: str) -> str:
+    if "readonly" not in said and "unable to open" not in said:
+        return ""
+    return (
+        "; this process must be allowed to write the file and its folder, where SQLite keeps its log: "
+        "change the owner or the permissions of both, or run as another user"
+    )
+
+
+def _to_semel_error(error: exc.DBAPIError, file: str) -> Exception:
+    said = str(error.orig).strip().split("\n")[0]
+    state = sqlstate(error)
+    if state == "42P01" or "no such table" in said:
+        return NotMigrated(f"the database lacks semel's tables ({said}); run: semel migrate URL")
+    if state in _BROKEN_STATES:
+        return StoreBroken(f"{_BROKEN_STATES[state]}: {said}")
+    if state is not None:
+        return (
+            StoreUnavailable(said) if state.startswith(_PASSING_CLASSES) else SemelError(f"the database says: {said}")
+        )
+    if any(words in said for words in _BROKEN_CONNECTION):
+        return StoreBroken(f"the database refused the connection: {said}")
+    if _is_the_statements_fault(error.orig):
+        return SemelError(f"the database says: {said}")
+    if any(words in said for words in _BROKEN_SQLITE):
+        which = f"the database file {file}" if file else "the database file"
+        return StoreBroken(f"{which} cannot be used: {said}{_way_out(said)}")
+    if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
+        return StoreUnavailable(f"the database cannot be reached: {said}")
+    return SemelError(f"the database says: {said}")

@@ -1,0 +1,82 @@
+"""Bring a database to the schema of this release, or say that it is not there."""
+
+from __future__ import annotations
+
+import threading
+
+from sqlalchemy import Connection, inspect, text
+
+from semel._concurrency.fork import survive_fork
+from semel.db.schema import REVISIONS, VERSION_TABLE
+from semel.errors import NotMigrated
+
+_LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrations wait for each other
+
+
+def upgrade(conn: Connection) -> tuple[str | None, str | None]:
+    """Run the missing migrations in the connection's transaction; answer the version before and after.
+
+    Migrations of one database wait for each other. A database of a newer release is left as it is.
+    """
+    from alembic import command
+    from alembic.config import Config
+
+    if conn.dialect.name == "postgresql":
+        conn.execute(text("SET LOCAL lock_timeout = '30s'"))
+        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table takes its time
+        conn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    before = current(conn)
+    if behind(conn):
+        config = Config()
+        config.set_main_option("script_location", "semel.db:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        with _alembic.lock:
+            command.upgrade(config, "head")
+    return before, current(conn)
+
+
+def bring_up(conn: Connection) -> None:
+    """Run the missing migrations, if any: for an embedded file, which has no operator."""
+    if behind(conn):
+        upgrade(conn)
+
+
+class _Alembic:
+    """Alembic keeps what it is doing in a module: one migration at a time in a process."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Whoever held it stayed in the parent."""
+        self.lock = threading.Lock()
+
+
+_alembic = _Alembic()
+
+
+def current(conn: Connection) -> str | None:
+    """The newest migration that the database has had, or None."""
+    if not inspect(conn).has_table(VERSION_TABLE):
+        return None
+    version: str | None = conn.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+    return version
+
+
+def behind(conn: Connection) -> bool:
+    """True when a migration is missing. A version that this release does not know is a newer one, which is fine."""
+    version = current(conn)
+    return version is None or version in REVISIONS[:-1]
+
+
+def require(conn: Connection) -> None:
+    """Refuse a database that is not migrated."""
+    if behind(conn):
+        url = conn.engine.url.set(drivername=conn.dialect.name).render_as_string(hide_password=True)
+        raise NotMigrated(
+            f"the database lacks semel's tables of this release (it has {current(conn) or 'none'}, "
+            f"needed is {REVISIONS[-1]}); run: semel migrate '{url}'"
+        )

@@ -1,0 +1,386 @@
+"""``Once`` and ``AsyncOnce``: the same verbs, blocking and awaited. All the thinking is in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
+
+from semel._concurrency.runtime import AsyncioRuntime, ThreadRuntime
+from semel._concurrency.sync import async_method, run_sync, sync_method
+from semel.errors import InvalidRequest
+from semel.once.engine import DEFAULT_SCOPE, KeyEngine
+from semel.once.guard import AsyncGuarded, Guarded, GuardSpec, call_async_function, call_function, call_once, is_async
+from semel.once.requests import checked_key_name
+from semel.once.stats import Hook
+from semel.once.store import Clock
+from semel.once.stores import Target, join, open_store
+from semel.policy import Policy, seconds
+from semel.types import Result
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.orm import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OnceBase:
+    """What both faces share: how they are made, and how they read a decorator's arguments."""
+
+    _world: type[ThreadRuntime | AsyncioRuntime]
+
+    def __init__(
+        self,
+        store: Target,
+        *,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        collect: bool = True,
+        retry_for: float = 5.0,
+        pool: int | None = None,
+        on_event: Hook | None = None,
+        low_replay_rate: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
+
+        ``policy`` is the default for every call. ``collect=False`` switches the background clean-up off.
+        ``retry_for`` is how many seconds a call tries again while the store is unavailable or silent, and so how long
+        it takes at the most; with 0 it tries once. ``pool`` (PostgreSQL) is how many connections all calls of the
+        process share at the most, 5 by default. ``on_event`` hears every verdict, for metrics.
+        ``low_replay_rate=0.5`` warns of HTTP scopes in which fewer requests than that are replays; without it a low
+        rate is no warning. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
+        """
+        if policy is not None and not isinstance(policy, Policy):
+            raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
+        patience = seconds("retry_for", retry_for, zero=True)
+        self._engine = KeyEngine(
+            open_store(
+                store, awaited=self._world is AsyncioRuntime, clock=clock, pool=pool, retry_for=patience, **options
+            ),
+            self._world(),
+            policy or Policy(),
+            collect=collect,
+            retry_for=retry_for,
+            on_event=on_event,
+            low_replay_rate=low_replay_rate,
+        )
+
+    @classmethod
+    def _over(cls, engine: KeyEngine) -> Self:
+        face = cls.__new__(cls)
+        face._engine = engine
+        return face
+
+    def _policy(self, policy: Policy | None, changes: dict[str, Any]) -> Policy:
+        return (policy or self._engine.policy).but(**changes)
+
+    def _decorator(
+        self, guarded: type[Guarded[..., Any] | AsyncGuarded[..., Any]], policy: Policy, **plan: Any
+    ) -> Callable[[Callable[..., Any]], Any]:
+        def decorate(function: Callable[..., Any]) -> Any:
+            _want(function, awaited=guarded is AsyncGuarded)
+            return guarded(self._engine, GuardSpec(function, policy, **plan))
+
+        return decorate
+
+    def _joined(self, session: Any, *, is_async: bool) -> KeyEngine:
+        store, must_await = join(self._engine.store, session)
+        if must_await != is_async:
+            raise InvalidRequest("Once.on() takes a blocking session or connection, AsyncOnce.on() an async one")
+        return KeyEngine(store, self._world(), self._engine.policy, retry_for=0, bound_to=self._engine)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self._engine.store).__name__})"
+
+
+class Once(OnceBase):
+    """Makes work happen once, from blocking code: threads and processes."""
+
+    _world = ThreadRuntime
+
+    claim = sync_method(KeyEngine.claim)
+    complete = sync_method(KeyEngine.complete)
+    release = sync_method(KeyEngine.release)
+    renew = sync_method(KeyEngine.renew)
+    get = sync_method(KeyEngine.get)
+    resolve = sync_method(KeyEngine.resolve)
+    forget = sync_method(KeyEngine.forget)
+    forget_scope = sync_method(KeyEngine.forget_scope)
+    purge = sync_method(KeyEngine.purge)
+    stats = sync_method(KeyEngine.stats)
+    open = sync_method(KeyEngine.open)
+    close = sync_method(KeyEngine.close)
+
+    def check_and_mark(
+        self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
+    ) -> Literal["seen", "not_seen"]:
+        """In one atomic step: was this message seen, and if not, it is from now on. ``data`` is kept for audit.
+
+        The mark stands even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
+        """
+        engine = self._engine
+        if engine.memory is not None:
+            return engine.mark(engine.memory, key_type, message_id, data, ttl)
+        return run_sync(engine.check_and_mark(key_type, message_id, data, ttl=ttl))
+
+    @overload
+    def guard(self, function: Callable[P, R], /) -> Guarded[P, R]: ...
+
+    @overload
+    def guard(
+        self,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, R]], Guarded[P, R]]: ...
+
+    def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Any:
+        """Decorate a function so that it runs once per key; every later call gets the first one's value.
+
+        ``key`` makes the key from the arguments; without it the fingerprint of the arguments is the key.
+        ``fingerprint`` guards against one key with other arguments: True (all but ``exclude``), False, or a
+        function of the arguments. ``scope`` is the function's own name unless given. The lease is renewed while
+        the function runs (``renew=False``: not). ``reconcile`` is asked, with the same arguments, when the owner
+        vanished under ``on_crash="unknown"``: it returns the value, or raises ``NotDone`` to run the function.
+        Any field of :class:`Policy` may be given, too: ``ttl=60, in_flight="conflict"``.
+        """
+        decorate = self._decorator(
+            Guarded,
+            self._policy(policy, changes),
+            scope=scope,
+            key=key,
+            fingerprint=fingerprint,
+            exclude=exclude,
+            renew=renew,
+            reconcile=reconcile,
+        )
+        return decorate if function is None else decorate(function)
+
+    def consumer(
+        self,
+        key_type: str,
+        *,
+        key: Callable[..., Any],
+        data: Callable[..., Any] | None = None,
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, R]], Guarded[P, R]]:
+        """Decorate a message handler: a message is handled once, and a failure leaves it unseen.
+
+        A message that was seen is skipped: the handler returns None, so acknowledge it. While it is being handled
+        elsewhere the call waits, and raises ``InProgress`` at the end of ``wait``: do not acknowledge it then.
+        ``data`` makes, from the message, what is kept for audit.
+        """
+        chosen = self._policy(policy, changes)
+        return self._decorator(
+            Guarded,
+            chosen,
+            scope=checked_key_name("scope", key_type),
+            key=key,
+            fingerprint=False,
+            renew=renew,
+            kind="seen",
+            data=data,
+        )
+
+    def call(
+        self,
+        key: str,
+        work: Callable[[], R],
+        *,
+        scope: str = DEFAULT_SCOPE,
+        fingerprint: str = "",
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Result[R]:
+        """Run a piece of work once for this key, or give what came of it."""
+        _want(work, awaited=False)
+        chosen = self._policy(policy, changes)
+        plan = GuardSpec(
+            work,
+            chosen,
+            scope=checked_key_name("scope", scope),
+            key=lambda: key,
+            fingerprint=lambda: fingerprint,
+            renew=renew,
+        )
+        return run_sync(call_once(self._engine, call_function, plan, (), {}))
+
+    def on(self, session: Connection | Session) -> Once:
+        """The same verbs inside your own transaction: what they write commits or vanishes with it."""
+        return Once._over(self._joined(session, is_async=False))
+
+    def __enter__(self) -> Self:
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncOnce(OnceBase):
+    """Makes work happen once, from the tasks of an event loop. The verbs are those of :class:`Once`, awaited."""
+
+    _world = AsyncioRuntime
+
+    claim = async_method(KeyEngine.claim)
+    complete = async_method(KeyEngine.complete)
+    release = async_method(KeyEngine.release)
+    renew = async_method(KeyEngine.renew)
+    get = async_method(KeyEngine.get)
+    resolve = async_method(KeyEngine.resolve)
+    forget = async_method(KeyEngine.forget)
+    forget_scope = async_method(KeyEngine.forget_scope)
+    check_and_mark = async_method(KeyEngine.check_and_mark)
+    purge = async_method(KeyEngine.purge)
+    stats = async_method(KeyEngine.stats)
+    open = async_method(KeyEngine.open)
+    close = async_method(KeyEngine.close)
+
+    @overload
+    def guard(self, function: Callable[P, Awaitable[R]], /) -> AsyncGuarded[P, R]: ...
+
+    @overload
+    def guard(
+        self,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]: ...
+
+    def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        scope: str | None = None,
+        key: Callable[..., Any] | None = None,
+        fingerprint: Callable[..., str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[..., Any] | None = None,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Any:
+        """As :meth:`Once.guard`, for an ``async def``."""
+        decorate = self._decorator(
+            AsyncGuarded,
+            self._policy(policy, changes),
+            scope=scope,
+            key=key,
+            fingerprint=fingerprint,
+            exclude=exclude,
+            renew=renew,
+            reconcile=reconcile,
+        )
+        return decorate if function is None else decorate(function)
+
+    def consumer(
+        self,
+        key_type: str,
+        *,
+        key: Callable[..., Any],
+        data: Callable[..., Any] | None = None,
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
+        """As :meth:`Once.consumer`, for an ``async def``."""
+        chosen = self._policy(policy, changes)
+        return self._decorator(
+            AsyncGuarded,
+            chosen,
+            scope=checked_key_name("scope", key_type),
+            key=key,
+            fingerprint=False,
+            renew=renew,
+            kind="seen",
+            data=data,
+        )
+
+    async def call(
+        self,
+        key: str,
+        work: Callable[[], Awaitable[R]],
+        *,
+        scope: str = DEFAULT_SCOPE,
+        fingerprint: str = "",
+        renew: bool = True,
+        policy: Policy | None = None,
+        **changes: Any,
+    ) -> Result[R]:
+        """As :meth:`Once.call`, for an ``async def``."""
+        chosen = self._policy(policy, changes)
+        plan = GuardSpec(
+            work,
+            chosen,
+            scope=checked_key_name("scope", scope),
+            key=lambda: key,
+            fingerprint=lambda: fingerprint,
+            renew=renew,
+        )
+        return await call_once(self._engine, call_async_function, plan, (), {})
+
+    def on(self, session: AsyncConnection | AsyncSession) -> AsyncOnce:
+        """As :meth:`Once.on`, for an async session or connection."""
+        return AsyncOnce._over(self._joined(session, is_async=True))
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.open()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _want(function: Callable[..., Any], *, awaited: bool) -> None:
+    if not callable(function):
+        raise InvalidRequest(f"only a function can be guarded, not {function!r:.80}")
+    if is_async(function) != awaited:
+        name = getattr(function, "__qualname__", repr(function))
+        raise InvalidRequest(
+            f"{name} is a plain def; AsyncOnce guards async functions, Once guards plain ones"
+            if awaited
+            else f"{name} is async; Once guards plain functions, use AsyncOnce for async ones"
+        )

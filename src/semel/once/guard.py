@@ -1,0 +1,291 @@
+"""Guarding functions: the key of a call, the claim around it, and what is replayed.
+
+:func:`run` is written once. Only calling the user's function differs between ``def`` and ``async def``: that is
+``invoke``, which in the blocking form never suspends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial, update_wrapper
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from uuid import UUID
+
+from semel._concurrency.sync import run_sync
+from semel.codec import PLAIN, Codec
+from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError, Unfingerprintable
+from semel.fingerprint import fingerprint
+from semel.once.engine import KeyEngine
+from semel.once.requests import CallRequest, Door, checked_key_name, current
+from semel.once.return_types import ReturnType, codec_of
+from semel.policy import Policy
+from semel.types import Claim, Kind, Replay, Result
+
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D")
+
+
+@overload
+def current_claim() -> Claim: ...
+
+
+@overload
+def current_claim(default: D, /) -> Claim | D: ...
+
+
+def current_claim(*default: Any) -> Any:
+    """The claim that the running work is done under; its ``fence`` goes with every write outside.
+
+    Where there is none (a request without a key), the default is answered, if one is given.
+    """
+    try:
+        return current.get()[0]
+    except LookupError:
+        if default:
+            return default[0]
+        raise SemelError(
+            "current_claim() has no answer here: it is for code that runs inside a guarded call or a request with a "
+            "key; current_claim(None) asks whether there is one"
+        ) from None
+
+
+@contextmanager
+def current_claim_set(claim: Claim, codec: Codec = PLAIN) -> Iterator[None]:
+    """Make the claim the current one."""
+    token = current.set((claim, codec))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+class GuardSpec(Generic[P, R]):
+    """How a function is guarded: where its key and fingerprint come from, and by which policy."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        policy: Policy,
+        *,
+        scope: str | None = None,
+        key: Callable[P, Any] | None = None,
+        fingerprint: Callable[P, str] | bool = True,
+        exclude: Iterable[str | tuple[str, ...]] = (),
+        renew: bool = True,
+        reconcile: Callable[P, Any] | None = None,
+        kind: Kind = "value",
+        data: Callable[P, Any] | None = None,
+    ) -> None:
+        if policy.in_flight == "reference":
+            raise InvalidRequest('in_flight="reference" is for jobs and runs; a function can "wait" or "conflict"')
+        for name, given in (("key", key), ("data", data), ("reconcile", reconcile)):
+            if given is not None and not callable(given):
+                raise InvalidRequest(f"{name}= is a function of the arguments, not {given!r:.80}")
+        if not isinstance(fingerprint, bool) and not callable(fingerprint):
+            raise InvalidRequest(f"fingerprint= is True, False or a function of the arguments, not {fingerprint!r:.80}")
+        self.function = function
+        self.policy = policy
+        self.scope = checked_key_name("scope", _name(function) if scope is None else scope)
+        self.renew = renew
+        self.reconcile = reconcile
+        self.kind = kind
+        self._key = key
+        self._fingerprint = fingerprint
+        self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self._data = data
+        self._codec = PLAIN if kind == "seen" else codec_of(function)
+
+    @property
+    def codec(self) -> Codec:
+        """How what the function returns is stored. A class that its annotation names may be defined by now."""
+        if self._codec is None:
+            self._codec = codec_of(self.function) or PLAIN
+        return self._codec
+
+    def ask(self, *args: P.args, **kwargs: P.kwargs) -> CallRequest:
+        """Key and fingerprint of one call."""
+        if callable(self._fingerprint):
+            print_ = self._fingerprint(*args, **kwargs)
+        else:
+            print_ = self._of_arguments(*args, **kwargs) if self._fingerprint or self._key is None else ""
+        key = print_ if self._key is None else _text(self._key(*args, **kwargs))
+        door: Door = "message" if self.kind == "seen" else "function"
+        return CallRequest(key, self.scope, print_, self.policy, self.kind, self.renew, door=door, codec=self.codec)
+
+    def keep(self, value: R, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """What is recorded: the value, or for messages the data that is kept for audit."""
+        if self.kind != "seen":
+            return value
+        return None if self._data is None else self._data(*args, **kwargs)
+
+    def result(self, replay: Replay, asking: CallRequest) -> Result[Any]:
+        """The recorded outcome as a call's result."""
+        outcome = replay.outcome
+        if outcome.kind == "error" and not outcome.gone:
+            raise OriginalFailed(*outcome.value)
+        value = None if self.kind == "seen" else outcome.read(asking.codec)
+        if outcome.kind == "resolved" and isinstance(asking.codec, ReturnType):
+            value = asking.codec.fitted(value)
+        return Result(value, True, asking.key, asking.scope, outcome.fence)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        try:
+            return inspect.signature(self.function)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(
+                f"{_name(self.function)} does not tell its parameters, so its arguments cannot be fingerprinted; "
+                "give key= and fingerprint=False"
+            ) from error
+
+    def _of_arguments(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = dict(bound.arguments)
+        if isinstance(named.get("cls"), type):
+            named["cls"] = f"{named['cls'].__module__}.{named['cls'].__qualname__}"
+        if self._key is not None:
+            named.pop("self", None)  # the key says which one is meant
+        try:
+            return fingerprint(named, exclude=self._exclude)
+        except Unfingerprintable as error:
+            if str(error).startswith("$.self"):
+                raise InvalidRequest(
+                    f"{_name(self.function)} is a method, and which object it belongs to cannot be told from it; "
+                    "give key=lambda self, …: …"
+                ) from error
+            raise
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The function's full name; of a partial, that of what it calls; of a callable object, its class's."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for an ``async def``, a partial of one, and an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 -- not asking whether it is callable
+
+
+def _text(key: Any) -> str:
+    if isinstance(key, int | UUID) and not isinstance(key, bool):
+        return str(key)
+    if not isinstance(key, str):
+        raise InvalidRequest(f"key= gave {key!r:.80}, a {type(key).__name__}; a key is text, a whole number or a UUID")
+    return key
+
+
+Invoke: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
+
+
+async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a ``def``."""
+    answer = function(*args, **kwargs)
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise InvalidRequest(f"{_name(function)} is async; Once guards plain functions, use AsyncOnce for async ones")
+    return answer
+
+
+async def call_async_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an ``async def``, or anything whose answer may be awaited."""
+    answer = function(*args, **kwargs)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def call_once(
+    engine: KeyEngine, invoke: Invoke, plan: GuardSpec[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Result[Any]:
+    """Call the function, or replay what came of it."""
+    asking = plan.ask(*args, **kwargs)
+    try:
+        begun = await engine.begin(asking)
+    except OutcomeUnknown:
+        if plan.reconcile is None:
+            raise
+        asking.reconciling = True
+        begun = await engine.begin(asking)
+    if isinstance(begun, Replay):
+        return plan.result(begun, asking)
+    if begun is None:
+        return Result(await invoke(plan.function, *args, **kwargs), False, asking.key, asking.scope, 0)
+    claim = begun.claim
+    if asking.reconciling:
+        # If the hook itself fails, the claim is left to lapse, and its outcome is unknown again.
+        try:
+            with current_claim_set(claim, asking.codec):
+                value = await invoke(plan.reconcile, *args, **kwargs)
+        except NotDone:
+            pass
+        except BaseException:
+            engine.lapse(claim)
+            raise
+        else:
+            await engine.finish(claim, asking, value)
+            return Result(value, True, asking.key, asking.scope, claim.fence)
+    worked = False
+    try:
+        with current_claim_set(claim, asking.codec):
+            value = await invoke(plan.function, *args, **kwargs)
+            worked = True
+            kept = plan.keep(value, *args, **kwargs)
+    except BaseException as error:
+        # When only data= failed, the message was handled all the same.
+        await (engine.lose(claim, asking, error) if worked else engine.fail(claim, asking, error))
+        raise
+    await engine.finish(claim, asking, kept)
+    return Result(value, False, asking.key, asking.scope, claim.fence)
+
+
+class Guarded(Generic[P, R]):
+    """A ``def`` that runs once per key. Call it as before, or ``call`` it to learn whether it was replayed."""
+
+    def __init__(self, engine: KeyEngine, plan: GuardSpec[P, R], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._plan, self._first = engine, plan, first
+        update_wrapper(self, plan.function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function's value, from this call or from the first one."""
+        return self.call(*args, **kwargs).value
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """The value, and whether it was replayed, under which key."""
+        return run_sync(call_once(self._engine, call_function, self._plan, self._first + args, kwargs))
+
+    def __reduce__(self) -> str:
+        """Pickled by its name, as functions are."""
+        return self._plan.function.__qualname__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Guarded[..., R]:
+        """Guard methods, too."""
+        return self if instance is None else Guarded(self._engine, self._plan, (instance,))
+
+
+class AsyncGuarded(Generic[P, R]):
+    """An ``async def`` that runs once per key. Await it as before, or ``call`` it to learn whether it was replayed."""
+
+    def __init__(self, engine: KeyEngine, plan: GuardSpec[P, Awaitable[R]], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._plan, self._first = engine, plan, first
+        update_wrapper(self, plan.function)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The function's value, from this call or from the first one."""
+        return (await self.call(*args, **kwargs)).value
+
+    async def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
+        """The value, and whether it was replayed, under which key."""
+        return await call_once(self._engine, call_async_function, self._plan, self._first + args, kwargs)
+
+    def __reduce__(self) -> str:
+        """Pickled by its name, as functions are."""
+        return self._plan.function.__qualname__
+
+    def __get__(self, instance: object, owner: type | None = None) -> AsyncGuarded[..., R]:
+        """Guard methods, too."""
+        return self if instance is None else AsyncGuarded(self._engine, self._plan, (instance,))

@@ -1,0 +1,144 @@
+"""From what the user names (a URL, an engine, a client, a store) to a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from sqlalchemy import URL
+from sqlalchemy import Engine as SqlEngine
+
+from semel._concurrency.listener import Listener
+from semel._concurrency.retry import time_for_try
+from semel.db import blocking
+from semel.db.opening import checked_pool, open_database
+from semel.errors import InvalidRequest
+from semel.once.store import Clock, Store
+from semel.once.stores.memory import MemoryStore
+from semel.once.stores.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+Target: TypeAlias = "str | Store | SqlEngine | AsyncEngine | Any"
+"""A URL, a SQLAlchemy engine, a redis-py client, or a store of your own."""
+
+EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://user@host/name"
+
+
+def open_store(
+    target: Target,
+    *,
+    awaited: bool,
+    clock: Clock | None = None,
+    pool: int | None = None,
+    retry_for: float = 5.0,
+    **options: Any,
+) -> Store:
+    """The store behind ``target``; ``awaited`` for an event loop. Connects when first used."""
+    checked_pool(pool)
+    if pool is not None and not isinstance(target, str):
+        raise InvalidRequest(
+            "pool= is for a store that is opened by its URL; an engine or a client has a pool of its own"
+        )
+    if type(target).__module__.startswith("sqlalchemy."):
+        return _of_engine(target, awaited, clock)
+    if isinstance(target, str):
+        return _of_url(target, awaited, clock, {"pool": pool, "retry_for": retry_for}, options)
+    if type(target).__module__.startswith("redis."):
+        return _of_client(target, awaited, clock, options)
+    if hasattr(target, "claim") and hasattr(target, "purge"):
+        return cast("Store", target)
+    raise InvalidRequest(
+        f"a store is opened by a URL ({EXAMPLES}), an engine or a client, not a {type(target).__name__}"
+    )
+
+
+def _of_url(
+    target: str, awaited: bool, clock: Clock | None, connecting: dict[str, Any], options: dict[str, Any]
+) -> Store:
+    scheme = target.split(":", 1)[0].split("+", 1)[0]
+    if scheme in ("redis", "rediss", "unix"):
+        return _redis(target, awaited, clock, connecting["retry_for"], options)
+    if scheme in ("memory", "sqlite", "postgresql", "postgres"):
+        _only(options, kind=scheme)
+    match scheme:
+        case "memory":
+            return MemoryStore(clock)
+        case "sqlite":
+            return _sqlite(blocking.parse(target), awaited, clock)
+        case "postgresql" | "postgres":
+            url = blocking.parse(target.replace("postgres://", "postgresql://", 1))
+            return _postgres(url, awaited, clock, connecting["pool"])
+    raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
+
+
+def _sqlite(url: URL, awaited: bool, clock: Clock | None) -> Store:
+    return SqliteStore(open_database(url, awaited=awaited), clock)
+
+
+def _postgres(url: URL, awaited: bool, clock: Clock | None, pool: int | None) -> Store:
+    from semel.once.stores.postgres import PostgresStore, hearing
+
+    return PostgresStore(open_database(url, awaited=awaited, pool=pool), clock, Listener(hearing(url)))
+
+
+def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
+    """A user's engine: its PostgreSQL pool is shared; a SQLite file is opened anew, with semel's own settings."""
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from semel.db.asyncio import AsyncDatabase
+    from semel.db.postgres import LOCK_WAIT
+    from semel.once.stores.postgres import PostgresStore, hearing
+
+    if not isinstance(engine, SqlEngine | AsyncEngine):
+        raise InvalidRequest(f"a store is opened by an engine, not by a {type(engine).__name__}; see on() for sessions")
+    kind = engine.dialect.name
+    if kind == "sqlite":
+        return _sqlite(engine.url, awaited, clock)
+    if kind != "postgresql":
+        raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
+    if awaited != isinstance(engine, AsyncEngine):
+        raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
+    own = engine.execution_options(isolation_level="AUTOCOMMIT", **{blocking.COMMITS: True})
+    database: blocking.Database
+    database = AsyncDatabase(own) if isinstance(own, AsyncEngine) else blocking.BlockingDatabase(own, owned=False)
+    return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=LOCK_WAIT)
+
+
+def _redis(url: str, awaited: bool, clock: Clock | None, retry_for: float, options: dict[str, Any]) -> Store:
+    try:
+        from semel.once.stores import redis
+    except ModuleNotFoundError as error:
+        raise blocking.missing("redis", error) from error
+    _only(options, "prefix", kind="redis")
+    return redis.open_url(url, awaited, clock, timeout=time_for_try(retry_for, retry_for), **options)
+
+
+def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+    from semel.once.stores.redis import RedisStore, hearing
+
+    if awaited != type(client).__module__.startswith("redis.asyncio"):
+        raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
+    _only(options, "prefix", kind="redis")
+    listener = None if awaited else Listener(hearing(client))
+    return RedisStore(client, clock, listener=listener, **options)
+
+
+def _only(options: dict[str, Any], *known: str, kind: str) -> None:
+    if unknown := options.keys() - set(known):
+        raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of a {kind} store")
+
+
+def join(store: Store, session: Any) -> tuple[Store, bool]:
+    """The same kind of store inside the user's own transaction, and whether it must be awaited."""
+    from semel.db.transaction import UserTransaction
+    from semel.once.stores.postgres import PostgresStore
+
+    bound = UserTransaction(session)
+    if not isinstance(store, SqliteStore | PostgresStore):
+        raise InvalidRequest(
+            f"on() needs a store that shares a database with you (SQLite or PostgreSQL), not {type(store).__name__}"
+        )
+    if bound.dialect != store.dialect:
+        raise InvalidRequest(f"the session speaks to {bound.dialect}, but the keys live in {store.dialect}")
+    return store.bound_to(bound), bound.is_async

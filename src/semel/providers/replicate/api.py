@@ -1,0 +1,128 @@
+"""Replicate's HTTP API, as far as we use it: create, get, cancel, list.
+
+It knows no idempotency key, so whoever creates must know what became of a call that failed:
+:class:`~semel.providers.replicate.types.Away` says whether the call may have been carried out all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+import msgspec
+
+from semel.providers.replicate.types import PageOfPredictions, Prediction, ReplicateRefusal, Unavailable
+
+_BEFORE_SENDING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+_RESETS_IN = re.compile(r"resets in ~?(\d+(?:\.\d+)?)\s*s")
+MOST_SAID = 1000
+
+
+class ReplicateApi:
+    """Speaks with Replicate; open while the server is up."""
+
+    def __init__(self, url: str, token: str, timeout: float = 30.0) -> None:
+        self._token = token
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            headers={"Authorization": f"Bearer {token}", "User-Agent": "semel"},
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+        )
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._client.aclose()
+
+    async def create(self, *, version: str | None, model: str | None, body: dict[str, Any]) -> Prediction:
+        """Create a prediction of a version, or else of an official model."""
+        if version is None:
+            return self._prediction(await self._ask("POST", f"/v1/models/{model}/predictions", json=body))
+        return self._prediction(await self._ask("POST", "/v1/predictions", json={"version": version, **body}))
+
+    async def get(self, prediction_id: str) -> Prediction:
+        """The prediction as it stands."""
+        return self._prediction(await self._ask("GET", f"/v1/predictions/{prediction_id}"))
+
+    async def cancel(self, prediction_id: str) -> None:
+        """Ask for its end, which may take a while."""
+        await self._ask("POST", f"/v1/predictions/{prediction_id}/cancel")
+
+    async def list(self, cursor: str | None = None) -> PageOfPredictions:
+        """A page of the account's predictions, newest first."""
+        answer = await self._ask("GET", "/v1/predictions", params=None if cursor is None else {"cursor": cursor})
+        try:
+            found = answer.json()
+            results = [msgspec.convert(each, Prediction) for each in found["results"]]
+            following = found.get("next")
+            # only the cursor is taken from the link: the token goes nowhere but to the address of the settings
+            cursor = None if following is None else httpx.URL(following).params["cursor"]
+        except (ValueError, TypeError, KeyError, AttributeError, httpx.InvalidURL):
+            raise Unavailable("Replicate's list of predictions cannot be read", perhaps_done=False) from None
+        return PageOfPredictions(results=results, cursor=cursor, now=_date_of(answer))
+
+    async def _ask(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            answer = await self._client.request(method, path, **more)
+        except _BEFORE_SENDING as error:
+            raise Unavailable(f"Replicate cannot be reached ({type(error).__name__})", perhaps_done=False) from None
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise Unavailable(f"Replicate's answer was lost ({type(error).__name__})", perhaps_done=True) from None
+        if answer.is_success:
+            return answer
+        raise self._trouble(answer)
+
+    def _trouble(self, answer: httpx.Response) -> Unavailable | ReplicateRefusal:
+        status, said = answer.status_code, self._said(answer)
+        if status == 429:
+            return Unavailable(
+                f"Replicate asks for patience: {said}", perhaps_done=False, after=_patience(answer, said)
+            )
+        if status >= 500 or status == 408 or answer.is_redirect:
+            return Unavailable(f"Replicate answered {status}: {said}", perhaps_done=True, after=_patience(answer, ""))
+        match status:
+            case 401 | 403:
+                return ReplicateRefusal(
+                    status, f"Replicate does not accept the token ({status}): {said}; see REPLICATE_API_TOKEN"
+                )
+            case 402:
+                return ReplicateRefusal(
+                    status, f"Replicate asks for payment (402): {said}; see replicate.com/account/billing"
+                )
+        return ReplicateRefusal(status, f"Replicate refused ({status}): {said}")
+
+    def _said(self, answer: httpx.Response) -> str:
+        """What an error's body says in words; never our token, should it be repeated there."""
+        try:
+            body = answer.json()
+            parts = [body.get("title"), body.get("detail")] if isinstance(body, dict) else [body]
+            text = ": ".join(str(each) for each in parts if each) or answer.reason_phrase
+        except ValueError:
+            text = answer.reason_phrase
+        return " ".join(text.replace(self._token, "…").split())[:MOST_SAID] or "without a reason"
+
+    def _prediction(self, answer: httpx.Response) -> Prediction:
+        try:
+            found = msgspec.convert(answer.json(), Prediction)
+        except (json.JSONDecodeError, UnicodeDecodeError, msgspec.ValidationError):
+            raise Unavailable("Replicate's answer cannot be read", perhaps_done=True) from None
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", found.id):
+            raise Unavailable("Replicate's answer has no id that can be used", perhaps_done=True)
+        return found
+
+
+def _patience(answer: httpx.Response, said: str) -> float | None:
+    sent = answer.headers.get("retry-after", "")
+    if sent.isdigit():
+        return min(float(sent), 3600.0)
+    found = _RESETS_IN.search(said)
+    return min(float(found[1]), 3600.0) if found else None
+
+
+def _date_of(answer: httpx.Response) -> float | None:
+    try:
+        return parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError, TypeError):
+        return None

@@ -1,0 +1,115 @@
+"""Webhooks that come in: Replicate tells that a prediction has begun, or is over.
+
+Whoever sends one has no token of ours. What counts is the signature over the body, that it is recent, and that it comes
+for the first time. A good one only makes us look: what the prediction came to is asked of Replicate itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from litestar import Request, post
+from litestar.params import FromPath
+from msgspec import Struct
+
+from semel.providers.replicate import store as rows
+from semel.providers.replicate.service import HOOK, ReplicateService
+from semel.service.api.problems import ApiError
+from semel.service.api.responses import refusals
+from semel.service.state import CurrentState
+
+RECENT = 300.0
+"""Seconds by which a webhook's time may differ from ours."""
+REMEMBERED = 86400.0
+"""Seconds for which a webhook's id is remembered: far longer than it would be taken again by its time."""
+SCOPE = "semel.replicate.webhook"
+
+
+class Received(Struct, frozen=True):
+    """What became of a webhook: ``heard``, or ``ignored`` because it came before, or is about nothing of ours."""
+
+    status: Literal["heard", "ignored"]
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """What is read of a webhook."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
+    status: str = "starting"
+
+
+def signed(secret: str, webhook_id: str, timestamp: str, body: bytes) -> str:
+    """The signature of a webhook, as in the header ``webhook-signature``."""
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if not key:
+        raise ApiError(503, "WEBHOOK_SECRET_UNUSABLE", "SEMEL_REPLICATE_WEBHOOK_SECRET is not of the form whsec_…")
+    content = f"{webhook_id}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.digest(key, content, "sha256")).decode()
+
+
+def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) -> bool:
+    """Whether Replicate sent it, and lately. Every signature is compared, in a time that tells nothing."""
+    webhook_id, timestamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp", "")
+    if not webhook_id or len(webhook_id) > 200 or not timestamp.isascii() or not timestamp.isdigit():
+        return False
+    if len(timestamp) > 15 or abs(now - int(timestamp)) > RECENT:
+        return False
+    right = signed(secret, webhook_id, timestamp, body).encode()
+    sent = headers.get("webhook-signature", "").encode("utf-8", "replace").split(b" ")[:20]
+    return any([hmac.compare_digest(each, right) for each in sent])  # noqa: C419 -- all of them, not up to the first
+
+
+@post(
+    HOOK + "{token:str}",
+    status_code=200,
+    tags=["jobs"],
+    operation_id="hearFromReplicate",
+    summary="Hear from Replicate",
+    responses=refusals(400, 404, body=True),
+    security=[{}],
+)
+async def hear(token: FromPath[str], site: CurrentState, request: Request[Any, Any, Any]) -> Received:
+    """Take a webhook of Replicate, signed with the account's secret."""
+    desk, secret = ReplicateService.of(site), site.settings.replicate_webhook_secret
+    if desk is None or not secret or not desk.webhooks:
+        raise ApiError(404, "NOT_FOUND", "this server takes no webhooks of Replicate")
+    body = await request.body()
+    headers = {name: value for name, value in request.headers.items() if name.startswith("webhook-")}
+    if not is_genuine(secret, headers, body, time.time()):
+        raise ApiError(403, "FORBIDDEN", "the webhook's signature or time is not right")
+    try:
+        told = msgspec.json.decode(body, type=Told)
+    except msgspec.MsgspecError:
+        raise ApiError(400, "INVALID_REQUEST", "the webhook's body is no prediction") from None
+    if await desk.seen.check_and_mark(SCOPE, headers["webhook-id"], ttl=REMEMBERED) == "seen":
+        return Received("ignored")
+    return await _heard(desk, token, told)
+
+
+async def _heard(desk: ReplicateService, token: str, told: Told) -> Received:
+    """The signed body says which prediction calls back for the token: so it is found even if no answer ever came."""
+    ledger = desk.site.ledger
+    known = await ledger.read(rows.known_by, token, ledger.terms)
+    if known is None or told.id in known.past:
+        return Received("ignored")
+    if known.id is None:
+        try:
+            await ledger.write(rows.record, token, told.id, "starting", ledger.terms)
+        except rows.AlreadyClaimed:
+            return Received("ignored")
+    elif known.id != told.id:
+        desk.spawn(desk.end_stray(told.id, known.run_id))
+        return Received("heard")
+    desk.ring(token, await ledger.write(rows.heard, token, ledger.terms))
+    return Received("heard")
+
+
+HANDLERS: tuple[Any, ...] = (hear,)

@@ -1,0 +1,348 @@
+"""Call a model and say what came of it: whatever it returns, raises or leaves behind becomes one `Ended`.
+
+value ── publish ──▶ succeeded            Retry, any other error, the result store's ──▶ retry
+Fatal, model.fatal, misfitting parameters, a value that has no JSON form ──▶ fatal
+Snooze ──▶ snooze                         RunCancelled, or leaving after being told to stop ──▶ cancelled
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from semel.errors import Fatal, InvalidRequest, Retry, RunCancelled, Snooze
+from semel.runs import strict_json, tracing
+from semel.runs.attempt import Attempt, AttemptResult, EndKind
+from semel.runs.execution import context, log_capture
+from semel.runs.execution.context import AttemptSink, Context, Stop, StopFlag
+from semel.runs.execution.tracebacks import names_in, reason_of, traceback_of
+from semel.runs.models.model import Model
+from semel.runs.results import INLINE_BYTES, MAX_BYTES, ResultStore, publish
+from semel.runs.types import INTERNAL_PREFIX
+
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["Limits", "execute", "execute_async", "perform", "run_in_thread", "timed_out_after"]
+
+SMALL = 16 * 1024
+"""Bytes of a result up to which writing it is not worth a thread."""
+LONGEST_WAIT = 10 * 366 * 86400.0
+"""Seconds that a model may ask to wait: ten years."""
+THREAD_GLANCE = 0.1
+"""Seconds between two looks at whether a run in a thread was cancelled."""
+
+_VERDICTS = (Retry, Fatal, Snooze, RunCancelled)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How large a result may be, and from which size on it lies in the result store."""
+
+    inline_bytes: int = INLINE_BYTES
+    max_bytes: int = MAX_BYTES
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def execute(
+    job: Attempt,
+    model: Model,
+    wire: AttemptSink,
+    results: ResultStore,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    cancelled: Stop | None = None,
+) -> AttemptResult:
+    """Execute the attempt in this thread. It never raises, whatever the model does."""
+    ctx = Context(job, wire, cancelled or StopFlag())
+    try:
+        return execute_attempt(ctx, job, model, results, limits)
+    finally:
+        context.close(ctx)
+
+
+def execute_attempt(
+    ctx: Context,
+    job: Attempt,
+    model: Model,
+    results: ResultStore,
+    limits: Limits,
+    *,
+    fatal: frozenset[str] = frozenset(),
+) -> AttemptResult:
+    """Execute the attempt that the context belongs to. `fatal` are errors by name, for want of their types."""
+    token = log_capture.begin(context.lines(ctx))
+    try:
+        try:
+            if _wants_data(job, model):
+                context.fetch_data(ctx, results)
+            with tracing.continued(job.trace):
+                value = _call(ctx, job, model)
+        except BaseException as error:  # noqa: BLE001 (sys.exit in a model must not end whoever runs it)
+            return _failed(ctx, model, error, fatal)
+        return _early_result(ctx, value) or _store_result(ctx, job, value, results, limits)
+    finally:
+        log_capture.end(token)
+
+
+def _wants_data(job: Attempt, model: Model) -> bool:
+    """Whether the data is to be unpacked: the service's own models pass it on as it is."""
+    return job.data_ref is not None and model.wants_context and not job.model.startswith(INTERNAL_PREFIX)
+
+
+def _call(ctx: Context, job: Attempt, model: Model) -> Any:
+    arguments = model.bind(job.parameters)
+    return model.function(ctx, **arguments) if model.wants_context else model.function(**arguments)
+
+
+async def execute_async(
+    job: Attempt,
+    model: Model,
+    wire: AttemptSink,
+    results: ResultStore,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    cancelled: Stop | None = None,
+) -> AttemptResult:
+    """Execute the attempt in this event loop. Only the cancellation of the calling task comes through as an error."""
+    ctx = Context(job, wire, cancelled or StopFlag())
+    token = log_capture.begin(context.lines(ctx))
+    handed_over = False
+    try:
+        try:
+            if _wants_data(job, model):
+                await _apart(context.fetch_data, ctx, results)
+            value = _call(ctx, job, model)
+            if hasattr(value, "__await__"):
+                value = await (value if model.timeout is None else _in_time(value, model.timeout))
+        except BaseException as error:
+            if _is_ours_to_pass(error):
+                raise
+            return _failed(ctx, model, error)
+        ended = _early_result(ctx, value)
+        if ended is not None:
+            return ended
+        if not context.has_scratch(ctx) and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
+            return _store_result(ctx, job, value, results, limits)
+        handed_over = True
+        return await _apart(_published_and_closed, ctx, job, value, results, limits)
+    finally:
+        log_capture.end(token)
+        if not handed_over:
+            if context.has_scratch(ctx):
+                await _apart(context.close, ctx)
+            else:
+                context.close(ctx)
+
+
+async def run_in_thread(
+    job: Attempt,
+    model: Model,
+    wire: AttemptSink,
+    results: ResultStore,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    cancelled: Stop | None = None,
+) -> AttemptResult:
+    """Execute the attempt in a thread of its own; the wire is called in this event loop.
+
+    A thread cannot be killed: one that does not stop in time, or whose caller is cancelled, is left behind, unheard.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    stop = cancelled or StopFlag()
+    relay = _Relay(loop, wire)
+    future: asyncio.Future[AttemptResult] = loop.create_future()
+    work = partial(execute, job, model, relay, results, limits, cancelled=stop)
+    start = partial(copy_context().run, _answer, loop, future, work)
+    try:
+        Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
+    except RuntimeError as error:  # the system has no room for one more
+        return AttemptResult(kind="unstarted", reason=reason_of(error))
+    try:
+        return await _patiently(future, model, stop)
+    finally:
+        relay.close()
+
+
+async def _patiently(future: asyncio.Future[AttemptResult], model: Model, stop: Stop) -> AttemptResult:
+    """Wait for the thread, ask it to stop when its time is up, and give it up when its grace is."""
+    import asyncio
+
+    clock = asyncio.get_running_loop().time
+    deadline = math.inf if model.timeout is None else clock() + model.timeout
+    outcome = AttemptResult(kind="cancelled", reason="cancelled")
+    while not stop.is_set():
+        await asyncio.wait({future}, timeout=min(THREAD_GLANCE, max(0.0, deadline - clock())))
+        if future.done():
+            return future.result()
+        if clock() >= deadline:
+            outcome = timed_out_after(model)
+            stop.set()
+    await asyncio.wait({future}, timeout=model.grace)
+    if future.done():
+        ended = future.result()
+        return replace(ended, kind=outcome.kind, reason=outcome.reason) if ended.kind == "cancelled" else ended
+    how = f"; it did not stop within {model.grace:g} seconds and was left behind in its thread"
+    return replace(outcome, reason=outcome.reason + how)
+
+
+def timed_out_after(model: Model) -> AttemptResult:
+    return AttemptResult(kind="retry", reason=f"timed out after {model.timeout:g} seconds")
+
+
+def _answer(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[AttemptResult], work: Callable[[], AttemptResult]
+) -> None:
+    ended = work()
+
+    def tell() -> None:
+        if not future.done():
+            future.set_result(ended)
+
+    with suppress(RuntimeError):  # the loop has gone while the thread was left behind
+        loop.call_soon_threadsafe(tell)
+
+
+class _Relay:
+    """A wire from a thread to one that lives in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wire: AttemptSink) -> None:
+        self._loop = loop
+        self._wire: AttemptSink | None = wire
+
+    def progress(self, fraction: float, note: str) -> None:
+        self._send("progress", fraction, note)
+
+    def line(self, level: str, text: str) -> None:
+        self._send("line", level, text)
+
+    def close(self) -> None:
+        self._wire = None
+
+    def _send(self, method: str, *said: object) -> None:
+        if self._wire is not None:
+            with suppress(RuntimeError):  # the loop has gone
+                self._loop.call_soon_threadsafe(self._arrive, method, *said)
+
+    def _arrive(self, method: str, *said: object) -> None:
+        if self._wire is not None:
+            getattr(self._wire, method)(*said)
+
+
+async def _in_time(work: Awaitable[Any], seconds: float) -> Any:
+    import asyncio
+
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            value = await work
+    except Exception as error:
+        if limit.expired():
+            raise Retry(f"timed out after {seconds:g} seconds") from error
+        raise
+    if limit.expired():  # it was told to stop and returned: who knows what
+        raise Retry(f"timed out after {seconds:g} seconds")
+    return value
+
+
+def _is_ours_to_pass(error: BaseException) -> bool:
+    """Whether this is not the model's error but the wish of whoever runs the loop."""
+    if isinstance(error, Exception | SystemExit):
+        return False
+    import asyncio
+
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return True
+
+
+async def _apart(work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    import asyncio
+
+    return await asyncio.to_thread(work, *arguments, **options)
+
+
+def _early_result(ctx: Context, value: Any) -> AttemptResult | None:
+    """What a returned value says by itself, before it counts as a result."""
+    if isinstance(value, _VERDICTS):
+        return _verdict(ctx, value)
+    if context.was_asked_to_stop(ctx):
+        return AttemptResult(kind="cancelled", reason="the model was asked to stop and did", cost=context.cost(ctx))
+    return None
+
+
+def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits) -> AttemptResult:
+    try:
+        files = context.files(ctx) if context.has_scratch(ctx) else {}
+        kept = publish(results, job, value, files, inline_bytes=limits.inline_bytes, max_bytes=limits.max_bytes)
+    except Exception as error:  # noqa: BLE001 (the store's drivers raise what they like)
+        kind: EndKind = "fatal" if isinstance(error, Fatal) else "retry"
+        return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=context.cost(ctx))
+    return AttemptResult(
+        kind="succeeded",
+        result=kept.result,
+        result_ref=kept.result_ref,
+        result_digest=kept.result_digest,
+        result_size=kept.result_size,
+        artifacts=kept.artifacts,
+        result_exact=kept.result_exact,
+        warnings=kept.warnings,
+        cost=context.cost(ctx),
+    )
+
+
+def _published_and_closed(
+    ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits
+) -> AttemptResult:
+    """In one piece, so that the files stay until they are published even if nobody waits any more."""
+    try:
+        return _store_result(ctx, job, value, results, limits)
+    finally:
+        context.close(ctx)
+
+
+def _failed(ctx: Context, model: Model, error: BaseException, fatal: frozenset[str] = frozenset()) -> AttemptResult:
+    if isinstance(error, _VERDICTS):
+        return _verdict(ctx, error)
+    kind: EndKind = "retry"
+    if context.was_asked_to_stop(ctx):
+        kind = "cancelled"
+    elif isinstance(error, (InvalidRequest, msgspec.ValidationError, *model.fatal)) or names_in(error, fatal):
+        kind = "fatal"
+    return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=context.cost(ctx))
+
+
+def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> AttemptResult:
+    """What the model itself says of its attempt, raised or returned."""
+    kind: EndKind = "retry"
+    after: float | None = None
+    if isinstance(said, Snooze):
+        kind, after = "snooze", _seconds(said.seconds)
+    elif isinstance(said, Retry):
+        after = _seconds(said.after)
+    else:
+        kind = "fatal" if isinstance(said, Fatal) else "cancelled"
+    shown = "" if kind in {"snooze", "cancelled"} else traceback_of(said)
+    return AttemptResult(kind=kind, reason=reason_of(said), traceback=shown, after=after, cost=context.cost(ctx))
+
+
+def _seconds(wish: Any) -> float | None:
+    """A wish that can be granted, else None."""
+    if isinstance(wish, int | float) and 0 <= wish < math.inf:
+        return min(float(wish), LONGEST_WAIT)
+    return None

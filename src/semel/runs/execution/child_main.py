@@ -1,0 +1,382 @@
+"""A warm process that executes attempts, one at a time, for the worker that started it, and dies with it.
+
+The model runs in the main thread. A second thread reads the parent's words, so that a cancel arrives while the model
+is busy; a third sends what the model said last when it falls silent. Messages are MessagePack behind their length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import shutil
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Condition, Thread, Timer
+from time import monotonic
+from typing import Any, TypeAlias
+
+import msgspec
+
+from semel.runs import execution
+from semel.runs.attempt import Attempt, AttemptResult
+from semel.runs.execution import context, log_capture, tracebacks
+from semel.runs.execution.context import Context, StopFlag
+from semel.runs.models.model import Model, load, make_model
+from semel.runs.results import ResultStore, open_results
+
+__all__ = [
+    "Cancel",
+    "ChildConfig",
+    "Finished",
+    "FromChild",
+    "Output",
+    "Quit",
+    "Ready",
+    "RunAttempt",
+    "ToChild",
+    "frame",
+    "main",
+]
+
+FLUSH_SECONDS = 0.05
+FLUSH_LINES = 64
+LENGTH = struct.Struct(">I")
+
+
+class ChildConfig(msgspec.Struct, tag=True, frozen=True):
+    """The parent's first words: what the child should have in common with it."""
+
+    path: list[str]
+    argv: list[str]
+    pythonpath: str | None
+    log_level: int
+    results_url: str
+    limits: execution.Limits
+
+
+class RunAttempt(msgspec.Struct, tag=True, frozen=True):
+    """An attempt to execute."""
+
+    job: Attempt
+    reference: str
+    main_path: str | None
+    fatal: frozenset[str]
+    scratch: str
+    home: str | None = None
+    """The folder that the parent imported the model from, for want of it on the path."""
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Ask the model to stop."""
+
+    run_id: str
+    fence: int
+
+
+class Quit(msgspec.Struct, tag=True, frozen=True):
+    """Leave, as any program that is done."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The child has started."""
+
+
+class Output(msgspec.Struct, tag=True, frozen=True):
+    """What the model said since the last time."""
+
+    lines: list[tuple[str, str]]
+    progress: tuple[float, str] | None
+
+
+class Finished(msgspec.Struct, tag=True, frozen=True):
+    """The attempt is over."""
+
+    ended: AttemptResult
+    haunted: bool = False
+    """The model left processes behind: this one should not serve again."""
+
+
+ToChild: TypeAlias = ChildConfig | RunAttempt | Cancel | Quit
+FromChild: TypeAlias = Ready | Output | Finished
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToChild | FromChild) -> bytes:
+    data = _encoder.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+class ParentWire:
+    """The wire to the parent: the latest progress and the lines go together, at most every 50 ms or 64 lines."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._change = Condition()
+        self._lines: list[tuple[str, str]] = []
+        self._progress: tuple[float, str] | None = None
+        self._sent_at = 0.0
+        self._mute = False
+
+    def progress(self, fraction: float, note: str) -> None:
+        if not self._mute:
+            with self._change:
+                self._progress = (fraction, note)
+                self._hurry()
+
+    def line(self, level: str, text: str) -> None:
+        if self._mute:
+            os.write(2, f"{text}\n".encode("utf-8", "backslashreplace"))
+            return
+        with self._change:
+            self._lines.append((level, text))
+            self._hurry()
+
+    def send(self, message: FromChild) -> None:
+        with self._change:
+            self._flush()
+            self._write(message)
+            self._sent_at = 0.0  # the first word of the next run need not wait
+
+    def send_leftovers(self) -> None:
+        """Forever send what was said too soon after the last time."""
+        while True:
+            with self._change:
+                self._change.wait_for(self._has_news)
+                wait = self._sent_at + FLUSH_SECONDS - monotonic()
+                if wait > 0:
+                    self._change.wait(wait)
+                self._flush()
+
+    def fall_silent(self) -> None:
+        """In a process that the model forked: the words of two would mix."""
+        self._mute = True
+        self._connection.close()
+
+    def _has_news(self) -> bool:
+        return bool(self._lines) or self._progress is not None
+
+    def _hurry(self) -> None:
+        """Send now if the last time is long ago: the model may hold the interpreter's lock for long from here on."""
+        if len(self._lines) >= FLUSH_LINES or monotonic() - self._sent_at >= FLUSH_SECONDS:
+            self._flush()
+        else:
+            self._change.notify()
+
+    def _write(self, message: FromChild) -> None:
+        try:
+            self._connection.sendall(frame(message))
+        except OSError:  # the parent has gone, or the model closed what is not its own: nobody would ever hear of us
+            _kill_group()
+
+    def _flush(self) -> None:
+        if self._has_news():
+            said = Output(self._lines, self._progress)
+            self._lines, self._progress = [], None
+            self._write(said)
+        self._sent_at = monotonic()
+
+
+class Child:
+    """The child's side of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._wire = ParentWire(connection)
+        self._work: queue.SimpleQueue[tuple[RunAttempt, StopFlag] | None] = queue.SimpleQueue()
+        self._now: tuple[RunAttempt, StopFlag] | None = None
+        self._models: dict[tuple[str, str, str | None], Model] = {}
+        self._results: ResultStore | None = None
+        self._streams = (log_capture.CapturedStream("STDOUT", 1), log_capture.CapturedStream("STDERR", 2))
+        self._texts = tuple(stream.as_text() for stream in self._streams)
+
+    def serve(self) -> None:
+        receive = receiver(self._connection)
+        hello = receive()
+        if not isinstance(hello, ChildConfig):
+            return
+        self._hello = hello
+        _become_alike(hello)
+        self._folder = Path.cwd()
+        os.register_at_fork(after_in_child=self._fall_silent)
+        Thread(target=self._listen, args=(receive,), name="semel-parent", daemon=True).start()
+        Thread(target=self._wire.send_leftovers, name="semel-lines", daemon=True).start()
+        self._wire.send(Ready())
+        while task := self._work.get():
+            ended = self._execute(*task)
+            self._wire.send(Finished(ended, _has_children()))
+
+    def _fall_silent(self) -> None:
+        self._wire.fall_silent()
+        log_capture.forget_process()
+        for stream in self._streams:
+            stream.after_fork()
+
+    def _listen(self, receive: Callable[[], ToChild | None]) -> None:
+        while message := receive():
+            if isinstance(message, RunAttempt):
+                self._now = (message, StopFlag())
+                self._work.put(self._now)
+            elif isinstance(message, Quit):
+                self._work.put(None)
+            elif isinstance(message, Cancel) and self._now is not None:
+                work, flag = self._now
+                if (work.job.run_id, work.job.fence) == (message.run_id, message.fence):
+                    flag.set()
+        self._die()
+
+    def _die(self) -> None:
+        """The parent has gone: so do this process and all that the model started."""
+        Timer(0.5, _kill_group).start()
+        if self._now is not None:
+            shutil.rmtree(self._now[0].scratch, ignore_errors=True)
+        _kill_group()
+
+    def _execute(self, work: RunAttempt, stop: StopFlag) -> AttemptResult:
+        ctx = Context(work.job, self._wire, stop, Path(work.scratch))
+        lines = context.lines(ctx)
+        log_capture.bind_process(lines)
+        self._tidy_up()
+        try:
+            try:
+                model = self._model(work)
+                results = self._opened()
+            except BaseException as error:  # noqa: BLE001 (a module may do anything while it is imported)
+                reason = tracebacks.reason_of(error).removeprefix("ImportError: ")
+                return AttemptResult(kind="retry", reason=reason, traceback=tracebacks.traceback_of(error))
+            if stop.is_set():
+                return AttemptResult(kind="cancelled", reason="cancelled before it began")
+            log_capture.mute_captured_handlers(self._texts)
+            return execution.execute_attempt(ctx, work.job, model, results, self._hello.limits, fatal=work.fatal)
+        finally:
+            for stream in self._streams:
+                stream.finish(lines)
+            context.close(ctx)
+            log_capture.bind_process(None)
+
+    def _tidy_up(self) -> None:
+        """Undo what an earlier model may have done to what all of them share."""
+        if any(text.closed for text in self._texts):
+            self._texts = tuple(stream.as_text() for stream in self._streams)
+        sys.stdout, sys.stderr = self._texts
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
+
+    def _opened(self) -> ResultStore:
+        if self._results is None:
+            self._results = open_results(self._hello.results_url)
+        return self._results
+
+    def _model(self, work: RunAttempt) -> Model:
+        key = (work.job.model, work.reference, work.main_path)
+        model = self._models.get(key)
+        if model is None:
+            log_capture.unbind_handler()
+            if work.home is not None and work.home not in sys.path:
+                sys.path.append(work.home)
+            function = load(work.reference, work.main_path)
+            model = make_model(work.job.model, function, isolation="thread")  # which is this one
+            model = self._models[key] = replace(model, function=_in_one_process(function))
+        return model
+
+
+def _has_children() -> bool:
+    """Whether a process that was started from here is not waited for yet, alive or dead."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _in_one_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """If the model forks, only the original returns from it: one run has one end."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        pid = os.getpid()
+        try:
+            return function(*arguments, **named)
+        finally:
+            if os.getpid() != pid:
+                os._exit(0)
+
+    return call
+
+
+def receiver(connection: socket.socket) -> Callable[[], ToChild | None]:
+    """Return a function that waits for the parent's next message, None at the end."""
+    stream = connection.makefile("rb")
+    decoder = msgspec.msgpack.Decoder(ToChild)
+
+    def receive() -> ToChild | None:
+        try:
+            head = stream.read(LENGTH.size)
+            if len(head) < LENGTH.size:
+                return None
+            size: int = LENGTH.unpack(head)[0]
+            data = stream.read(size)
+            return decoder.decode(data) if len(data) == size else None
+        except OSError:
+            return None
+
+    return receive
+
+
+def _become_alike(hello: ChildConfig) -> None:
+    sys.path[:] = hello.path
+    sys.argv[:] = hello.argv
+    if hello.pythonpath is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = hello.pythonpath
+    logging.root.setLevel(hello.log_level)
+
+
+def _kill_group() -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux for a signal at the parent's end, for a model that holds the interpreter's lock by then.
+
+    The signal is SIGHUP, number 1, and what it calls is `alarm(1)`: the listening thread has a second to end the whole
+    process group before SIGALRM ends this process alone. Python's own handlers would have to wait for the lock.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        libc: Any = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal.restype = ctypes.c_void_p
+        libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, signal.SIGHUP, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """`python -c "from semel.runs.execution.child_main import main; main()" FD PARENT`."""
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal to the whole group (systemd, docker) is the parent's to act on: it drains. Programs that the model starts
+    # have the usual handler: exec drops ours, and a fork is given it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    _die_with_parent(parent)
+    faulthandler.enable(2)
+    os.set_inheritable(fd, False)
+    Child(socket.socket(fileno=fd)).serve()

@@ -1,0 +1,295 @@
+"""The worker's child processes: a run gets a warm one, and whatever happens to it becomes one `Ended`.
+
+A child that is asked to stop and does not is killed with all that it started; one that dies by itself is replaced.
+Nothing that a model does can block the event loop: every word to and from a child goes through non-blocking sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from semel.runs.attempt import Attempt, AttemptResult
+from semel.runs.execution import Limits, timed_out_after
+from semel.runs.execution.child_main import Cancel, ChildConfig, Finished, FromChild, Output, Quit, RunAttempt
+from semel.runs.execution.child_process import ChildProcess
+from semel.runs.execution.log_capture import AttemptSink, BoundedLog
+from semel.runs.execution.tracebacks import name_of
+from semel.runs.models.model import Model, home
+from semel.runs.results import INLINE_BYTES, MAX_BYTES
+
+__all__ = ["ChildPool"]
+
+LAST_WORDS = 0.5
+"""Seconds for a child that is told to die to write down where it hangs."""
+LEAVE = 5.0
+"""Seconds that an idle child may take to leave before it is killed."""
+
+
+class ChildPool:
+    """Up to `size` child processes, started when they are needed and kept for the next run."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        results_url: str,
+        inline_bytes: int = INLINE_BYTES,
+        max_result_bytes: int = MAX_BYTES,
+        max_runs_per_child: int | None = None,
+        start_timeout: float = 30.0,
+    ) -> None:
+        self._size = size
+        self._results_url = results_url
+        self._limits = Limits(inline_bytes, max_result_bytes)
+        self._max_runs = max_runs_per_child
+        self._start_timeout = start_timeout
+        self._places = asyncio.Semaphore(size)
+        self._idle: list[ChildProcess] = []
+        self._processes: set[ChildProcess] = set()
+        """All that have started and not gone."""
+        self._attempts: set[_Attempt] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._quiet = asyncio.Event()
+
+    @property
+    def free(self) -> int:
+        """How many more runs would start at once."""
+        return max(0, self._size - len(self._attempts))
+
+    async def start(self) -> None:
+        """Start all children ahead of the first run. One that fails to start is tried again when it is needed."""
+        starts = [self._start_ahead() for _ in range(self._size - len(self._idle) - len(self._attempts))]
+        await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _start_ahead(self) -> None:
+        self._put_back(await self._start())
+
+    async def run(self, job: Attempt, model: Model, wire: AttemptSink) -> AttemptResult:
+        """Execute the attempt in a child, as soon as one is free. Cancelling this call kills the child."""
+        if self._closed:
+            return AttemptResult(kind="lost", reason="the worker's child processes are closed")
+        attempt = _Attempt(job, model, wire)
+        self._attempts.add(attempt)
+        try:
+            async with self._places:
+                return attempt.verdict or await self._execute(attempt)
+        finally:
+            self._attempts.discard(attempt)
+            if not self._attempts:
+                self._quiet.set()
+
+    def cancel(self, run_id: str) -> None:
+        """Ask the run to stop, and kill it if it has not when its model's grace is over."""
+        for attempt in self._of(run_id):
+            attempt.ask_to_stop(AttemptResult(kind="cancelled", reason="cancelled"))
+
+    def kill(self, run_id: str) -> None:
+        """Kill the run at once: it is not ours any more."""
+        for attempt in self._of(run_id):
+            attempt.end_by_force(AttemptResult(kind="lost", reason="killed, because its lease was lost"))
+
+    async def close(self, *, kill: bool = False) -> None:
+        """End all children: at once, or after the runs that are under way. No new runs are taken."""
+        self._closed = True
+        if kill:
+            for attempt in self._attempts:
+                attempt.end_by_force(AttemptResult(kind="lost", reason="killed, because its worker was closed"))
+        if self._attempts:
+            self._quiet.clear()
+            await self._quiet.wait()
+        while self._idle:
+            self._later(_dismissed(self._idle.pop(), polite=not kill))
+        while self._endings or self._processes:
+            await asyncio.gather(*self._endings, *(process.gone for process in self._processes))
+
+    def _of(self, run_id: str) -> list[_Attempt]:
+        return [attempt for attempt in self._attempts if attempt.job.run_id == run_id]
+
+    async def _execute(self, attempt: _Attempt) -> AttemptResult:
+        try:
+            process = self._waiting() or await self._start()
+        except ChildProcessError as error:
+            return AttemptResult(kind="unstarted", reason=str(error))
+        process.runs += 1
+        try:
+            return attempt.verdict or await attempt.run_on(process)
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        finally:
+            await self._settle(process, attempt)
+
+    async def _settle(self, process: ChildProcess, attempt: _Attempt) -> None:
+        if process.haunted:
+            process.kill()  # with the processes that the model left behind
+        if not process.doomed:
+            self._put_back(process)
+        else:
+            cleared = self._later(_cleared(process, attempt.scratch))
+            if process.gone.done():
+                await asyncio.shield(cleared)
+
+    def _waiting(self) -> ChildProcess | None:
+        while self._idle:
+            process = self._idle.pop()
+            if not process.doomed:
+                return process
+        return None
+
+    async def _start(self) -> ChildProcess:
+        hello = ChildConfig(
+            path=[str(entry) for entry in sys.path],
+            argv=sys.argv,
+            pythonpath=os.environ.get("PYTHONPATH"),
+            log_level=logging.root.level,
+            results_url=self._results_url,
+            limits=self._limits,
+        )
+        process = ChildProcess()
+        self._processes.add(process)
+        process.gone.add_done_callback(lambda _: self._processes.discard(process))
+        await process.start(hello, self._start_timeout)
+        return process
+
+    def _put_back(self, process: ChildProcess) -> None:
+        worn = self._max_runs is not None and process.runs >= self._max_runs
+        crowded = sum(not other.doomed for other in self._processes) > self._size
+        if worn or crowded or self._closed:
+            self._later(_dismissed(process, polite=True))
+        else:
+            self._idle.append(process)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task
+
+
+class _Attempt:
+    """One attempt in a child: what is asked of it, and the first final word on it."""
+
+    def __init__(self, job: Attempt, model: Model, wire: AttemptSink) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.job = job
+        self.scratch = Path(tempfile.gettempdir()) / f"semel-run-{uuid4().hex}"
+        self.verdict: AttemptResult | None = None
+        """What it comes to, whatever the child says."""
+        self._model = model
+        self._wire = wire
+        self._lines = BoundedLog(wire)
+        self._ended: asyncio.Future[AttemptResult] = self._loop.create_future()
+        self._stopping: AttemptResult | None = None
+        self._process: ChildProcess | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    async def run_on(self, process: ChildProcess) -> AttemptResult:
+        """Execute it on this child, which works for nobody else."""
+        self._process = process
+        process.hear, process.hear_output = self._hear, self._hear_output
+        process.gone.add_done_callback(self._child_gone)
+        if self._model.timeout is not None:
+            self._after(self._model.timeout, self._time_is_up)
+        fatal = frozenset(name_of(kind) for kind in self._model.fatal)
+        model = self._model
+        process.send(
+            RunAttempt(self.job, model.reference, model.main_path, fatal, str(self.scratch), home(model.reference))
+        )
+        try:
+            return await self._ended
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            self._lines.close()
+            process.stop_hearing()
+            process.gone.remove_done_callback(self._child_gone)
+
+    def ask_to_stop(self, outcome: AttemptResult) -> None:
+        """Let the model leave by itself within its grace, then kill it; either way this is the outcome."""
+        if self._process is None:
+            self.verdict = self.verdict or outcome
+            return
+        first = self._stopping is None
+        self._stopping = outcome
+        if first:
+            self._process.send(Cancel(self.job.run_id, self.job.fence))
+            self._after(self._model.grace, self._grace_is_over)
+
+    def end_by_force(self, outcome: AttemptResult) -> None:
+        self.verdict = outcome
+        if self._process is not None:
+            self._process.kill()
+
+    def _after(self, seconds: float, step: Callable[[], None]) -> None:
+        self._timers.append(self._loop.call_later(seconds, step))
+
+    def _time_is_up(self) -> None:
+        if self._stopping is None:
+            self.ask_to_stop(timed_out_after(self._model))
+
+    def _grace_is_over(self) -> None:
+        assert self._stopping is not None
+        how = f"; it did not stop within {self._model.grace:g} seconds and was killed"
+        self.verdict = self.verdict or replace(self._stopping, reason=self._stopping.reason + how)
+        if self._process is not None:
+            self._process.abort()  # its last words say where it hangs
+        self._after(LAST_WORDS, self._end_now)
+
+    def _end_now(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _hear(self, message: FromChild) -> None:
+        if isinstance(message, Output):
+            for level, text in message.lines:
+                self._lines.add(level, text)
+            if message.progress is not None:
+                self._wire.progress(*message.progress)
+        elif isinstance(message, Finished):
+            assert self._process is not None
+            self._process.read_output()
+            self._process.haunted = message.haunted
+            self._settle(message.ended)
+
+    def _hear_output(self, text: str) -> None:
+        self._lines.add("OUTPUT", text)
+
+    def _child_gone(self, gone: asyncio.Future[str]) -> None:
+        self._settle(AttemptResult(kind="lost", reason=f"the child process {gone.result()}"))
+
+    def _settle(self, ended: AttemptResult) -> None:
+        """Take what the child says, or its death: the cause of a stop speaks louder than how the model took it."""
+        if self._stopping is not None and ended.kind == "cancelled":
+            ended = replace(ended, kind=self._stopping.kind, reason=self._stopping.reason)
+        if self.verdict is not None and (ended.kind == "lost" or self.verdict.kind == "lost"):
+            ended = self.verdict
+        if not self._ended.done():
+            self._ended.set_result(ended)
+
+
+async def _cleared(process: ChildProcess, scratch: Path) -> None:
+    """Remove what a killed child could not."""
+    await process.gone
+    await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+
+
+async def _dismissed(process: ChildProcess, *, polite: bool) -> None:
+    """End a child that is not needed any more."""
+    process.doomed = True
+    if polite:
+        process.send(Quit())
+        await asyncio.wait({process.gone}, timeout=LEAVE)
+    process.kill()
+    await process.gone

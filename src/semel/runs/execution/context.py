@@ -1,0 +1,259 @@
+"""What a model is given of its run: who it runs for, a way to be heard, a place for files, and whether to stop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from semel.errors import InvalidRequest, RunCancelled
+from semel.runs.attempt import Attempt
+from semel.runs.execution import log_capture
+from semel.runs.execution.input_data import unpack
+from semel.runs.execution.log_capture import AttemptSink, BoundedLog
+from semel.runs.results import ResultStore, place
+from semel.runs.types import checked_cost
+
+__all__ = ["AttemptSink", "Context", "Stop", "StopFlag"]
+
+MAX_NOTE_BYTES = 1000
+
+
+class Stop(Protocol):
+    """A request to stop, as `threading.Event` has it."""
+
+    def is_set(self) -> bool: ...
+
+    def set(self) -> None: ...
+
+
+class StopFlag:
+    """A `Stop` that costs nothing to make."""
+
+    __slots__ = ("_up",)
+
+    def __init__(self) -> None:
+        self._up = False
+
+    def is_set(self) -> bool:
+        return self._up
+
+    def set(self) -> None:
+        self._up = True
+
+
+class Context:
+    """One attempt, as its model sees it. Its methods may be called from any thread of the model."""
+
+    __slots__ = (
+        "_artifacts",
+        "_closed",
+        "_cost",
+        "_data",
+        "_job",
+        "_lines",
+        "_log",
+        "_scratch",
+        "_stop",
+        "_told",
+        "_wire",
+    )
+
+    def __init__(self, job: Attempt, wire: AttemptSink, stop: Stop, scratch: Path | None = None) -> None:
+        self._job = job
+        self._wire = wire
+        self._stop = stop
+        self._lines = BoundedLog(wire)
+        self._scratch = scratch
+        self._artifacts: dict[str, Path] | None = None
+        self._cost: float | None = None
+        self._data: Path | None = None
+        self._closed = False
+        self._log: _RunLog | None = None
+        self._told = False
+
+    @property
+    def run_id(self) -> str:
+        return self._job.run_id
+
+    @property
+    def model(self) -> str:
+        return self._job.model
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
+        return self._job.attempt
+
+    @property
+    def fence(self) -> int:
+        """A number that only grows: what was written under a higher one must not be overwritten under this one."""
+        return self._job.fence
+
+    @property
+    def user(self) -> str:
+        return self._job.user
+
+    @property
+    def tenant(self) -> str:
+        return self._job.tenant
+
+    @property
+    def payload_hash(self) -> str:
+        return self._job.payload_hash
+
+    @property
+    def worker(self) -> str:
+        return self._job.worker
+
+    @property
+    def data(self) -> Path | None:
+        """The folder with the data of the run, unpacked for this attempt alone; None for a run without data."""
+        return self._data
+
+    @property
+    def data_ref(self) -> str | None:
+        """Where that data lies in the result store; it names the content's digest."""
+        return self._job.data_ref
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the run should stop: it was cancelled, or its time is up."""
+        if self._stop.is_set():
+            self._told = True
+            return True
+        return False
+
+    def check(self) -> None:
+        """Raise `RunCancelled` if the run should stop."""
+        if self.cancelled:
+            raise RunCancelled(f"run {self.run_id} was asked to stop")
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Check whether the run should stop, and say how far it is, from 0 to 1."""
+        self.check()
+        if not math.isfinite(fraction):  # long work does not fail for how far it says that it is
+            self.log.warning("progress is a fraction from 0 to 1, not %r: it was left out", fraction)
+            return
+        if not 0 <= fraction <= 1:
+            raise InvalidRequest(f"progress is a fraction from 0 to 1, not {fraction!r}")
+        self._wire.progress(float(fraction), log_capture.clean(note, MAX_NOTE_BYTES))
+
+    @property
+    def log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """A logger whose lines, from INFO up, are kept with the run."""
+        if self._log is None:
+            self._log = _RunLog(self._job, self._lines)
+        return self._log
+
+    def artifact(self, name: str) -> Path:
+        """Return a path to write to: the file is published under this name with the result of a success."""
+        place(self.run_id, self.fence, f"artifacts/{name}")  # refuses what could lead elsewhere
+        path = self._folder() / "artifacts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        assert self._artifacts is not None
+        self._artifacts[name] = path
+        return path
+
+    def cost(self, amount: float) -> None:
+        """Say what the attempt really cost; the last word counts."""
+        self._cost = float(checked_cost("a cost", amount))
+
+    def _folder(self) -> Path:
+        if self._artifacts is None:
+            if self._scratch is None:
+                self._scratch = Path(tempfile.mkdtemp(prefix="semel-run-"))
+            else:
+                self._scratch.mkdir(mode=0o700)  # new: what lay there already would be somebody else's
+            self._artifacts = {}
+        assert self._scratch is not None
+        return self._scratch
+
+    def __repr__(self) -> str:
+        return f"<Context of run {self.run_id}, attempt {self.attempt}, fence {self.fence}>"
+
+
+def lines(context: Context) -> BoundedLog:
+    return context._lines
+
+
+def was_asked_to_stop(context: Context) -> bool:
+    """Whether the model saw that it should stop: what it returned since then may be half of its work."""
+    return context._told
+
+
+def cost(context: Context) -> float | None:
+    return context._cost
+
+
+def has_scratch(context: Context) -> bool:
+    return context._artifacts is not None
+
+
+def fetch_data(context: Context, results: ResultStore) -> None:
+    """Unpack the run's data into the scratch folder, which goes with the attempt."""
+    assert context._job.data_ref is not None
+    try:
+        context._data = unpack(results, context._job.data_ref, context._folder() / "data")
+    finally:
+        if context._closed and context._scratch is not None:  # nobody waited for it
+            shutil.rmtree(context._scratch, ignore_errors=True)
+
+
+def files(context: Context) -> dict[str, Path]:
+    """The artifacts that were written, a folder as the files in it."""
+    found: dict[str, Path] = {}
+    for name, path in (context._artifacts or {}).items():
+        if path.is_dir():
+            inside = [item for item in sorted(path.rglob("*")) if item.is_file()]
+            found.update({f"{name}/{item.relative_to(path).as_posix()}": item for item in inside})
+        elif path.exists():
+            found[name] = path
+        else:
+            context.log.warning("the artifact %r was asked for and never written", name)
+    return found
+
+
+def close(context: Context) -> None:
+    """Hear no more of the model, and remove its scratch folder, whatever is in it."""
+    context._lines.close()
+    context._closed = True
+    if context._artifacts is not None and context._scratch is not None:
+        shutil.rmtree(context._scratch, ignore_errors=True)
+
+
+class _RunLog(logging.LoggerAdapter[logging.Logger]):
+    """The run's logger: every record carries the run's fields, and is the run's whatever thread it comes from."""
+
+    def __init__(self, job: Attempt, lines: BoundedLog) -> None:
+        logger = logging.getLogger(log_capture.RUN_LOGGER)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        super().__init__(
+            logger,
+            {
+                "run_id": job.run_id,
+                "model": job.model,
+                "payload_hash": job.payload_hash,
+                "worker_id": job.worker,
+                "status": "RUNNING",
+                "attempt_count": job.attempt,
+            },
+        )
+        self._lines = lines
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # this frame is not the caller
+        token = log_capture.begin(self._lines)
+        try:
+            super().log(level, msg, *args, **kwargs)
+        finally:
+            log_capture.end(token)

@@ -1,0 +1,245 @@
+"""The log of a run: what its model logs and, in a process of its own, prints, as lines that are told apart by run.
+
+One handler at the root of `logging` serves all runs of a process; a context variable says whose record it is.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from contextvars import ContextVar, Token
+from threading import Lock, get_ident, main_thread
+from threading import enumerate as enumerate_threads
+from typing import Any, Protocol
+
+__all__ = ["MAX_LINES", "MAX_LINE_BYTES", "AttemptSink", "BoundedLog", "begin", "clean", "end"]
+
+MAX_LINES = 10_000
+"""Lines that one attempt may log; what comes after is dropped, and one more line says so."""
+MAX_LINE_BYTES = 8 * 1024
+
+RUN_LOGGER = "semel.run"
+"""The logger behind `ctx.log`."""
+
+
+class AttemptSink(Protocol):
+    """Where an attempt is heard while it runs."""
+
+    def progress(self, fraction: float, note: str) -> None:
+        """Take how far the attempt is, from 0 to 1; only the latest counts."""
+
+    def line(self, level: str, text: str) -> None:
+        """Take a line of its log. The level is one of `logging`'s, or STDOUT, STDERR, OUTPUT for what was printed."""
+
+
+class BoundedLog:
+    """The log of one attempt on its way to the wire: bounded, safe in threads, deaf once the attempt is over."""
+
+    __slots__ = ("_left", "_lock", "_wire")
+
+    def __init__(self, wire: AttemptSink) -> None:
+        self._wire: AttemptSink | None = wire
+        self._left = MAX_LINES
+        self._lock = Lock()
+
+    @property
+    def over(self) -> bool:
+        return self._wire is None
+
+    def add(self, level: str, text: str) -> None:
+        with self._lock:
+            if self._left < 0 or self._wire is None:
+                return
+            self._left -= 1
+            if self._left >= 0:
+                self._wire.line(level, clean(text, MAX_LINE_BYTES))
+            else:
+                self._wire.line("WARNING", f"more than {MAX_LINES:,} lines: the rest was dropped")
+
+    def close(self) -> None:
+        """Hear no more: what a thread or task left behind says belongs to no run."""
+        self._wire = None
+
+
+def clean(text: str, limit: int) -> str:
+    """Return the text as every database and wire can keep it, cut to `limit` bytes of UTF-8."""
+    if "\x00" in text:
+        text = text.replace("\x00", "\\x00")
+    data = text[: limit + 1].encode("utf-8", "backslashreplace")
+    if len(data) <= limit:
+        return data.decode()
+    return data[: limit - 3].decode("utf-8", "ignore") + "…"
+
+
+_speaker: ContextVar[BoundedLog | None] = ContextVar("semel_run_lines", default=None)
+
+
+class _Process:
+    """The one attempt that everything in this process belongs to, in a child process."""
+
+    lines: BoundedLog | None = None
+    strangers: frozenset[int | None] = frozenset()
+    """Threads that an earlier attempt left behind: what they say belongs to nobody."""
+
+
+def begin(lines: BoundedLog) -> Token[BoundedLog | None]:
+    """From here on what is logged in this context belongs to this attempt."""
+    if _handler not in logging.root.handlers:  # the user's own configuration may have swept it away
+        logging.root.addHandler(_handler)
+    return _speaker.set(lines)
+
+
+def end(token: Token[BoundedLog | None]) -> None:
+    """Whoever spoke before speaks again."""
+    _speaker.reset(token)
+
+
+def bind_process(lines: BoundedLog | None) -> None:
+    """Make the whole process speak for this attempt: every thread that it starts, and whatever is printed."""
+    main = main_thread()
+    _Process.strangers = frozenset(thread.ident for thread in enumerate_threads() if thread is not main)
+    _Process.lines = lines
+
+
+def forget_process() -> None:
+    """In a process that the model forked: whatever it says goes to the real streams, whoever held a lock."""
+    for lines in (_speaker.get(), _Process.lines):
+        if lines is not None:
+            lines.close()
+    _Process.lines = None
+
+
+def unbind_handler() -> None:
+    """Take the handler away while a model's module is imported: `logging.basicConfig` heeds only a bare root."""
+    logging.root.removeHandler(_handler)
+
+
+def current_log() -> BoundedLog | None:
+    """Whose words are heard here, if anyone's."""
+    lines = _speaker.get()
+    if lines is None and get_ident() not in _Process.strangers:
+        lines = _Process.lines
+    return None if lines is None or lines.over else lines
+
+
+class _Handler(logging.Handler):
+    """Gives a record to the attempt in whose context it was made, and takes nothing from anyone else."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = current_log()
+        if lines is not None:
+            self._give(lines, record)
+        if _Process.lines is None:
+            _last_resort(record)
+
+    def _give(self, lines: BoundedLog, record: logging.LogRecord) -> None:
+        token = _speaker.set(_NOBODY)  # whoever takes the line may log as well
+        try:
+            text = self.format(record)
+            if record.name not in {RUN_LOGGER, "root"}:
+                text = f"{record.name}: {text}"
+            lines.add(record.levelname, text)
+        except Exception:  # noqa: BLE001 (a log line never hurts the one who logs; logging's own rule)
+            self.handleError(record)
+        finally:
+            _speaker.reset(token)
+
+
+class _Nowhere:
+    def progress(self, fraction: float, note: str) -> None: ...
+
+    def line(self, level: str, text: str) -> None: ...
+
+
+_NOBODY = BoundedLog(_Nowhere())
+_handler = _Handler()
+
+
+def _last_resort(record: logging.LogRecord) -> None:
+    """Print a warning that nobody else would show: with our handler at the root, logging no longer does by itself."""
+    fallback = logging.lastResort
+    if fallback is None or record.levelno < fallback.level or logging.root.handlers != [_handler]:
+        return
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None and logger is not logging.root:
+        if logger.handlers:
+            return
+        logger = logger.parent
+    fallback.handle(record)
+
+
+class CapturedStream(io.RawIOBase):
+    """A stream whose lines belong to the attempt that runs; while none does they go to the real stream."""
+
+    def __init__(self, level: str, fd: int) -> None:
+        super().__init__()
+        self._level = level
+        self._fd = fd
+        self._begun = b""
+        self._lock = Lock()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """Stay open: the next model prints as well."""
+
+    def write(self, data: Any) -> int:
+        data = bytes(data)
+        if get_ident() in _Process.strangers:
+            return len(data)  # an earlier attempt's thread: nobody listens any more
+        with self._lock:
+            *whole, self._begun = (self._begun + data).split(b"\n")
+            if len(self._begun) > MAX_LINE_BYTES:
+                whole.append(self._begun)
+                self._begun = b""
+        lines = current_log()
+        if lines is None and whole:
+            os.write(self._fd, b"\n".join([*whole, b""]))  # whole lines, which do not mix with those of others
+        elif lines is not None:
+            for line in whole:
+                self._say(lines, line)
+        return len(data)
+
+    def flush(self) -> None:
+        if current_log() is None and self._begun:
+            os.write(self._fd, self._take_begun())
+
+    def finish(self, lines: BoundedLog) -> None:
+        """Say what was printed without the end of a line."""
+        begun = self._take_begun()
+        if begun:
+            self._say(lines, begun)
+
+    def after_fork(self) -> None:
+        """Another thread may have held the lock."""
+        self._lock = Lock()
+        self._begun = b""
+
+    def _take_begun(self) -> bytes:
+        with self._lock:
+            begun, self._begun = self._begun, b""
+        return begun
+
+    def _say(self, lines: BoundedLog, line: bytes) -> None:
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
+        lines.add(self._level, shown.decode("utf-8", "backslashreplace"))
+
+    def as_text(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(self, "utf-8", "backslashreplace", line_buffering=True, write_through=True)  # type: ignore[arg-type]
+
+
+def mute_captured_handlers(streams: tuple[io.TextIOWrapper, ...]) -> None:
+    """Turn off the root's handlers that print to captured streams: their records are captured as records already."""
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+            handler.setStream(_Void())
+
+
+class _Void(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)

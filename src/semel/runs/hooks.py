@@ -1,0 +1,52 @@
+"""What happens to runs, told to those who count: metrics, logs, dashboards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+_log = logging.getLogger("semel.runs")
+
+
+class RunEvent(Struct, frozen=True):
+    """Something that happened in this process.
+
+    ``seconds`` of one that started is its queue lag, from the moment it was due; of one that ended the duration of its
+    last attempt; else 0. ``count`` is how many.
+    """
+
+    kind: Literal["created", "replayed", "refused", "started", "ended", "retried", "stuck"]
+    model: str = ""
+    status: str = ""
+    seconds: float = 0.0
+    count: int = 1
+
+
+Hook: TypeAlias = Callable[[RunEvent], None]
+
+
+class EventHooks:
+    """Calls every hook; one that fails is logged and stops nobody."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+
+    def hear(self, hook: Hook) -> None:
+        """Call ``hook`` from now on, from whichever thread it happens in."""
+        self._hooks.append(hook)
+
+    def tell(self, event: RunEvent) -> None:
+        """Something happened."""
+        for hook in self._hooks:
+            try:
+                hook(event)
+            except Exception:  # noqa: BLE001 -- a stranger's code
+                _log.exception("a hook for run events failed")
+
+    @property
+    def wanted(self) -> bool:
+        """False when nobody listens, so that nothing need be put together."""
+        return bool(self._hooks)

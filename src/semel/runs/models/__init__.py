@@ -1,0 +1,1 @@
+"""Registered functions, called models: their options, and the parameters that they take."""

@@ -1,0 +1,345 @@
+"""A registered model: what it is called, what it takes, how it is retried, and the hash of what is asked of it.
+
+Parameters are checked when a run is submitted, against the signature of the function, so that a typing error costs the
+caller a message instead of three attempts. They are kept as JSON, and come back as the annotated types.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+
+import msgspec
+
+from semel._validation import nearest
+from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable
+from semel.fingerprint import canonical
+from semel.runs.models.parameters import Signature
+from semel.runs.types import checked_cost
+
+__all__ = ["MAIN", "Isolation", "Model", "home", "load", "make_model"]
+
+Isolation: TypeAlias = Literal["process", "thread", "loop"]
+"""Where a model runs: in a child process, in a thread, or in the event loop of the worker."""
+
+MAIN = "__semel_main__"
+"""What the program's main file is called in a child process, so that what it does under ``__main__`` stays undone."""
+
+MAX_NAME = 200
+"""Characters that the name of a model or of a queue may have."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A function with a name and the rules for running it. `make_model` checks them; `Model` itself does not."""
+
+    name: str
+    function: Callable[..., Any]
+    isolation: Isolation
+    signature: Signature = field(repr=False, compare=False)
+    reference: str
+    """``module:qualname``, which `load` finds in another process; empty if it cannot be found there."""
+    main_path: str | None = None
+    """The file that was run as the program, if the function lies in it."""
+    max_attempts: int = 3
+    """Attempts that may fail by the model's own errors before the run is given up."""
+    max_lost: int = 3
+    """Attempts whose worker may vanish before the run is given up."""
+    backoff: tuple[float, ...] = (5, 20, 60)
+    """Seconds to wait after the first, second, … error; the last one repeats."""
+    lease: float = 60
+    timeout: float | None = None
+    stall_after: float | None = None
+    """Seconds without any progress after which a run whose worker lives is shown as stalled; None: never."""
+    queue: str = "default"
+    priority: int = 0
+    cost: float = 0.0
+    fatal: tuple[type[BaseException], ...] = ()
+    """Errors after which trying again is of no use."""
+    exclude: frozenset[str] = frozenset()
+    """Parameters that do not belong to what is asked, such as the time of sending: they are not hashed."""
+    summary: str | None = None
+    """The parameter that runs of this model are grouped by in summaries."""
+    grace: float = 10.0
+    """Seconds between the polite request to stop and the forced end."""
+
+    @property
+    def wants_context(self) -> bool:
+        """Whether the function takes the context of the run as its first argument."""
+        return self.signature.wants_context
+
+    def check(self, parameters: Mapping[str, Any]) -> str:
+        """Return the parameters as compact JSON; raise `InvalidParameters` if the function cannot be called so."""
+        try:
+            return self.signature.check(parameters)
+        except ValueError as error:
+            raise InvalidParameters(f"model {self.name!r} {error}") from error.__cause__
+
+    def bind(self, parameters_json: str) -> dict[str, Any]:
+        """Return the arguments to call the function with, by name and of the annotated types."""
+        try:
+            return self.signature.bind(parameters_json)
+        except ValueError as error:
+            raise InvalidParameters(f"model {self.name!r} {error}") from error.__cause__
+
+    def payload_hash(self, parameters: Mapping[str, Any] | str) -> str:
+        """Return 64 hex digits: the same for the same question, whether asked in Python objects or in their JSON."""
+        try:
+            if isinstance(parameters, str):
+                asked = msgspec.json.decode(parameters)
+            else:
+                asked = msgspec.json.decode(self.signature.written(parameters))
+            if self.exclude:
+                asked = {name: value for name, value in asked.items() if name not in self.exclude}
+            return sha256(canonical({"model": self.name, "parameters": asked})).hexdigest()
+        except (ValueError, Unfingerprintable) as error:
+            raise InvalidParameters(f"model {self.name!r} {error}") from error
+
+    def delay(self, attempt_error_count: int, chance: float) -> float:
+        """Return how long to wait after that many errors; `chance` (0 to 1) spreads runs that failed together."""
+        return self.backoff[min(max(attempt_error_count, 1), len(self.backoff)) - 1] * (1 + 0.1 * chance)
+
+
+class ModelOptions(TypedDict, total=False):
+    """What can be said of a model besides its name; :class:`Model` says what each means."""
+
+    max_attempts: int
+    max_lost: int
+    backoff: Sequence[float]
+    lease: float
+    timeout: float | None
+    stall_after: float | None
+    queue: str
+    priority: int
+    isolation: Isolation | None
+    cost: float
+    fatal: Sequence[type[BaseException]]
+    exclude: Sequence[str]
+    summary: str | None
+    grace: float
+
+
+def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelOptions]) -> Model:
+    """Return the model, or raise `InvalidRequest` for whatever could not work later."""
+    _label("a model's name", name)
+    about = f"model {name!r}"
+    known = _OPTIONS
+    for option in options:
+        if option not in known:
+            raise InvalidRequest(f"{about} has no option {option!r}; {nearest(option, known)}")
+    if not callable(function):
+        raise InvalidRequest(f"{about} needs a function, not {function!r:.80}")
+    try:
+        signature = Signature(function)
+        checked = {option: known[option](option, value) for option, value in options.items()}
+        isolation = _isolation(function, checked.pop("isolation", None))
+        reference, main_path = _reference(function, needed=isolation == "process")
+        for option in ("exclude", "summary"):
+            _are_parameters(option, checked.get(option), signature)
+    except ValueError as error:
+        raise InvalidRequest(f"{about}: {error}") from None
+    return Model(name, function, isolation, signature=signature, reference=reference, main_path=main_path, **checked)
+
+
+class _Loading:
+    """Whether a child process is loading the program's own modules, to find a model in them."""
+
+    now = False
+
+
+def refuse_while_loading(what: str) -> None:
+    """A program that does its work while it is imported would do it again in every child, and theirs, without end."""
+    if _Loading.now:
+        raise InvalidRequest(
+            f"{what} while a child process loads this module to find a model:"
+            ' put what the program does under if __name__ == "__main__":'
+        )
+
+
+def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
+    """Return the function behind a model's reference, in another process; raise `ImportError` that says why not."""
+    module_name, _, qualname = reference.partition(":")
+    _Loading.now = True
+    try:
+        found: Any = _main_module(main_path) if main_path else importlib.import_module(module_name)
+        for step in qualname.split("."):
+            found = getattr(found, step)
+    except (Exception, SystemExit) as error:
+        where = f" from {main_path}" if main_path else ""
+        raise ImportError(f"cannot import model {reference!r}{where}: {type(error).__name__}: {error}") from error
+    finally:
+        _Loading.now = False
+    function: Callable[..., Any] = found.function if isinstance(found, Model) else found
+    return function
+
+
+def home(reference: str) -> str | None:
+    """The folder from which this process has imported the function's top module: another one may need it, too."""
+    top = sys.modules.get(reference.partition(":")[0].partition(".")[0])
+    file = getattr(top, "__file__", None)
+    if file is None:
+        return None
+    return str(Path(file).resolve().parent.parent if hasattr(top, "__path__") else Path(file).resolve().parent)
+
+
+def _main_module(path: str) -> ModuleType:
+    """Run the main file once under another name, as multiprocessing does, and keep it as a module."""
+    loaded = sys.modules.get(MAIN)
+    if loaded is not None and loaded.__file__ == path:
+        return loaded
+    spec = importlib.util.spec_from_file_location(MAIN, path, loader=importlib.machinery.SourceFileLoader(MAIN, path))
+    assert spec is not None
+    assert spec.loader is not None
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does for the main file: it imports its neighbours
+    module = sys.modules[MAIN] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[MAIN]
+        raise
+    return module
+
+
+def _reference(function: Callable[..., Any], *, needed: bool) -> tuple[str, str | None]:
+    """Return where another process finds the function: `module:qualname` and, for the main file, its path."""
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    trouble = _unreachable(function, qualname)
+    path = None
+    if module in {"__main__", MAIN} and not trouble:
+        main = sys.modules[module]
+        name = getattr(main.__spec__, "name", None)
+        if name not in {None, "__main__", MAIN}:  # python -m package.module
+            return f"{name}:{qualname}", None
+        file = getattr(main, "__file__", None)
+        path = str(Path(file).resolve()) if file and Path(file).is_file() else None
+        trouble = "" if path else "it was typed into an interactive session or given on the command line"
+    if not trouble:
+        return f"{module}:{qualname}", path
+    if needed:
+        raise ValueError(
+            f"its function cannot be imported by a child process: {trouble}. Define it at the top of a module,"
+            ' or pass isolation="thread"'
+        )
+    return "", None
+
+
+def _unreachable(function: Callable[..., Any], qualname: str | None) -> str:
+    if qualname is None or getattr(function, "__module__", None) is None:
+        return f"it is a {type(function).__name__} without a name of its own"
+    if "<lambda>" in qualname:
+        return "it is a lambda"
+    if "<locals>" in qualname:
+        return f"{qualname} lies inside another function"
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, type | ModuleType):
+        return f"{qualname} is bound to an object"
+    return ""
+
+
+def _isolation(function: Callable[..., Any], asked: Isolation | None) -> Isolation:
+    call = getattr(type(function), "__call__", None)  # noqa: B004 (the method is looked at, not looked for)
+    if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in (function, call)):
+        raise ValueError("a function that yields has no result; return one, and report with ctx.progress")
+    awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    if awaited and asked in {"process", "thread"}:
+        raise ValueError(f'an async function runs in the event loop; leave out isolation="{asked}" or make it sync')
+    if not awaited and asked == "loop":
+        raise ValueError('a sync function would stop the event loop; make it async, or pass isolation="thread"')
+    return asked or ("loop" if awaited else "process")
+
+
+def _are_parameters(option: str, given: Any, signature: Signature) -> None:
+    for name in {given} if isinstance(given, str) else given or ():
+        if name not in signature.parameters and not signature.takes_extra:
+            raise ValueError(f"{option} names {name!r}, which is not a parameter of the function")
+
+
+def _label(what: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{what} must be text that is not empty, not {value!r:.80}")
+    if len(value) > MAX_NAME:
+        raise InvalidRequest(f"{what} may have {MAX_NAME} characters; this one has {len(value)}")
+    if not value.isprintable():  # control characters, line breaks and halves of surrogate pairs
+        raise InvalidRequest(f"{what} may not hold control characters: {value!r}")
+    return value
+
+
+def _number(option: str, value: Any, least: float, *, above: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{option} must be a number, not {value!r:.80}")
+    if value < least or (above and value == least):
+        raise ValueError(f"{option} must be {'more than' if above else 'at least'} {least}, not {value}")
+    return value
+
+
+def _count(option: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{option} must be a whole number, not {value!r:.80}")  # noqa: TRY004 (as all the others)
+    if not least <= value < 2**31:
+        raise ValueError(f"{option} must be from {least} to {2**31 - 1}, not {value}")
+    return value
+
+
+def _waits(option: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{option} must be a tuple of seconds such as (5, 20, 60), not {value!r:.80}")
+    return tuple(_number(option, seconds, 0) for seconds in value)
+
+
+def _errors(option: str, value: Any) -> tuple[type[BaseException], ...]:
+    kinds = value if isinstance(value, list | tuple) else (value,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise ValueError(f"{option} takes types of errors, not {kind!r:.80}")  # noqa: TRY004 (as all the others)
+    return tuple(kinds)
+
+
+def _names(option: str, value: Any) -> frozenset[str]:
+    names = {value} if isinstance(value, str) else value
+    if not isinstance(names, set | frozenset | list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{option} takes names of parameters, not {value!r:.80}")
+    return frozenset(names)
+
+
+def _one_of(option: str, value: Any) -> Isolation:
+    if value not in ("process", "thread", "loop"):
+        raise ValueError(f'{option} is "process", "thread" or "loop", not {value!r:.80}')
+    chosen: Isolation = value
+    return chosen
+
+
+def _name_or_none(option: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{option} takes the name of a parameter, not {value!r:.80}")
+    return value
+
+
+_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "max_attempts": lambda option, value: _count(option, value, 1),
+    "max_lost": lambda option, value: _count(option, value, 0),
+    "backoff": _waits,
+    "lease": lambda option, value: _number(option, value, 0, above=True),
+    "timeout": lambda option, value: None if value is None else _number(option, value, 0, above=True),
+    "stall_after": lambda option, value: None if value is None else _number(option, value, 1),
+    "queue": _label,
+    "priority": lambda option, value: _count(option, value, -(2**31)),
+    "isolation": lambda option, value: None if value is None else _one_of(option, value),
+    "cost": checked_cost,
+    "fatal": _errors,
+    "exclude": _names,
+    "summary": _name_or_none,
+    "grace": lambda option, value: _number(option, value, 0),
+}
+assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for option in fields(Model)}

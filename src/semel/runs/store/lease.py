@@ -1,0 +1,203 @@
+"""Leases, as SQL: workers take runs that are due, keep them by signs of life, and learn what was asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import Connection
+
+from semel.db.dialect import Dialect, Statement, StatementContext
+from semel.runs.store.transitions import LOSE_THESE, change, changing, fenced, unlocked
+from semel.runs.types import HELD_US
+
+
+class Leased(Struct, frozen=True):
+    """A run as its worker gets it."""
+
+    id: str
+    fence: int
+    model: str
+    parameters: str
+    payload_hash: str
+    attempts: int
+    errors: int
+    user_id: str
+    tenant: str
+    queue: str
+    lease_us: int
+    created_us: int
+    started_us: int
+    changed_us: int
+    data_ref: str | None = None
+    trace: str | None = None
+    due_us: int = 0
+    """When this attempt could have begun."""
+
+
+def _leasing(words: Dialect, which: str) -> str:
+    """Lease the runs that ``which`` picks, as ``p``, unless somebody else is at it."""
+    now = words.now
+    return changing(
+        words,
+        f"""picked AS MATERIALIZED (
+  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {words.locking("p", skip=True)}
+)""",
+        f"""UPDATE semel_runs AS k
+SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
+    attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
+    started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL,
+    progress_us = {now}
+FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'PENDING'""",
+        _LEASED,
+    )
+
+
+_LEASED = (
+    "id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us, created_us, "
+    "started_us, changed_us, data_ref, trace, due_us"
+)
+
+_LEASE = Statement(
+    lambda w: _leasing(
+        w,
+        f"p.ready AND p.queue = :queue AND {w.among('p.model', 'models')} "
+        "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
+    )
+)
+_LEASE_THESE = Statement(
+    lambda w: _leasing(w, f"(p.ready OR p.due_us <= {w.now}) AND {w.among('p.id', 'ids', 'uuid')}")
+)
+
+
+class LeaseRequest(Struct, frozen=True):
+    """A worker asks for up to ``most`` runs of the models that it knows, from the queues in their order."""
+
+    worker: str
+    queues: tuple[str, ...]
+    models: list[str]
+    most: int
+
+
+def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> list[Leased]:
+    """Take runs that are due."""
+    taken: list[Leased] = []
+    for queue in request.queues:
+        most = request.most - len(taken)
+        if most > 0:
+            values: dict[str, Any] = {"worker": request.worker, "queue": queue, "models": request.models, "most": most}
+            taken += [Leased(*row) for row in change(conn, _LEASE, terms, **values)]
+    return taken
+
+
+def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: StatementContext) -> list[Leased]:
+    """Take these runs where they are due, also from owners whose leases have ended."""
+    change(conn, LOSE_THESE, terms, ids=list(ids))
+    rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
+    return [Leased(*row) for row in rows]
+
+
+_WAKE = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_runs SET ready = true WHERE id IN (
+  SELECT p.id FROM semel_runs AS p WHERE p.status = 'PENDING' AND NOT p.ready AND p.due_us <= {w.now}
+  ORDER BY p.due_us LIMIT :most {w.locking("p", skip=True)}
+)"""
+    )
+)
+_NEXT = Statement(
+    lambda w: (
+        f"""
+SELECT (SELECT min(due_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) - {w.now},
+       (SELECT max(changed_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) > {w.now}
+"""
+    )
+)
+_RESTART = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.now} WHERE id IN (
+  SELECT p.id FROM semel_runs AS p
+  WHERE p.status = 'PENDING' AND NOT p.ready AND p.changed_us > {w.now} AND p.due_us - p.changed_us < {HELD_US}
+  {w.locking("p", skip=True)}
+)"""
+    )
+)
+
+
+def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, int | None]:
+    """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due.
+
+    A wait that began later than now was begun before the clock was put back: it begins anew, no longer than before.
+    """
+    until_next, began_later = _NEXT.rows(conn, now=terms.now)[0]
+    if began_later and _RESTART.count(conn, now=terms.now):
+        until_next, _ = _NEXT.rows(conn, now=terms.now)[0]
+    if until_next is None or until_next > 0:
+        return 0, until_next
+    return _WAKE.count(conn, most=most, now=terms.now), 0
+
+
+_RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double precision", "in_note": "text"}
+_RENEW = Statement(
+    lambda w: (
+        f"""
+WITH held AS MATERIALIZED ({unlocked(w, _RENEW_COLUMNS)})
+UPDATE semel_runs AS k
+SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
+    progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END,
+    progress_us = CASE WHEN in_progress <> coalesce(progress, -1) OR in_note <> coalesce(progress_note, '')
+                       THEN {w.now} ELSE progress_us END
+FROM held WHERE {fenced(w)}
+RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
+"""
+    ),
+    _RENEW_COLUMNS,
+)
+
+
+class LeaseRenewal(Struct, frozen=True):
+    """A sign of life of an attempt, with its progress where that is news."""
+
+    run_id: str
+    fence: int
+    progress: float | None = None
+    note: str | None = None
+
+
+def renew(conn: Connection, beats: Sequence[LeaseRenewal], terms: StatementContext) -> dict[str, bool]:
+    """Extend the leases in one statement. Answers those it could, and whether their end is asked for.
+
+    One that is missing is lost, or its row is locked by someone: see watch.
+    """
+    rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
+    return {row[0]: row[1] is not None for row in rows}
+
+
+_WATCH_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
+_WATCH = Statement(
+    lambda w: (
+        f"""
+SELECT {w.plain("k.id")}, k.cancel_us FROM {w.batch(_WATCH_COLUMNS)}
+JOIN semel_runs AS k ON {fenced(w)}
+"""
+    ),
+    _WATCH_COLUMNS,
+)
+
+
+def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
+    """As renew, without extending anything."""
+    return {row[0]: row[1] is not None for row in _WATCH.rows(conn, held)}
+
+
+_HELD_BY = Statement(
+    lambda w: f"SELECT {w.plain('id')}, fence FROM semel_runs WHERE status = 'RUNNING' AND worker = :worker"
+)
+
+
+def held_by(conn: Connection, worker: str) -> dict[str, int]:
+    """The runs that the worker holds, with their fences."""
+    return {row[0]: row[1] for row in _HELD_BY.rows(conn, worker=worker)}

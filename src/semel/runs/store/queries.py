@@ -1,0 +1,365 @@
+"""Questions about runs: nothing here changes anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import Connection, Select, Uuid, and_, case, func, literal, or_, select, union_all
+
+from semel.db.dialect import Dialect, Statement, StatementContext
+from semel.db.schema import jobs, run_events, run_logs, runs, workers
+from semel.runs.store.quotas import read_clock
+from semel.runs.types import (
+    HELD_US,
+    INTERNAL_QUEUE,
+    MICRO,
+    LogLine,
+    Page,
+    Run,
+    Step,
+    Summary,
+    Waiting,
+    WorkerInfo,
+    run_of,
+)
+
+WORKER_SILENCE_US = 45 * MICRO
+"""A worker that has not been seen for so long is taken for dead."""
+
+_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "result_exact", "trace")
+_SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
+_LISTED = [column for column in _SHOWN if column.name != "parameters"]
+_FIRST_PORTION = 16
+"""Rows that are read at first for a page that is bounded in bytes."""
+
+
+NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
+"""True of what somebody submitted, as against work that the service gave to itself."""
+
+
+STALLED = and_(
+    runs.c.status == literal("RUNNING", literal_execute=True),
+    runs.c.stall_us.is_not(None),
+    runs.c.heartbeat_us - runs.c.progress_us >= runs.c.stall_us,
+)
+"""True of a run that is alive and makes no progress; see ``Run.stalled_us``."""
+
+
+class Filter(Struct, frozen=True, kw_only=True):
+    """Which runs to list; None is any. ``key`` and ``payload_hash`` are exact."""
+
+    tenant: str = ""
+    status: Sequence[str] | None = None
+    model: str | None = None
+    user: str | None = None
+    queue: str | None = None
+    key: str | None = None
+    payload_hash: str | None = None
+    since_us: int | None = None
+    until_us: int | None = None
+    stalled: bool = False
+    """Only those that are alive and make no progress."""
+
+    def conditions(self) -> list[Any]:
+        """As SQL."""
+        wanted: dict[str, object] = {
+            "model": self.model,
+            "user_id": self.user,
+            "queue": self.queue,
+            "idempotency_key": self.key,
+            "payload_hash": self.payload_hash,
+        }
+        found: list[Any] = [runs.c.tenant == self.tenant]
+        if self.queue != INTERNAL_QUEUE:
+            found.append(NOT_INTERNAL)
+        found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
+        if self.user:
+            found.append(runs.c.user_id != literal("", literal_execute=True))  # which names the index
+        if self.status is not None:
+            found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
+        if self.since_us is not None:
+            found.append(runs.c.created_us >= self.since_us)
+        if self.until_us is not None:
+            found.append(runs.c.created_us < self.until_us)
+        if self.stalled:
+            found.append(STALLED)
+        return found
+
+
+_NAMES = [column.name for column in _SHOWN]
+_IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uuid))
+
+
+def _get(words: Dialect) -> str:
+    """As text with an array: it is one statement, however many ids there are, and its rows cost half as much."""
+    shown = ", ".join(words.plain(name) if name in _IDS else name for name in _NAMES)
+    return f"SELECT {shown} FROM semel_runs WHERE {words.among('id', 'ids', 'uuid')}"
+
+
+_GET = Statement(_get)
+
+
+def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
+    """The runs of these ids that there are."""
+    rows = _GET.rows(conn, ids=list(ids))
+    found = [run_of(dict(zip(_NAMES, row, strict=True))) for row in rows]
+    return {run.id: run for run in found if tenant is None or run.tenant == tenant}
+
+
+class RunVersion(Struct, frozen=True):
+    """How a run stands, in short: two that are equal say that nothing was written to it in between."""
+
+    version: int
+    status: str
+    lease_until_us: int | None
+    heartbeat_us: int | None
+    cancel_us: int | None
+    progress: float | None
+    progress_note: str | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunVersion:
+        """The mark of a run as it was read."""
+        return cls(*(getattr(run, name) for name in cls.__struct_fields__))
+
+
+_MARKED = [runs.c[name] for name in RunVersion.__struct_fields__]
+
+
+def versions(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
+    """The marks of these runs, and the (fence, line) of the last that each has logged; (0, 0) before the first."""
+    logged = select(run_logs.c.fence).where(run_logs.c.run_id == runs.c.id)
+    last = logged.order_by(run_logs.c.fence.desc(), run_logs.c.line.desc()).limit(1)
+    line = last.with_only_columns(run_logs.c.line)
+    query = select(runs.c.id, last.scalar_subquery(), line.scalar_subquery(), *_MARKED)
+    rows = conn.execute(query.where(runs.c.id.in_(list(ids))))
+    return {run_id: (RunVersion(*rest), (fence or 0, number or 0)) for run_id, fence, number, *rest in rows}
+
+
+def _runs(conn: Connection, query: Select[Any]) -> list[Run]:
+    return [run_of(dict(row)) for row in conn.execute(query).mappings()]
+
+
+def list_runs(
+    conn: Connection,
+    wanted: Filter,
+    limit: int,
+    cursor: str | None,
+    *,
+    parameters: bool = True,
+    max_bytes: int | None = None,
+) -> Page:
+    """Newest first, page by page: the cost of a page does not grow with its number.
+
+    A page of ``max_bytes`` ends with the run that would make it larger, but has one at least. It is read in portions,
+    so that not much more than that is ever in memory.
+    """
+    query = select(*(_SHOWN if parameters else _LISTED)).where(*wanted.conditions()).order_by(runs.c.id.desc())
+    found: list[Run] = []
+    portion = limit + 1 if max_bytes is None else _FIRST_PORTION
+    while True:
+        asked = min(portion, limit + 1 - len(found))
+        after = query if cursor is None else query.where(runs.c.id < cursor)
+        rows = conn.execute(after.limit(asked)).mappings().all()
+        for row in rows:
+            if max_bytes is not None:
+                max_bytes -= _weight(row)
+                if max_bytes < 0 and found:
+                    return Page(found, found[-1].id)
+            found.append(run_of(dict(row)))
+        if len(rows) < asked or len(found) > limit:
+            return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
+        cursor = found[-1].id
+        portion *= 2
+
+
+def _weight(row: Mapping[Any, Any]) -> int:
+    """About how many bytes a row is on the wire."""
+    return 1000 + sum(len(value) for value in row.values() if isinstance(value, str))
+
+
+def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
+    """The run, its result where that lives in the row, and its exact form (see Ended) where that is another."""
+    query = select(*_SHOWN, runs.c.result, runs.c.result_exact).where(runs.c.id == run_id)
+    if tenant is not None:
+        query = query.where(runs.c.tenant == tenant)
+    row = conn.execute(query).mappings().one_or_none()
+    if row is None:
+        return None
+    fields = dict(row)
+    kept, exact = fields.pop("result"), fields.pop("result_exact")
+    return run_of(fields), kept, exact
+
+
+def timeline(conn: Connection, run_id: str) -> list[Step]:
+    """Every step of a run's life, oldest first."""
+    columns = [run_events.c[name] for name in ("version", "at_us", "step", "status", "fence", "worker", "note")]
+    rows = conn.execute(select(*columns).where(run_events.c.run_id == run_id).order_by(run_events.c.version))
+    return [Step(*row) for row in rows]
+
+
+def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
+    """Lines of a run after (fence, line), oldest first."""
+    fence, line = after
+    later = or_(run_logs.c.fence > fence, and_(run_logs.c.fence == fence, run_logs.c.line > line))
+    columns = [run_logs.c[name] for name in ("fence", "line", "at_us", "level", "text")]
+    query = select(*columns).where(run_logs.c.run_id == run_id, later)
+    rows = conn.execute(query.order_by(run_logs.c.fence, run_logs.c.line).limit(limit))
+    return [LogLine(*row) for row in rows]
+
+
+def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
+    """How many runs of each model (and of each value of the parameter that it is summarised by) are in which state.
+
+    Those of one user, or of all.
+    """
+    names = [runs.c.model, runs.c.facet] if grouped else [runs.c.model]
+    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us))
+    rows = conn.execute(
+        select(*names, runs.c.status, func.count(), func.sum(spent))
+        .where(*Filter(tenant=tenant, user=user).conditions())
+        .group_by(*names, runs.c.status)
+        .order_by(*names)
+    )
+    counts: dict[tuple[str, str | None], dict[str, int]] = {}
+    seconds: dict[tuple[str, str | None], float] = {}
+    for *name, status, count, total in rows:
+        place = (name[0], name[1] if grouped else None)
+        counts.setdefault(place, {})[status] = count
+        if status == "SUCCEEDED":
+            seconds[place] = float(total) / MICRO / count
+    return [
+        Summary(model=model, group=group, counts=by_status, mean_seconds=seconds.get((model, group)))
+        for (model, group), by_status in counts.items()
+    ]
+
+
+class Backlog(Struct, frozen=True):
+    """What waits and what runs now, and for how long the oldest run that is due has waited."""
+
+    pending: int
+    running: int
+    oldest_wait: float
+    stalled: int = 0
+    """Of those that run: how many are alive and make no progress."""
+
+
+def backlog(conn: Connection, terms: StatementContext) -> Backlog:
+    """What waits and what runs, without the service's own work."""
+    now = read_clock(conn, terms)
+    pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
+    states = (
+        (runs.c.status == pending, runs.c.ready),
+        (runs.c.status == pending, ~runs.c.ready),
+        (runs.c.status == running,),
+        (STALLED,),
+    )
+    whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # by the index
+    rows = conn.execute(
+        union_all(
+            *(
+                select(literal(number), func.count(), func.min(runs.c.due_us)).where(*state, *which)
+                for number, state in enumerate(states)
+                for which in whose
+            )
+        )
+    ).all()
+    due, later, held, stalled = (sum(row[1] for row in rows if row[0] == number) for number in range(len(states)))
+    oldest = min((row[2] for row in rows if row[0] == 0 and row[2] is not None), default=now)
+    return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO), stalled)
+
+
+def waiting(conn: Connection, run_id: str, terms: StatementContext) -> Waiting | None:
+    """Why a run is pending, which place it has, since when. None for one that is not pending."""
+    now = read_clock(conn, terms)
+    row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
+    if row is None or row.status != "PENDING":
+        return None
+    if row.due_us - row.created_us >= HELD_US:
+        return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
+    if row.due_us > now and not row.ready:
+        return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
+    ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
+    serving = [each for each in list_workers(conn, terms) if each.alive and row.queue in each.queues]
+    able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]
+    return Waiting(
+        reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
+    )
+
+
+def _uploading(conn: Connection, run_id: str) -> str:
+    sent = conn.execute(select(jobs.c.data_bytes, jobs.c.data_total).where(jobs.c.run_id == run_id)).one_or_none()
+    if sent is None or sent.data_total is None:
+        return "its data is being uploaded"
+    return f"its data is being uploaded: {sent.data_bytes:,} of {sent.data_total:,} bytes"
+
+
+def _not_yet(row: Any, now: int) -> str:
+    seconds = min(row.due_us - now, row.due_us - row.changed_us) / MICRO  # less is left when the clock was put back
+    if row.step == "retried":
+        return f"backing off for {seconds:.0f} s more after an error ({row.errors} of {row.max_attempts}): {row.note}"
+    if row.step == "snoozed":
+        return f"snoozed for {seconds:.0f} s more: {row.note}"
+    return f"scheduled: it is due in {seconds:.0f} s"
+
+
+def _before(row: Any) -> Any:
+    """True of the runs that are due and come first in the same queue."""
+    later = or_(
+        runs.c.priority > row.priority,
+        and_(
+            runs.c.priority == row.priority,
+            or_(runs.c.due_us < row.due_us, and_(runs.c.due_us == row.due_us, runs.c.id < row.id)),
+        ),
+    )
+    pending = literal("PENDING", literal_execute=True)
+    return and_(runs.c.status == pending, runs.c.ready, runs.c.queue == row.queue, later)
+
+
+def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo], ahead: int) -> str:
+    if not serving:
+        return f"no live worker serves the queue {row.queue!r}"
+    if not able:
+        known = any(row.model in each.models for each in serving)
+        return (
+            f"the live workers of the queue {row.queue!r} have no slots for the model {row.model!r}, or are stopping"
+            if known
+            else f"no live worker of the queue {row.queue!r} knows the model {row.model!r}"
+        )
+    before = "1 run is ahead" if ahead == 1 else f"{ahead} runs are ahead"
+    if all(each.free(row.model) <= 0 for each in able):
+        slots = sum(each.slots[each.models[row.model]] for each in able)
+        return f"all {slots} slots of {len(able)} workers are busy; {before}"
+    return before if ahead else "it is next"
+
+
+def list_workers(conn: Connection, terms: StatementContext) -> list[WorkerInfo]:
+    """Who works, or did until lately."""
+    now = read_clock(conn, terms)
+    running = literal("RUNNING", literal_execute=True)
+    groups = (runs.c.worker, runs.c.model)
+    holds: dict[str, dict[str, int]] = {}
+    for worker, model, count in conn.execute(
+        select(*groups, func.count()).where(runs.c.status == running).group_by(*groups)
+    ):
+        holds.setdefault(worker, {})[model] = count
+    return [
+        WorkerInfo(
+            id=row.id,
+            name=row.name,
+            host=row.host,
+            pid=row.pid,
+            queues=json.loads(row.queues),
+            models=json.loads(row.models),
+            slots=json.loads(row.slots),
+            draining=row.draining,
+            started_us=row.started_us,
+            seen_us=row.seen_us,
+            alive=abs(now - row.seen_us) < WORKER_SILENCE_US,
+            holds=holds.get(row.id, {}),
+        )
+        for row in conn.execute(select(workers).order_by(workers.c.name, workers.c.started_us))
+    ]

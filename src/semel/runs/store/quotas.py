@@ -1,0 +1,440 @@
+"""Quotas that cannot be raced: use is counted from rows, under a lock of the user, in the transaction that adds to it.
+
+No counter is kept, so none can drift: a slot is free again the moment its run is over or its reservation has ended,
+whatever died meanwhile, and it is free once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from msgspec import Struct, StructMeta
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
+
+from semel._validation import nearest
+from semel.db.dialect import Statement, StatementContext
+from semel.db.schema import quotas, reservations, runs
+from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
+from semel.runs.types import EVERYBODY, MICRO, checked_id, micros
+from semel.types import moment
+
+Action: TypeAlias = Literal["block", "warn"]
+Person: TypeAlias = tuple[str, str]
+"""A tenant and a user."""
+
+EXPIRED_KEPT_US = 3600 * MICRO
+"""An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
+
+CLEANED_AT_ONCE = 500
+"""So many expired reservations of a user are removed by a new one: nobody waits long for the past."""
+
+WAITED_US = 10 * MICRO
+"""So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
+
+_COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
+_PERIODS = ("daily", "weekly", "monthly", "yearly")
+
+
+class _Limits(StructMeta):
+    """Refuses a limit that there is not by naming the nearest, where Python would raise a bare TypeError."""
+
+    if not TYPE_CHECKING:  # to type checkers Quota takes its fields
+
+        def __call__(self, *args: object, **limits: object) -> object:
+            for name in limits:
+                if name not in self.__struct_fields__:
+                    raise InvalidRequest(f"a quota has no {name!r}; {nearest(name, self.__struct_fields__)}")
+            return super().__call__(*args, **limits)
+
+
+class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
+    """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
+
+    max_concurrent: int | None = None
+    per_hour: int | None = None
+    per_day: int | None = None
+    cost_daily: float | None = None
+    cost_weekly: float | None = None
+    cost_monthly: float | None = None
+    cost_yearly: float | None = None
+    action: Action = "block"
+    """``warn`` lets everything through, and says so."""
+    warn_at: float = 0.8
+    """The part of a limit from which on an answer carries a warning."""
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTED, *(f"cost_{period}" for period in _PERIODS)):
+            limit = getattr(self, name)
+            whole = name in _COUNTED
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int if whole else int | float):
+                raise InvalidRequest(f"{name} is a {'whole number' if whole else 'number'}, not {limit!r}")
+            if not 0 <= limit < 2**31:
+                raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
+        if self.action not in ("block", "warn"):
+            raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
+        part: object = self.warn_at
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {part!r}")
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """What a user has in use: ``concurrent`` counts active runs and live reservations that have no run yet."""
+
+    concurrent: int
+    reserved: int
+    last_hour: int
+    last_day: int
+    spent: dict[str, float]
+    """By period: daily, weekly, monthly, yearly; each since its start in UTC."""
+
+
+class Admission(Struct, frozen=True):
+    """Let in, with what the user should know."""
+
+    quota_warnings: list[str] = []
+    cost_limit_warning: str | None = None
+
+
+_CLOCK = Statement(lambda w: f"SELECT {w.now}, EXISTS (SELECT 1 FROM semel_quotas), {w.patience}")
+
+
+def read_clock(conn: Connection, terms: StatementContext) -> int:
+    """The time that the whole transaction goes by. It is read first, and lets the rest wait for others' locks."""
+    return read_clock_and_quotas(conn, terms)[0]
+
+
+def read_clock_and_quotas(conn: Connection, terms: StatementContext) -> tuple[int, bool]:
+    """As read_clock, and whether there are any quotas at all."""
+    row = _CLOCK.rows(conn, now=terms.now)[0]
+    return row[0], bool(row[1])
+
+
+_LOCK = text(
+    "SELECT pg_advisory_xact_lock(hashtextextended(person, 7301)) FROM unnest(CAST(:people AS text[])) AS p(person)"
+)
+
+
+def lock(conn: Connection, people: Iterable[Person]) -> None:
+    """Nobody else adds to these users' use until the transaction ends. SQLite has one writer anyway."""
+    if conn.dialect.name == "postgresql":
+        conn.execute(_LOCK, {"people": ["\x1f".join(person) for person in sorted(set(people))]})
+
+
+def quotas_of(conn: Connection, people: Iterable[Person]) -> dict[Person, Quota]:
+    """The quotas that hold for these users; those without any are left out, and so are runs of nobody in particular."""
+    people = {person for person in people if person[1]}
+    tenants = {tenant for tenant, _ in people}
+    found = {}
+    for row in conn.execute(_QUOTAS, {"tenants": list(tenants), "users": [EVERYBODY, *{user for _, user in people}]}):
+        found[row.tenant, row.user_id] = _quota(row)
+    held = {}
+    for tenant, user in people:
+        quota = found.get((tenant, user)) or found.get((tenant, EVERYBODY))
+        if quota is not None:
+            held[tenant, user] = quota
+    return held
+
+
+_QUOTAS = select(quotas).where(
+    quotas.c.tenant.in_(bindparam("tenants", expanding=True)), quotas.c.user_id.in_(bindparam("users", expanding=True))
+)
+
+
+def _quota(row: Any) -> Quota:
+    limits = {name: getattr(row, name) for name in _COUNTED}
+    costs = {f"cost_{period}": getattr(row, f"cost_{period}") for period in _PERIODS}
+    costs = {name: None if cost is None else cost / MICRO for name, cost in costs.items()}
+    return Quota(**limits, **costs, action=row.action, warn_at=row.warn_at)
+
+
+def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: StatementContext) -> None:
+    """Write a user's quota; None takes it away. Runs that are under way go on, whatever it says."""
+    tenant, user = person
+    read_clock(conn, terms)
+    lock(conn, [person])
+    conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
+    if quota is not None:
+        values: dict[str, Any] = {name: getattr(quota, name) for name in (*_COUNTED, "action", "warn_at")}
+        for period in _PERIODS:
+            cost = getattr(quota, f"cost_{period}")
+            values[f"cost_{period}"] = None if cost is None else micros(cost)
+        conn.execute(insert(quotas).values(tenant=tenant, user_id=user, **values))
+
+
+def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
+    """Every quota of a tenant, by user."""
+    rows = conn.execute(select(quotas).where(quotas.c.tenant == tenant).order_by(quotas.c.user_id))
+    return {row.user_id: _quota(row) for row in rows}
+
+
+_USAGE = Statement(
+    lambda w: (
+        f"""
+SELECT (SELECT count(*) FROM semel_runs
+        WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND status IN ('PENDING', 'RUNNING')),
+       (SELECT count(*) FROM semel_reservations
+        WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
+       count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
+       {", ".join(w.total("cost", f"created_us >= :{period}") for period in _PERIODS)}
+FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
+"""
+    )
+)
+
+
+def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None) -> Usage:
+    """Count what the user has in use at this moment; for a quota, no further back than it looks."""
+    starts = period_starts(now)
+    hour, day = now - 3600 * MICRO, now - 86400 * MICRO
+    looks = {"per_hour": hour, "per_day": day, **{f"cost_{period}": start for period, start in starts.items()}}
+    oldest = [at for name, at in looks.items() if quota is None or getattr(quota, name) is not None]
+    values: dict[str, Any] = {"tenant": person[0], "person": person[1], "at": now, "hour": hour, "day": day}
+    values |= {**starts, "oldest": min([now, *oldest])}
+    (row,) = _USAGE.rows(conn, **values)
+    return Usage(
+        concurrent=row[0] + row[1],
+        reserved=row[1],
+        last_hour=row[2],
+        last_day=row[3],
+        spent={period: int(amount) / MICRO for period, amount in zip(starts, row[4:], strict=True)},
+    )
+
+
+def period_starts(now: int) -> dict[str, int]:
+    """When the current day, week (from Monday), month and year began, in UTC."""
+    day = moment(now).replace(hour=0, minute=0, second=0, microsecond=0)
+    starts: dict[str, datetime] = {
+        "daily": day,
+        "weekly": day - timedelta(days=day.weekday()),
+        "monthly": day.replace(day=1),
+        "yearly": day.replace(month=1, day=1),
+    }
+    return {period: round(start.timestamp()) * MICRO for period, start in starts.items()}
+
+
+class Meter:
+    """One user's use against their quota, while several submissions of a transaction add to it one by one."""
+
+    def __init__(self, user: str, quota: Quota, used: Usage) -> None:
+        self._user = user
+        self._quota = quota
+        self._counts = {"max_concurrent": used.concurrent, "per_hour": used.last_hour, "per_day": used.last_day}
+        self._spent = {period: micros(amount) for period, amount in used.spent.items()}
+
+    def admit(self, cost: int, *, reserved: bool) -> Admission:
+        """Let one more in and count it, or raise. A ``reserved`` slot is counted already."""
+        counts = {name: count + (not (reserved and name == "max_concurrent")) for name, count in self._counts.items()}
+        warnings = [line for name, count in counts.items() if (line := self._count_warning(name, count))]
+        cost_warning = self._cost_warning(cost)
+        self._counts = counts
+        self._spent = {period: spent + cost for period, spent in self._spent.items()}
+        return Admission(warnings, cost_warning)
+
+    def _count_warning(self, name: str, count: int) -> str | None:
+        limit: int | None = getattr(self._quota, name)
+        if limit is None:
+            return None
+        if count > limit and self._quota.action == "block":
+            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {_COUNTED[name]} allowed{self._whose(limit)}")
+        if count >= self._quota.warn_at * limit:
+            return f"{count} of {limit} {_COUNTED[name]} in use"
+        return None
+
+    def _whose(self, limit: int) -> str:
+        """Who may do nothing at all wants to know who that is: often it is not the user that they meant."""
+        return "" if limit else f" for user {self._user!r}; ask an admin to raise it (semel quota set)"
+
+    def _cost_warning(self, cost: int) -> str | None:
+        told = None
+        for period, spent in self._spent.items():
+            limit: float | None = getattr(self._quota, f"cost_{period}")
+            if limit is None:
+                continue
+            if (spent >= micros(limit) or spent + cost > micros(limit)) and self._quota.action == "block":
+                raise CostLimitExceeded(
+                    f"Cost limit exceeded: ${spent / MICRO:.2f} spent of ${limit:.2f} {period} limit. "
+                    f"This job would cost {_dollars(cost)}."
+                )
+            if told is None and spent + cost >= self._quota.warn_at * micros(limit):
+                told = f"${(spent + cost) / MICRO:.2f} spent of ${limit:.2f} {period} limit."
+        return told
+
+
+def _dollars(cost: int) -> str:
+    """Two places, or as many as a smaller cost needs."""
+    return f"${cost / MICRO:.2f}" if cost % (MICRO // 100) == 0 else f"${cost / MICRO:.6f}".rstrip("0")
+
+
+class Reserve(Struct, frozen=True, kw_only=True):
+    """A user asks for a slot. ``id`` is the reservation's, so that asking again after a lost reply finds it."""
+
+    id: str
+    tenant: str
+    user: str
+    max_concurrent: int
+    ttl_us: int
+
+
+def reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementContext) -> list[str | None]:
+    """For each its slot's id, or None when all are in use; the first who asks is served first.
+
+    What of these users expired long ago is cleaned on the way.
+    """
+    people = sorted({(each.tenant, each.user) for each in requests})
+    now = read_clock(conn, terms)
+    lock(conn, people)
+    for tenant, user in people:
+        theirs = (reservations.c.tenant == tenant, reservations.c.user_id == user)
+        restarted = {"expires_us": now + reservations.c.expires_us - reservations.c.created_us, "created_us": now}
+        conn.execute(update(reservations).where(*theirs, reservations.c.created_us > now + WAITED_US).values(restarted))
+        expired = select(reservations.c.id).where(*theirs, reservations.c.expires_us < now - EXPIRED_KEPT_US)
+        conn.execute(delete(reservations).where(reservations.c.id.in_(expired.limit(CLEANED_AT_ONCE))))
+    ids = [each.id for each in requests]
+    known = set(conn.scalars(select(reservations.c.id).where(reservations.c.id.in_(ids))))
+    used = {person: usage(conn, person, now, Quota()).concurrent for person in people}
+    answers: list[str | None] = []
+    rows: list[dict[str, Any]] = []
+    for each in requests:
+        person = (each.tenant, each.user)
+        if each.id in known:  # asked again: its first answer was lost
+            answers.append(each.id)
+        elif used[person] >= each.max_concurrent:
+            answers.append(None)
+        else:
+            used[person] += 1
+            answers.append(each.id)
+            rows.append(_reservation(each, now))
+    if rows:
+        conn.execute(insert(reservations), rows)
+    return answers
+
+
+def _reservation(request: Reserve, now: int) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "tenant": request.tenant,
+        "user_id": request.user,
+        "created_us": now,
+        "expires_us": now + request.ttl_us,
+        "consumed": False,
+        "max_concurrent": request.max_concurrent,
+    }
+
+
+def consume(conn: Connection, reservation: str, person: Person, job_id: str, now: int) -> None:
+    """Bind a live reservation to the run that is about to be written, once. All else is refused."""
+    changed = conn.execute(
+        update(reservations)
+        .where(*_own(reservation, person), reservations.c.expires_us >= now, reservations.c.consumed.is_(False))
+        .where(or_(reservations.c.job_id.is_(None), reservations.c.job_id == job_id))
+        .values(consumed=True, job_id=job_id)
+    )
+    if changed.rowcount:
+        return
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+    if row is None:
+        raise ReservationLost(f"reservation {reservation!r} is not there: it expired, was released, or is another's")
+    if row.job_id == job_id:
+        return
+    if row.expires_us < now and not row.consumed:
+        raise ReservationLost(f"reservation {reservation!r} has expired; reserve a slot again")
+    raise ReservationLost(f"reservation {reservation!r} was used for another job already")
+
+
+def consume_after(
+    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: StatementContext
+) -> bool:
+    """Consume it after its job was created, so nothing is refused. False: the slot is not, or no longer, the job's.
+
+    One that expired is consumed as long as its slot is free: as long as the user's other jobs and reservations leave
+    room under the limit with which it was reserved.
+    """
+    read_clock(conn, terms)
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+    if row is None:
+        return False
+    whose = (row.tenant, row.user_id)
+    lock(conn, [whose])
+    now = read_clock(conn, terms)  # the wait for the lock may have lasted longer than the reservation
+    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+    if row is None:
+        return False
+    if row.consumed:
+        return job_id is None or row.job_id in (None, job_id)
+    job = row.job_id if job_id is None else job_id
+    if row.expires_us < now and not _slot_is_free(conn, row, job, now):
+        return False
+    unused = update(reservations).where(reservations.c.id == row.id, reservations.c.consumed.is_(False))
+    return bool(conn.execute(unused.values(consumed=True, job_id=job)).rowcount)  # it may be released at this moment
+
+
+def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> bool:
+    if row.max_concurrent is None:
+        return False
+    known = None if job_id is None else checked_id(job_id)
+    active = select(runs.c.id).where(runs.c.id == known, runs.c.status.in_(["PENDING", "RUNNING"]))
+    own = 0 if known is None or conn.scalar(active) is None else 1
+    others = usage(conn, (row.tenant, row.user_id), now, Quota()).concurrent - own
+    return bool(others < row.max_concurrent)
+
+
+def is_open(conn: Connection, reservation: str, person: Person, now: int) -> bool:
+    """Whether the reservation holds a slot for a job that there is not yet."""
+    live = [reservations.c.expires_us >= now, reservations.c.consumed.is_(False), reservations.c.job_id.is_(None)]
+    return conn.scalar(select(reservations.c.id).where(*_own(reservation, person), *live)) is not None
+
+
+def bind(conn: Connection, reservation: str, person: Person, job_id: str) -> None:
+    """Let the reservation stand for a job that was made in its flow, which consumes it later: both count once."""
+    conn.execute(
+        update(reservations)
+        .where(*_own(reservation, person), reservations.c.consumed.is_(False), reservations.c.job_id.is_(None))
+        .values(job_id=job_id)
+    )
+
+
+def _own(reservation: str, person: tuple[str, str | None]) -> list[ColumnElement[bool]]:
+    tenant, user = person
+    own = [reservations.c.id == reservation, reservations.c.tenant == tenant]
+    return own if user is None else [*own, reservations.c.user_id == user]
+
+
+def release(conn: Connection, reservation: str, person: tuple[str, str | None]) -> bool:
+    """Free the slot at once. False when there was nothing to free: used, released or expired and cleaned before."""
+    unused = delete(reservations).where(*_own(reservation, person), reservations.c.consumed.is_(False))
+    return bool(conn.execute(unused).rowcount)
+
+
+_PURGE = Statement(
+    lambda w: (
+        f"""
+DELETE FROM semel_reservations WHERE id IN (
+  SELECT p.id FROM semel_reservations AS p WHERE p.expires_us < {w.now} - {EXPIRED_KEPT_US}
+  ORDER BY p.expires_us LIMIT :most {w.locking("p", skip=True)}
+)"""
+    )
+)
+
+
+def purge_reservations(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
+    """Remove what expired an hour ago. Until then, consuming it late, or again, is understood."""
+    return _PURGE.count(conn, most=most, now=terms.now)
+
+
+_RESTART = Statement(
+    lambda w: (
+        f"""
+UPDATE semel_reservations SET expires_us = {w.now} + expires_us - created_us, created_us = {w.now}
+WHERE created_us > {w.now}
+"""
+    )
+)
+
+
+def restart_reservations(conn: Connection, terms: StatementContext) -> None:
+    """A reservation that was made later than now, so before the clock was put back, lasts no longer for that."""
+    _RESTART.count(conn, now=terms.now)

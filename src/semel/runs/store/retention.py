@@ -1,0 +1,132 @@
+"""Retention: runs that were over long ago are removed with their logs, files and data; what a live key names stays.
+
+    rows removed, their files noted     files removed        note removed
+    ───────────── one transaction ────▶ ───────────────────▶ ────────────▶
+
+Whatever dies in between, the next purge finds the notes and goes on. So no run is ever there without its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import ColumnElement, Connection, Text, and_, cast, delete, exists, literal, not_, or_, select, text
+
+from semel.db.dialect import Statement, StatementContext
+from semel.db.schema import deliveries, jobs, removals, run_events, run_keys, runs
+from semel.runs.execution.input_data import folder_of
+from semel.runs.store.quotas import read_clock
+from semel.runs.types import MICRO, TERMINAL
+
+BATCH = 500
+"""Runs in one transaction."""
+LOG_BATCH = 5000
+
+
+class Removal(Struct, frozen=True):
+    """Files of a run that is gone (``prefix`` is its id), or data that no run had any more (``data_ref``)."""
+
+    prefix: str
+    data_ref: str | None
+
+
+class Removed(Struct, frozen=True):
+    """How many runs a step removed, and after which id the next one goes on; None at the end."""
+
+    count: int
+    next: str | None
+
+
+def is_old(now: int, age: float) -> ColumnElement[bool]:
+    """True of a run that was over so many seconds ago and that no live key names."""
+    over = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
+    named = and_(
+        run_keys.c.kind == literal("key", literal_execute=True),  # which names the index
+        run_keys.c.job_id == cast(runs.c.id, Text),
+        run_keys.c.expires_us >= now,
+    )
+    return and_(over, not_(exists().where(named)))
+
+
+_NOTE_COLUMNS = {"in_prefix": "text", "in_data": "text", "in_files": "boolean"}
+_NOTE = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_removals (prefix, data_ref, has_files)
+SELECT in_prefix, in_data, in_files FROM {w.batch(_NOTE_COLUMNS)} WHERE true ON CONFLICT (prefix) DO NOTHING
+"""
+    ),
+    _NOTE_COLUMNS,
+)
+
+
+def remove_runs(conn: Connection, age: float, after: str | None, terms: StatementContext) -> Removed:
+    """Remove the next old runs, in the order of their ids, and note their files. One that is being retried stays."""
+    now = read_clock(conn, terms)
+    query = select(runs.c.id).where(is_old(now, age)).order_by(runs.c.id).limit(BATCH)
+    if after is not None:
+        query = query.where(runs.c.id > after)
+    ids = list(conn.scalars(query.with_for_update(of=runs, skip_locked=True)))
+    if not ids:
+        return Removed(0, None)
+    files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
+    gone = conn.execute(delete(runs).where(runs.c.id.in_(ids)).returning(runs.c.id, runs.c.data_ref, files)).all()
+    for table in (run_events, jobs, deliveries):
+        conn.execute(delete(table).where(table.c.run_id.in_(ids)))
+    refs = {row[1] for row in gone if row[1] is not None}
+    notes: list[tuple[Any, ...]] = [(row[0], None, bool(row[2])) for row in gone]
+    _NOTE.count(conn, notes + [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
+    return Removed(len(gone), ids[-1])
+
+
+def _in_use(conn: Connection, refs: set[str]) -> set[str]:
+    return set(conn.scalars(select(runs.c.data_ref).where(runs.c.data_ref.in_(refs)).distinct())) if refs else set()
+
+
+def pending_removals(conn: Connection, after: str) -> list[Removal]:
+    """The next files that are to be removed, in the order of their prefixes."""
+    query = select(removals.c.prefix, removals.c.data_ref).where(removals.c.prefix > after)
+    return [Removal(*row) for row in conn.execute(query.order_by(removals.c.prefix).limit(BATCH))]
+
+
+_REMOVE_LOGS = Statement(
+    lambda w: (
+        f"""
+DELETE FROM semel_run_logs WHERE (run_id, fence, line) IN (
+  SELECT p.run_id, p.fence, p.line FROM semel_run_logs AS p WHERE {w.among("p.run_id", "ids", "uuid")} LIMIT :most
+)"""
+    )
+)
+
+
+def remove_logs(conn: Connection, ids: Sequence[str]) -> bool:
+    """Remove some lines that these runs logged; True when there may be more."""
+    return _REMOVE_LOGS.count(conn, ids=list(ids), most=LOG_BATCH) >= LOG_BATCH
+
+
+def settle(conn: Connection, prefixes: Sequence[str]) -> None:
+    """The files of these are gone."""
+    conn.execute(delete(removals).where(removals.c.prefix.in_(list(prefixes))))
+
+
+_LOCK = text("SELECT pg_advisory_xact_lock(:key)")
+
+
+def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
+    """Until the transaction ends nobody else removes this data or gives it to a run. SQLite has one writer anyway."""
+    read_clock(conn, terms)
+    if conn.dialect.name == "postgresql":
+        key = int.from_bytes(sha256(f"semel data {data_ref}".encode()).digest()[:8], signed=True)
+        conn.execute(_LOCK, {"key": key})
+
+
+def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None], terms: StatementContext) -> None:
+    """Remove data that was noted, unless a run has it again by now."""
+    assert removal.data_ref is not None
+    lock_data(conn, removal.data_ref, terms)
+    if not _in_use(conn, {removal.data_ref}):
+        remove(removal.prefix)
+    settle(conn, [removal.prefix])

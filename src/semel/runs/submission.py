@@ -1,0 +1,228 @@
+"""From what a caller asks for to a submission with everything checked, and from its answer to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, TypedDict
+
+import msgspec
+from msgspec import Struct
+
+from semel._validation import nearest
+from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
+from semel.runs import tracing
+from semel.runs.models.model import Model, refuse_while_loading
+from semel.runs.models.registry import Registry
+from semel.runs.store.run_keys import KeyKind
+from semel.runs.store.submit import Answer, Created, Submission
+from semel.runs.types import (
+    HELD_US,
+    INTERNAL_PREFIX,
+    INTERNAL_QUEUE,
+    MICRO,
+    Run,
+    checked_cost,
+    checked_key,
+    checked_name,
+    checked_retention,
+    checked_seconds,
+    checked_user,
+    micros,
+    new_id,
+)
+
+RETRY_WINDOW = 30 * 86400.0
+"""Seconds for which a second retry of the same run finds the first one, while that is pending or running."""
+
+
+class DedupePolicy(Struct, frozen=True, kw_only=True):
+    """How an app recognises what was submitted before."""
+
+    key_ttl: float = 86400.0
+    """Seconds for which an idempotency key names its run."""
+    dedupe_window: float = 600.0
+    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What can be said of a submission besides the model and its parameters; see ``App.submit``."""
+
+    idempotency_key: str | None
+    user: str | int
+    tenant: str
+    queue: str | None
+    priority: int | None
+    delay: float
+    cost: float | None
+    reservation: str | None
+    key_ttl: float | None
+    dedupe: bool | None
+
+
+class SubmissionBuilder:
+    """Where submissions are made out; nothing is sent from here."""
+
+    def __init__(self, registry: Registry, terms: DedupePolicy) -> None:
+        self._registry = registry
+        self._terms = terms
+
+    def of_mapping(self, asked: Mapping[str, Any]) -> Submission:
+        """A submission from the arguments of ``submit`` as a mapping."""
+        if not isinstance(asked, Mapping):
+            raise InvalidRequest(
+                f"a submission is a mapping with 'model' and 'parameters', not a {type(asked).__name__}"
+            )
+        options = dict(asked)
+        known = {"model", "parameters", *SubmitOptions.__annotations__}
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"a submission has no {name!r}; {nearest(name, known)}")
+        if "model" not in options:
+            raise InvalidRequest(
+                f"a submission is a mapping with 'model' and any of {', '.join(sorted(known - {'model'}))}; "
+                f"got {', '.join(map(repr, options)) or 'nothing'}"
+            )
+        model, parameters = options.pop("model"), options.pop("parameters", None)
+        return self.submission(model, parameters or {}, SubmitOptions(**options))  # type: ignore[typeddict-item]
+
+    def submission(
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        options: SubmitOptions,
+        *,
+        retry_of: str | None = None,
+        internal: bool = False,
+    ) -> Submission:
+        """Everything checked. Only the service itself, which is ``internal``, submits its own models."""
+        refuse_while_loading("a run was submitted")
+        registered = self._registry[model]
+        if registered.name.startswith(INTERNAL_PREFIX) and not internal:
+            raise UnknownModel(f"the model {model!r} is the service's own: nobody else submits its runs")
+        given = registered.check(parameters)
+        payload_hash = registered.payload_hash(given)
+        key, kind, ttl = self._key(options, payload_hash)
+        own_key, own_ttl, asked = None, 0.0, None
+        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._terms.dedupe_window > 0)):
+            own_key, own_ttl = key, ttl
+            key, kind, ttl = payload_hash, "payload", self._terms.dedupe_window
+        if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
+            asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
+            key, ttl = f"retry:{retry_of}", RETRY_WINDOW
+        queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
+        if queue == INTERNAL_QUEUE and not internal:
+            raise InvalidRequest(f"the queue {INTERNAL_QUEUE!r} is the service's own; choose another")
+        reservation = options.get("reservation")
+        return Submission(
+            id=new_id(),
+            tenant=checked_name("tenant", options.get("tenant", "")),
+            user=checked_user("user", options.get("user", "")),
+            model=model,
+            queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
+            priority=registered.priority if priority is None else _priority(priority),
+            parameters=given,
+            payload_hash=payload_hash,
+            key=key,
+            key_kind=kind,
+            key_ttl_us=round(ttl * MICRO),
+            own_key=own_key,
+            own_ttl_us=round(own_ttl * MICRO),
+            delay_us=round(checked_seconds("delay", options.get("delay", 0.0)) * MICRO),
+            cost=micros(checked_cost("cost", registered.cost if cost is None else cost)),
+            lease_us=round(registered.lease * MICRO),
+            stall_us=None if registered.stall_after is None else round(registered.stall_after * MICRO),
+            max_attempts=registered.max_attempts,
+            max_lost=registered.max_lost,
+            facet=_group(registered, given),
+            retry_of=retry_of,
+            reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
+            asked=asked,
+            trace=tracing.current(),
+        )
+
+    def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:
+        """The key by which the submission is recognised, if any, and for how long."""
+        given, ttl = options.get("idempotency_key"), options.get("key_ttl")
+        if given is not None:
+            key = checked_key("idempotency_key", given)
+            return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
+        if options.get("dedupe") is not False and self._terms.dedupe_window > 0:
+            return payload_hash, "payload", self._terms.dedupe_window
+        return None, "payload", 0.0
+
+
+def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
+    """The answer to a submission as the run that it names."""
+    if isinstance(answer, SemelError):
+        return answer
+    if isinstance(answer, Created):
+        return _new_run(submission, answer)
+    run = there.get(answer.id)
+    if run is None:
+        key = submission.own_place[3]
+        told = f"the key {key!r} names the job {answer.id!r}, which is no run of this app"
+        return KeyReused(told, idempotency_key=key)
+    return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
+
+
+def _new_run(submission: Submission, answer: Created) -> Run:
+    """As it was written a moment ago; to read it back would cost as much as to write it."""
+    return Run(
+        id=submission.id,
+        tenant=submission.tenant,
+        user=submission.user,
+        model=submission.model,
+        queue=submission.queue,
+        priority=submission.priority,
+        status="PENDING",
+        step="created",
+        note=None,
+        version=1,
+        fence=0,
+        attempts=0,
+        errors=0,
+        losts=0,
+        max_attempts=submission.max_attempts,
+        max_lost=submission.max_lost,
+        parameters_json=submission.parameters,
+        payload_hash=submission.payload_hash,
+        idempotency_key=submission.own_place[3] if submission.own_place[2] == "key" else None,
+        retry_of=submission.retry_of,
+        cost=submission.cost / MICRO,
+        asked_cost=submission.cost / MICRO,
+        created_us=answer.created_us,
+        due_us=answer.created_us + (submission.delay_us if submission.first is None else HELD_US),
+        started_us=None,
+        finished_us=None,
+        worker=None,
+        lease_until_us=None,
+        heartbeat_us=None,
+        cancel_us=None,
+        progress=None,
+        progress_note=None,
+        last_error=None,
+        traceback=None,
+        result_ref=None,
+        result_digest=None,
+        stall_us=submission.stall_us,
+        key_expires_us=submission.key_end(answer.created_us),
+        result_size=None,
+        artifacts=[],
+        quota_warnings=answer.admission.quota_warnings,
+        cost_limit_warning=answer.admission.cost_limit_warning,
+    )
+
+
+def _group(model: Model, parameters: str) -> str | None:
+    """The value of the parameter that the model is summarised by, as text."""
+    if model.summary is None:
+        return None
+    value = msgspec.json.decode(parameters).get(model.summary)
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise InvalidRequest(f"priority is a whole number of 32 bits, higher first, not {value!r}")
+    return value

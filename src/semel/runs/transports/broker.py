@@ -1,0 +1,334 @@
+"""What the transports over a message broker share: telling of runs, finding the app in a worker, performing one run.
+
+The database is the only truth. A message says which run to look at and where its app is made, and nothing else: one
+that is lost, doubled, late or about a run that is over changes nothing. The process that submits sweeps, too: it tells
+of runs that became due later, and again of those that wait although they could run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+
+from msgspec import Struct
+
+from semel._concurrency.fork import survive_fork
+from semel._concurrency.sync import run_sync
+from semel.db import blocking
+from semel.errors import AppNotFound, SemelError
+from semel.runs.app import App, apps
+from semel.runs.models.model import MAIN, load
+from semel.runs.store import RunStore
+from semel.runs.transports import Transport
+from semel.runs.types import checked_id, new_id
+from semel.runs.worker import Worker
+from semel.runs.worker.sweeper import ROLE, Sweeper
+
+SWEEP_EVERY = 5.0
+TELL_AGAIN = 30.0
+BROKER_COOLDOWN = 3.0
+"""Seconds for which a broker that was away is left alone, so that not every submitter waits for it."""
+
+_log = logging.getLogger("semel.transport")
+
+
+def queue_name(queue: str) -> str:
+    """What the broker calls a queue of runs: ``semel`` is the default one, ``semel-gpu`` the one named ``gpu``."""
+    return "semel" if queue == "default" else f"semel-{queue}"
+
+
+class AppLocation(Struct, frozen=True):
+    """Where another process finds an app. It travels in messages, so it holds no secret."""
+
+    references: list[tuple[str, str | None]]
+    """``module:name`` and, for a program's main file, its path: what to import so that the app is made."""
+    digest: str
+    """Tells the app's database from others."""
+
+
+def location_of(app: App, made_in: str = "") -> AppLocation:
+    """The app by its name in a module, best the one that made it; else by the modules of its models."""
+    return AppLocation(_named(app, made_in) or _modelled(app), _digest(app))
+
+
+def _modelled(app: App) -> list[tuple[str, str | None]]:
+    """A model of every module that has some."""
+    modules: dict[str, tuple[str, str | None]] = {}
+    for model in app.registry:
+        if model.reference:
+            modules.setdefault(model.reference.partition(":")[0], (model.reference, model.main_path))
+    return list(modules.values())
+
+
+def _named(app: App, made_in: str) -> list[tuple[str, str | None]]:
+    named: dict[str, str] = {}
+    for module in list(sys.modules):
+        scope = getattr(sys.modules.get(module), "__dict__", {})
+        for name, value in list(scope.items()):
+            if value is app:
+                named.setdefault(module, name)
+    for module in (made_in, *reversed(named)):  # who imports is listed before what it imports
+        place = _importable(module) if module in named else None
+        if place is not None:
+            return [(f"{place[0]}:{named[module]}", place[1])]
+    return []
+
+
+def _importable(name: str) -> tuple[str, str | None] | None:
+    """A module's name for other processes, and the path of a main file; None when they cannot have it."""
+    if name not in {"__main__", MAIN}:
+        return name, None
+    module = sys.modules[name]
+    real = getattr(module.__spec__, "name", None)
+    if real not in {None, "__main__", MAIN}:  # python -m package.module
+        return str(real), None
+    file = getattr(module, "__file__", None)
+    return (name, str(Path(file).resolve())) if file else None
+
+
+def _digest(app: App) -> str:
+    """Of the database, not of how it is entered: workers may have another user and password."""
+    url = blocking.parse(app.url)
+    place = (url.get_backend_name(), url.host, url.port, url.database, url.query.get("host"))
+    return sha256(repr(place).encode()).hexdigest()[:16]
+
+
+def find(address: AppLocation) -> App:
+    """The app that a message is about, imported if need be."""
+    failures: list[str] = []
+    for reference, main_path in address.references:
+        try:
+            found: object = load(reference, main_path)
+        except ImportError as error:
+            failures.append(str(error))
+            continue
+        if isinstance(found, App):
+            return found if _digest(found) == address.digest else found.place_by_environment()
+    return choose(apps(), address, failures)
+
+
+def choose(there: Iterable[App], address: AppLocation, failures: Sequence[str] = ()) -> App:
+    """Of these apps the one that is meant: with the same database, or the only one there is."""
+    known = list(there)
+    for app in known:
+        if _digest(app) == address.digest:
+            return app
+    if len(known) == 1:  # its URL may be spelled differently here
+        return known[0]
+    names = ", ".join(reference for reference, _ in address.references) or "an app that no module holds"
+    why = f" ({'; '.join(failures)})" if failures else ""
+    raise AppNotFound(
+        f"this worker cannot find the app that a run belongs to: {names}{why}. The run waits. Start the worker where"
+        " the module that makes the app can be imported, and keep the app there under a name"
+    )
+
+
+def perform(app: App, run_id: str, *, sweeps: bool = False) -> bool:
+    """Lease the run, if it can be had, and see it through in this process; False when there is nothing to do.
+
+    ``sweeps``: look afterwards for what nobody looks after, unless somebody else does.
+    """
+    known = checked_id(run_id)
+    if known is None:
+        _log.warning("a message names %.80r, which is no run", run_id)
+        return False
+    return asyncio.run(_perform(app, known, sweeps=sweeps))
+
+
+async def _perform(app: App, run_id: str, *, sweeps: bool) -> bool:
+    worker = Worker(app, concurrency=1, processes=1, threads=1, sweep_every=None)
+    with _draining_on_sigterm(worker):
+        done = await worker.perform(run_id)
+    if not done or sweeps:
+        ledger = app.ledger(awaited=True)
+        try:
+            if not done:
+                await _say_why_not(ledger, run_id)
+            if sweeps:
+                await _sweep_once(app, ledger, worker.id)
+        except SemelError as error:
+            _log.warning("the database did not answer after run %s: %s", run_id, error)
+        finally:
+            await ledger.close()
+    return done
+
+
+@contextmanager
+def _draining_on_sigterm(worker: Worker) -> Iterator[None]:
+    """A process that SIGTERM would kill (some service managers send it to all) has time to finish or give back."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    loop = asyncio.get_running_loop()
+    if ours:
+        loop.add_signal_handler(signal.SIGTERM, worker.stop)
+    try:
+        yield
+    finally:
+        if ours:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _say_why_not(ledger: RunStore, run_id: str) -> None:
+    run = (await ledger.get([run_id])).get(run_id)
+    if run is None:
+        _log.warning("there is no run %s: it was removed, or this worker looks into another database", run_id)
+    else:
+        _log.debug("nothing to do for run %s: it is %s", run_id, run.status)
+
+
+async def _sweep_once(app: App, ledger: RunStore, holder: str) -> None:
+    """One turn, and the role is kept until the next would be due: so many short-lived workers sweep no more often."""
+    if await ledger.lead(ROLE, holder, SWEEP_EVERY):
+        transport: Transport = app.transport
+        if isinstance(transport, BrokerTransport):  # we cannot know what others told of
+            transport = _Notifier(transport, again=True)
+        await Sweeper(ledger, holder, transport=transport, news=app.news, publish=app.publish).sweep()
+
+
+class BrokerTransport(ABC):
+    """A transport over a broker: it groups runs by queue, never raises, and sweeps while its process lives.
+
+    ``sweep_every`` seconds pass between two looks for what nobody was told of, and ``tell_again`` until a run that
+    still waits is told of again.
+    """
+
+    announces = True
+    broker = "redis"
+    """What ``/healthz`` calls the broker."""
+
+    def __init__(self, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN) -> None:
+        self._app = app
+        self._made_in = _caller()
+        self._sweep_every = sweep_every
+        self._tell_again = tell_again
+        self._away_until = 0.0
+        self._known: tuple[int, AppLocation] | None = None
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """The parent's sweeper stays there; left alone, since its locks may be held by threads that are not here."""
+        blocking.abandoned_connections.append(getattr(self, "_sweeping", None))
+        self._sweeping: tuple[Sweeper, RunStore, str] | None = None
+        self._lock = threading.Lock()
+
+    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
+        """See Transport."""
+        self.sweep()
+        return self.tell(runs, again=again)
+
+    def tell(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
+        """Announce, and start nothing."""
+        if time.monotonic() < self._away_until:
+            return not runs
+        try:
+            self._send_all(runs, again=again)
+        except Exception as error:  # noqa: BLE001 -- whatever the broker's client has to say, the runs are safe
+            self._away_until = time.monotonic() + BROKER_COOLDOWN
+            what = f"{len(runs)} runs" if len(runs) != 1 else f"run {runs[0][0]}"
+            _log.warning(
+                "%s could not be announced to workers: %s: %s. They are stored, and the sweeper will announce them",
+                what,
+                type(error).__name__,
+                error,
+            )
+            return False
+        self._away_until = 0.0
+        return True
+
+    def _send_all(self, runs: Sequence[tuple[str, str]], *, again: bool) -> None:
+        queues: dict[str, list[str]] = {}
+        for run_id, queue in runs:
+            queues.setdefault(queue_name(queue), []).append(run_id)
+        if again:
+            queues = {queue: ids for queue, ids in queues.items() if self.length(queue) < len(ids)}
+        if queues:
+            self.send(queues, self.address())
+
+    def address(self) -> AppLocation:
+        """Where workers find the app; looked for again only when it has more models."""
+        models = len(self._app.registry.names)
+        if self._known is None or self._known[0] != models:
+            self._known = models, location_of(self._app, self._made_in)
+        return self._known[1]
+
+    @abstractmethod
+    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
+        """Send a message for every run, by the broker's queues; raise what the client raises, soon."""
+
+    @abstractmethod
+    def length(self, queue: str) -> int:
+        """How many messages wait in the broker's queue."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Close what is open to the broker."""
+
+    def sweep(self) -> None:
+        """Sweep from now on, in a thread, whenever nobody else does."""
+        with self._lock:
+            if self._sweeping is None:
+                ledger = self._app.ledger(awaited=False)
+                ledger.outage = self._app.outage
+                holder = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-6:]}"
+                sweeper = Sweeper(
+                    ledger,
+                    holder,
+                    transport=_Notifier(self),
+                    news=self._app.news,
+                    publish=self._app.publish,
+                    interval=self._sweep_every,
+                    tell_again=self._tell_again,
+                )
+                self._sweeping = sweeper, ledger, holder
+            self._sweeping[0].start()
+
+    def close(self) -> None:
+        """See Transport. Ends the sweeper, and leaves its role to whoever asks next."""
+        with self._lock:
+            sweeping, self._sweeping = self._sweeping, None
+        if sweeping is not None:
+            sweeper, ledger, holder = sweeping
+            run_sync(sweeper.end())
+            try:
+                run_sync(ledger.step_down(ROLE, holder))
+            except SemelError as error:
+                _log.debug("the sweeper's role could not be given back, it will run out: %s", error)
+            run_sync(ledger.close())
+        self.disconnect()
+
+
+class _Notifier:
+    """What a sweeper has of an announcer: it tells of runs, and starts no other sweeper."""
+
+    announces = True
+
+    def __init__(self, announcer: BrokerTransport, *, again: bool = False) -> None:
+        self._announcer = announcer
+        self._again = again
+
+    def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
+        """See Transport."""
+        return self._announcer.tell(runs, again=again or self._again)
+
+    def close(self) -> None:
+        """See Transport."""
+
+
+def _caller() -> str:
+    """The module outside of semel that makes the app, or its transport."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "semel":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

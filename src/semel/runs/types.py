@@ -1,0 +1,396 @@
+"""Runs and what belongs to them as data. Times ending in ``_us`` are microseconds on the database's clock."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from semel.errors import InvalidRequest
+from semel.runs.attempt import Artifact
+from semel.types import moment
+
+Status: TypeAlias = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
+STATUSES: tuple[Status, ...] = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
+TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+MICRO = 1_000_000
+
+HELD_US = 100 * 366 * 86400 * MICRO
+"""A run that is due so long after its creation is held: nobody leases it until it is released."""
+INTERNAL_QUEUE = "semel-service"
+"""The queue of the service's own work. What nobody submitted there is in no list, unless the queue is asked for."""
+INTERNAL_PREFIX = "semel."
+"""How the names of the service's own models begin."""
+
+
+def is_own_work(model: str, user: str) -> bool:
+    """True for what the service gave to itself, such as an upload: nobody's run, so metrics and events leave it out."""
+    return model.startswith(INTERNAL_PREFIX) and not user
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """A run as it stood when it was read. ``version`` grows with every step of its life."""
+
+    id: str
+    tenant: str
+    user: str
+    model: str
+    queue: str
+    priority: int
+    status: Status
+    step: str
+    note: str | None
+    version: int
+    fence: int
+    attempts: int
+    errors: int
+    losts: int
+    max_attempts: int
+    max_lost: int
+    parameters_json: str
+    """Empty in a list that was asked to leave them out."""
+    payload_hash: str
+    idempotency_key: str | None
+    retry_of: str | None
+    cost: float
+    """What it is taken to cost, until the model says what it did cost."""
+    asked_cost: float
+    created_us: int
+    due_us: int
+    started_us: int | None
+    finished_us: int | None
+    worker: str | None
+    lease_until_us: int | None
+    heartbeat_us: int | None
+    cancel_us: int | None
+    progress: float | None
+    progress_note: str | None
+    last_error: str | None
+    traceback: str | None
+    result_ref: str | None
+    """Where the result is, of a run that succeeded: in the result store, or ``semel:<id>`` for one in the database."""
+    result_digest: str | None
+    result_size: int | None
+    artifacts: list[Artifact]
+    warnings: list[str] = []
+    """What to know about the result, such as numbers in it that JSON has no form for."""
+    progress_us: int | None = None
+    """When the progress of the attempt last moved; before it was told of any, when the attempt began."""
+    stall_us: int | None = None
+    data_ref: str | None = None
+    """Where the data that it is given lies in the result store, if there is any."""
+    replayed: bool = False
+    """Of an answer to submit: the run was there already, and nothing was created or charged."""
+    key_expires_us: int | None = None
+    """Of an answer to submit with a key: until when the key names the run."""
+    quota_warnings: list[str] = []
+    cost_limit_warning: str | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What was asked for."""
+        if not self.parameters_json:
+            raise InvalidRequest(f"the list left the parameters of run {self.id} out: ask it for them, or get the run")
+        parameters: dict[str, Any] = msgspec.json.decode(self.parameters_json)
+        return parameters
+
+    @property
+    def done(self) -> bool:
+        """True when nothing will change any more."""
+        return self.status in TERMINAL
+
+    @property
+    def held(self) -> bool:
+        """True of a run that never could begin so far: its data was not there."""
+        return self.due_us - self.created_us >= HELD_US
+
+    @property
+    def retry_refusal(self) -> str | None:
+        """Why the run cannot be submitted again by ``retry``, the same for every entrance; None when it can."""
+        if self.status not in ("FAILED", "CANCELLED"):
+            return f"run {self.id} is {self.status}; only a FAILED or CANCELLED run can be retried"
+        if self.model.startswith(INTERNAL_PREFIX):
+            return f"run {self.id}: a job at a provider is not retried; submit it again, with a new key"
+        if self.held:
+            return f"run {self.id} never got its data; submit the job again"
+        return None
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was submitted."""
+        return moment(self.created_us)
+
+    @property
+    def started_at(self) -> datetime | None:
+        """When its first attempt began."""
+        return None if self.started_us is None else moment(self.started_us)
+
+    @property
+    def finished_at(self) -> datetime | None:
+        """When it ended."""
+        return None if self.finished_us is None else moment(self.finished_us)
+
+    @property
+    def ask_again_in(self) -> float | None:
+        """Seconds after which it is worth to ask for the result again, an estimate; None for a run that is over.
+
+        For one that waits, the wait that was ordered; for one that runs, a quarter of the time that it took so far.
+        """
+        if self.done:
+            return None
+        if self.status == "PENDING":
+            return min(max((self.due_us - (self.heartbeat_us or self.created_us)) / MICRO, 1.0), 60.0)
+        took = (self.heartbeat_us or 0) - (self.started_us or 0)
+        return min(max(took / MICRO / 4, 1.0), 30.0)
+
+    @property
+    def stalled_us(self) -> int | None:
+        """Since when it is stalled: it runs, its heartbeat lives, and its progress has not moved for ``stall_after``.
+
+        Judged by the heartbeat, which the database has timed: no other clock is asked.
+        """
+        if self.status != "RUNNING" or self.stall_us is None or self.progress_us is None or self.heartbeat_us is None:
+            return None
+        return self.progress_us if self.heartbeat_us - self.progress_us >= self.stall_us else None
+
+    @property
+    def stalled_since(self) -> datetime | None:
+        """As ``stalled_us``; None when it is not stalled."""
+        return None if self.stalled_us is None else moment(self.stalled_us)
+
+    @property
+    def cancel_requested(self) -> bool:
+        """True when someone asked for an end; a run that is RUNNING gets time to clean up."""
+        return self.cancel_us is not None
+
+
+class Step(Struct, frozen=True):
+    """One step in the life of a run, in its timeline."""
+
+    version: int
+    at_us: int
+    step: str
+    status: Status
+    fence: int
+    worker: str | None
+    note: str | None
+
+    @property
+    def at(self) -> datetime:
+        """When it happened."""
+        return moment(self.at_us)
+
+
+class LogLine(Struct, frozen=True):
+    """One line that a run logged."""
+
+    fence: int
+    line: int
+    at_us: int
+    level: str
+    text: str
+
+
+class Waiting(Struct, frozen=True, kw_only=True):
+    """Why a run is pending: since when, which place in its queue (1 is next; None when it is not its turn yet)."""
+
+    reason: str
+    since_us: int
+    place: int | None
+    due_us: int | None = None
+    workers: int = 0
+
+    @property
+    def since(self) -> datetime:
+        """When the wait began."""
+        return moment(self.since_us)
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """How the runs of a model stand; ``group`` is the value of the parameter that the model is summarised by."""
+
+    model: str
+    group: str | None
+    counts: dict[str, int]
+    mean_seconds: float | None
+    """Of those that succeeded, from start to end."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.counts.values())
+
+
+class Page(Struct, frozen=True):
+    """Some runs, newest first, and the cursor of the next page (None on the last)."""
+
+    runs: list[Run]
+    next: str | None
+
+
+class WorkerInfo(Struct, frozen=True, kw_only=True):
+    """A worker as it told of itself, and what it holds."""
+
+    id: str
+    name: str
+    host: str
+    pid: int
+    queues: list[str]
+    models: dict[str, str]
+    """Where each model that it knows runs: ``loop``, ``process`` or ``thread``."""
+    slots: dict[str, int]
+    """How many runs it can have there at a time."""
+    draining: bool
+    started_us: int
+    seen_us: int
+    alive: bool
+    holds: dict[str, int]
+    """How many runs of each model it has."""
+
+    def free(self, model: str) -> int:
+        """How many more runs of the model it could begin."""
+        where = self.models.get(model, "")
+        return self.slots.get(where, 0) - sum(n for name, n in self.holds.items() if self.models.get(name) == where)
+
+
+_last = 0
+_turn = threading.Lock()
+
+
+def new_id() -> str:
+    """A UUIDv7: unique, and greater than every id made before in this process."""
+    global _last  # noqa: PLW0603 -- the order of ids is the process's
+    with _turn:
+        _last = max(_last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 bits below them
+        stamp = _last
+    tail = int.from_bytes(os.urandom(8)) >> 2
+    value = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0x2 << 62 | tail
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+RESULT_SCHEME = "semel:"
+"""How the ``result_ref`` of a result begins that is kept in the database."""
+_RESULT_FILE = re.compile(r"/[0-9]+/result\.json|\.json")
+
+
+def checked_id(run_id: object) -> str | None:
+    """The id in its one spelling, or None for what cannot be one. A ``result_ref`` names its run, too."""
+    plain = str(run_id).removeprefix(RESULT_SCHEME)
+    if _RESULT_FILE.fullmatch(plain, 36):
+        plain = plain[:36]
+    plain = plain.replace("-", "").lower()
+    if len(plain) != 32 or not all(digit in "0123456789abcdef" for digit in plain):
+        return None
+    return f"{plain[:8]}-{plain[8:12]}-{plain[12:16]}-{plain[16:20]}-{plain[20:]}"
+
+
+MAX_KEY = 255
+
+
+def checked_key(what: str, key: object) -> str:
+    """An idempotency key of a run or a job: 1 to 255 characters, none of them a control character."""
+    try:
+        return checked_name(what, key, most=MAX_KEY, empty=False)
+    except InvalidRequest as error:
+        named = key if isinstance(key, str) else repr(key)
+        shown = named if len(named) <= MAX_KEY else f"{named[:MAX_KEY]}…"
+        raise InvalidRequest(f"{error}: {shown!r}", idempotency_key=shown) from None
+
+
+def checked_name(what: str, value: object, *, most: int = 200, empty: bool = True) -> str:
+    """A user, tenant or key as text that every store can keep, or a clear error. Numbers are users, too."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**100:
+        value = str(value)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{what} is a text, not a {type(value).__name__}")
+    if not value and not empty:
+        raise InvalidRequest(f"{what} is empty")
+    if len(value) > most:
+        raise InvalidRequest(f"{what} has {len(value)} characters; at most {most} are allowed")
+    if any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in value):
+        raise InvalidRequest(f"{what} holds a control character")
+    if any(0xD800 <= ord(character) < 0xE000 for character in value):
+        raise InvalidRequest(f"{what} holds half of a surrogate pair, which is not text")
+    return value
+
+
+_LONGEST = 10 * 366 * 86400
+
+
+def checked_seconds(what: str, value: object, *, unit: int = 1) -> float:
+    """A time from 0 to ten years, in seconds or units of so many, or a clear error."""
+    most = _LONGEST // unit
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise InvalidRequest(f"{what} is a number from 0 to {most}, not {value!r}")
+    return value
+
+
+def checked_retention(what: str, value: object, *, unit: int = 1) -> float:
+    """How long a key is kept: as checked_seconds, and more than 0."""
+    kept = checked_seconds(what, value, unit=unit)
+    if not kept:
+        raise InvalidRequest(
+            f"{what} is 0, so that the key would be forgotten at once and protect from nothing; give a time above 0, "
+            "or no key"
+        )
+    return kept
+
+
+MAX_COST = 1_000_000
+"""What one run may cost at the most, in whatever currency: more is a mistake in the unit."""
+
+
+def checked_cost(what: str, value: object) -> float:
+    """An amount of money from 0 to MAX_COST, or a clear error."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COST:  # nor is NaN
+        raise InvalidRequest(f"{what} is an amount from 0 to {MAX_COST:,}, not {value!r}")
+    return value
+
+
+EVERYBODY = "*"
+"""Whose quota holds for all who have none of their own."""
+
+
+def checked_user(what: str, value: object, *, empty: bool = True) -> str:
+    """As checked_name, for somebody in particular, or for nobody where it may be empty."""
+    user = checked_name(what, value, empty=empty)
+    if user == EVERYBODY:
+        raise InvalidRequest(f"{what} is {EVERYBODY!r}, which stands for every user in quotas, so it cannot be one")
+    return user
+
+
+def checked_count(what: str, value: object) -> int:
+    """A whole number from 0 on, or a clear error."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise InvalidRequest(f"{what} is a whole number from 0 to {2**31 - 1}, not {value!r}")
+    return value
+
+
+def micros(amount: float) -> int:
+    """Money as whole millionths."""
+    return round(amount * MICRO)
+
+
+def run_of(row: Mapping[str, Any]) -> Run:
+    """The run behind a row. Its result belongs to it only when it succeeded."""
+    fields = dict(row)
+    fields["user"] = fields.pop("user_id")
+    fields["parameters_json"] = fields.pop("parameters", "")
+    fields["cost"] /= MICRO
+    fields["asked_cost"] /= MICRO
+    warnings = fields["warnings"]
+    fields["warnings"] = msgspec.json.decode(warnings, type=list[str]) if warnings else []
+    if fields["status"] == "SUCCEEDED" and fields["result_ref"] is None:
+        fields["result_ref"] = f"{RESULT_SCHEME}{fields['id']}"
+    artifacts = fields["artifacts"]
+    fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
+    return Run(**fields)

@@ -1,0 +1,205 @@
+"""What feeds a worker: runs are leased whenever there is room for them, and asked for seldom when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from semel.errors import SemelError, StoreUnavailable
+from semel.runs.attempt import AttemptResult
+from semel.runs.models.model import Isolation
+from semel.runs.models.registry import Registry
+from semel.runs.store import RunStore
+from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.worker.active_runs import ActiveRuns
+from semel.runs.worker.worker_logger import WorkerLogger
+
+Slots: TypeAlias = dict[Isolation, int]
+
+WAKE_EVERY = 0.1
+"""Seconds between two questions for runs whose time has come, at least."""
+COOLDOWN = 10.0
+"""Seconds for which a worker that could not begin a run leases no more of the kind."""
+
+RETURNED = AttemptResult(kind="lost", reason="the worker was stopped before the run was done")
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True):
+    """What the worker is to do; see Worker."""
+
+    id: str
+    name: str
+    queues: tuple[str, ...]
+    slots: Slots
+    max_runs_per_child: int | None
+    poll: float
+    drain: float
+    sweep_every: float | None
+
+
+class Fetcher:
+    """Leases for a worker until it is ``stopped``. Whoever ends a run, or hears of a new one, sets ``look``."""
+
+    def __init__(
+        self,
+        plan: WorkerConfig,
+        registry: Registry,
+        ledger: RunStore,
+        holdings: ActiveRuns,
+        *,
+        log: WorkerLogger,
+        begin: Callable[[Leased], None],
+        unwritten: Callable[[], int],
+    ) -> None:
+        self.look = asyncio.Event()
+        self.stopped = False
+        self._plan = plan
+        self._registry = registry
+        self._ledger = ledger
+        self._holdings = holdings
+        self._log = log
+        self._begin = begin
+        self._unwritten = unwritten
+        self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
+        self._rests_until: dict[Isolation, float] = {}
+        self._sated: set[Isolation] = set()
+        self._woke = 0.0
+        self._doubt = False
+
+    def take(self, kind: Isolation) -> None:
+        """A slot is in use."""
+        self._busy[kind] += 1
+
+    def free(self, kind: Isolation) -> None:
+        """A slot is free again."""
+        self._busy[kind] -= 1
+
+    def rest(self, kind: Isolation) -> None:
+        """This worker cannot begin what it leases: it leaves such runs to others for a while."""
+        self._rests_until[kind] = time.monotonic() + COOLDOWN
+
+    def hear(self) -> None:
+        """There may be something new to lease, of any kind."""
+        self._sated.clear()
+        self.look.set()
+
+    def kinds(self) -> dict[Isolation, list[str]]:
+        """The models that this worker can run, by where they run."""
+        kinds: dict[Isolation, list[str]] = {}
+        for model in self._registry:
+            if self._plan.slots[model.isolation]:
+                kinds.setdefault(model.isolation, []).append(model.name)
+        return kinds
+
+    async def feed(self) -> None:
+        """Lease whenever there is room, and sleep when there is nothing to lease."""
+        while not self.stopped:
+            self.look.clear()
+            got, asked = await self._lease()
+            if not asked or got < asked:  # else more may be there
+                await self.sleep(await self._pause(looked=bool(asked or self._sated)))
+
+    async def sleep(self, seconds: float) -> None:
+        """So long, or until somebody calls."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self.look.wait()
+        except TimeoutError:
+            self._sated.clear()
+
+    async def _pause(self, *, looked: bool) -> float:
+        """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
+        pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        if not looked:
+            return pause  # no room: whoever ends calls
+        since = time.monotonic() - self._woke
+        if since < WAKE_EVERY:
+            return WAKE_EVERY - since
+        self._woke = time.monotonic()
+        woken, until_next = await self._wake()
+        if woken:
+            self._sated.clear()
+        return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
+
+    async def _wake(self) -> tuple[int, float | None]:
+        try:
+            return await self._ledger.wake()
+        except StoreUnavailable:
+            return 0, None
+
+    def _room(self, kind: Isolation) -> int:
+        """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
+        if self._unwritten() > 2 * sum(self._plan.slots.values()):
+            return 0
+        if time.monotonic() < self._rests_until.get(kind, 0.0):
+            return 0
+        return self._plan.slots[kind] - self._busy[kind]
+
+    async def _lease(self) -> tuple[int, int]:
+        """Fill the room that there is; answer how many were got of how many asked for.
+
+        Half of it at a time: so the database looks for the next ones while these are worked on.
+        """
+        if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._holdings) and not self._sated:
+            return await self._lease_any(kinds)
+        got = asked = 0
+        for kind, names in kinds.items():
+            room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
+            if room <= 0 or self.stopped or kind in self._sated:
+                continue
+            asked += room
+            count = await self._lease_some(names, room)
+            got += count
+            if count < room:
+                self._sated.add(kind)  # nothing more of it, until news comes
+        return got, asked
+
+    async def _lease_any(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
+        """An idle worker asks once for all kinds of models: so many that the scarcest kind of slots would do."""
+        room = min(self._room(kind) for kind in kinds)
+        if room <= 0:
+            return 0, 0
+        got = await self._lease_some([name for names in kinds.values() for name in names], room)
+        if not got:
+            self._sated.update(kinds)
+        return got, max(got, 1)
+
+    async def _lease_some(self, names: list[str], most: int) -> int:
+        try:
+            leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, most))
+        except SemelError as error:
+            if isinstance(error, StoreUnavailable):
+                self._ledger.unavailable(error)
+            else:
+                self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
+            self._doubt = True
+            await self.sleep(1.0)
+            return 0
+        for each in leased:
+            self._begin(each)
+        if self._doubt:
+            try:
+                async with asyncio.timeout(5.0):
+                    await self.give_back_unknown()
+            except (SemelError, TimeoutError) as error:
+                self._ledger.unavailable(f"what a lost answer leased is not given back yet: {error}")
+        return len(leased)
+
+    async def give_back_unknown(self) -> None:
+        """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
+        held = await self._ledger.held_by(self._plan.id)
+        unknown = {run: fence for run, fence in held.items() if run not in self._holdings}
+        endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
+        if endings:
+            await self._ledger.end(endings)
+        self._doubt = False

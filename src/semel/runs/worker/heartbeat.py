@@ -1,0 +1,164 @@
+"""The worker's heart: it keeps every lease alive in one statement, and learns which are lost or asked to end.
+
+It beats in the worker's parent process, so that no model, however busy its process is, can stop it. Liveness is one
+thing and progress another: a run that makes none is still alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from semel._concurrency.renewal import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
+from semel.errors import StoreUnavailable
+from semel.runs.store import RunStore
+from semel.runs.store.maintenance import WorkerCard
+from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
+from semel.runs.worker.worker_logger import WorkerLogger
+
+TICK = 1.0
+"""Seconds between two looks at what is held: so long may a cancel take to be heard."""
+BLOCKED = 1.0
+"""Seconds that the event loop may stand still before that is said."""
+CARD_EVERY = 15.0
+"""Seconds between two signs of life of an idle worker, unless there is something new to tell."""
+
+
+class Heartbeat:
+    """Beats while the worker lives."""
+
+    def __init__(
+        self,
+        ledger: RunStore,
+        holdings: ActiveRuns,
+        log: WorkerLogger,
+        *,
+        card: Callable[[], WorkerCard],
+        lost: Callable[[ActiveRun], None],
+        cancelled: Callable[[ActiveRun], None],
+    ) -> None:
+        self._ledger = ledger
+        self._holdings = holdings
+        self._log = log
+        self._card = card
+        self._lost = lost
+        self._cancelled = cancelled
+        self._carded = 0.0
+        self._shown: WorkerCard | None = None
+        self._nudged = asyncio.Event()
+
+    async def beat_forever(self) -> None:
+        """Until cancelled. A beat that hangs does not keep us from letting go of what is ours no more."""
+        beat: asyncio.Task[None] | None = None
+        try:
+            while True:
+                if beat is None or beat.done():
+                    beat = asyncio.create_task(self._beat_in_time())
+                await self._rest()
+                self._let_go_of_the_expired()
+        finally:
+            if beat is not None:
+                beat.cancel()
+                await asyncio.wait({beat}, timeout=1.0)
+
+    async def _beat_in_time(self) -> None:
+        try:
+            await self._ledger.runtime.within(self._limit(), self.beat())
+        except StoreUnavailable as error:
+            self._ledger.unavailable(error)
+        except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
+            self._log.say(logging.WARNING, f"a heartbeat failed: {error!r}")
+        else:
+            return
+        asyncio.get_running_loop().call_later(self._tick(TRY_AGAIN_AFTER), self.nudge)
+
+    def _limit(self) -> float:
+        """How long to wait for the database: with time left for more than one other try before a lease ends."""
+        now = time.monotonic()
+        left = [each.renewed + each.lease - now for each in self._holdings if not each.lost]
+        return time_for_renewal(min(left)) if left else LONGEST_TRY
+
+    async def _rest(self) -> None:
+        """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
+        self._nudged.clear()
+        tick = self._tick(RENEW_AFTER)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(tick):
+                await self._nudged.wait()
+        except TimeoutError:
+            pass
+        late = time.monotonic() - began - tick
+        if late > BLOCKED:
+            names = ", ".join(sorted({each.leased.model for each in self._holdings if each.model.isolation == "loop"}))
+            who = f" (async models at work: {names}; one that blocks should be a plain function)" if names else ""
+            self._log.say(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
+
+    def _tick(self, part: float) -> float:
+        """Seconds until the next beat: this part of the shortest lease."""
+        return max(0.02, min([TICK, *(each.lease * part for each in self._holdings)]))
+
+    def watch(self, held: ActiveRun) -> None:
+        """A run was begun."""
+        if held.lease * RENEW_AFTER < TICK:
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Beat now, unless a beat is under way."""
+        self._nudged.set()
+
+    async def beat(self) -> None:
+        """One beat: the leases first, then the card."""
+        now = time.monotonic()
+        await self._keep_leases(now)
+        card = self._card()
+        if card != self._shown or now - self._carded >= CARD_EVERY:
+            await self._ledger.worker_seen(card)
+            self._shown, self._carded = card, now
+
+    async def _keep_leases(self, now: float) -> None:
+        held = [each for each in self._holdings if not each.lost]
+        if not held:
+            return
+        soon = now + self._tick(RENEW_AFTER) / 2  # sooner by half a beat rather than later by a whole one
+        if any(soon - each.renewed >= each.lease * RENEW_AFTER for each in held):
+            await self._renew(held, now)
+            return
+        if news := [each for each in held if each.news]:
+            await self._renew(news, now)
+        quiet = [each for each in held if each not in news] if news else held
+        if quiet:
+            answer = await self._ledger.watch([(each.leased.id, each.leased.fence) for each in quiet])
+            self._judge(quiet, answer)
+
+    async def _renew(self, held: list[ActiveRun], now: float) -> None:
+        beats = [each.beat() for each in held]
+        answer = await self._ledger.renew(beats)
+        for each, beat in zip(held, beats, strict=True):
+            if each.leased.id in answer:
+                each.renewed = now
+                each.written(beat)
+        missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
+        if missed:  # lost, or somebody else has locked the row for a moment
+            answer |= await self._ledger.watch(missed)
+        self._judge(held, answer)
+
+    def _judge(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:
+        ours = [each for each in held if not each.over]  # of the others the end was being written while we asked
+        self._let_go([each for each in ours if each.leased.id not in answer])
+        for each in ours:
+            if answer.get(each.leased.id) and each.cancelled_at is None:
+                self._cancelled(each)
+
+    def _let_go_of_the_expired(self) -> None:
+        """Without the database for a whole lease, somebody else may have the run by now: stop working on it."""
+        now = time.monotonic()
+        self._let_go([each for each in self._holdings if not each.over and now - each.renewed > each.lease])
+
+    def _let_go(self, held: list[ActiveRun]) -> None:
+        lost = [each for each in held if not each.lost]
+        for each in lost:
+            self._lost(each)
+        self._log.say_lost(lost)

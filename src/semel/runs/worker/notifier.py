@@ -1,0 +1,83 @@
+"""How a worker hears that there may be something to do: from PostgreSQL's notifications, or the file of SQLite.
+
+It only hastens what a look at the database would find anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from sqlalchemy import URL
+
+from semel._concurrency.listener import PATIENCE, Listener
+from semel._concurrency.outage import Outage
+from semel.runs.store.transitions import CHANNEL
+
+_log = logging.getLogger("semel.listener")
+
+WAL_POLL = 0.01
+"""Seconds between two glances at a SQLite file, which cost a microsecond each and are no queries."""
+
+
+class ChangeNotifier:
+    """Calls ``seen`` in the loop whenever somebody wrote."""
+
+    def __init__(self, url: URL, seen: Callable[[], None], *, poll: float, database: Outage) -> None:
+        """``poll`` is how often its owner looks anyway; ``database`` knows whether that is away altogether."""
+        self._url = url
+        self._seen = seen
+        self._outage = Outage(
+            _log,
+            "the connection on which PostgreSQL announces runs",
+            f"a new run starts when this worker next looks for one, every {poll:g} s, instead of at once",
+            patience=PATIENCE,
+            within=database,
+        )
+        self._listener: Listener | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look out from now on."""
+        loop = asyncio.get_running_loop()
+        if self._url.get_backend_name() == "postgresql":
+            from semel.once.stores.postgres import hearing
+
+            self._listener = Listener(
+                hearing(self._url, greeting=""), outage=self._outage, broke=lambda: _call(loop, self._seen)
+            )
+            self._listener.start(CHANNEL, lambda _: _call(loop, self._seen))
+        else:
+            self._task = loop.create_task(self._watch(f"{self._url.database}-wal"))
+
+    async def _watch(self, path: str) -> None:
+        last = _mark(path)
+        while True:
+            await asyncio.sleep(WAL_POLL)
+            mark = _mark(path)
+            if mark != last:
+                last = mark
+                self._seen()
+
+    def stop(self) -> None:
+        """Look away."""
+        if self._listener is not None:
+            self._listener.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _call(loop: asyncio.AbstractEventLoop, seen: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(seen)
+
+
+def _mark(path: str) -> tuple[int, int]:
+    """What changes when a transaction is committed to the file's log."""
+    try:
+        stat = os.stat(path)  # noqa: PTH116 -- a hundred times a second
+    except OSError:
+        return (0, 0)
+    return (stat.st_mtime_ns, stat.st_size)

@@ -1,0 +1,40 @@
+"""Whose things an admin manages: their own tenant's; those of the main tenant, everybody's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar.params import QueryParameter
+
+from semel.runs.types import checked_name
+from semel.service.api.problems import ApiError
+from semel.service.auth.middleware import Principal
+from semel.service.auth.tokens import MAIN
+
+Tenant = Annotated[
+    str | None,
+    QueryParameter(description="Another tenant; for admins of the main tenant (the empty one).", max_length=200),
+]
+Limit = Annotated[int, QueryParameter(ge=1, le=1000, description="How many at the most.")]
+After = Annotated[
+    str | None, QueryParameter(max_length=300, description="Those after this one: the last page's `next`.")
+]
+
+
+def tenant_for(caller: Principal, asked: str | None) -> str:
+    """The tenant that a request is about: the caller's own, unless they may choose."""
+    if asked is None or asked == caller.tenant:
+        return caller.tenant
+    if not manages_all(caller):
+        raise ApiError(403, "FORBIDDEN", "other tenants are managed by admins of the main tenant")
+    return checked_name("tenant", asked)
+
+
+def manages_all(caller: Principal) -> bool:
+    """Whether they manage every tenant."""
+    return caller.tenant == MAIN and caller.may("admin")
+
+
+def absent(what: str) -> ApiError:
+    """There is no such thing, or not one that the caller may know of."""
+    return ApiError(404, "NOT_FOUND", f"there is no {what}")

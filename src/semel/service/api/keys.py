@@ -1,0 +1,308 @@
+"""``/admin/keys``: the keys of the claim engine; ``/admin/run-keys``: those by which runs are found again."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from litestar import delete, get, post
+from litestar.params import JSONBody, QueryParameter
+from msgspec import Meta, Struct
+from sqlalchemy import Connection, and_, or_, select
+from sqlalchemy import delete as deleting
+
+from semel.db.dialect import StatementContext
+from semel.db.schema import keys, run_keys
+from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
+from semel.http.protocol import scope_of
+from semel.once.requests import checked_key_name
+from semel.runs.store import quotas
+from semel.runs.types import MICRO, checked_name
+from semel.service.api.admin_params import Limit, Tenant, absent, tenant_for
+from semel.service.api.problems import ApiError
+from semel.service.api.responses import refusals
+from semel.service.auth.middleware import requires
+from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
+from semel.types import Record, Response, moment
+
+_TAG = ["admin"]
+_log = logging.getLogger("semel.service")
+
+Scope = Annotated[str, QueryParameter(name="scope", min_length=1, max_length=255, description="The scope of the key.")]
+Key = Annotated[str, QueryParameter(min_length=1, max_length=255, description="The key.")]
+KeyUser = Annotated[str, QueryParameter(max_length=200, description="Whose key it is; empty for nobody's.")]
+KeyKind = Annotated[
+    Literal["key", "payload"],
+    QueryParameter(description="A client's own key, or the hash of a payload that stands in for one."),
+]
+
+
+class OutcomeView(Struct, frozen=True, kw_only=True):
+    """What later callers get; the value itself is not shown."""
+
+    kind: str
+    completed_at: datetime
+    size: Annotated[int | None, Meta(description="Bytes; none when it is not stored, or no longer.")]
+    status: Annotated[int | None, Meta(description="Of an HTTP response.")]
+
+
+class KeyView(Struct, frozen=True, kw_only=True):
+    """A key of the claim engine."""
+
+    scope: str
+    key: str
+    state: Literal["in_flight", "abandoned", "unknown", "completed"]
+    fence: int
+    attempt: Annotated[str, Meta(description="The owner's, or the last owner's.")]
+    fingerprint: str
+    claimed_at: datetime
+    lease_left: Annotated[float, Meta(description="Seconds; 0 when it ended or the work is done.")]
+    expires_at: datetime
+    outcome: OutcomeView | None
+
+
+class KeyList(Struct, frozen=True, kw_only=True):
+    """Keys of which it is not known whether their work happened."""
+
+    keys: list[KeyView]
+
+
+class Resolution(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of work whose owner vanished."""
+
+    scope: Annotated[str, Meta(min_length=1, max_length=255, examples=["orders"])]
+    key: Annotated[str, Meta(min_length=1, max_length=255, examples=["order-1"])]
+    done: Annotated[bool, Meta(description="It happened; else it did not, and may run again.")]
+    value: Annotated[Any, Meta(description="Of work that happened: what later callers get.")] = None
+    force: Annotated[bool, Meta(description="Even while somebody works on it: they lose their claim.")] = False
+
+
+class RunKeyView(Struct, frozen=True, kw_only=True):
+    """A key by which a run is found again."""
+
+    key: str
+    kind: Literal["key", "payload"]
+    tenant: str
+    user: str
+    payload_hash: str
+    run_id: Annotated[str, Meta(description="What it points to: a run, or a job of another's.")]
+    created_at: datetime
+    expires_at: datetime
+    expires_in: Annotated[float, Meta(description="Seconds that are left.")]
+
+
+class RunKeyList(Struct, frozen=True, kw_only=True):
+    """The keys of that name: each user has their own."""
+
+    keys: list[RunKeyView]
+
+
+@get("/admin/keys", tags=_TAG, summary="Look up a key", guards=[requires("operator")], responses=refusals(400, 404))
+async def show_key(
+    within: Scope, key: Key, site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> KeyView:
+    """How a key of the claim engine stands: its owner, its lease, and what it replays."""
+    whose = tenant_for(caller, tenant)
+    return _view(await _record(site, _full(whose, within), key), whose)
+
+
+@get(
+    "/admin/keys/unresolved",
+    tags=_TAG,
+    summary="Keys whose outcome is unknown",
+    guards=[requires("operator")],
+    responses=refusals(400),
+)
+async def unresolved(
+    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100
+) -> KeyList:
+    """Keys whose owner vanished and that wait for somebody who says what became of the work, oldest first."""
+    whose = tenant_for(caller, tenant)
+    found = await site.ledger.read(_unresolved, whose, limit, site.ledger.terms)
+    return KeyList(keys=[_view(record, whose) for record in found])
+
+
+@post(
+    "/admin/keys/resolve",
+    tags=_TAG,
+    summary="Resolve a key",
+    guards=[requires("admin")],
+    status_code=204,
+    responses=refusals(400, 404, 409, 422, body=True),
+)
+async def resolve_key(
+    data: JSONBody[Resolution], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> None:
+    """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again."""
+    scope = _full(tenant_for(caller, tenant), data.scope)
+    record = await _record(site, scope, data.key)
+    if record.status == "completed" or (record.status == "in_flight" and not data.force):
+        raise ApiError(409, "NOTHING_TO_RESOLVE", f"the key is {record.status.replace('_', ' ')}")
+    try:
+        await site.once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
+    except (InProgress, ClaimLost, InvalidRequest) as error:
+        raise ApiError(409, "NOTHING_TO_RESOLVE", str(error)) from error
+    except (Unencodable, RecursionError) as error:
+        raise ApiError(422, "INVALID_PARAMETERS", f"the value cannot be kept: {error}") from error
+    became = "done" if data.done else "not done"
+    _log.info("the key %r in %r was resolved as %s by %r", data.key, scope, became, caller.user)
+
+
+@delete("/admin/keys", tags=_TAG, summary="Delete a key", guards=[requires("admin")], responses=refusals(400, 404, 409))
+async def delete_key(
+    *,
+    within: Scope,
+    key: Key,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    tenant: Tenant = None,
+    force: Annotated[bool, QueryParameter(description="Even while somebody works on it.")] = False,
+) -> None:
+    """Forget a key and its outcome: the next caller does the work again.
+
+    Whoever works on it meanwhile cannot record an outcome any more, so that takes `force`.
+    """
+    full = _full(tenant_for(caller, tenant), within)
+    try:
+        forgotten = await site.once.forget(checked_key_name("key", key), scope=full, force=force)
+    except InProgress as error:
+        left = f"{error.retry_after:.1f} more seconds"
+        said = f"somebody works on the key for {left} at least; with force=true it goes"
+        raise ApiError(409, "KEY_IN_FLIGHT", said) from error
+    if not forgotten:
+        raise absent("such key")
+    _log.info("the key %r in %r was deleted by %r", key, full, caller.user)
+
+
+@get(
+    "/admin/run-keys", tags=_TAG, summary="Look up a run's key", guards=[requires("operator")], responses=refusals(400)
+)
+async def show_run_keys(
+    key: Key,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    tenant: Tenant = None,
+    user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's.")] = None,
+) -> RunKeyList:
+    """The keys of that name, with the runs that they point to."""
+    whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
+    name = checked_name("key", key, most=255)
+    return RunKeyList(keys=await site.ledger.read(_run_keys, whose, name, site.ledger.terms))
+
+
+@delete(
+    "/admin/run-keys", tags=_TAG, summary="Delete a run's key", guards=[requires("admin")], responses=refusals(400, 404)
+)
+async def delete_run_key(
+    *,
+    key: Key,
+    user: KeyUser,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    tenant: Tenant = None,
+    kind: KeyKind = "key",
+) -> None:
+    """Forget a key: the same submission makes a new run from now on. The old run stays."""
+    whose = (tenant_for(caller, tenant), checked_name("user", user))
+    if not await site.ledger.write(_remove_run_key, whose, kind, checked_name("key", key, most=255)):
+        raise absent("such key")
+    _log.info("the run key %r of %r, tenant %r, was deleted by %r", key, whose[1], whose[0], caller.user)
+
+
+def _full(tenant: str, scope: str) -> str:
+    """The scope as it is stored: a tenant's begin with its name, as those of the HTTP door do."""
+    return scope_of(tenant, checked_key_name("scope", scope))
+
+
+def _prefix(tenant: str) -> str:
+    return f"{quote(tenant, safe='', errors='surrogatepass')} " if tenant else ""
+
+
+async def _record(site: ServiceState, scope: str, key: str) -> Record:
+    record = await site.once.get(checked_key_name("key", key), scope=scope)
+    if record is None:
+        raise absent("such key")
+    return record
+
+
+def _unresolved(conn: Connection, tenant: str, limit: int, terms: StatementContext) -> list[Record]:
+    now = quotas.read_clock(conn, terms)
+    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
+    lost = [
+        keys.c.state == "claimed",
+        keys.c.unknown,
+        keys.c.lease_until_us <= now,
+        or_(keys.c.expires_us >= now, and_(keys.c.lease_until_us > keys.c.expires_us, outlasted >= now)),
+    ]
+    if prefix := _prefix(tenant):
+        lost.append(and_(keys.c.scope >= prefix, keys.c.scope < f"{prefix[:-1]}!"))  # "!" comes after the space
+    columns = [keys.c.value.label("data") if name == "data" else keys.c[name] for name in _KEPT]
+    rows = conn.execute(select(*columns).where(*lost).order_by(keys.c.created_us, keys.c.key).limit(limit))
+    return [Record(**row, now_us=now) for row in rows.mappings()]
+
+
+_KEPT = tuple(name for name in Record.__struct_fields__ if name != "now_us")
+
+
+def _run_keys(conn: Connection, whose: tuple[str, str | None], key: str, terms: StatementContext) -> list[RunKeyView]:
+    now = quotas.read_clock(conn, terms)
+    tenant, user = whose
+    live = [run_keys.c.tenant == tenant, run_keys.c.key == key, run_keys.c.expires_us >= now]
+    if user is not None:
+        live.append(run_keys.c.user_id == user)
+    rows = conn.execute(select(run_keys).where(*live).order_by(run_keys.c.created_us, run_keys.c.user_id).limit(1000))
+    return [
+        RunKeyView(
+            key=row.key,
+            kind=row.kind,
+            tenant=row.tenant,
+            user=row.user_id,
+            payload_hash=row.payload_hash,
+            run_id=row.job_id,
+            created_at=moment(row.created_us),
+            expires_at=moment(row.expires_us),
+            expires_in=(row.expires_us - now) / MICRO,
+        )
+        for row in rows
+    ]
+
+
+def _remove_run_key(conn: Connection, whose: tuple[str, str], kind: str, key: str) -> bool:
+    tenant, user = whose
+    gone = deleting(run_keys).where(
+        run_keys.c.tenant == tenant, run_keys.c.user_id == user, run_keys.c.kind == kind, run_keys.c.key == key
+    )
+    return bool(conn.execute(gone).rowcount)
+
+
+def _view(record: Record, tenant: str) -> KeyView:
+    return KeyView(
+        scope=record.scope.removeprefix(_prefix(tenant)),
+        key=record.key,
+        state=record.status,
+        fence=record.fence,
+        attempt=record.attempt,
+        fingerprint=record.fingerprint,
+        claimed_at=record.created_at,
+        lease_left=record.lease_left,
+        expires_at=record.expires_at,
+        outcome=_outcome(record),
+    )
+
+
+def _outcome(record: Record) -> OutcomeView | None:
+    outcome = record.outcome
+    if outcome is None:
+        return None
+    answer = outcome.value if outcome.kind == "response" and not outcome.gone else None
+    return OutcomeView(
+        kind=outcome.kind,
+        completed_at=outcome.completed_at,
+        size=None if outcome.data is None or outcome.gone else len(outcome.data),
+        status=answer.status if isinstance(answer, Response) else None,
+    )
+
+
+HANDLERS = (show_key, unresolved, resolve_key, delete_key, show_run_keys, delete_run_key)

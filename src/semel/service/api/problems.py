@@ -1,0 +1,179 @@
+"""Errors over HTTP, as problem details (RFC 9457), and which of semel's errors is which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import msgspec.inspect
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, MethodNotAllowedException
+from msgspec import Struct
+
+from semel._validation import misfit
+from semel.errors import (
+    CostLimitExceeded,
+    IllegalTransition,
+    InvalidParameters,
+    InvalidRequest,
+    KeyReused,
+    NotMigrated,
+    QuotaExceeded,
+    ReservationLost,
+    ResultStoreError,
+    RunNotComplete,
+    RunNotFound,
+    SemelError,
+    StoreUnavailable,
+    Unfingerprintable,
+    UnknownModel,
+)
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER = 5
+"""Seconds after which whoever met a store that was away may come again."""
+
+
+class Problem(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a request was not carried out. ``retryable``: the same request may succeed later."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    error_code: str
+    retryable: bool
+    idempotency_key: str | None = None
+    run_status: str | None = None
+    retry_after: int | None = None
+
+
+class ApiError(SemelError):
+    """A request that the service itself refuses."""
+
+    def __init__(self, status: int, code: str, detail: str, *, retry_after: float | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+
+_KNOWN: tuple[tuple[type[SemelError], int, str], ...] = (
+    (InvalidParameters, 422, "INVALID_PARAMETERS"),
+    (UnknownModel, 422, "UNKNOWN_MODEL"),
+    (Unfingerprintable, 422, "INVALID_PARAMETERS"),
+    (KeyReused, 409, "IDEMPOTENCY_KEY_CONFLICT"),
+    (CostLimitExceeded, 429, "COST_LIMIT_EXCEEDED"),
+    (QuotaExceeded, 429, "QUOTA_EXCEEDED"),
+    (ReservationLost, 409, "RESERVATION_LOST"),
+    (RunNotFound, 404, "NOT_FOUND"),
+    (RunNotComplete, 409, "RUN_NOT_COMPLETE"),
+    (IllegalTransition, 409, "ILLEGAL_TRANSITION"),
+    (InvalidRequest, 400, "INVALID_REQUEST"),
+    (StoreUnavailable, 503, "STORE_UNAVAILABLE"),
+    (NotMigrated, 503, "NOT_MIGRATED"),
+    (ResultStoreError, 503, "RESULT_STORE_UNAVAILABLE"),
+)
+_BY_STATUS = {
+    400: "INVALID_REQUEST",
+    401: "UNAUTHENTICATED",
+    403: "FORBIDDEN",
+    404: "NOT_FOUND",
+    405: "METHOD_NOT_ALLOWED",
+    413: "BODY_TOO_LARGE",
+    415: "UNSUPPORTED_MEDIA_TYPE",
+    429: "TOO_MANY_REQUESTS",
+}
+
+
+def problem_of(error: Exception) -> Problem:
+    """The problem behind an error. Of one that nobody foresaw, nothing is told."""
+    if isinstance(error, ApiError):
+        return _problem(error.status, error.code, str(error), retry_after=error.retry_after)
+    for kind, status, code in _KNOWN:
+        if isinstance(error, kind):
+            more: dict[str, Any] = {"retry_after": RETRY_AFTER} if status == 503 else {}
+            if isinstance(error, RunNotComplete):
+                more |= {"run_status": error.status, "retry_after": error.retry_after}
+            if isinstance(error, InvalidRequest | KeyReused):
+                more["idempotency_key"] = error.idempotency_key
+            return _problem(status, code, str(error), **more)
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        return _problem(status, _BY_STATUS.get(status, f"HTTP_{status}"), _said(error))
+    return _problem(500, "INTERNAL_ERROR", "something went wrong here; the server's log says what")
+
+
+def _said(error: HTTPException) -> str:
+    """The message, and of a request that does not fit its schema what does not."""
+    if isinstance(error.extra, list):
+        parts = [_part(each) for each in error.extra if isinstance(each, dict)]
+        if parts:
+            return "; ".join(parts)
+    return error.detail
+
+
+def _part(wrong: dict[str, Any]) -> str:
+    key, message = wrong.get("key", "data"), str(wrong.get("message", ""))
+    if key == "data":
+        return "the body is missing" if message == "'data'" else f"the body: {message}"
+    return f"{key}: {message}" + (", as 2030-01-31T12:00:00Z" if "RFC3339" in message else "")
+
+
+def _problem(status: int, code: str, detail: str, *, retry_after: float | None = None, **more: Any) -> Problem:
+    return Problem(
+        type=f"urn:semel:{code.lower().replace('_', '-')}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        error_code=code,
+        retryable=retry_after is not None
+        or (status in (429, 503) and code not in ("QUOTA_EXCEEDED", "COST_LIMIT_EXCEEDED")),
+        retry_after=None if retry_after is None else max(1, math.ceil(retry_after)),
+        **more,
+    )
+
+
+def allow(methods: Iterable[str]) -> str:
+    """The header Allow: what a route takes, and HEAD where it takes GET."""
+    known = set(methods)
+    return ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
+
+
+def allow_of(error: Exception) -> dict[str, str]:
+    """The header of a refusal that needs one: what the route takes instead."""
+    if isinstance(error, MethodNotAllowedException) and error.headers:
+        return {"allow": allow(error.headers["allow"].split(", "))}
+    return {}
+
+
+def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None:
+    """Of a parameter that is none of the values that there are, say which those are."""
+    if not isinstance(error.extra, list):  # nor is there a handler, where there is no such route or method
+        return
+    fields = request.route_handler.parsed_fn_signature.parameters
+    for wrong in error.extra:
+        if isinstance(wrong, dict) and wrong.get("key") in fields:
+            wrong["message"] = misfit(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
+
+
+def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:
+    """The content of an answer, and its headers."""
+    headers = {"content-type": MEDIA_TYPE}
+    if problem.retry_after is not None:
+        headers["retry-after"] = str(problem.retry_after)
+    if problem.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return msgspec.json.encode(problem), headers
+
+
+def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Litestar's handler of exceptions."""
+    if isinstance(error, HTTPException):
+        _name_choices(request, error)
+    problem = problem_of(error)
+    content, headers = body_of(problem)
+    return Response(content, status_code=problem.status, headers=headers | allow_of(error), media_type=MEDIA_TYPE)

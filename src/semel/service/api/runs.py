@@ -1,0 +1,423 @@
+"""``/runs``: submit, look, wait, fetch, cancel, retry. What else can be asked of runs lies in the modules beside."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Coroutine
+from datetime import datetime
+from email.utils import formatdate
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, urlencode
+
+from litestar import Request, Response, get, post
+from litestar.openapi.spec import Example
+from litestar.params import BodyKwarg, HeaderParameter, JSONBody, PathParameter, QueryParameter
+
+from semel.errors import InvalidRequest, SemelError, UnknownModel
+from semel.http.refusals import PROTOCOL_VERSION
+from semel.runs.types import INTERNAL_PREFIX, MICRO, Run, Status, checked_key
+from semel.service.api import run_details, run_events, run_files
+from semel.service.api.params import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
+from semel.service.api.problems import ApiError, problem_of
+from semel.service.api.responses import answered, header, json, refusals, tagged
+from semel.service.api.run_types import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
+from semel.service.auth.limits import wait_for_disconnect
+from semel.service.auth.middleware import Principal
+from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
+from semel.service.telemetry.access_log import concerns
+
+__all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
+
+MOST_AT_ONCE = 1000
+"""Runs in one bulk request."""
+LONGEST_WAIT = 60
+
+Key = Annotated[
+    str | None,
+    HeaderParameter(
+        name="Idempotency-Key",
+        description="Names the run: sent again, it is found, and nothing is created. "
+        f"Version {PROTOCOL_VERSION} of the protocol: 1 to 255 characters, none of them a control character.",
+        examples=[Example(summary="a CI job", value="ci-42")],
+    ),
+]
+ManyRequests = Annotated[list[RunRequest], BodyKwarg(min_items=1, max_items=MOST_AT_ONCE)]
+Wait = Annotated[
+    float, QueryParameter(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the end (or for a change).")
+]
+Exact = Annotated[
+    bool,
+    QueryParameter(
+        description="With NaN, Infinity and -Infinity as they are, as Python's json reads them, instead of null."
+    ),
+]
+_TAG = ["runs"]
+ABOUT_KEY = [
+    header("Idempotent-Replayed", "true: it was there already"),
+    header("Idempotency-Expires", "Until when the key names it, as HTTP writes a time"),
+]
+_QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;(?:[^"]|"(?:[^"\\]|\\.)*")*)?')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def one_key(header: str | None, field: str | None) -> str | None:
+    """The key of a request: in the header (bare or quoted) or in the body, and the same where it is in both."""
+    key = field if header is None else _unquoted(header)
+    if header is not None and field is not None and key != field:
+        said = f"the Idempotency-Key of the header, {key!r:.300}, and that of the body, {field!r:.300}, differ"
+        raise InvalidRequest(said, idempotency_key=key)
+    return key
+
+
+def _unquoted(header: str) -> str:
+    """The key in the header: bare, or a string as RFC 8941 has it, with or without parameters behind it."""
+    if not header.startswith('"'):
+        return header
+    quoted = _QUOTED.fullmatch(header)
+    if quoted is None:
+        said = f"the header Idempotency-Key begins with a quote and is no string of RFC 8941: {header[:300]!r}"
+        raise InvalidRequest(said, idempotency_key=header[:300])
+    return _ESCAPED.sub(r"\1", quoted[1])
+
+
+def user_of(caller: Principal, asked: str | None) -> str:
+    """Whose run it becomes. It is somebody's: a run of nobody's would be held by no quota."""
+    if asked == "":
+        raise InvalidRequest("user is empty: name the user, or leave it out to submit a run of your own")
+    if asked is None or asked == caller.user:
+        return caller.user
+    if not caller.may("operator"):
+        raise ApiError(403, "FORBIDDEN", "only an operator submits for others")
+    return asked
+
+
+def _cost(data: RunRequest, site: ServiceState, caller: Principal) -> float | None:
+    """What it is taken to cost. Who could say less than the model's would be held by no limit."""
+    if data.cost is not None and not caller.may("operator") and data.cost < site.app.registry[data.model].cost:
+        raise ApiError(403, "FORBIDDEN", f"only an operator submits {data.model} for less than it costs")
+    return data.cost
+
+
+def _arguments(data: RunRequest, site: ServiceState, caller: Principal, key: str | None) -> dict[str, Any]:
+    """The arguments of ``submit``. The service's own models are hidden from its callers."""
+    if data.model.startswith(INTERNAL_PREFIX):
+        raise UnknownModel(f"unknown model {data.model!r}")
+    return {
+        "model": data.model,
+        "parameters": data.parameters,
+        "idempotency_key": key,
+        "user": user_of(caller, data.user),
+        "tenant": caller.tenant,
+        "queue": data.queue,
+        "priority": data.priority,
+        "delay": data.delay,
+        "cost": _cost(data, site, caller),
+        "key_ttl": data.key_ttl,
+        "dedupe": data.dedupe,
+    }
+
+
+def key_headers(expires_us: int | None, *, replayed: bool) -> dict[str, str]:
+    """What an answer says of its key, as the middleware does."""
+    headers = {"Idempotent-Replayed": "true"} if replayed else {}
+    if expires_us is not None:
+        headers["Idempotency-Expires"] = formatdate(expires_us // MICRO, usegmt=True)
+    return headers
+
+
+def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
+    concerns(run.id, run)
+    view = run_view(run, root_of(request))
+    headers = {"Location": view.links.self, **key_headers(run.key_expires_us, replayed=run.replayed)}
+    return json(view, 200 if run.replayed else 201, headers)
+
+
+@post(
+    "/runs",
+    tags=_TAG,
+    operation_id="submitRun",
+    summary="Submit a run",
+    response_headers=ABOUT_KEY,
+    responses={
+        200: answered(RunView, "The run that was there already."),
+        **refusals(400, 409, 422, body=True),
+    },
+)
+async def submit(
+    data: JSONBody[RunRequest], site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+) -> Response[RunView]:
+    """Store a run and answer at once: 201 with the new run, or 200 with the one that was there already."""
+    run = await site.engine.submit(**_arguments(data, site, caller, one_key(key, data.idempotency_key)))
+    return _submitted(run, request)
+
+
+@post(
+    "/runs/bulk",
+    tags=_TAG,
+    operation_id="submitRuns",
+    summary="Submit many runs",
+    status_code=200,
+    responses={
+        207: answered(list[BulkAnswer], "Some were refused; the others are stored."),
+        **refusals(400, body=True),
+    },
+)
+async def submit_many(
+    data: ManyRequests, site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+) -> Response[list[BulkAnswer]]:
+    """Store up to 1,000 runs with few statements, and answer in their order.
+
+    With an ``Idempotency-Key``, a run without a key of its own has that key and its place, ``ci-42/0``: sent again,
+    all of them are found.
+
+    Each answer has its place and a run or a problem. 200 when every one is a run, 207 when some were refused: nothing
+    of the others is lost.
+    """
+    shared = None if key is None else checked_key("idempotency_key", one_key(key, None))
+    asked: list[dict[str, Any]] = []
+    refused: dict[int, SemelError] = {}
+    for place, each in enumerate(data):
+        try:
+            named = f"{shared}/{place}" if each.idempotency_key is None and shared is not None else each.idempotency_key
+            asked.append(_arguments(each, site, caller, named))
+        except SemelError as error:
+            refused[place] = error
+    stored = iter(await site.engine.submit_many(asked, strict=False))
+    answers = [refused[place] if place in refused else next(stored) for place in range(len(data))]
+    root = root_of(request)
+    said = [_one_of_many(place, answer, root) for place, answer in enumerate(answers)]
+    return json(said, 207 if any(each.problem for each in said) else 200)
+
+
+def _one_of_many(place: int, answer: Run | SemelError, root: str) -> BulkAnswer:
+    if isinstance(answer, Run):
+        return BulkAnswer(place=place, status=200 if answer.replayed else 201, run=run_view(answer, root))
+    problem = problem_of(answer)
+    return BulkAnswer(place=place, status=problem.status, problem=problem)
+
+
+@get(
+    "/runs/{run_id:str}",
+    tags=_TAG,
+    operation_id="getRun",
+    summary="A run",
+    response_headers=[header("ETag", "Changes with the run")],
+    responses={304: answered(None, "It is as the client knows it."), **refusals(400, 404)},
+)
+async def show(
+    *,
+    run_id: RunId,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    request: TheRequest,
+    wait: Wait = 0.0,
+    known: IfNoneMatch = None,
+) -> Response[RunView]:
+    """The run as it stands; 304 to those who know it so.
+
+    With ``wait`` the answer comes when the run is over, or with ``If-None-Match`` as soon as it is other than the
+    client knows it, or when the time is over.
+    """
+    run = await site.run(run_id, caller)
+    answer = tagged(run_view(run, root_of(request)), known)
+    end = time.monotonic() + wait
+    while wait and not run.done and (known is None or answer.status_code == 304):
+        site.places.require(caller.name)
+        change = site.watch.change(run, end - time.monotonic(), end_only=known is None)
+        with site.places.taken(caller.name):
+            changed = await _unless_gone(change, request)
+        if not await site.gate.still(caller):
+            raise ApiError(401, "UNAUTHENTICATED", "the token is not valid any more")
+        run = await site.run(run_id, caller)
+        answer = tagged(run_view(run, root_of(request)), known)
+        if not changed:
+            break
+    return answer
+
+
+async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -> bool:
+    """Wait for the change, but not for a client that has hung up."""
+    waiting = asyncio.create_task(change)
+    leaving = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise ApiError(400, "INVALID_REQUEST", "the client has hung up")
+        return waiting.result()
+    finally:
+        waiting.cancel()
+        leaving.cancel()
+
+
+@get(
+    "/runs/{run_id:str}/result",
+    tags=_TAG,
+    operation_id="getResult",
+    summary="What a run returned",
+    responses=refusals(400, 404, 409),
+)
+async def result(run_id: RunId, site: CurrentState, caller: CurrentPrincipal, exact: Exact = False) -> Response[Any]:
+    """The result as JSON. 409 unless the run SUCCEEDED: ``run_status`` says how it stands.
+
+    NaN and infinity, for which JSON has no numbers, are null, and the run has a warning that names them.
+    """
+    return await _result(run_id, site, caller, exact=exact)
+
+
+@get(
+    "/runs/{run_id:str}/{fence:int}/result.json/result",
+    tags=_TAG,
+    operation_id="getResultByRef",
+    summary="What a run returned, by its result_ref",
+    responses=refusals(400, 404, 409),
+)
+async def result_by_ref(
+    run_id: RunId,
+    fence: Annotated[int, PathParameter(description="Which attempt stored it; as ``result_ref`` has it.")],  # noqa: ARG001 -- the run has one result
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    exact: Exact = False,
+) -> Response[Any]:
+    """As by the run's id, for the ``result_ref`` of a result that lies in the result store."""
+    return await _result(run_id, site, caller, exact=exact)
+
+
+async def _result(run_id: str, site: ServiceState, caller: Principal, *, exact: bool) -> Response[Any]:
+    if caller.sees is not None:
+        await site.run(run_id, caller)
+    data = await site.engine.result_json(run_id, tenant=caller.tenant, exact=exact)
+    return Response(data, media_type="application/json")
+
+
+@post(
+    "/runs/{run_id:str}/cancel",
+    tags=_TAG,
+    operation_id="cancelRun",
+    summary="Cancel a run",
+    status_code=200,
+    responses=refusals(400, 404, 409, body=True),
+)
+async def cancel(
+    run_id: RunId,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    request: TheRequest,
+    data: JSONBody[CancelRequest | None] = None,
+) -> Response[RunView]:
+    """End a run that is pending, or ask a running one to end: ``cancel_requested`` is true while it cleans up.
+
+    Again changes nothing. 409 for one that succeeded or failed before.
+    """
+    run = await site.run(run_id, caller)
+    why = {} if data is None or data.why is None else {"why": data.why}
+    run = await site.engine.cancel(run.id, tenant=caller.tenant, **why)
+    concerns(run.id, run)
+    return json(run_view(run, root_of(request)))
+
+
+@post(
+    "/runs/{run_id:str}/retry",
+    tags=_TAG,
+    operation_id="retryRun",
+    summary="Submit a run again",
+    response_headers=ABOUT_KEY,
+    responses={
+        200: answered(RunView, "The new run was there already."),
+        **refusals(400, 404, 408, 409, 413, 422),
+    },
+)
+async def retry(
+    run_id: RunId, site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+) -> Response[RunView]:
+    """Submit a failed or cancelled run again, as a new run with ``retry_of``.
+
+    201 with the new run; 200 with the one that came of an earlier retry: while it is under way, or, of one with the
+    same ``Idempotency-Key``, whatever became of it. Takes no body.
+    """
+    run = await site.run(run_id, caller)
+    again = await site.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
+    return _submitted(again, request)
+
+
+def _filter(name: str, description: str) -> Any:
+    return QueryParameter(name=name, description=description, max_length=1000)
+
+
+@get(
+    "/runs",
+    tags=_TAG,
+    operation_id="listRuns",
+    summary="Runs, newest first",
+    response_headers=[header("Link", 'The next page, as rel="next"')],
+    responses=refusals(400),
+)
+async def list_runs(
+    *,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    request: TheRequest,
+    status: Annotated[list[Status] | None, QueryParameter(description="Any of these; may be repeated.")] = None,
+    model: Annotated[str | None, _filter("model", "Of this model.")] = None,
+    user: Annotated[str | None, _filter("user", "Of this user; others than oneself for operators.")] = None,
+    queue: Annotated[str | None, _filter("queue", "In this queue.")] = None,
+    key: Annotated[str | None, _filter("idempotency_key", "Submitted with this key.")] = None,
+    payload_hash: Annotated[str | None, _filter("payload_hash", "With this payload.")] = None,
+    since: Annotated[datetime | None, QueryParameter(description="Submitted then or later.")] = None,
+    until: Annotated[datetime | None, QueryParameter(description="Submitted before that.")] = None,
+    stalled: Annotated[bool, QueryParameter(description="Only those whose worker lives and that make no progress.")] = (
+        False
+    ),
+    limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
+    cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
+    include: Annotated[
+        list[Literal["parameters"]] | None, QueryParameter(description="What a list leaves out otherwise.")
+    ] = None,
+) -> Response[RunPage]:
+    """Submitters see their own runs, operators those of everybody in their tenant.
+
+    A page ends after ``limit`` runs, or after some megabytes: as long as there is a ``next``, there is more.
+    """
+    if caller.sees is not None and user not in (None, caller.sees):
+        raise ApiError(403, "FORBIDDEN", "only an operator lists the runs of others")
+    page = await site.engine.runs(
+        status=status,
+        model=model,
+        user=user if caller.sees is None else caller.sees,
+        tenant=caller.tenant,
+        queue=queue,
+        idempotency_key=key,
+        payload_hash=payload_hash,
+        since=since,
+        until=until,
+        stalled=stalled,
+        limit=limit,
+        cursor=cursor,
+        parameters=bool(include),
+        max_bytes=PAGE_BYTES,
+    )
+    root = root_of(request)
+    view = RunPage(runs=[run_view(run, root) for run in page.runs], next=page.next)
+    return json(view, headers=None if page.next is None else {"Link": _next_link(request, page.next)})
+
+
+def _next_link(request: Request[Any, Any, Any], cursor: str) -> str:
+    """The same question with the next cursor."""
+    asked = [(name, value) for name, value in parse_qsl(request.scope["query_string"].decode()) if name != "cursor"]
+    return f'<{root_of(request)}/runs?{urlencode([*asked, ("cursor", cursor)])}>; rel="next"'
+
+
+HANDLERS = (
+    submit,
+    submit_many,
+    show,
+    list_runs,
+    result,
+    result_by_ref,
+    cancel,
+    retry,
+    *run_details.HANDLERS,
+    *run_events.HANDLERS,
+    *run_files.HANDLERS,
+)

@@ -1,0 +1,303 @@
+"""``/admin/subscriptions`` and ``/admin/deliveries``: who is told of what happens to runs, and how that goes."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from litestar import Response, delete, get, post
+from litestar.params import FromPath, JSONBody, PathParameter, QueryParameter
+from msgspec import Meta, Struct, field
+
+from semel.errors import InvalidRequest
+from semel.runs.types import checked_id
+from semel.service.api.admin_params import After, Limit, Tenant, absent, tenant_for
+from semel.service.api.responses import refusals
+from semel.service.auth.middleware import requires
+from semel.service.state import CurrentPrincipal, CurrentState
+from semel.service.webhooks import deliveries, subscriptions
+from semel.service.webhooks.deliveries import Delivery, DeliveryEvent, State
+from semel.service.webhooks.dispatcher import check_target, ping
+from semel.service.webhooks.subscriptions import LONGEST_URL, STREAM_ID, EventName, Kind, Subscription
+from semel.types import moment
+
+_TAG = ["events"]
+_UNSTORED = {"Cache-Control": "no-store"}
+_log = logging.getLogger("semel.service")
+
+Version: TypeAlias = Annotated[int, PathParameter(ge=1, le=2**31 - 1, description="The run's version of the event.")]
+Wanted: TypeAlias = Literal["*"] | EventName
+
+
+class SubscriptionRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A webhook to be told of events."""
+
+    url: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=LONGEST_URL,
+            description="Where events are posted to: http or https, not a private address unless the server allows it.",
+            examples=["https://example.com/hooks/semel"],
+        ),
+    ]
+    events: Annotated[
+        list[Wanted],
+        Meta(min_length=1, max_length=10, description="Which ones; * is all.", examples=[["RunCompleted"]]),
+    ] = field(default_factory=lambda: ["*"])
+    tenant: Annotated[
+        Annotated[str, Meta(max_length=200)] | None,
+        Meta(description="Whose events; another tenant's for admins of the main tenant."),
+    ] = None
+
+
+class SubscriptionView(Struct, frozen=True, kw_only=True):
+    """Who is told of what. The secret is not shown again."""
+
+    id: str
+    tenant: str
+    kind: Kind
+    target: Annotated[str, Meta(description="The URL of a webhook, the name of the stream.")]
+    events: list[str]
+    created_at: datetime
+    disabled_at: Annotated[datetime | None, Meta(description="Since when it is told nothing: it answered 410.")]
+
+
+class NewSubscription(Struct, frozen=True, kw_only=True):
+    """A subscription that was just made."""
+
+    subscription: SubscriptionView
+    secret: Annotated[str, Meta(description="What events are signed with. It is shown this once.")]
+
+
+class Pinged(Struct, frozen=True, kw_only=True):
+    """How the receiver took an event about nothing."""
+
+    id: str
+    delivered: bool
+    status: int | None
+    error: str | None
+
+
+class DeliveryView(Struct, frozen=True, kw_only=True):
+    """An event for a subscription, and how far it has come."""
+
+    subscription_id: str
+    event: DeliveryEvent
+    state: State
+    attempts: int
+    due_at: Annotated[datetime, Meta(description="When it is tried next; of one that is over, when that was.")]
+    last_status: int | None
+    last_error: str | None
+
+
+class DeliveryPage(Struct, frozen=True, kw_only=True):
+    """Some deliveries, the latest first, and where the next page begins."""
+
+    deliveries: list[DeliveryView]
+    next: str | None
+
+
+@get(
+    "/admin/subscriptions",
+    tags=_TAG,
+    summary="List subscriptions",
+    guards=[requires("admin")],
+    responses=refusals(400),
+)
+async def list_subscriptions(
+    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> list[SubscriptionView]:
+    """The subscriptions of the tenant, oldest first."""
+    found = await site.ledger.read(subscriptions.listed, tenant_for(caller, tenant))
+    return [_view(each) for each in found]
+
+
+@post(
+    "/admin/subscriptions",
+    tags=_TAG,
+    summary="Subscribe a webhook",
+    guards=[requires("admin")],
+    responses=refusals(400, 409, 422, body=True),
+)
+async def create_subscription(
+    data: JSONBody[SubscriptionRequest], site: CurrentState, caller: CurrentPrincipal
+) -> Response[NewSubscription]:
+    """Post the events to a URL from now on, signed with the secret that this answer shows."""
+    tenant = tenant_for(caller, data.tenant)
+    await check_target(data.url, site.settings)
+    made = await site.ledger.write(subscriptions.create, tenant, data.url, data.events, site.ledger.terms)
+    _log.info("subscription %s was made by %r", made.id, caller.user)
+    assert made.secret is not None
+    return Response(NewSubscription(subscription=_view(made), secret=made.secret), status_code=201, headers=_UNSTORED)
+
+
+@get(
+    "/admin/subscriptions/{subscription_id:str}",
+    tags=_TAG,
+    summary="A subscription",
+    guards=[requires("admin")],
+    responses=refusals(400, 404),
+)
+async def show_subscription(
+    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> SubscriptionView:
+    """The subscription, without its secret."""
+    return _view(await site.ledger.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant)))
+
+
+@delete(
+    "/admin/subscriptions/{subscription_id:str}",
+    tags=_TAG,
+    summary="End a subscription",
+    guards=[requires("admin")],
+    responses=refusals(400, 404, 409),
+)
+async def delete_subscription(
+    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> None:
+    """Send nothing any more, and forget what was on its way."""
+    await site.ledger.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
+    await site.ledger.write(deliveries.tidy, site.ledger.terms)  # of very many, the rest follows in the background
+    _log.info("subscription %s was ended by %r", subscription_id, caller.user)
+
+
+@post(
+    "/admin/subscriptions/{subscription_id:str}/test",
+    tags=_TAG,
+    summary="Try a subscription",
+    guards=[requires("admin")],
+    status_code=200,
+    responses=refusals(400, 404),
+)
+async def try_subscription(
+    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+) -> Pinged:
+    """Send an event named Ping now, once, and say how it was taken."""
+    found = await site.ledger.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant))
+    event_id, answered = await ping(site, found)
+    return Pinged(id=event_id, delivered=answered.good, status=answered.status, error=answered.error)
+
+
+@get(
+    "/admin/deliveries",
+    tags=_TAG,
+    summary="List deliveries",
+    guards=[requires("admin")],
+    responses=refusals(400),
+)
+async def list_deliveries(
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    *,
+    in_state: Annotated[State | None, QueryParameter(name="state", description="Only those.")] = None,
+    subscription: Annotated[str | None, QueryParameter(max_length=200, description="Only of this one.")] = None,
+    tenant: Tenant = None,
+    limit: Limit = 100,
+    after: After = None,
+) -> DeliveryPage:
+    """Events on their way, arrived, or given up. What arrived is kept for three days, what is dead for thirty."""
+    of_one = None if subscription is None else _id_of(subscription)
+    if of_one is None and subscription is not None:
+        return DeliveryPage(deliveries=[], next=None)
+    page = await site.ledger.read(
+        deliveries.listed,
+        tenant_for(caller, tenant),
+        state=in_state,
+        subscription_id=of_one,
+        limit=limit,
+        after=_cursor(after),
+    )
+    last = None if page.next is None else ".".join(map(str, page.next))
+    return DeliveryPage(deliveries=[_delivery_view(each) for each in page.items], next=last)
+
+
+@post(
+    "/admin/deliveries/{subscription_id:str}/{run_id:str}/{version:int}/resend",
+    tags=_TAG,
+    summary="Send an event again",
+    guards=[requires("admin")],
+    status_code=202,
+    responses=refusals(400, 404, 409),
+)
+async def resend_delivery(
+    subscription_id: FromPath[str],
+    run_id: FromPath[str],
+    version: Version,
+    *,
+    site: CurrentState,
+    caller: CurrentPrincipal,
+    tenant: Tenant = None,
+) -> DeliveryView:
+    """Send the event once more, soon, under the same id, whatever became of it."""
+    run = checked_id(run_id)
+    if run is None:
+        raise absent("delivery of that run")
+    place = (_known(subscription_id), run, version)
+    found = await site.ledger.write(deliveries.resend, tenant_for(caller, tenant), place, site.ledger.terms)
+    return _delivery_view(found)
+
+
+def _known(subscription_id: str) -> str:
+    """The id; what cannot be one is not there."""
+    known = _id_of(subscription_id)
+    if known is None:
+        raise absent("subscription of that id")
+    return known
+
+
+def _id_of(subscription_id: str) -> str | None:
+    """The id, if it can be one."""
+    return subscription_id if subscription_id == STREAM_ID else checked_id(subscription_id)
+
+
+def _cursor(after: str | None) -> tuple[int, str, int, str] | None:
+    if after is None:
+        return None
+    match after.split("."):
+        case [due, run_id, version, subscription_id] if _is_number(due, 19) and _is_number(version, 10):
+            run, of_one = checked_id(run_id), _id_of(subscription_id)
+            if run is not None and of_one is not None:
+                return int(due), run, int(version), of_one
+    raise InvalidRequest("after is the `next` of a page before")
+
+
+def _is_number(text: str, digits: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < digits
+
+
+def _view(each: Subscription) -> SubscriptionView:
+    return SubscriptionView(
+        id=each.id,
+        tenant=each.tenant,
+        kind=each.kind,
+        target=each.target,
+        events=each.names,
+        created_at=moment(each.created_us),
+        disabled_at=None if each.disabled_us is None else moment(each.disabled_us),
+    )
+
+
+def _delivery_view(each: Delivery) -> DeliveryView:
+    return DeliveryView(
+        subscription_id=each.subscription_id,
+        event=msgspec.json.decode(each.body, type=DeliveryEvent),
+        state=each.state,
+        attempts=each.attempts,
+        due_at=moment(each.due_us),
+        last_status=each.last_status,
+        last_error=each.last_error,
+    )
+
+
+HANDLERS = (
+    list_subscriptions,
+    create_subscription,
+    show_subscription,
+    delete_subscription,
+    try_subscription,
+    list_deliveries,
+    resend_delivery,
+)

@@ -1,0 +1,146 @@
+"""The service put together: an app's runs behind HTTP.
+
+    from semel.service import asgi
+    application = asgi(app)            # any ASGI server runs it, any ASGI app mounts it
+
+``semel serve`` does the same from the environment; see serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from litestar import Litestar, Request
+from litestar.di import Provide
+from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
+from litestar.plugins.core import MsgspecDIPlugin
+from litestar.routes import HTTPRoute
+
+from semel.dashboard import router
+from semel.dashboard.session import shown
+from semel.runs.app import App
+from semel.service.api import admin, jobs, ops, runs, webhooks
+from semel.service.api.problems import allow
+from semel.service.api.request import JsonRequest, require_known_query
+from semel.service.auth.middleware import AuthMiddleware, Principal, forbid_cookie_on_api
+from semel.service.jobs.providers import provider_handlers
+from semel.service.settings import Settings
+from semel.service.state import CurrentState, ServiceState
+from semel.service.telemetry.access_log import note_unforeseen, watched
+
+
+class _Litestar(Litestar):
+    """Without the plugins for other libraries' models, which would be imported wherever they are installed."""
+
+    @staticmethod
+    def _get_default_plugins(plugins: list[Any]) -> list[Any]:
+        return [*plugins, MsgspecDIPlugin()]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI. Litestar's own answer to OPTIONS names the methods of the first handler of a route only."""
+
+        async def send_allow(message: Any) -> None:
+            if message["type"] == "http.response.start" and scope.get("path_template") in self._methods:
+                methods = allow(self._methods[scope["path_template"]])
+                message = {**message, "headers": [*_without_allow(message["headers"]), (b"allow", methods.encode())]}
+            await send(message)
+
+        options = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await super().__call__(scope, receive, send_allow if options else send)
+
+    @cached_property
+    def _methods(self) -> dict[str, set[str]]:
+        return {route.path_format: set(route.methods) for route in self.routes if isinstance(route, HTTPRoute)}
+
+
+def _without_allow(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name != b"allow"]
+
+
+class _Rendered(JsonRenderPlugin):
+    """The schema with where the service is, which may be mounted below a path, and with every bound of the bodies."""
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        """See Litestar."""
+        root = request.scope.get("root_path", "")
+        components = openapi_schema["components"]
+        components = {**components, "schemas": {**components["schemas"], **_bodies(request.app)}}
+        return super().render(request, {**openapi_schema, "servers": [{"url": root or "/"}], "components": components})
+
+
+def _bodies(app: Litestar) -> dict[str, Any]:
+    """The bodies as msgspec decodes them: Litestar leaves out bounds of 0, and that unknown fields are refused."""
+    routes = (route for route in app.routes if isinstance(route, HTTPRoute))
+    fields = [handler.parsed_data_field for route in routes for handler in route.route_handlers]
+    kinds = [field.annotation for field in fields if field is not None]
+    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+
+
+def asgi(app: App, settings: Settings | None = None) -> Any:
+    """The service around an app, for any ASGI server, or to be mounted in another ASGI application."""
+    return build(ServiceState(app, settings or Settings()))
+
+
+def build(site: ServiceState) -> Any:
+    """The site as an ASGI application."""
+
+    def the_site() -> ServiceState:
+        return site
+
+    def the_caller(request: Request[Any, Any, Any], site: CurrentState) -> Principal:  # noqa: ARG001 -- one after the other
+        caller: Principal = request.scope["state"]["caller"]
+        return caller
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        await site.opened()
+        try:
+            yield
+        finally:
+            await site.close()
+
+    litestar = _Litestar(
+        route_handlers=[
+            *runs.HANDLERS,
+            *jobs.HANDLERS,
+            *provider_handlers(),
+            *admin.HANDLERS,
+            *webhooks.HANDLERS,
+            *ops.HANDLERS,
+            router.router(site),
+        ],
+        dependencies={
+            "site": Provide(the_site, sync_to_thread=False),
+            "caller": Provide(the_caller, sync_to_thread=False),
+        },
+        guards=[forbid_cookie_on_api],
+        exception_handlers={Exception: router.answer},
+        after_exception=[note_unforeseen],
+        request_class=JsonRequest,
+        before_request=require_known_query,
+        lifespan=[lifespan],
+        logging_config=None,
+        openapi_config=OpenAPIConfig(
+            title="semel",
+            version=version("semel"),
+            description="Work happens once: submit runs, watch them, get their results.",
+            path="/schema",
+            render_plugins=[_Rendered()],
+            use_handler_docstrings=True,
+            components=Components(
+                security_schemes={
+                    "token": SecurityScheme(type="http", scheme="bearer", description="A token of semel's: semel_…")
+                }
+            ),
+            security=[{"token": []}, {}],
+        ),
+        request_max_body_size=None,  # the gate looks after that
+    )
+    return watched(AuthMiddleware(litestar, site.gate, site.settings, site.opened, shown), site)

@@ -1,0 +1,1 @@
+"""Who sends a request, and how much and how fast."""

@@ -1,0 +1,217 @@
+"""Tokens: who a caller is, and what they may do. Only a digest of a token is kept."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Literal, TypeAlias, get_args
+
+from msgspec import Struct
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
+
+from semel.db.dialect import StatementContext
+from semel.db.schema import tokens
+from semel.errors import InvalidRequest
+from semel.runs.store.quotas import read_clock
+from semel.runs.types import MICRO, checked_name, checked_seconds, checked_user
+
+Role: TypeAlias = Literal["submitter", "operator", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""From the one who may least to the one who may most."""
+
+MAIN = ""
+"""The tenant whose admins manage every tenant's tokens, quotas and keys."""
+
+_MARK = "semel"
+_ID = re.compile("[0-9a-f]{16}")
+_SHAPE = re.compile(rf"{_MARK}_([0-9a-f]{{16}})_([A-Za-z0-9_-]{{43}})")
+_KEPT_EXPIRED = 30 * 86400 * MICRO
+_NOBODYS = sha256(b"").hexdigest()
+"""What a secret is compared with when there is no token of that id: it never fits."""
+
+
+class Token(Struct, frozen=True, kw_only=True):
+    """A token as it is kept, without its digest."""
+
+    id: str
+    tenant: str
+    user: str
+    role: Role
+    name: str
+    created_us: int
+    ttl_us: int | None
+    """For how long it was made: one that replaces it has as much, however long this one has left."""
+    expires_us: int | None
+    last_used_us: int | None
+
+
+class Issued(Struct, frozen=True, kw_only=True):
+    """A token that was just made: ``secret`` is shown this once."""
+
+    token: Token
+    secret: str
+
+    def __repr__(self) -> str:
+        """Without the secret: what is printed by accident tells nobody."""
+        return f"Issued(token={self.token!r}, secret='…')"
+
+
+class NewToken(Struct, frozen=True, kw_only=True):
+    """A token to be made."""
+
+    user: str
+    role: Role = "submitter"
+    tenant: str = ""
+    name: str = ""
+    ttl: float | None = None
+    """Seconds until it expires; None for never."""
+
+
+def parse(text: str) -> tuple[str, str] | None:
+    """The id and the secret half of a token as the caller sends it, or None for what cannot be one."""
+    found = _SHAPE.fullmatch(text)
+    return None if found is None else (found[1], found[2])
+
+
+def is_id(text: str) -> bool:
+    """Whether that can be a token's id."""
+    return _ID.fullmatch(text) is not None
+
+
+def fits(secret: str, digest: str) -> bool:
+    """Whether the secret is the digest's, in a time that tells nothing. A secret has 256 bits: a plain hash will do."""
+    return hmac.compare_digest(sha256(secret.encode()).hexdigest(), digest)
+
+
+def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issued:
+    """Make a token. Those that expired a month ago are forgotten on the way."""
+    if request.role not in ROLES:
+        raise InvalidRequest(f"a role is {', '.join(ROLES)}, not {request.role!r}")
+    user = checked_user("user", request.user, empty=False)
+    now = read_clock(conn, terms)
+    if request.ttl is not None and request.ttl <= 0:
+        raise InvalidRequest(f"ttl is a number of seconds over 0, not {request.ttl!r}")
+    ttl = None if request.ttl is None else round(checked_seconds("ttl", request.ttl) * MICRO)
+    secret = secrets.token_urlsafe(32)
+    token = Token(
+        id=secrets.token_hex(8),
+        tenant=checked_name("tenant", request.tenant),
+        user=user,
+        role=request.role,
+        name=checked_name("name", request.name),
+        created_us=now,
+        ttl_us=ttl,
+        expires_us=None if ttl is None else now + ttl,
+        last_used_us=None,
+    )
+    values = {name: getattr(token, name) for name in Token.__struct_fields__ if name != "user"}
+    digest = sha256(secret.encode()).hexdigest()
+    conn.execute(tokens.insert().values(**values, user_id=token.user, digest=digest))
+    conn.execute(delete(tokens).where(tokens.c.expires_us < now - _KEPT_EXPIRED))
+    return Issued(token=token, secret=f"{_MARK}_{token.id}_{secret}")
+
+
+_COLUMNS = [
+    tokens.c.id,
+    tokens.c.tenant,
+    tokens.c.user_id.label("user"),
+    tokens.c.role,
+    tokens.c.name,
+    tokens.c.created_us,
+    tokens.c.ttl_us,
+    tokens.c.expires_us,
+    tokens.c.last_used_us,
+]
+
+
+def find(conn: Connection, token_id: str, terms: StatementContext) -> tuple[Token, str] | None:
+    """The token of that id with its digest, unless it has expired."""
+    now = read_clock(conn, terms)
+    row = conn.execute(select(*_COLUMNS, tokens.c.digest).where(tokens.c.id == token_id)).mappings().first()
+    if row is None or (row["expires_us"] is not None and row["expires_us"] <= now):
+        return None
+    fields = dict(row)
+    return Token(**{name: fields[name] for name in Token.__struct_fields__}), fields["digest"]
+
+
+def check(conn: Connection, token_id: str, secret: str, terms: StatementContext) -> tuple[Token, float | None] | None:
+    """The token, if the secret is its, and the seconds that are left of it.
+
+    An unknown id costs the same as a wrong secret, so that nobody learns which ids there are.
+    """
+    found = find(conn, token_id, terms)
+    fitting = fits(secret, _NOBODYS if found is None else found[1])
+    if found is None or not fitting:
+        return None
+    until = found[0].expires_us
+    return found[0], None if until is None else (until - read_clock(conn, terms)) / MICRO
+
+
+def any_there(conn: Connection) -> bool:
+    """Whether there is a token at all: before the first, whoever is on this machine is trusted."""
+    return conn.execute(select(func.count()).select_from(select(tokens.c.id).limit(1).subquery())).scalar_one() > 0
+
+
+def listed(
+    conn: Connection, tenant: str | None, *, after: tuple[int, str] = (-1, ""), limit: int | None = None
+) -> list[Token]:
+    """The tokens of a tenant, or all, oldest first; those ``after`` one that was made then and has that id."""
+    made, last = after
+    later = or_(tokens.c.created_us > made, and_(tokens.c.created_us == made, tokens.c.id > last))
+    query = select(*_COLUMNS).where(later).order_by(tokens.c.created_us, tokens.c.id).limit(limit)
+    if tenant is not None:
+        query = query.where(tokens.c.tenant == tenant)
+    return [Token(**row) for row in conn.execute(query).mappings()]
+
+
+def revoke(conn: Connection, token_id: str, tenant: str | None = None) -> bool:
+    """Take a token away, whichever it is; False when it is not there."""
+    query = delete(tokens).where(tokens.c.id == token_id)
+    if tenant is not None:
+        query = query.where(tokens.c.tenant == tenant)
+    return bool(conn.execute(query).rowcount)
+
+
+def revoke_but_last(
+    conn: Connection, token_id: str, tenant: str | None, terms: StatementContext
+) -> Literal["revoked", "absent", "last"]:
+    """As revoke, but the last token of the main tenant's admins stays: without it nobody could make another.
+
+    One that ends within a day does not count as another. The admins' tokens are locked first, so that two who revoke
+    each other's cannot both succeed.
+    """
+    now = read_clock(conn, terms)
+    valid = or_(tokens.c.expires_us.is_(None), tokens.c.expires_us > now)
+    query = select(tokens.c.id, tokens.c.expires_us).where(tokens.c.tenant == MAIN, tokens.c.role == "admin", valid)
+    admins = {row.id: row.expires_us for row in conn.execute(query.order_by(tokens.c.id).with_for_update())}
+    lasting = {each for each, until in admins.items() if until is None or until > now + 86400 * MICRO}
+    reached = tenant in (None, MAIN)  # those of another tenant do not learn that it is there
+    if reached and token_id in admins and not lasting - {token_id}:
+        return "last"
+    return "revoked" if revoke(conn, token_id, tenant) else "absent"
+
+
+def rotate(
+    conn: Connection, token_id: str, grace: float, terms: StatementContext, tenant: str | None = None
+) -> Issued | None:
+    """Make a new token for the same person; the old one works for ``grace`` seconds more."""
+    conn.execute(select(tokens.c.id).where(tokens.c.id == token_id).with_for_update())
+    found = find(conn, token_id, terms)
+    if found is None or (tenant is not None and found[0].tenant != tenant):
+        return None
+    old = found[0]
+    now = read_clock(conn, terms)
+    end = now + round(checked_seconds("grace", grace) * MICRO)
+    until = end if old.expires_us is None else min(end, old.expires_us)
+    conn.execute(update(tokens).where(tokens.c.id == token_id).values(expires_us=until))
+    ttl = None if old.ttl_us is None else old.ttl_us / MICRO
+    return issue(conn, NewToken(user=old.user, role=old.role, tenant=old.tenant, name=old.name, ttl=ttl), terms)
+
+
+def used(conn: Connection, token_ids: Sequence[str], terms: StatementContext) -> None:
+    """Note that these were used."""
+    now = read_clock(conn, terms)
+    conn.execute(update(tokens).where(tokens.c.id.in_(token_ids)).values(last_used_us=now))

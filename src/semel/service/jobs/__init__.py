@@ -1,0 +1,273 @@
+"""Jobs of the jobs API: runs that were made from a named config, for a provider."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import Connection, Select, and_, case, literal, or_, select
+
+from semel.db.schema import jobs, runs
+from semel.errors import InvalidRequest, RunNotFound, SemelError
+from semel.runs.engine import RunEngine
+from semel.runs.store.queries import STALLED
+from semel.runs.store.submit import JobDetails
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import Run, checked_id
+from semel.service.jobs import configs, uploads
+from semel.service.jobs.providers import RunSpec
+from semel.service.telemetry.access_log import concerns
+
+if TYPE_CHECKING:
+    from semel.service.auth.middleware import Principal
+    from semel.service.state import ServiceState
+
+JobStatus: TypeAlias = Literal["uploading", "queued", "running", "completed", "failed", "cancelled"]
+
+_PLAIN: dict[str, JobStatus] = {"RUNNING": "running", "SUCCEEDED": "completed", "FAILED": "failed"}
+
+
+class UnknownProvider(InvalidRequest):
+    """There is no provider of that name."""
+
+
+class SubmissionOutcome(Struct, frozen=True, kw_only=True):
+    """What came of a submission."""
+
+    job_id: str
+    status: JobStatus
+    has_data: bool
+    replayed: bool
+    key_expires_us: int | None
+    """Until when its key names it, if it has one."""
+    quota_warnings: list[str]
+    cost_limit_warning: str | None
+
+
+class JobSubmission(Struct, frozen=True, kw_only=True):
+    """A job that somebody asks for."""
+
+    provider: str
+    config: str
+    key: str | None
+    key_ttl: float | None = None
+    tracker_run_name: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """What its key stands for. The tracker's name is no part of it: pipelines put the number of the build there."""
+        return sha256(f"job\0{self.provider}\0{self.config}".encode("utf-8", "replace")).hexdigest()
+
+
+def status_of(status: str, data_state: str | None) -> JobStatus:
+    """A job's status, from its run's and what became of its data."""
+    if status == "PENDING":
+        return "uploading" if data_state == "uploading" else "queued"
+    if status == "CANCELLED":
+        return "failed" if data_state == "failed" else "cancelled"
+    return _PLAIN[status]
+
+
+class JobEngine(RunEngine):
+    """Submits jobs: run, job, key, quota, event and the upload of data in one transaction."""
+
+    async def submit_job(
+        self, asked: JobSubmission, order: RunSpec, card: JobDetails, caller: Principal
+    ) -> tuple[Run, bool]:
+        """The run, and whether it waits for data; as :meth:`~semel.runs.engine.Engine.submit`."""
+        options = SubmitOptions(
+            idempotency_key=asked.key,
+            key_ttl=asked.key_ttl,
+            user=caller.user,
+            tenant=caller.tenant,
+            queue=order.queue,
+            priority=order.priority,
+            cost=order.cost,
+            dedupe=False,
+        )
+        submission = await self._submission(order.model, order.parameters, options, internal=True)
+        first = None
+        if card.data is not None:
+            own = SubmitOptions(tenant=caller.tenant, dedupe=False)
+            first = self._desk.submission(uploads.MODEL, {"job_id": submission.id}, own, internal=True)
+        submission = msgspec.structs.replace(submission, asked=asked.digest, job=card, first=first)
+        answer = await self.ledger.submit(submission)
+        run = await self._answered(submission, answer)
+        if isinstance(run, SemelError):
+            self._tell("refused", order.model)
+            raise run
+        self._tell("replayed" if run.replayed else "created", order.model)
+        if not run.replayed:
+            await self._announce([run])
+        return run, first is not None
+
+
+def engine_of(site: ServiceState) -> JobEngine:
+    """Over the site's own connections."""
+    app = site.app
+    return JobEngine(
+        site.ledger,
+        app.registry,
+        results=lambda: app.results,
+        transport=lambda: app.transport,
+        terms=app.terms,
+        news=app.news,
+    )
+
+
+async def submit(site: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
+    """Submit a job. What was submitted under the key before is found, whatever became of its config since."""
+    try:
+        order, card = await _resolve(site, caller, asked)
+        run, waits = await engine_of(site).submit_job(asked, order, card, caller)
+    except SemelError:
+        found = await _find_by_key(site, caller, asked)
+        if found is None:
+            raise
+        return found
+    if run.replayed:
+        return _replayed(await find(site, caller, run.id), run.key_expires_us)
+    concerns(run.id, run)
+    return SubmissionOutcome(
+        job_id=run.id,
+        status="uploading" if waits else "queued",
+        has_data=waits,
+        replayed=False,
+        key_expires_us=run.key_expires_us,
+        quota_warnings=run.quota_warnings,
+        cost_limit_warning=run.cost_limit_warning,
+    )
+
+
+async def _resolve(site: ServiceState, caller: Principal, asked: JobSubmission) -> tuple[RunSpec, JobDetails]:
+    provider = site.providers.get(asked.provider)
+    if provider is None:
+        raise UnknownProvider(f"Unknown provider: {asked.provider[:200]}")
+    config = await configs.look_up(site, caller.tenant, asked.config)
+    simulated = config.providers.get(asked.provider, {}).get("simulate") is True
+    order = (site.providers["local"] if simulated else provider).order(config)
+    if config.data is not None and not await site.ledger.apart(Path(config.data).is_dir):
+        raise InvalidRequest(f"the config {config.name!r} has data, and its folder is not there")
+    card = JobDetails(
+        provider=asked.provider,
+        config=config.name,
+        tracker_run_name=asked.tracker_run_name,
+        data=config.data,
+        remote_status="simulated" if simulated and asked.provider != "local" else None,
+    )
+    return order, card
+
+
+async def _find_by_key(site: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome | None:
+    """What was submitted with the same key before, if it was the same that was asked for."""
+    if asked.key is None:
+        return None
+    try:
+        entry = await site.ledger.check_key((caller.tenant, caller.user), asked.key)
+    except SemelError:
+        return None  # what is no key names nothing; of a database that is away the first error tells
+    if entry is None or entry.payload_hash != asked.digest:
+        return None
+    return _replayed(await find(site, caller, entry.job_id), entry.expires_us)
+
+
+def _replayed(job: Any, key_expires_us: int | None) -> SubmissionOutcome:
+    return SubmissionOutcome(
+        job_id=job.run_id,
+        status=status_of(job.status, job.data_state),
+        has_data=job.data_state is not None,
+        replayed=True,
+        key_expires_us=key_expires_us,
+        quota_warnings=[],
+        cost_limit_warning=None,
+    )
+
+
+class JobFilter(Struct, frozen=True, kw_only=True):
+    """Which jobs to list; None is any."""
+
+    tenant: str
+    user: str | None = None
+    status: JobStatus | None = None
+    config: str | None = None
+    provider: str | None = None
+
+
+_OF_RUN = (
+    "status",
+    "started_us",
+    "finished_us",
+    "cancel_us",
+    "progress",
+    "progress_note",
+    "last_error",
+    "note",
+    "cost",
+    "idempotency_key",
+    "model",
+    "payload_hash",
+    "worker",
+    "attempts",
+)
+_STALLED = case((STALLED, runs.c.progress_us)).label("stalled_us")
+_JOBS = select(jobs, *(runs.c[name] for name in _OF_RUN), _STALLED).join_from(jobs, runs, runs.c.id == jobs.c.run_id)
+
+
+def _is(status: str) -> Any:
+    return runs.c.status == literal(status, literal_execute=True)
+
+
+def _data_is(state: str) -> Any:
+    return and_(jobs.c.data_state.is_not(None), jobs.c.data_state == state)
+
+
+_STATUSES: dict[JobStatus, Any] = {
+    "uploading": and_(_is("PENDING"), _data_is("uploading")),
+    "queued": and_(_is("PENDING"), ~_data_is("uploading")),
+    "running": _is("RUNNING"),
+    "completed": _is("SUCCEEDED"),
+    "failed": or_(_is("FAILED"), and_(_is("CANCELLED"), _data_is("failed"))),
+    "cancelled": and_(_is("CANCELLED"), ~_data_is("failed")),
+}
+
+
+async def find(site: ServiceState, caller: Principal, job_id: str) -> Any:
+    """The job's row with what its run says, if it is the caller's to see."""
+    known = checked_id(job_id)
+    row = await site.ledger.read(_find, known, caller.tenant) if known else None
+    if row is None or (caller.sees is not None and row.user_id != caller.sees):
+        raise RunNotFound(f"there is no job {job_id[:200]!r}")
+    concerns(row.run_id, row)
+    return row
+
+
+def _find(conn: Connection, job_id: str, tenant: str) -> Any:
+    return conn.execute(_JOBS.where(jobs.c.run_id == job_id, jobs.c.tenant == tenant)).one_or_none()
+
+
+def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | None) -> tuple[list[Any], str | None]:
+    """Newest first, and the cursor of the next page."""
+    query: Select[Any] = _JOBS.where(jobs.c.tenant == wanted.tenant)
+    if wanted.user is not None:
+        query = query.where(jobs.c.user_id == wanted.user)
+    if wanted.config is not None:
+        query = query.where(jobs.c.config == wanted.config)
+    if wanted.provider is not None:
+        query = query.where(jobs.c.provider == wanted.provider)
+    if wanted.status is not None:
+        query = query.where(_STATUSES[wanted.status])
+    if cursor is not None:
+        query = query.where(jobs.c.run_id < cursor)
+    found = list(conn.execute(query.order_by(jobs.c.run_id.desc()).limit(limit + 1)))
+    return found[:limit], found[limit - 1].run_id if len(found) > limit else None
+
+
+async def cancel(site: ServiceState, caller: Principal, job_id: str) -> Any:
+    """Cancel the job's run, and the upload of its data. One that ended otherwise is left as it is: an error says so."""
+    row = await find(site, caller, job_id)
+    await site.ledger.write(uploads.cancel, row.run_id, "cancelled by request", site.ledger.terms)
+    await site.engine.cancel(row.run_id, tenant=caller.tenant)
+    return await find(site, caller, job_id)

@@ -1,0 +1,184 @@
+"""Pack a folder so that the same content gives the same bytes: names in order, no times, no owners.
+
+It is streamed, a piece at a time; what the folder's links lead to outside of it is never read.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+from msgspec import Struct
+
+from semel.errors import ResultStoreError, SemelError
+
+CHUNK = 1 << 20
+_FOR_GOOD = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+
+
+class CannotPack(SemelError):
+    """The folder cannot be packed, and trying again will not help."""
+
+
+class Packed(Struct, frozen=True):
+    """An archive: its SHA-256 in hex, and its bytes."""
+
+    digest: str
+    size: int
+
+
+class Item(Struct, frozen=True):
+    """Something in the folder, by its path from there."""
+
+    name: str
+    path: Path
+    kind: str
+    size: int = 0
+    runs: bool = False
+    target: str = ""
+
+
+def pack(folder: Path, target: Path, told: Callable[[int, int], None]) -> Packed:
+    """Write the folder as a tar.gz. ``told`` is called with the bytes that are packed, of how many, and may raise."""
+    try:
+        items = list(_walk(folder.resolve(), folder.resolve()))
+    except OSError as error:
+        raise _classify(error, folder, folder) from error
+    total = sum(item.size for item in items)
+    count = _Count(total, told)
+    with target.open("xb") as file:
+        digesting = _Digesting(file)
+        with (
+            gzip.GzipFile("", "wb", 1, digesting, mtime=0) as zipped,
+            tarfile.open(fileobj=zipped, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK) as archive,
+        ):
+            for item in items:
+                _add(archive, item, count, folder)
+        file.flush()
+    return Packed(digesting.digest, digesting.size)
+
+
+def _walk(root: Path, folder: Path) -> Iterator[Item]:
+    if not folder.is_dir():
+        raise CannotPack("the data is not there: it is no folder, or was removed")
+    for entry in sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name)):
+        path = Path(entry.path)
+        name = path.relative_to(root).as_posix()
+        if entry.is_symlink():
+            yield Item(name, path, "link", target=_inside(root, path, name))
+        elif entry.is_dir(follow_symlinks=False):
+            yield Item(name, path, "folder")
+            yield from _walk(root, path)
+        elif entry.is_file(follow_symlinks=False):
+            status = entry.stat(follow_symlinks=False)
+            yield Item(name, path, "file", size=status.st_size, runs=bool(status.st_mode & stat.S_IXUSR))
+        else:
+            raise CannotPack(f"{name!r} is neither a file nor a folder")
+
+
+def _inside(root: Path, link: Path, name: str) -> str:
+    """Where a link leads, from its own folder: only to what is packed, too."""
+    try:
+        aim = link.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CannotPack(f"the link {name!r} leads in a circle") from error
+    if not aim.is_relative_to(root):
+        raise CannotPack(f"the link {name!r} leads out of the folder")
+    return os.path.relpath(aim, link.parent)
+
+
+def _add(archive: tarfile.TarFile, item: Item, count: _Count, folder: Path) -> None:
+    entry = tarfile.TarInfo(item.name)
+    entry.mode = 0o755 if item.runs or item.kind == "folder" else 0o644
+    if item.kind == "file":
+        entry.size = item.size
+        try:
+            with _opened(item.path) as file:
+                archive.addfile(entry, _Counting(file, count))
+                _require_end(file)
+        except OSError as error:
+            raise _classify(error, item.path, folder) from error
+        return
+    entry.type = tarfile.DIRTYPE if item.kind == "folder" else tarfile.SYMTYPE
+    entry.linkname = item.target
+    archive.addfile(entry)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """The file itself: one that has become a link, or a pipe, meanwhile is not followed."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EAGAIN, "it was replaced while it was packed")
+    return os.fdopen(handle, "rb")
+
+
+def _require_end(file: IO[bytes]) -> None:
+    if file.read(1):
+        raise OSError(errno.EAGAIN, "it grew while it was packed")
+
+
+def _classify(error: OSError, path: Path, folder: Path) -> Exception:
+    """Whether it is for good, in words that name no folder of the server."""
+    name = path.name if path == folder else path.resolve().name
+    said = f"{name!r} cannot be read: {error.strerror or error}"
+    return CannotPack(said) if error.errno in _FOR_GOOD else OSError(error.errno, said)
+
+
+class _Count:
+    """How much of the whole is packed."""
+
+    def __init__(self, total: int, told: Callable[[int, int], None]) -> None:
+        self._total = total
+        self._told = told
+        self._packed = 0
+        told(0, total)
+
+    def add(self, size: int) -> None:
+        self._packed += size
+        self._told(self._packed, self._total)
+
+
+class _Counting:
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file: IO[bytes], count: _Count) -> None:
+        self._file = file
+        self._count = count
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._count.add(len(data))
+        return data
+
+
+class _Digesting:
+    """A file whose digest is known when it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sum = sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        self._sum.update(data)
+        self.size += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            raise ResultStoreError(f"there is no room to pack the data: {error.strerror}") from error
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def digest(self) -> str:
+        return self._sum.hexdigest()

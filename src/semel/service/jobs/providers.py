@@ -1,0 +1,112 @@
+"""Who does the work of a job: our own workers, or somebody else's cloud.
+
+A provider turns a config into an order: which model is run, with which parameters. A provider in a cloud brings a model
+of its own (its name begins with ``semel.``, its queue is that of
+:mod:`semel.service.jobs.internal_worker`), which the service itself works on: it asks the cloud once, and waits. Each
+provider is a class, made once for a service. Installed packages offer theirs by the entry point group
+``semel.providers``: its name there is the provider's name.
+
+A config whose settings for a provider say ``{"simulate": true}`` goes to our own workers instead, whatever cloud it is
+submitted to: that is how the demo's configs, and tests of pipelines, need no account anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
+
+from semel.errors import InvalidRequest
+from semel.runs.types import INTERNAL_PREFIX, INTERNAL_QUEUE
+
+if TYPE_CHECKING:
+    from litestar.types import ControllerRouterHandler
+
+    from semel.service.jobs.configs import Config
+    from semel.service.state import ServiceState
+
+GROUP = "semel.providers"
+_log = logging.getLogger("semel.service")
+
+
+class RunSpec(Struct, frozen=True, kw_only=True):
+    """The run that a job becomes."""
+
+    model: str
+    parameters: dict[str, Any]
+    queue: str | None = None
+    priority: int | None = None
+    cost: float | None = None
+
+
+class Provider(Protocol):
+    """One small contract for all."""
+
+    name: str
+
+    def order(self, config: Config) -> RunSpec:
+        """The run for a config, or an ``InvalidRequest`` that says what is missing, such as a token."""
+
+    def install(self, site: ServiceState) -> None:
+        """Register the models that the provider needs with ``site.app``; called once, before the server starts.
+
+        A job's data is not unpacked for models whose names begin with ``semel.``: they have ``ctx.data_ref``, under
+        which ``site.app.results`` has it as a tar.gz, or None.
+        """
+
+
+class LocalProvider:
+    """The provider ``local``: a job becomes a run of the config's model, for whichever worker serves its queue."""
+
+    name = "local"
+
+    def order(self, config: Config) -> RunSpec:
+        """See :class:`Provider`."""
+        if config.model is None:
+            raise InvalidRequest(f"the config {config.name!r} names no model, which the provider 'local' needs")
+        if config.model.startswith(INTERNAL_PREFIX) or config.queue == INTERNAL_QUEUE:
+            raise InvalidRequest(f"the config {config.name!r} names a model or a queue that is the service's own")
+        return RunSpec(
+            model=config.model,
+            parameters=config.parameters,
+            queue=config.queue,
+            priority=config.priority,
+            cost=config.cost,
+        )
+
+    def install(self, site: ServiceState) -> None:
+        """See :class:`Provider`: the app's models are there already."""
+
+
+def load_providers() -> dict[str, Provider]:
+    """The provider ``local`` and every installed one, by name."""
+    found: list[Provider] = [LocalProvider(), *(kind() for kind in _installed())]
+    return {provider.name: provider for provider in found}
+
+
+def provider_handlers() -> Sequence[ControllerRouterHandler]:
+    """The routes that installed providers add to the service, such as one for webhooks: their ``handlers()``."""
+    return [handler for kind in _installed() if hasattr(kind, "handlers") for handler in kind.handlers()]
+
+
+def _installed() -> Iterator[Any]:
+    for entry in entry_points(group=GROUP):
+        if (kind := _load(entry)) is not None:
+            yield kind
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        kind = entry.load()
+    except Exception as error:  # noqa: BLE001 -- whatever somebody else's package raises, the service starts without it
+        _log.error("the provider %r of %s cannot be loaded: %s", entry.name, entry.value, error)
+        return None
+    if getattr(kind, "name", None) != entry.name or entry.name == LocalProvider.name:
+        _log.error(
+            "the provider %r of %s is left out: its name must be %r, and not 'local'", kind, entry.value, entry.name
+        )
+        return None
+    return kind

@@ -1,0 +1,194 @@
+"""The data of jobs: packed and put into the result store under its digest before the job's run may start.
+
+An upload is a run of the service's own model ``semel.upload``, created together with the job. It ends by releasing the
+job's run, in one transaction; so whatever dies in between, the upload is done again, and the run is released once.
+What became of it stands in the job's row (``data_state``): uploading, then uploaded, failed or cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, exists, or_, select, update
+
+from semel._concurrency.sync import run_sync
+from semel.db.dialect import StatementContext
+from semel.db.schema import jobs, runs
+from semel.errors import Fatal, ResultStoreError, Retry, RunCancelled
+from semel.runs.app import App
+from semel.runs.execution.context import Context
+from semel.runs.execution.input_data import ref_of
+from semel.runs.execution.scratch import scratch
+from semel.runs.models.model import make_model
+from semel.runs.store import RunStore, retention, transitions
+from semel.runs.types import INTERNAL_QUEUE, TERMINAL
+from semel.runs.worker.sweeper import LeaderTask
+from semel.service.jobs.archive import CannotPack, pack
+from semel.service.jobs.internal_worker import InternalWork, here
+
+MODEL = "semel.upload"
+TOLD_EVERY = 0.5
+"""Seconds between two notes of how far it is."""
+LEASE = 20.0
+SETTLE_EVERY = 5.0
+
+
+def install(app: App) -> None:
+    """Let the app know the model."""
+    options: dict[str, Any] = {"max_attempts": 5, "max_lost": 10, "backoff": (1, 5, 20, 60), "lease": LEASE}
+    app.registry.add(make_model(MODEL, upload, isolation="thread", queue=INTERNAL_QUEUE, **options))
+
+
+def upload(ctx: Context, job_id: str) -> dict[str, Any]:
+    """Pack the job's folder, keep it, and release the job's run."""
+    work = here()
+    with _ledger(work.site.app) as ledger:
+        folder = run_sync(ledger.read(folder_of, job_id))
+        if folder is None:
+            return {"uploaded": False}
+        try:
+            return _upload(ctx, job_id, Path(folder), work, ledger)
+        except CannotPack as error:
+            run_sync(ledger.write(fail, job_id, f"the data cannot be packed: {error}", ledger.terms))
+            raise Fatal(str(error)) from error
+
+
+@contextmanager
+def _ledger(app: App) -> Iterator[RunStore]:
+    """One that blocks: this is a thread."""
+    ledger = app.ledger(awaited=False)
+    try:
+        yield ledger
+    finally:
+        run_sync(ledger.close())
+
+
+def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWork, ledger: RunStore) -> dict[str, Any]:
+    app = work.site.app
+    told = _ProgressReporter(ctx, job_id, work, ledger)
+    with scratch("upload") as place:
+        archive = place / "data.tar.gz"
+        packed = pack(folder, archive, told.tell)
+        ref = ref_of(packed.digest)
+        told.tell(told.total, told.total, at_once=True)
+        if not _is_there(app, ref, packed.size):
+            app.results.put_file(ref, archive)
+        queue = run_sync(ledger.write(released, job_id, ref, ledger.terms))
+        if not _is_there(app, ref, packed.size):  # removed with an old run, before this one was known to need it
+            app.results.put_file(ref, archive)
+    if queue is None:
+        return {"uploaded": False}
+    if app.transport.announces and queue != INTERNAL_QUEUE:
+        app.transport.announce([(job_id, queue)])
+    return {"uploaded": True, "data_ref": ref, "bytes": packed.size}
+
+
+def _is_there(app: App, ref: str, size: int) -> bool:
+    try:
+        return app.results.size(ref) == size
+    except ResultStoreError:
+        return False
+
+
+class _ProgressReporter:
+    """Keeps the job's row informed, and finds out whether anybody still wants the data."""
+
+    def __init__(self, ctx: Context, job_id: str, work: InternalWork, ledger: RunStore) -> None:
+        self._ctx = ctx
+        self._job_id = job_id
+        self._work = work
+        self._ledger = ledger
+        self._last = 0.0
+        self.total = 0
+
+    def tell(self, packed: int, total: int, *, at_once: bool = False) -> None:
+        """Say how far it is; raises when the work is to stop."""
+        self.total = total
+        self._ctx.check()
+        if self._work.stopping.is_set():
+            raise Retry("the server was stopped")
+        now = time.monotonic()
+        if at_once or now - self._last >= TOLD_EVERY:
+            self._last = now
+            self._ctx.progress(packed / total if total else 1.0, f"{packed:,} of {total:,} bytes")
+            if not run_sync(self._ledger.write(progressed, self._job_id, packed, total)):
+                raise RunCancelled("the job is over, or its data is there already")
+
+
+def _uploading(run_id: str) -> Any:
+    return (jobs.c.run_id == run_id) & (jobs.c.data_state == "uploading")
+
+
+def folder_of(conn: Connection, run_id: str) -> str | None:
+    """What is to be uploaded for the job, if it is."""
+    folder: str | None = conn.scalar(select(jobs.c.data).where(_uploading(run_id)))
+    return folder
+
+
+def progressed(conn: Connection, run_id: str, packed: int, total: int) -> bool:
+    """Note how far the upload is. False when nobody waits for it any more, which is noted, too."""
+    waits = exists().where(runs.c.id == run_id, runs.c.status == "PENDING")
+    noted = update(jobs).where(_uploading(run_id), waits).values(data_bytes=packed, data_total=total)
+    if conn.execute(noted).rowcount:
+        return True
+    conn.execute(update(jobs).where(_uploading(run_id)).values(data_state="cancelled"))
+    return False
+
+
+def released(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
+    """The data is there: release the run, once. Answers the run's queue; None when it was not waiting any more."""
+    retention.lock_data(conn, data_ref, terms)
+    done = update(jobs).where(_uploading(run_id)).values(data_state="uploaded", data_ref=data_ref)
+    if not conn.execute(done).rowcount:
+        return None
+    queue = transitions.release(conn, run_id, data_ref, terms)
+    if queue is None:
+        conn.execute(update(jobs).where(jobs.c.run_id == run_id).values(data_state="cancelled"))
+    return queue
+
+
+def fail(conn: Connection, run_id: str, why: str, terms: StatementContext) -> None:
+    """The data will never be there: end the run that waits for it."""
+    why = transitions.storable(why)[:1000]
+    failed = update(jobs).where(_uploading(run_id)).values(data_state="failed", data_error=why)
+    if conn.execute(failed).rowcount:
+        transitions.cancel(conn, [run_id], why, terms)
+
+
+def cancel(conn: Connection, run_id: str, why: str, terms: StatementContext) -> None:
+    """Cancel a job's run, and its upload where that is under way."""
+    stopped = update(jobs).where(_uploading(run_id)).values(data_state="cancelled").returning(jobs.c.upload_id)
+    upload_id = conn.scalar(stopped)
+    transitions.cancel(conn, [run_id] if upload_id is None else [run_id, upload_id], why, terms)
+
+
+def settle(conn: Connection, terms: StatementContext) -> int:
+    """Find jobs whose upload is over without having said so: it failed too often, was cancelled or removed."""
+    query = (
+        select(jobs.c.run_id, runs.c.status, runs.c.last_error)
+        .select_from(jobs.outerjoin(runs, runs.c.id == jobs.c.upload_id))
+        .where(jobs.c.data_state == "uploading", or_(runs.c.id.is_(None), runs.c.status.in_(TERMINAL)))
+        .limit(100)
+    )
+    over = conn.execute(query).all()
+    for row in over:
+        if row.status == "CANCELLED":
+            cancel(conn, row.run_id, "the upload of its data was cancelled", terms)
+        else:
+            fail(conn, row.run_id, f"the data could not be uploaded: {row.last_error or 'its upload is gone'}", terms)
+    return len(over)
+
+
+class UploadReaper(LeaderTask):
+    """One server at a time looks after jobs whose upload is over."""
+
+    def __init__(self, ledger: RunStore, holder: str) -> None:
+        super().__init__(ledger, "settler", holder, SETTLE_EVERY)
+
+    async def work(self) -> None:
+        """See Elected."""
+        await self._ledger.write(settle, self._ledger.terms)

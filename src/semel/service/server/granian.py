@@ -1,0 +1,99 @@
+"""A process that answers requests: the service on granian, from its first request to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
+from granian.log import LogLevels
+from granian.server.embed import Server
+
+from semel.runs.app import App
+from semel.runs.worker.session import GIVE_BACK
+from semel.service.app import build
+from semel.service.settings import Settings
+from semel.service.state import ServiceState
+
+HEADER_BYTES = 32 * 1024
+"""Bytes of a request's head, at the most; granian may read some more before it says so."""
+CONNECTIONS = 4096
+"""Connections of one process; more wait to be accepted."""
+
+
+def answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
+    """Answer requests until SIGTERM; a second one ends at once."""
+    return asyncio.run(_answer(app, settings, ready))
+
+
+async def _leave(site: ServiceState) -> None:
+    """End at once: requests under way are cut off, and the service's own runs are given back."""
+    with suppress(Exception):
+        async with asyncio.timeout(GIVE_BACK):
+            await site.internal.close()
+    os._exit(0)
+
+
+async def _answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
+    site = ServiceState(app, settings)
+    server = make_server(build(site), settings)
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    leaving: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if told.is_set() and not leaving:
+            leaving.append(loop.create_task(_leave(site)))
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    await site.opened()
+    serving = asyncio.create_task(server.serve())
+    await _first_answer(settings, serving)
+    if not serving.done():
+        ready()
+    ending = asyncio.create_task(told.wait())
+    await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+    site.watch.dismiss()
+    server.stop()  # type: ignore[no-untyped-call]
+    with suppress(TimeoutError):
+        await asyncio.wait_for(serving, settings.drain)
+    return 0 if told.is_set() else 1
+
+
+def make_server(application: Any, settings: Settings) -> Server:
+    """A granian that serves the application."""
+    return Server(
+        application,
+        address=settings.host,
+        port=settings.port,
+        interface=Interfaces.ASGI,
+        http=HTTPModes.http1,
+        websockets=False,
+        backlog=1024,
+        backpressure=CONNECTIONS,
+        http1_settings=HTTP1Settings(
+            header_read_timeout=max(1, round(settings.header_timeout * 1000)), max_buffer_size=HEADER_BYTES
+        ),
+        log_level=LogLevels.error,
+        log_dictconfig={"loggers": {"_granian": {"propagate": True}}},
+    )
+
+
+async def _first_answer(settings: Settings, serving: asyncio.Task[None]) -> None:
+    """Until the port is answered."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 -- what is asked
+    while not serving.done():
+        try:
+            _, writer = await asyncio.open_connection(host, settings.port)
+        except OSError:
+            await asyncio.sleep(0.005)
+        else:
+            writer.close()
+            return

@@ -1,0 +1,1 @@
+"""What the service logs and counts."""

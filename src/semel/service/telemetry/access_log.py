@@ -1,0 +1,177 @@
+"""Around everything that is answered: a name for each request, a line in the log, and the numbers for those who watch.
+
+Plain ASGI, outside of the gate: what is refused there is seen here, too. Of a request only its method, its route (never
+its path, which holds ids and keys), who sent it, how it ended and which run it concerned are logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from structlog.contextvars import bound_contextvars
+
+from semel.service.api.problems import problem_of
+from semel.service.telemetry import tracing
+from semel.service.telemetry.metrics import count_runs, http_meters
+
+if TYPE_CHECKING:
+    from semel.service.state import ServiceState
+
+REQUEST_ID = b"x-request-id"
+UNROUTED = "(none)"
+"""The route of requests that were refused before they had one, and of those to nowhere."""
+_FIT = re.compile(rb"[\w.:=+/-]{1,128}")
+_QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked every few seconds by machines: in the log only when they fail, or for debugging."""
+
+_log = logging.getLogger("semel.access")
+_watched: ContextVar[_Seen | None] = ContextVar("semel_watched_request", default=None)
+
+
+def concerns(run_id: str, run: Any) -> None:
+    """Let the access line of the present request name this run; ``run`` is a Run, or a row with its columns."""
+    seen = _watched.get()
+    if seen is not None:
+        seen.run = {
+            "model": run.model,
+            "run_id": run_id,
+            "payload_hash": run.payload_hash,
+            "worker_id": run.worker,
+            "status": run.status,
+            "attempt_count": run.attempts,
+        }
+
+
+class AccessLogMiddleware:
+    """The application of a site, watched."""
+
+    def __init__(self, inner: Any, site: ServiceState) -> None:
+        self._inner = inner
+        self._site = site
+        self._meters = http_meters()
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Open it for the time of the block, and close it: for applications that mount it and tell it nothing."""
+        await self._site.opened()
+        try:
+            yield
+        finally:
+            await self._site.close()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        if "litestar_app" in scope:
+            scope = with_root_path(scope)
+        seen = _Seen(scope)
+
+        async def send_and_see(message: Any) -> None:
+            await send(seen.through(message))
+
+        self._meters.begin()
+        _watched.set(seen)
+        try:
+            with bound_contextvars(request_id=seen.id), tracing.request(scope):
+                await self._inner(scope, receive, send_and_see)
+        except BaseException:
+            seen.failed = True
+            raise
+        finally:
+            _watched.set(None)
+            route = route_of(scope)
+            seconds = time.perf_counter() - seen.began
+            self._meters.end(seen.method, route, seen.status, seconds)
+            _log_request(seen, route, scope, seconds)
+
+
+class _Seen:
+    """What is seen of one request."""
+
+    __slots__ = ("began", "failed", "id", "method", "run", "status")
+
+    def __init__(self, scope: Any) -> None:
+        self.began = time.perf_counter()
+        self.method: str = scope["method"]
+        self.id = request_id(scope)
+        self.status = 499  # until an answer begins: the client went away before
+        self.failed = False
+        self.run: dict[str, Any] = {}
+
+    def through(self, message: Any) -> Any:
+        """The message on its way out; the first carries the request's name."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self.id.encode())]
+        return message
+
+
+def with_root_path(scope: Any) -> Any:
+    """The scope with the prefix under which another Litestar mounts us, which takes it off the path without a word."""
+    whole = unquote(scope.get("raw_path", b"").decode("latin-1"))
+    path = scope["path"].rstrip("/")
+    prefix = whole.rstrip("/").removesuffix(path)
+    if scope.get("root_path") or not prefix.startswith("/") or f"{prefix}{path}" != whole.rstrip("/"):
+        return scope
+    return {**scope, "root_path": prefix, "path": f"{prefix}{scope['path']}"}
+
+
+def request_id(scope: Any) -> str:
+    """The name that the request brought along, if it is a fit one, or a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID and _FIT.fullmatch(value):
+            text: str = value.decode()
+            return text
+    return uuid.uuid4().hex
+
+
+def route_of(scope: Any) -> str:
+    """The route with its parameters' names."""
+    route: str = scope.get("path_template") or UNROUTED
+    return route
+
+
+def _log_request(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
+    level = logging.INFO
+    if seen.failed or seen.status >= 500:
+        level = logging.ERROR if seen.failed or seen.status == 500 else logging.WARNING
+    elif route in _QUIET:
+        level = logging.DEBUG
+    if not _log.isEnabledFor(level):
+        return
+    caller = scope.get("state", {}).get("caller")
+    fields: dict[str, Any] = {
+        "method": seen.method,
+        "route": route,
+        "http_status": seen.status,
+        "ms": round(seconds * 1000, 2),
+        "user": None if caller is None else caller.user,
+        "request_id": seen.id,
+    }
+    if caller is not None and caller.tenant:
+        fields["tenant"] = caller.tenant
+    fields |= seen.run
+    _log.log(level, "%s %s %d", seen.method, route, seen.status, extra=fields)
+
+
+def watched(inner: Any, site: ServiceState) -> AccessLogMiddleware:
+    """The application of a site, watched; and what happens to the app's runs is counted."""
+    count_runs(site.app.news)
+    return AccessLogMiddleware(inner, site)
+
+
+def note_unforeseen(error: Exception, scope: Any) -> None:
+    """An exception that nobody foresaw: the answer says nothing of it, the log everything."""
+    if problem_of(error).status != 500:
+        return
+    _log.error("%s %s failed", scope.get("method"), route_of(scope), exc_info=error, extra={"route": route_of(scope)})

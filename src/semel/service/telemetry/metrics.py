@@ -1,0 +1,159 @@
+"""The numbers of ``/metrics``: of all processes of a server together, and of the database that they share.
+
+``semel serve`` gives its processes a folder (prometheus-client's multiprocess mode) in which each counts for itself;
+whoever is asked adds up. A service that is mounted elsewhere counts in its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+from semel.errors import SemelError
+from semel.metrics.prometheus import ReplayRatio, RunMetrics
+from semel.runs.types import INTERNAL_QUEUE
+
+if TYPE_CHECKING:
+    from semel.runs.hooks import EventHooks
+    from semel.service.state import ServiceState
+
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Where the processes count, as prometheus-client calls it."""
+FRESH = 5.0
+"""Seconds for which what was read from the database is told again."""
+PATIENCE = 3.0
+"""Seconds to wait for the database: the other numbers are not kept back by it."""
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+_counted: WeakSet[EventHooks] = WeakSet()
+
+
+def count_runs(news: EventHooks) -> None:
+    """Count what happens to an app's runs in this process, once."""
+    if news not in _counted:
+        _counted.add(news)
+        news.hear(RunMetrics())
+
+
+def forget(pid: int) -> None:
+    """A process is gone, and with it what it was doing at the moment; what it has done still counts."""
+    if FOLDER in os.environ:
+        mark_process_dead(pid)  # type: ignore[no-untyped-call]
+
+
+class HttpMeters:
+    """What is answered by this process."""
+
+    def __init__(self) -> None:
+        self.requests = Counter("semel_http_requests", "Requests that were answered", ("method", "route", "status"))
+        self.seconds = Histogram(
+            "semel_http_request_seconds", "Seconds to the end of an answer", ("method", "route"), buckets=BUCKETS
+        )
+        self.in_flight = Gauge(
+            "semel_http_requests_in_flight", "Requests that are being answered", multiprocess_mode="livesum"
+        )
+
+    def begin(self) -> None:
+        """A request came."""
+        self.in_flight.inc()
+
+    def end(self, method: str, route: str, status: int, seconds: float) -> None:
+        """It was answered. Methods are without number, too: those that are not HTTP's are counted together."""
+        method = method if method in _METHODS else "(other)"
+        self.in_flight.dec()
+        self.requests.labels(method, route, str(status)).inc()
+        self.seconds.labels(method, route).observe(seconds)
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+@cache
+def http_meters() -> HttpMeters:
+    """Those of this process: a name can be registered once."""
+    return HttpMeters()
+
+
+class MetricsPage:
+    """What ``/metrics`` shows."""
+
+    def __init__(self, site: ServiceState) -> None:
+        self._site = site
+        self._reading = asyncio.Lock()
+        self._read_at = -FRESH
+        self._backlog: list[Metric] = []
+
+    async def text(self) -> bytes:
+        """Everything, in Prometheus' format."""
+        backlog = await self._fresh()
+        return await asyncio.to_thread(_shown, backlog)
+
+    async def _fresh(self) -> list[Metric]:
+        async with self._reading:
+            if time.monotonic() - self._read_at >= FRESH:
+                self._backlog = await self._read()
+                self._read_at = time.monotonic()
+        return self._backlog
+
+    async def _read(self) -> list[Metric]:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                backlog = await self._site.ledger.backlog()
+                workers = await self._site.ledger.workers()
+        except (SemelError, TimeoutError):
+            return [_gauge("semel_database_up", "Whether the database answered", 0)]
+        alive = sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE])
+        return [
+            _gauge("semel_database_up", "Whether the database answered", 1),
+            _gauge("runs_pending", "Runs that wait", backlog.pending),
+            _gauge("runs_running", "Runs that are worked on", backlog.running),
+            _gauge("runs_stalled", "Runs whose worker lives and whose progress stands still", backlog.stalled),
+            _gauge("runs_oldest_pending_seconds", "Seconds that the oldest due run waits", backlog.oldest_wait),
+            _gauge("workers_alive", "Workers that were heard of lately, without those inside of servers", alive),
+        ]
+
+
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, meaning, value=value)
+
+
+class _Given(Collector):
+    """Metrics that were put together already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+
+def _shown(backlog: list[Metric]) -> bytes:
+    several = FOLDER in os.environ
+    counted: Collector = MultiProcessCollector(None) if several else REGISTRY  # type: ignore[no-untyped-call]
+    metrics = list(counted.collect())
+    registry = CollectorRegistry()
+    registry.register(_Given([*metrics, _replays(metrics), *backlog]))
+    if several:
+        ReplayRatio(registry, [_Given(metrics)])
+    return generate_latest(registry)
+
+
+def _replays(metrics: list[Metric]) -> Metric:
+    """How many of the submissions found a run which was there: of all processes, so that it is no mean of means."""
+    totals = {"runs_created_total": 0.0, "runs_replayed_total": 0.0}
+    for sample in (sample for metric in metrics for sample in metric.samples):
+        if sample.name in totals:
+            totals[sample.name] += sample.value
+    found, all_of_them = totals["runs_replayed_total"], sum(totals.values())
+    meaning = "Submissions that found a run which was there already, among all, since the start"
+    return _gauge("runs_replay_ratio", meaning, found / all_of_them if all_of_them else 0.0)

@@ -1,0 +1,124 @@
+"""Where webhooks may go: to hosts of the outside, not to what is private to the network that this server is in.
+
+A name is looked up once, every address that it has is judged, and the connection goes to one of just these: whoever
+changes the name in between has gained nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import httpx
+
+from semel.service.api.problems import ApiError
+from semel.service.webhooks.subscriptions import LONGEST_URL
+
+LONGEST_LOOK_UP = 5.0
+"""Seconds within which a name must have been found."""
+
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_INSIDE_4 = (
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",  # carriers' own, and a cloud's metadata
+    "127.0.0.0/8",
+    "168.63.129.16/32",  # a cloud's host, on a public address
+    "169.254.0.0/16",  # link-local, and most clouds' metadata
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/3",  # multicast, reserved, broadcast
+)
+_OUTSIDE_6 = "2000::/3"
+"""The one part of IPv6 that is the public internet; IPv4 in other clothes (mapped, NAT64) lies elsewhere."""
+_INSIDE_6 = (
+    "2001::/23",  # with Teredo
+    "2001:db8::/32",
+    "2002::/16",  # 6to4
+    "3fff::/20",
+)
+
+
+def is_public(address: str) -> bool:
+    """Whether that is a host of the public internet, as far as an address tells."""
+    inside_4, outside_6, inside_6 = _networks()
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in network for network in inside_4)
+    return ip in outside_6 and not any(ip in network for network in inside_6)
+
+
+@cache
+def _networks() -> tuple[list[ipaddress.IPv4Network], ipaddress.IPv6Network, list[ipaddress.IPv6Network]]:
+    return (
+        [ipaddress.IPv4Network(each) for each in _INSIDE_4],
+        ipaddress.IPv6Network(_OUTSIDE_6),
+        [ipaddress.IPv6Network(each) for each in _INSIDE_6],
+    )
+
+
+def target_of(url: str) -> httpx.URL:
+    """The URL, if a webhook can go there at all."""
+    if len(url) > LONGEST_URL:
+        raise _refused(f"the URL has {len(url):,} characters, and {LONGEST_URL:,} is the most")
+    try:
+        target = httpx.URL(url)
+        host = host_of(target)
+    except (httpx.InvalidURL, ValueError):
+        raise _refused("that is no URL") from None
+    if target.scheme not in ("http", "https") or not host:
+        raise _refused("a webhook goes to http://… or https://…")
+    if not _HOST.fullmatch(host) or not 0 <= (target.port or 0) < 65536:
+        raise _refused("that is no URL: its host or its port cannot be one")
+    if target.userinfo:
+        raise _refused("a URL with a name or a password in it is not taken: the signature says who calls")
+    if target.port == 0:
+        raise _refused("port 0 is nobody's")
+    return target
+
+
+def host_of(target: httpx.URL) -> str:
+    """The host as it is looked up, asked for and checked: in ASCII, in one spelling."""
+    return target.raw_host.decode("ascii")
+
+
+async def addresses_of(target: httpx.URL, *, private: bool) -> Sequence[str]:
+    """The addresses to connect to; refused when one of them is private and that is not allowed."""
+    host = host_of(target)
+    try:
+        async with asyncio.timeout(LONGEST_LOOK_UP):
+            found = await _look_up(host, target.port or (443 if target.scheme == "https" else 80))
+    except (OSError, ValueError):
+        found = []
+    if not found:
+        raise _refused(f"the host {host!r} is not known here")
+    if not private and not all(map(is_public, found)):
+        raise _refused(f"the host {host!r} has a private address; SEMEL_PRIVATE_WEBHOOKS=true allows that")
+    return found
+
+
+async def _look_up(host: str, port: int) -> Sequence[str]:
+    """The addresses as this machine's resolver tells them. Threads of its own: a slow one holds up webhooks only."""
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(_threads(), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(8, thread_name_prefix="semel-resolver")
+
+
+def _refused(detail: str) -> ApiError:
+    return ApiError(422, "WEBHOOK_REFUSED", detail)
