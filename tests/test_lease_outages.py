@@ -130,6 +130,7 @@ def test_a_lease_outlives_nine_tenths_of_itself_without_a_store(
             clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
             for module in (
                 "semel._concurrency.periodic",
+                "semel.once.maintenance",
                 "semel.runs.worker.heartbeat",
                 "semel.runs.worker.active_runs",
             ):

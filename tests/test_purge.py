@@ -135,7 +135,7 @@ def purge(shop: Workshop, by: str) -> int:
 def collected(shop: Workshop) -> int:
     """What ``semel gc`` removes, on the clock of the test; a dry run says the same before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semel.runs.store.Ledger.terms", property(lambda _: StatementContext(shop.clock.us)))
+        patch.setattr("semel.runs.store.RunStore.terms", property(lambda _: StatementContext(shop.clock.us)))
         counts = []
         for dry in (["--dry-run"], []):
             said = _said(["gc", "--db", shop.url, "--artifacts", str(shop.folder / "artifacts"), "--json", *dry])

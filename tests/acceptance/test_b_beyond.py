@@ -434,7 +434,8 @@ def parked_in_the_lane(threads: list[threading.Thread]) -> bool:
     """True when every thread stands in the code that gathers calls."""
     frames = sys._current_frames()
     return all(
-        (frame := frames.get(thread.ident or 0)) is not None and frame.f_code.co_filename.endswith("once/batch.py")
+        (frame := frames.get(thread.ident or 0)) is not None
+        and frame.f_code.co_filename.endswith("_concurrency/batching.py")
         for thread in threads
     )
 

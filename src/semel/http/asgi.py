@@ -1,4 +1,4 @@
-"""The door for ASGI apps: Starlette, FastAPI, Litestar, Django and every other."""
+"""The middleware for ASGI apps: Starlette, FastAPI, Litestar, Django and every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both doors share: the decisions that need no socket."""
+"""What both middlewares share: the decisions that need no socket."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from semel.types import Claim, InFlight, Mismatch, Record, Replay, Response, Unk
 
 AnyOnce = TypeVar("AnyOnce", Once, AsyncOnce)
 CLAIM_KEY = "semel.claim"
-"""Under this name a door leaves the claim in the request's context, for a door within."""
+"""Under this name a middleware leaves the claim in the context of the request, for another one within."""
 RETRY_SOON = 1.0
 WHOLE_SCOPE = "http"
 """What keys belong to that are valid for one endpoint, whichever it is."""
@@ -59,7 +59,7 @@ _log = logging.getLogger("semel")
 
 
 class Request(Struct):
-    """What a door sees of a request before its body."""
+    """What a middleware sees of a request before its body."""
 
     method: str
     path: str
@@ -215,7 +215,7 @@ class MiddlewareCore(Generic[AnyOnce]):
 
     @staticmethod
     def within(request: Request, asking: CallRequest) -> bool:
-        """The same request passed a door before this one, which holds its key."""
+        """The same request passed another middleware before this one, which holds its key."""
         held = request.context.get(CLAIM_KEY)
         return held is not None and (held.scope, held.key) == (asking.scope, asking.key)
 

@@ -1,4 +1,4 @@
-"""The door for WSGI apps: Flask, Django and every other."""
+"""The middleware for WSGI apps: Flask, Django and every other."""
 
 from __future__ import annotations
 

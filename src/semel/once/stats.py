@@ -90,7 +90,7 @@ class Counts(Struct):
 
     @property
     def hit_rate_is(self) -> Literal["good", "fair", "to be looked at"]:
-        """How a door for retried requests judges it: good above 80 %, to be looked at below 50 %."""
+        """How a middleware for retried requests judges it: good above 80 %, to be looked at below 50 %."""
         return "good" if self.hit_rate > 0.8 else "fair" if self.hit_rate >= 0.5 else "to be looked at"
 
 

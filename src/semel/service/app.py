@@ -30,7 +30,7 @@ from semel.service.api import admin, jobs, ops, runs, webhooks
 from semel.service.api.problems import allow
 from semel.service.api.request import JsonRequest, require_known_query
 from semel.service.auth.middleware import AuthMiddleware, Principal, forbid_cookie_on_api
-from semel.service.jobs.providers import provider_handlers
+from semel.service.jobs.providers import handlers_of
 from semel.service.settings import Settings
 from semel.service.state import CurrentState, ServiceState
 from semel.service.telemetry.access_log import note_unforeseen, watched
@@ -110,7 +110,7 @@ def build(site: ServiceState) -> Any:
         route_handlers=[
             *runs.HANDLERS,
             *jobs.HANDLERS,
-            *provider_handlers(),
+            *handlers_of(site.providers.values()),
             *admin.HANDLERS,
             *webhooks.HANDLERS,
             *ops.HANDLERS,

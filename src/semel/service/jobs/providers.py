@@ -13,7 +13,7 @@ submitted to: that is how the demo's configs, and tests of pipelines, need no ac
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,13 +83,13 @@ class LocalProvider:
 
 def load_providers() -> dict[str, Provider]:
     """The provider ``local`` and every installed one, by name."""
-    found: list[Provider] = [LocalProvider(), *(kind() for kind in _installed())]
+    found: list[Provider] = [*(kind() for kind in _installed()), LocalProvider()]
     return {provider.name: provider for provider in found}
 
 
-def provider_handlers() -> Sequence[ControllerRouterHandler]:
-    """The routes that installed providers add to the service, such as one for webhooks: their ``handlers()``."""
-    return [handler for kind in _installed() if hasattr(kind, "handlers") for handler in kind.handlers()]
+def handlers_of(providers: Iterable[Provider]) -> Sequence[ControllerRouterHandler]:
+    """The routes that providers add to the service, such as one for webhooks: their ``handlers()``."""
+    return [handler for each in providers if hasattr(each, "handlers") for handler in each.handlers()]
 
 
 def _installed() -> Iterator[Any]:
@@ -104,9 +104,7 @@ def _load(entry: EntryPoint) -> Any:
     except Exception as error:  # noqa: BLE001 -- whatever somebody else's package raises, the service starts without it
         _log.error("the provider %r of %s cannot be loaded: %s", entry.name, entry.value, error)
         return None
-    if getattr(kind, "name", None) != entry.name or entry.name == LocalProvider.name:
-        _log.error(
-            "the provider %r of %s is left out: its name must be %r, and not 'local'", kind, entry.value, entry.name
-        )
+    if getattr(kind, "name", None) != entry.name:
+        _log.error("the provider %r of %s is left out: the class has another name", entry.name, entry.value)
         return None
     return kind
