@@ -172,7 +172,7 @@ def test_b4_a_retry_takes_a_slot_of_its_own(ground: Ground) -> None:
 SUBMIT_AND_DIE = """
 import os, signal
 from quota_ground import open_app
-from semel.runs import submitting
+from semel.runs.store import submit as submitting
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

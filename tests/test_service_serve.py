@@ -254,7 +254,7 @@ def test_a_process_that_was_just_begun_is_told_to_end_like_the_others() -> None:
 
 _DYING = """
 import time
-from semel.service import supervision
+from semel.service.server import supervisor as supervision
 from semel.service.server.supervisor import SupervisedProcess, Supervisor
 
 supervision.FIRST_PAUSE, supervision.LONGEST_PAUSE = 0.01, 0.04

@@ -20,7 +20,7 @@ WindowName: TypeAlias = Annotated[Literal["hour", "day", "week"], QueryParameter
 async def show(
     request: TheRequest, site: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Response[Any]:
-    """The page, as it was at most a moment ago: see scenes."""
+    """The page, as it was at most a moment ago: see feed."""
     view = await feed_of(site, caller, WINDOWS[window]).view()
     windows = list(WINDOWS.values())
     return page(request, site, caller, "overview.html", title="Overview", view=view, windows=windows)

@@ -228,27 +228,27 @@ class RunStore:
         return await self._patiently(how, lambda conn: work(conn, batch, self.terms), longest, began)
 
     async def lease(self, request: LeaseRequest) -> list[Leased]:
-        """See leasing.lease. Not sent again by itself: what its reply would have named is given back later."""
+        """See lease.lease. Not sent again by itself: what its reply would have named is given back later."""
         return await self.runtime.within(
             self._retry_for / 2 or RETRY_FOR,
             self._once(self._database.write, lambda conn: store_lease.lease(conn, request, self.terms)),
         )
 
     async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
-        """See leasing.lease_these."""
+        """See lease.lease_these."""
         return await self._at_once(store_lease.lease_these, worker, ids, self.terms)
 
     async def wake(self) -> tuple[int, float | None]:
-        """See leasing.wake; the pause until the next is due in seconds."""
+        """See lease.wake; the pause until the next is due in seconds."""
         woken, until_next = await self._write(store_lease.wake, self.terms)
         return woken, None if until_next is None else max(0.0, until_next / MICRO)
 
     async def renew(self, beats: Sequence[LeaseRenewal]) -> dict[str, bool]:
-        """See leasing.renew. Not sent again by itself: the next heartbeat comes soon."""
+        """See lease.renew. Not sent again by itself: the next heartbeat comes soon."""
         return await self._once(self._database.write, lambda conn: store_lease.renew(conn, beats, self.terms))
 
     async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-        """See leasing.watch. Not sent again by itself, either."""
+        """See lease.watch. Not sent again by itself, either."""
         return await self._once(self._database.read, lambda conn: store_lease.watch(conn, held))
 
     async def end(self, endings: Sequence[FinishRequest]) -> dict[str, FinishedRun]:
@@ -280,7 +280,7 @@ class RunStore:
         return await self._write(transitions.cancel, ids, why, self.terms)
 
     async def get(self, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
-        """See reading.get."""
+        """See queries.get."""
         return await self._read(queries.get, ids, tenant)
 
     async def find(self, run_id: str) -> Run | None:
@@ -292,75 +292,75 @@ class RunStore:
         return [found.get(run_id) for run_id in ids]
 
     async def marks(self, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
-        """See reading.marks."""
+        """See queries.versions."""
         return await self._read(queries.versions, ids)
 
     async def list_runs(self, wanted: Filter, limit: int, cursor: str | None, **how: Any) -> Page:
-        """See reading.list_runs."""
+        """See queries.list_runs."""
         return await self.read(queries.list_runs, wanted, limit, cursor, **how)
 
     async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
-        """See reading.result."""
+        """See queries.result."""
         return await self._read(queries.result, run_id, tenant)
 
     async def timeline(self, run_id: str) -> list[Step]:
-        """See reading.timeline."""
+        """See queries.timeline."""
         return await self.read(queries.timeline, run_id)
 
     async def logs(self, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
-        """See reading.logs."""
+        """See queries.logs."""
         return await self.read(queries.logs, run_id, after, limit)
 
     async def summary(self, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
-        """See reading.summary."""
+        """See queries.summary."""
         return await self.read(queries.summary, tenant, grouped=grouped, user=user)
 
     async def backlog(self) -> Backlog:
-        """See reading.backlog."""
+        """See queries.backlog."""
         return await self.read(queries.backlog, self.terms)
 
     async def waiting(self, run_id: str) -> Waiting | None:
-        """See reading.waiting."""
+        """See queries.waiting."""
         return await self._read(queries.waiting, run_id, self.terms)
 
     async def workers(self) -> list[WorkerInfo]:
-        """See reading.list_workers."""
+        """See queries.list_workers."""
         return await self.read(queries.list_workers, self.terms)
 
     async def due(self, silent: float, most: int) -> list[PendingRun]:
-        """See keeping.due."""
+        """See maintenance.due."""
         return await self._read(maintenance.due, round(silent * MICRO), most, self.terms)
 
     async def worker_seen(self, card: WorkerCard) -> None:
-        """See keeping.worker_seen."""
+        """See maintenance.worker_seen."""
         await self._write(maintenance.worker_seen, card, self.terms)
 
     async def worker_gone(self, worker_id: str) -> None:
-        """See keeping.worker_gone."""
+        """See maintenance.worker_gone."""
         await self._write(maintenance.worker_gone, worker_id)
 
     async def lead(self, role: str, holder: str, term: float) -> bool:
-        """See keeping.lead."""
+        """See maintenance.acquire_leadership."""
         return await self._write(maintenance.acquire_leadership, role, holder, term, self.terms)
 
     async def term_left(self, role: str, holder: str) -> float:
-        """See keeping.term_left."""
+        """See maintenance.term_left."""
         return await self._read(maintenance.term_left, role, holder, self.terms)
 
     async def step_down(self, role: str, holder: str) -> None:
-        """See keeping.step_down."""
+        """See maintenance.release_leadership."""
         await self._write(maintenance.release_leadership, role, holder)
 
     async def log(self, lines: Sequence[LogLineRow]) -> None:
-        """See keeping.log."""
+        """See maintenance.log."""
         await self._write(maintenance.log, lines)
 
     async def unpublished(self) -> list[OutboxEvent]:
-        """See keeping.unpublished."""
+        """See maintenance.unpublished."""
         return await self._read(maintenance.unpublished)
 
     async def published(self, events: Sequence[OutboxEvent]) -> None:
-        """See keeping.published."""
+        """See maintenance.published."""
         await self._write(maintenance.published, events)
 
     async def tidy(self) -> int:
@@ -410,11 +410,11 @@ class RunStore:
         return await self._write(quotas.release, reservation, person)
 
     async def store_key(self, request: StoreKey) -> str:
-        """See keys.store_key."""
+        """See run_keys.store_key."""
         return await self._at_once(run_keys.store_key, request, self.terms)
 
     async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
-        """See keys.check_key."""
+        """See run_keys.check_key."""
         return await self._at_once(run_keys.check_key, person, key, self.terms)
 
 
