@@ -723,10 +723,10 @@ def test_a_child_needs_neither_a_database_nor_an_event_loop() -> None:
         package = types.ModuleType("semel")
         package.__path__ = [sys.argv[1]]
         sys.modules["semel"] = package
-        import semel.runs.child
+        import semel.runs.execution.child_main
         print([name for name in ("sqlalchemy", "asyncio", "alembic") if name in sys.modules])
     """
-    folder = Path(log_capture.__file__).parent.parent
+    folder = Path(log_capture.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), str(folder)],
         capture_output=True,

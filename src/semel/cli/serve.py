@@ -115,14 +115,14 @@ def serve(queues: list[str] | None, **options: Any) -> int:
     with held, _metrics_folder():
         with needs_extra("service"), _without_collecting():
             from semel.cli.worker import DEMO, load_app
-            from semel.service import server
+            from semel.service.server.serve import serve as serve_processes
 
         def announce(text: str) -> None:
             for warning in _warnings(settings):
                 logging.getLogger("semel.serve").warning(warning)
             print(text if settings.app != DEMO else f"{text}\n{_what_to_try(settings)}", flush=True)
 
-        return server.serve(settings, load_app, announce)
+        return serve_processes(settings, load_app, announce)
 
 
 def _warnings(settings: Settings) -> Iterator[str]:

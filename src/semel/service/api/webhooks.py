@@ -18,7 +18,7 @@ from semel.service.api.responses import refusals
 from semel.service.auth.middleware import requires
 from semel.service.state import CurrentPrincipal, CurrentState
 from semel.service.webhooks import deliveries, subscriptions
-from semel.service.webhooks.deliveries import Delivery, DeliveryEvent, State
+from semel.service.webhooks.deliveries import Delivery, Event, State
 from semel.service.webhooks.dispatcher import check_target, ping
 from semel.service.webhooks.subscriptions import LONGEST_URL, STREAM_ID, EventName, Kind, Subscription
 from semel.types import moment
@@ -85,7 +85,7 @@ class DeliveryView(Struct, frozen=True, kw_only=True):
     """An event for a subscription, and how far it has come."""
 
     subscription_id: str
-    event: DeliveryEvent
+    event: Event
     state: State
     attempts: int
     due_at: Annotated[datetime, Meta(description="When it is tried next; of one that is over, when that was.")]
@@ -283,7 +283,7 @@ def _view(each: Subscription) -> SubscriptionView:
 def _delivery_view(each: Delivery) -> DeliveryView:
     return DeliveryView(
         subscription_id=each.subscription_id,
-        event=msgspec.json.decode(each.body, type=DeliveryEvent),
+        event=msgspec.json.decode(each.body, type=Event),
         state=each.state,
         attempts=each.attempts,
         due_at=moment(each.due_us),

@@ -44,7 +44,7 @@ FANNED_OUT = 200
 """Events in one transaction."""
 
 
-class DeliveryEvent(Struct, frozen=True, kw_only=True):
+class Event(Struct, frozen=True, kw_only=True):
     """What happened to a run, as it is told. ``version`` grows with every step of the run."""
 
     id: str
@@ -72,7 +72,7 @@ class Ping(Struct, frozen=True, kw_only=True):
 
 def body_of(event: OutboxEvent) -> str:
     """The event as it is sent: the same at every try."""
-    told = DeliveryEvent(
+    told = Event(
         id=event.id,
         name=event.name,
         run_id=event.run_id,
