@@ -183,7 +183,6 @@ def test_a_mistake_is_told_in_a_line(semel: Told, arguments: list[str], expected
         ["runs", "more"],
         ["cancel"],
         ["job", "submit"],
-        ["job", "submit", "x", "--provider", "nobody"],
     ],
     ids=" ".join,
 )

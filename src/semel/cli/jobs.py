@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from semel.client import Client, RemoteJob
     from semel.client.views import RemoteUpload
 
-PROVIDERS = click.Choice(["local", "replicate"])
 STATUSES = click.Choice(["uploading", "queued", "running", "completed", "failed", "cancelled"])
 
 
@@ -34,7 +33,7 @@ def job() -> None:
 @job.command()
 @examples("semel job submit my-training-config", 'semel job submit production --provider replicate --key "$BUILD_ID"')
 @argument("config", help="The config's name.")
-@option("--provider", type=PROVIDERS, default="local", help="Who does the work.")
+@option("--provider", metavar="NAME", default="local", help="Who does the work: local, replicate or one of yours.")
 @option("--key", metavar="KEY", help="The idempotency key: submitted again, the job is found.  [default: a new one]")
 @option("--key-ttl", type=SPAN, help="How long the key is kept.  [default: 24h]")
 @option("--run-name", metavar="NAME", help="The name of the run in a tracker.")
@@ -128,7 +127,7 @@ def _format_upload(upload: RemoteUpload) -> str:
 @examples("semel jobs --status failed --limit 5")
 @option("--status", type=STATUSES, help="Only in this state.")
 @option("--config", metavar="CONFIG", help="Only of this config.")
-@option("--provider", type=PROVIDERS, help="Only of this provider.")
+@option("--provider", metavar="NAME", help="Only of this provider.")
 @option("--user", metavar="USER", help="Only this user's; for operators.")
 @option("--limit", type=POSITIVE, default=20, help="How many.")
 @through_server
