@@ -520,7 +520,8 @@ def test_a_private_address_is_refused_when_it_is_subscribed_and_when_it_is_sent_
 SERVER = """
 import os
 from semel import App
-from semel.service import Settings, deliverer
+from semel.service import Settings
+from semel.service.webhooks import dispatcher as deliverer
 from service_ground import served
 deliverer.TURN = deliverer.IDLE_TURN = 0.02
 app = App(url, artifacts=folder, dedupe_window=0)

@@ -74,7 +74,8 @@ import sys
 sys.modules["opentelemetry"] = None
 from semel import App
 from semel.runs import tracing
-from semel.service import asgi, tracing as requests
+from semel.service import asgi
+from semel.service.telemetry import tracing as requests
 
 app = App("sqlite:///without.db")
 @app.model("add", isolation="thread")

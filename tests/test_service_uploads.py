@@ -375,7 +375,8 @@ from pathlib import Path
 import httpx
 from jobs_ground import SlowStore, add_models
 from semel import App
-from semel.service import Settings, uploads
+from semel.service import Settings
+from semel.service.jobs import uploads
 from service_ground import served
 
 uploads.LEASE = 1.0
