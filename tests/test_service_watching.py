@@ -158,7 +158,7 @@ def test_a_crowd_that_waits_asks_with_few_statements(
         looked.append(len(ids))
         return real(conn, ids)
 
-    monkeypatch.setattr(queries, "marks", counted)
+    monkeypatch.setattr(queries, "versions", counted)
     ids = [submitted(client, "add", {"a": n}, delay=3600) for n in range(24)]
     answers = [aside.submit(client.get, f"/runs/{run_id}", params={"wait": 60}) for run_id in ids]
     until(lambda: waiters(service) == 24, "the crowd")
@@ -174,7 +174,7 @@ def test_a_crowd_that_waits_asks_with_few_statements(
 def test_nobody_waits_and_nothing_is_asked(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: service.site.watch._task is None or service.site.watch._task.done(), "the end of the looks")
     looked: list[int] = []
-    monkeypatch.setattr(queries, "marks", lambda conn, ids: looked.append(len(ids)) or {})
+    monkeypatch.setattr(queries, "versions", lambda conn, ids: looked.append(len(ids)) or {})
     time.sleep(0.1)  # nothing must happen in it
     assert looked == []
 
