@@ -85,9 +85,9 @@ def submit(client: Client, *, wait: bool, timeout: float | None, as_json: bool, 
         run = _submit(client, key, **request)
     except KeyboardInterrupt:
         return note_interrupted(key)
-    _note_submitted(run)
     if wait:
-        return _wait(client, run, timeout, as_json)
+        return _wait(client, run, timeout, as_json, submitted=True)
+    _note_submitted(run)
     print_result(as_json, run, run.run_id)
     _note_unserved(client, run)
     return None
@@ -148,11 +148,13 @@ def wait(client: Client, run: str, timeout: float | None, as_json: bool) -> int:
     return _wait(client, client.get(find_run_id(client, run)), timeout, as_json)
 
 
-def _wait(client: Client, run: RemoteRun, timeout: float | None, as_json: bool) -> int:
+def _wait(client: Client, run: RemoteRun, timeout: float | None, as_json: bool, *, submitted: bool = False) -> int:
     if not as_json:
         print(run.run_id, flush=True)
     why, code = "", 1
     try:
+        if submitted:
+            _note_submitted(run)
         _note_unserved(client, run)
         with Progress() as progress:
             run = client.wait(run.run_id, timeout=timeout, progress=progress)
