@@ -25,7 +25,7 @@ from dashboard_lists import fill, list_rows
 from served_app import made_app
 from table import Row, show
 
-import servers
+from support import servers
 
 RUNS = 100_000
 ROUNDS = 5

@@ -23,8 +23,8 @@ from pathlib import Path
 from load import keyed, load, request
 from table import Row, show
 
-import servers
 from semel.cli import main as semel_command
+from support import servers
 
 ROUNDS = 7
 CONNECTIONS = 64

@@ -27,10 +27,10 @@ import redis
 import redis.asyncio
 from table import Row, show
 
-import servers
 from semel import AsyncOnce, Granted, Once
 from semel.cli import main as semel_command
 from semel.once.stores import postgres as semel_postgres
+from support import servers
 
 ROUNDS = 5
 TASKS = 256

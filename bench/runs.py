@@ -27,7 +27,6 @@ from peers import Absent, Peer, opened
 from peers.watch import from_tasks, in_a_process
 from table import Row, show
 
-import servers
 from semel import App, Worker
 from semel.cli import main as semel_command
 from semel.runs.attempt import AttemptResult
@@ -35,6 +34,7 @@ from semel.runs.hooks import RunEvent
 from semel.runs.store import RunStore
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
+from support import servers
 
 ROUNDS = 3
 

@@ -27,8 +27,8 @@ from typing import Any
 from load import load
 from table import Row, show
 
-import servers
 from semel.cli import main as semel_command
+from support import servers
 
 ROUNDS = 7
 CONNECTIONS = 64

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import servers
+from support import servers
 
 if TYPE_CHECKING:  # a browser's driver takes long to import, and most tests need none
     from playwright.sync_api import Browser
 
-    from browser_ground import Visitor
+    from support.browser import Visitor
 
 
 @pytest.fixture(scope="session")
@@ -56,15 +56,15 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator["Browser"]:
-    import browser_ground
+    from support import browser
 
-    with browser_ground.chromium() as browser:
+    with browser.chromium() as browser:
         yield browser
 
 
 @pytest.fixture
 def visit(chromium: "Browser", request: pytest.FixtureRequest) -> Iterator[Callable[..., "Visitor"]]:
-    import browser_ground
+    from support import browser
 
-    with browser_ground.visiting(chromium, request) as visit:
+    with browser.visiting(chromium, request) as visit:
         yield visit

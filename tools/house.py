@@ -154,8 +154,8 @@ def leased_run(url: str) -> str:
 
 def on_postgres(measure: Callable[[str], str]) -> str:
     """Measure on a PostgreSQL of our own."""
-    import servers
     from semel.cli import main
+    from support import servers
 
     with servers.postgres() as server:
         url = server.database()

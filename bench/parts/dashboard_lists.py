@@ -19,12 +19,12 @@ import psycopg
 from sqlalchemy import create_engine
 from table import Row
 
-import servers
 from semel import App
 from semel.cli import main as semel_command
 from semel.service import Settings
 from semel.service.app import build
 from semel.service.state import ServiceState
+from support import servers
 
 SMALL, LARGE = 10_000, 1_000_000
 APART_MS = 2600

@@ -10,11 +10,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
-import servers
 from acceptance import jobs
 from acceptance.spaces import SHARED, STORES, Space
 from semel import Once
 from semel.cli import main as semel
+from support import servers
 
 
 @pytest.fixture(scope="session")

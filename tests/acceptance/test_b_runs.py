@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from quota_ground import KINDS, Grounds
 from semel import App, InvalidRequest, Quota, QuotaExceeded
 from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.results import publish
 from semel.runs.store.lease import Leased, LeaseRenewal
 from semel.runs.worker.active_runs import ActiveRun
-from workshop import Hand, Workshop, effects, touch, until
+from support.quotas import KINDS, Grounds
+from support.runs_harness import Hand, Workshop, effects, touch, until
 
 MOMENT = 0.000001
 LEASE = 60

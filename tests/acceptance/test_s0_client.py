@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import rogue
-from client_ground import Face
-from jobs_ground import add_models, write_config
-from rogue import Rogue, problem, saying
 from semel import App, AsyncClient, Client, CostLimitExceeded, KeyReused, Quota, QuotaExceeded, SubmitResult
 from semel import submit_cloud_job as submit
 from semel.service import Settings
-from service_ground import PATIENCE, Served, made_app, served
+from support import faulty_server
+from support.clients import Face
+from support.faulty_server import Rogue, problem, saying
+from support.jobs import add_models, write_config
+from support.service import PATIENCE, Served, made_app, served
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -59,7 +59,7 @@ def waits(client: Face) -> list[float]:
 def test_s0_27_one_key_over_all_retries_three_of_them_after_1_2_and_4_seconds(
     client: Face, line: Rogue, app: App, waits: list[float]
 ) -> None:
-    line.faults = [rogue.keep_silent, rogue.lose_the_answer, saying(503)]
+    line.faults = [faulty_server.keep_silent, faulty_server.lose_the_answer, saying(503)]
     job = client.submit_job("flux-lora-v1", timeout=2.5)
     assert job.idempotent_hit
     assert line.keys == [job.idempotency_key] * 4
@@ -119,9 +119,9 @@ def test_s0_31_a_timeout_says_that_the_job_may_exist_and_the_same_key_finds_it(l
     done = threading.Event()
 
     def work_and_keep_silent(server: Rogue, client: Any, sent: Any) -> None:
-        rogue.lose_the_answer(server, client, sent)
+        faulty_server.lose_the_answer(server, client, sent)
         done.set()
-        rogue.keep_silent(server, client, sent)
+        faulty_server.keep_silent(server, client, sent)
 
     line.faults = [work_and_keep_silent]
     result = asyncio.run(submit(line.url, "flux-lora-v1", timeout=0.5))
@@ -132,7 +132,7 @@ def test_s0_31_a_timeout_says_that_the_job_may_exist_and_the_same_key_finds_it(l
     found = asyncio.run(submit(line.url, "flux-lora-v1", result.idempotency_key))
     assert (found.success, found.was_duplicate) == (True, True)
     assert [run.id for run in app.runs().runs] == [found.job_id]
-    line.faults = [rogue.drip]
+    line.faults = [faulty_server.drip]
     slow = asyncio.run(submit(line.url, "flux-lora-v1", timeout=0.3))
     assert slow.error == result.error
 
@@ -149,7 +149,7 @@ def test_s1_31_our_client_does_not_retry_a_conflict(client: Face, line: Rogue, a
 
 def test_s1_31_our_client_uses_the_same_key_on_5xx_and_timeouts(client: Face, line: Rogue, app: App) -> None:
     with Face(client.kind, line.url, timeout=2.5) as hasty:
-        line.faults = [saying(500), rogue.keep_silent, rogue.lose_the_answer]
+        line.faults = [saying(500), faulty_server.keep_silent, faulty_server.lose_the_answer]
         run = hasty.submit("add", {"a": 1})
     assert line.keys == [run.idempotency_key] * 4
     assert run.replayed

@@ -21,11 +21,11 @@ from uuid import uuid4
 import httpx
 import pytest
 
-import servers
-from jobs_ground import SUBMIT, job, job_in, submit
 from semel import App, Quota, demo
 from semel.service import Settings
-from service_ground import PATIENCE, Served, made_app, served
+from support import servers
+from support.jobs import SUBMIT, job, job_in, submit
+from support.service import PATIENCE, Served, made_app, served
 
 DOCUMENTS = Path(__file__).parent / "documents"
 CONFIGS = ["my-training-config", "production", "production-lora", "flux-lora-v1"]

@@ -27,8 +27,8 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from semel import Once, Record, Response
-from servers import free_port
-from store_urls import StoreUrls, store_urls
+from support.databases import StoreUrls, store_urls
+from support.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "data_intake"

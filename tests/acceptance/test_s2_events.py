@@ -7,8 +7,8 @@ import pytest
 import redis as redis_client
 
 from semel.cli import main as semel_command
-from serving_ground import Serving, until
-from webhook_ground import Received, Receiver, receiving
+from support.serve_command import Serving, until
+from support.webhooks import Received, Receiver, receiving
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
@@ -23,7 +23,7 @@ def test_s2_57_run_completed_is_told_to_a_webhook_and_a_stream_after_the_run_is_
     found: list[str] = []
     with (
         receiving() as receiver,
-        Serving(tmp_path, "serve_app:app", "--db", url, "--processes", "2", **more) as serving,
+        Serving(tmp_path, "support.apps.serve_app:app", "--db", url, "--processes", "2", **more) as serving,
         serving.client() as client,
     ):
 

@@ -13,12 +13,12 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from run_service import ended, on_database, token, until
 from semel import RunNotComplete, Worker
 from semel.cli import main as semel_command
 from semel.client import Client
 from semel.demo import baseline_forecast
-from service_ground import Served, served
+from support.run_service import ended, on_database, token, until
+from support.service import Served, served
 
 MODEL = "baseline_forecast_v1"
 PARAMETERS = {"scenario": "high_inflation", "horizon_months": 24, "region": "AU"}

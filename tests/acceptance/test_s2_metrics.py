@@ -15,7 +15,7 @@ from semel.runs.store.lease import LeaseRequest
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import Sweeper
 from semel.testing import FakeClock
-from serving_ground import until
+from support.serve_command import until
 
 
 def work(number: int = 0, *, fatal: bool = False) -> int:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import servers
-from hosting import unannounced
 from semel import App
 from semel.cli import main as semel_command
 from semel.service import Settings
-from service_ground import made_app
-from serving_ground import Serving, until
+from support import servers
+from support.hosting import unannounced
+from support.serve_command import Serving, until
+from support.service import made_app
 
 FIELDS = {"run_id", "payload_hash", "worker_id", "status", "attempt_count"}
 
@@ -28,7 +28,7 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         redis: servers.Redis = request.getfixturevalue("redis_server")
         url, more = postgres.database(), ["--events", redis.database()]
     assert semel_command(["migrate", url]) == 0
-    with Serving(folder, "serve_app:app", "--db", url, "--log-format", "json", *more) as serving:
+    with Serving(folder, "support.apps.serve_app:app", "--db", url, "--log-format", "json", *more) as serving:
         yield serving
 
 

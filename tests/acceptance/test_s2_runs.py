@@ -18,9 +18,6 @@ from moto.server import ThreadedMotoServer
 from sqlalchemy import Connection, MetaData, Table, select, text
 from sqlalchemy.exc import DatabaseError
 
-import worker_models
-from programs import Program
-from quota_ground import KINDS, Grounds
 from semel import App, IllegalTransition, InvalidRequest, KeyReused, Run, RunNotComplete, RunNotFound, SemelError
 from semel.demo import baseline_forecast
 from semel.runs.attempt import EndKind
@@ -31,7 +28,10 @@ from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.sweeper import Sweeper
 from semel.runs.worker.worker_logger import WorkerLogger
-from workshop import Hand, Workshop, effects, in_threads, until
+from support.apps import worker_models
+from support.programs import Program
+from support.quotas import KINDS, Grounds
+from support.runs_harness import Hand, Workshop, effects, in_threads, until
 
 MOMENT = 0.000001
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
@@ -168,7 +168,7 @@ def test_s2_8_run_key_and_event_are_written_together_or_not_at_all(shop: Worksho
 
 DIES_BEFORE_THE_MESSAGE = """
     import os, signal
-    import worker_models
+    from support.apps import worker_models
     from semel import App
 
     class Killed:

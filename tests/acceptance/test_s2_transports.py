@@ -10,10 +10,10 @@ from redis import Redis
 from sqlalchemy import create_engine, make_url, text
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
-from hosting import hosted_wsgi
 from semel.cli import main as semel_command
 from semel.service import wsgi
-from transport_ground import Ground, until
+from support.hosting import hosted_wsgi
+from support.transports import Ground, until
 
 
 def rq_worker(ground: Ground) -> subprocess.Popen[bytes]:

@@ -14,7 +14,6 @@ import redis
 from message_router.consumers import Router, supervise
 from prometheus_client import CollectorRegistry
 
-import servers
 from acceptance import jobs
 from acceptance.ledger import Ledger
 from acceptance.pace import paced
@@ -24,6 +23,7 @@ from acceptance.together import in_processes, in_tasks, in_threads
 from semel import Event, Once, Policy, StoreUnavailable
 from semel.metrics.prometheus import RouterMetrics
 from semel.testing import FakeClock
+from support import servers
 
 HOUR = 3600
 KEY_TYPES = ("assignment_id", "request_id", "ack_id", "usage_id")

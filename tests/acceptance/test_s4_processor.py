@@ -25,7 +25,6 @@ import redis
 from msgspec.structs import replace as but
 from sqlalchemy import create_engine
 
-import servers
 from acceptance import jobs, payloads
 from acceptance.ledger import Ledger
 from acceptance.own_store import DictStore
@@ -50,6 +49,7 @@ from semel.cli import main as semel
 from semel.once.store import Store
 from semel.once.stores import open_store
 from semel.testing import FaultyStore
+from support import servers
 
 DAY = 86400
 SUBMISSION = {"company": "Acme", "revenue": 100, "lines": ["property", "cyber"]}

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-import servers
 from semel.db import migrate
 from semel.once.store import Clock, Store
 from semel.once.stores import open_store
 from semel.once.stores.memory import MemoryStore
 from semel.testing import SharedStoreSuite, StoreSuite
 from semel.testing.harness import Opener
+from support import servers
 
 
 class TestMemory(StoreSuite):

@@ -1,6 +1,6 @@
 """Comparable systems, measured on the same machine and the same servers as semel, with jobs that do nothing.
 
-    with opened("procrastinate", postgres, redis) as peer:  # servers of tests/servers.py
+    with opened("procrastinate", postgres, redis) as peer:  # servers of tests/support/servers.py
         seconds = peer.enqueue_many(peer.jobs)
         seconds = peer.drain(peer.jobs)
         seconds = await peer.enqueue_from_tasks(peer.singles)

@@ -8,8 +8,8 @@ import sys
 from contextlib import ExitStack
 from statistics import median
 
-import servers
 from peers import PEERS, Absent, Peer, opened
+from support import servers
 
 
 def rates(peer: Peer) -> tuple[float, float, float]:

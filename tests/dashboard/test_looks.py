@@ -1,0 +1,72 @@
+"""Every page of the dashboard: pictures are kept of how it looks, nothing in it keeps anybody out, it loads fast."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from semel import JobStore
+from support.dashboard_scene import Scene, Visit, scene_on
+
+HEAVIEST = 200_000
+"""Bytes of a page with everything that it needs."""
+
+
+class Shown:
+    """A scene in which every page has something to show."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        ann, ben = scene.admit("ann"), scene.admit("ben")
+        store = JobStore(scene.app.url)
+        assert store.reserve_job_slot("ann", 5, 600)
+        store.close()
+        runs = [{"model": "add", "parameters": {"a": number, "b": 2}} for number in range(30)]
+        for person in (ann, ben):
+            assert person.post("/runs/bulk", json=runs).status_code == 200
+        self.painted = scene.submit(ann, "paint", idempotency_key="order-17")
+        self.failed = scene.submit(ben, "fail", {"text": "the <b>model</b> had no memory left"})
+        self.held = scene.submit(ann, "hold", {"until": "the-data-is-there", "note": "epoch 4 of 10"})
+        self.waiting = scene.submit(ben, "add", {"a": 1}, queue="gpu")
+        self.cancelled = scene.submit(ben, "add", {"a": 1}, delay=3600)
+        ben.post(f"/runs/{self.cancelled}/cancel")
+        scene.root.put("/admin/quotas/ann", json={"max_concurrent": 5, "per_day": 40, "cost_monthly": 10.0})
+        scene.root.put("/admin/quotas/ben", json={"max_concurrent": 1, "per_hour": 100})
+        scene.root.put("/admin/quotas/*", json={"max_concurrent": 10, "action": "warn"})
+        scene.leave_unknown("payment-9", "orders")
+        for run_id in (self.painted, self.failed):
+            scene.ended(run_id)
+
+
+PAGES = {
+    "overview": "/",
+    "runs": "/ui/runs",
+    "run-succeeded": "/ui/runs/{painted}",
+    "run-failed": "/ui/runs/{failed}",
+    "run-running": "/ui/runs/{held}",
+    "run-waiting": "/ui/runs/{waiting}",
+    "compare": "/ui/compare?a={painted}&b={failed}",
+    "keys": "/ui/keys",
+    "key-of-a-run": "/ui/keys?key=order-17",
+    "key-unknown": "/ui/keys?key=payment-9&scope=orders",
+    "key-delete": "/ui/keys/delete?key=payment-9&scope=orders",
+    "quotas": "/ui/quotas",
+    "quota-of-a-user": "/ui/quotas?user=ann",
+    "submit": "/ui/submit",
+    "submit-form": "/ui/submit?model=add",
+}
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    folder: Path = tmp_path_factory.mktemp("shown")
+    with scene_on(f"sqlite:///{folder / 'semel.db'}", folder) as scene:
+        yield Shown(scene)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_light_to_load_and_can_be_used_by_everybody(visit: Visit, shown: Shown, name: str) -> None:
+    visitor = shown.scene.enter(visit, shown.scene.root)
+    weight = visitor.weigh(PAGES[name].format(**vars(shown)))
+    assert weight <= HEAVIEST, f"{name} weighs {weight:,} bytes"
+    visitor.look(name)

@@ -1,0 +1,550 @@
+"""The overview: what it shows, to whom, and how it keeps up with what happens. Over real HTTP, on both databases."""
+
+import re
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, text
+
+from semel import App
+from semel._concurrency.sync import run_sync
+from semel.dashboard import sse
+from semel.dashboard.overview import chart, feed, queries
+from semel.dashboard.overview.feed import RunCounts
+from semel.dashboard.overview.hits import Hits
+from semel.dashboard.overview.queries import Audience
+from semel.dashboard.overview.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
+from semel.db.dialect import StatementContext
+from semel.runs.store.maintenance import acquire_leadership
+from semel.runs.store.quotas import Quota
+from semel.runs.types import new_id
+from semel.service.auth import tokens
+from support.auth import BOTH, Person, Town, eventually, shared_town, town_on
+from support.pages import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
+
+NASTY = '<script>alert(1)</script>"><img src=x onerror=alert(2)>'
+MINUTE = 60 * 1_000_000
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with shared_town(request, tmp_path_factory) as town:
+        ledger = town.app.ledger(awaited=False)
+        run_sync(ledger.write(nobody_sweeps, ledger.terms))
+        yield town
+
+
+def nobody_sweeps(conn: Connection, terms: StatementContext) -> None:
+    """What is stuck stays stuck while a test looks at it."""
+    conn.execute(text("DELETE FROM semel_leaders WHERE role = 'sweeper'"))
+    assert acquire_leadership(conn, "sweeper", "nobody", 3600, terms)
+
+
+@pytest.fixture
+def tenant() -> str:
+    """A tenant for the test alone, so that its runs are all that there is."""
+    return f"t-{new_id()[-12:]}"
+
+
+@pytest.fixture(autouse=True)
+def _pages_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page may be shown again for two seconds, which these tests need not wait for."""
+    monkeypatch.setattr(feed, "EVERY", 0.0)
+
+
+@pytest.fixture
+def operator(town: Town, tenant: str) -> Iterator[Browser]:
+    with browser(town, town.admit("olga", "operator", tenant)) as operator:
+        yield operator
+
+
+def figures(page: Page | Event) -> dict[str, str]:
+    """The figures by their names."""
+    place = page.root.one(id="figures")
+    return {each.one("dt").text: each.one("dd").text for each in place.all("div", class_="figure")}
+
+
+def table(page: Page | Event, part: str) -> list[list[str]]:
+    """The texts of the table of a part; none where it is empty."""
+    place = page.root.one(id=part)
+    return place.rows() if place.all("tbody") else []
+
+
+def write(app: App, statement: str, **values: Any) -> None:
+    ledger = app.ledger(awaited=False)
+    run_sync(ledger.write(lambda conn: conn.execute(text(statement), values) and None))
+    run_sync(ledger.close())
+
+
+def test_an_empty_house_says_so(operator: Browser) -> None:
+    page = operator.open("/")
+    assert page.status == 200
+    shown = figures(page)
+    assert (shown["Pending"], shown["Running"], shown["Throughput"].split()[0]) == ("0", "0", "0")
+    for part in ("stuck", "running", "failures", "latency"):
+        assert page.one(id=part).all("p", class_="empty"), part
+    assert "No runs were submitted" in page.one(id="chart").text
+
+
+def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
+    town: Town, tenant: str, request: pytest.FixtureRequest
+) -> None:
+    two_ago = HOUR.starts(time.time_ns() // 1000)[-3] + MINUTE // 2
+    at = time.time() - two_ago / 1e6
+    made = [made_run(at, tenant=tenant) for _ in range(3)]
+    made += [made_run(at, tenant=tenant, status="FAILED", last_error="no") for _ in range(2)]
+    made.append(made_run(at, tenant=tenant, status="CANCELLED"))
+    made.append(made_run(at, tenant=tenant, status="PENDING"))
+    made.append(made_run(at, tenant=tenant, status="RUNNING", worker="w", lease_until=-60, started=at))
+    made += [made_run(7200, tenant=tenant), made_run(3 * 86400, tenant=tenant), made_run(9 * 86400, tenant=tenant)]
+    put_runs(town.app, made)
+    operator: Browser = request.getfixturevalue("operator")
+    page = operator.open("/")
+    shown = figures(page)
+    assert (shown["Pending"], shown["Running"]) == ("1", "1")
+    assert [shown[name].split()[0] for name in ("Succeeded", "Failed", "Cancelled")] == ["3", "2", "1"]
+    picture = page.one(id="chart").one("svg", role="img")
+    said = "Runs of the last hour by state: 3 succeeded, 2 failed, 1 cancelled, 1 running, 1 pending"
+    assert picture.one("title", id=picture["aria-labelledby"]).text == said
+    (bar,) = picture.all("g")
+    assert bar.one("title").text.endswith(": 3 succeeded, 2 failed, 1 cancelled, 1 running, 1 pending")
+    heights = {each["class"]: float(each["height"]) for each in bar.all("rect")}
+    assert heights["fill-succeeded"] == pytest.approx(3 * heights["fill-pending"], abs=0.05)
+    assert [row[-5:] for row in table(page, "chart")] == [["3", "2", "1", "1", "1"]]
+    totals = {name: figures(operator.open(f"/?window={name}"))["Succeeded"].split()[0] for name in WINDOWS}
+    assert totals == {"hour": "3", "day": "4", "week": "5"}
+
+
+def test_a_run_goes_through_its_states_before_our_eyes(town: Town, tenant: str) -> None:
+    person = town.admit("olga", "operator", tenant)
+    with browser(town, person) as olga, listening(olga.client, "/ui/live") as events:
+        first = next(events)
+        assert first.ids == list(live_parts(olga))
+        assert figures(first)["Pending"] == "0"
+        made = person.post("/runs", json={"model": "add", "parameters": {"a": 1}}).json()
+        event = until_event(events, lambda each: each.text("figures") and figures(each)["Pending"] == "1")
+        assert "failures" not in event.ids, "what is as it was is not sent again"
+        with town.app.working(processes=0):
+            until_event(events, lambda each: each.text("figures") and figures(each)["Succeeded"][0] == "1")
+        assert person.get(f"/runs/{made['run_id']}").json()["status"] == "SUCCEEDED"
+
+
+def live_parts(looker: Browser) -> Iterator[str]:
+    """The parts of the page that say that they change, in their order in the stream."""
+    page = looker.open("/")
+    there = {each["id"] for each in page.one(id="overview").all("section")}
+    for part in ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "uses"):
+        assert part in there
+        yield part
+
+
+def until_event(events: Iterator[Event], fits: Any) -> Event:
+    """The first event that fits; a stream that stays silent is an error of its own."""
+    for event in events:
+        if fits(event):
+            return event
+    raise AssertionError("the stream ended")
+
+
+def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: Browser) -> None:
+    put_runs(town.app, [made_run(30, tenant=tenant, status="FAILED", last_error="it was too late")])
+    with listening(operator.client, "/ui/live?window=day") as events:
+        event = next(events)
+    page = operator.open("/?window=day")
+    for part in event.ids:
+        assert page.one(id=part).text == event.text(part), part
+
+
+def scene_of(town: Town, tenant: str) -> feed.OverviewFeed:
+    return feed._caches[town.site].scene(town.site, Audience(tenant), HOUR)
+
+
+def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
+    town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "EVERY", 1.0)
+    people = [town.admit(f"olga{number}", "operator", tenant) for number in range(3)]
+    with (
+        browser(town, people[0]) as one,
+        browser(town, people[1]) as two,
+        browser(town, people[2]) as three,
+        listening(one.client, "/ui/live") as first,
+        listening(two.client, "/ui/live") as second,
+        listening(three.client, "/ui/live") as third,
+    ):
+        lines = (first, second, third)
+        assert [len(next(each).ids) for each in lines] == [8, 8, 8]
+        scene = scene_of(town, tenant)
+        begun, looks = time.monotonic(), scene.looks
+        eventually(lambda: scene.looks >= looks + 2)
+        assert scene.looks - looks <= 1 + (time.monotonic() - begun) / feed.EVERY
+        put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
+        heard = [until_event(each, lambda event: event.text("figures")) for each in lines]
+        assert [figures(each)["Pending"] for each in heard] == ["1"] * 3
+    eventually(lambda: not scene.watched and scene._task is not None and scene._task.done())
+
+
+def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "CHECKED_EVERY", 0.1)
+    person = town.admit("brief", "operator", tenant)
+    with browser(town, person) as brief, listening(brief.client, "/ui/live") as events:
+        assert next(events).kind == "parts"
+        revoke(town, person)
+        assert until_event(events, lambda each: each.kind == "bye").html == ""
+        assert next(events, None) is None
+        town.site.gate.forget()
+        assert brief.client.get("/ui/live", follow_redirects=False).headers["location"] == "/ui/sign-in"
+
+
+def revoke(town: Town, person: Person) -> None:
+    ledger = town.app.ledger(awaited=False)
+    assert run_sync(ledger.write(tokens.revoke, person.id))
+    run_sync(ledger.close())
+
+
+def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str, operator: Browser) -> None:
+    with listening(operator.client, "/ui/live") as events:
+        next(events)
+        write(town.app, "ALTER TABLE semel_reservations RENAME TO semel_reservations_away")
+        try:
+            scene = scene_of(town, tenant)
+            drive_quota(town.app, tenant, "root")
+            put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
+            looks = scene.looks
+            eventually(lambda: scene.looks >= looks + 2)
+        finally:
+            write(town.app, "ALTER TABLE semel_reservations_away RENAME TO semel_reservations")
+        event = until_event(events, lambda each: each.text("figures") and figures(each)["Pending"] == "1")
+        assert "uses" in event.ids
+
+
+def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
+    ledger = app.ledger(awaited=False)
+    run_sync(ledger.set_quota((tenant, user), Quota(**(limits or {"max_concurrent": 5}))))
+    run_sync(ledger.close())
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_after_a_restart_a_stream_begins_with_everything(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    with town_on(url, tmp_path) as town, browser(town, town.root) as root:
+        secret = town.root.secret
+        with listening(root.client, "/ui/live") as events:
+            assert figures(next(events))["Pending"] == "0"
+            town.site.watch.dismiss()  # as the server does when it is told to end
+            assert next(events, None) is None
+        town.root.post("/runs", json={"model": "add", "parameters": {"a": 1}})
+    with town_on(url, tmp_path) as town, town.client() as client:
+        client.cookies.set("semel_session", secret or "", domain="127.0.0.1")
+        with listening(client, "/ui/live") as events:
+            event = next(events)
+            assert figures(event)["Pending"] == "1"
+            assert len(event.ids) == 8
+
+
+def test_percentiles_are_of_the_runs_that_ended_in_the_window(town: Town, tenant: str, operator: Browser) -> None:
+    made = []
+    for number in range(1, 101):  # waits number/10 s, takes number s
+        at = 600.0
+        started = at - number / 10
+        made.append(made_run(at, tenant=tenant, started=started, finished=started - number))
+    made.append(made_run(7300, tenant=tenant, started=7300, finished=7200))  # ended before the window
+    made.append(made_run(300, tenant=tenant, status="CANCELLED", finished=200, started_us=None))  # never began
+    made.append(made_run(5000, tenant=tenant, due=100, started=4999, finished=90))  # a retry has moved its time
+    put_runs(town.app, made)
+    rows = table(operator.open("/"), "latency")
+    assert rows == [["5.0 s", "9.5 s", "9.9 s", "101"], ["51.0 s", "1 m 36 s", "1 m 40 s", "101"]]
+
+
+def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
+    town: Town, tenant: str, operator: Browser
+) -> None:
+    many = queries.SAMPLE + 50
+    made = [made_run(1200 - number, tenant=tenant) for number in range(many)]
+    made += [made_run(3000, tenant=tenant, status="FAILED") for _ in range(6)]
+    put_runs(town.app, made)
+    page = operator.open("/")
+    # 500 succeeded in the last (1200 - 50 = 1150 to 19 min 20 s) and six failed in the hour.
+    rate = float(figures(page)["Throughput"].removeprefix("about ").split()[0])
+    assert queries.SAMPLE / 20.2 + 0.09 <= rate <= queries.SAMPLE / 19.1 + 0.11
+    assert "the newest of those" in page.one(id="latency").text
+
+
+def test_numbers_that_are_taken_from_the_newest_runs_say_so(town: Town, tenant: str, operator: Browser) -> None:
+    """Runs that waited for long may lie beyond the newest: then the number is called what it is."""
+    made = [made_run(7200 + n, tenant=tenant, finished=600) for n in range(300)]
+    made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(queries.SAMPLE - 100)]
+    put_runs(town.app, made)
+    page = operator.open("/")
+    assert figures(page)["Throughput"].startswith("about ")
+    assert "the newest of those" in page.one(id="latency").text
+
+
+def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(
+    town: Town, tenant: str, operator: Browser
+) -> None:
+    failed = {"tenant": tenant, "status": "FAILED"}
+    younger = [made_run(1800 + n, **failed, last_error="older") for n in range(20)]
+    put_runs(town.app, [*younger, made_run(7200, finished=5, last_error="broke just now", **failed)])
+    assert "broke just now" in table(operator.open("/"), "failures")[0][-1]
+
+
+def test_streams_of_the_overview_take_the_callers_places(town: Town) -> None:
+    with browser(town, town.admit("listener")) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(town.site.places, "_most", 0)
+        assert listener.client.get("/ui/live").status_code == 429
+
+
+def test_runs_that_do_not_get_on_are_found_with_the_reason(town: Town, tenant: str, operator: Browser) -> None:
+    lost, late, early, later = put_runs(
+        town.app,
+        [
+            made_run(500, tenant=tenant, status="RUNNING", worker="gone", lease_until=30, started=400, model="train"),
+            made_run(300, tenant=tenant, status="PENDING", queue="nobody-serves"),
+            made_run(5, tenant=tenant, status="PENDING", queue="nobody-serves"),
+            made_run(300, tenant=tenant, status="PENDING", due=-500, ready=False),
+        ],
+    )
+    page = operator.open("/")
+    rows = table(page, "stuck")
+    assert [row[:2] for row in rows] == [[lost[-12:], "train"], [late[-12:], "add"]]
+    assert "its lease ended" in rows[0][3]
+    assert "held by gone" in rows[0][3]
+    assert rows[1][3].endswith("no live worker serves the queue 'nobody-serves'")
+    shown = page.one(id="stuck").text
+    assert early[-12:] not in shown
+    assert later[-12:] not in shown
+    assert page.one(id="stuck").one("a", title=lost)["href"] == f"/ui/runs/{lost}"
+
+
+def test_the_latest_failures_come_first_with_their_errors(town: Town, tenant: str, operator: Browser) -> None:
+    made = [
+        made_run(600 - number, tenant=tenant, status="FAILED", last_error=f"ValueError: {number}", attempts=number)
+        for number in range(12)
+    ]
+    made.append(made_run(10, tenant=tenant, status="FAILED", last_error=None))
+    made.append(made_run(8 * 86400, tenant=tenant, status="FAILED", last_error="long ago"))
+    put_runs(town.app, made)
+    rows = table(operator.open("/"), "failures")
+    assert [row[4] for row in rows[:3]] == [
+        "it left no error",
+        "ValueError: 11 after 11 attempts",
+        "ValueError: 10 after 10 attempts",
+    ]
+    assert len(rows) == queries.FAILURES
+
+
+def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(town: Town) -> None:
+    put_workers(
+        town.app,
+        [
+            {"id": "w-alive", "name": "alive", "seen": 3},
+            {"id": "w-silent", "name": "silent", "seen": 300},
+            {"id": "w-stops", "name": "stops", "seen": 3, "draining": True},
+            {"id": "w-inside", "name": "inside", "seen": 3, "queues": '["semel-service"]'},
+        ],
+    )
+    held = put_runs(
+        town.app, [made_run(60, status="RUNNING", worker="w-alive", lease_until=-60, started=50) for _ in range(8)]
+    )
+    with browser(town, town.root) as root:
+        rows = {row[0].split()[0]: row for row in table(root.open("/"), "workers")}
+    assert {name: rows[name][1] for name in ("alive", "silent", "stops")} == {
+        "alive": "alive",
+        "silent": "silent",
+        "stops": "draining",
+    }
+    assert "inside" not in rows
+    assert "house, 7" in rows["alive"][0]
+    assert sum(each[-12:] in rows["alive"][4] for each in held) == 6
+    assert rows["alive"][4].endswith("and 2 more")
+    assert rows["silent"][4] == "nothing"
+
+
+def test_what_a_worker_holds_of_other_tenants_is_counted_and_not_named(town: Town) -> None:
+    put_workers(town.app, [{"id": "w-lent", "name": "lent", "seen": 3}])
+    held = {"status": "RUNNING", "worker": "w-lent", "lease_until": -60, "started": 50}
+    theirs = put_runs(town.app, [made_run(60, tenant="elsewhere", **held) for _ in range(8)])
+    (own,) = put_runs(town.app, [made_run(60, **held)])
+    with browser(town, town.root) as root:
+        rows = {row[0].split()[0]: row for row in table(root.open("/"), "workers")}
+    assert own[-12:] in rows["lent"][4]
+    assert rows["lent"][4].endswith("and 8 more")
+    assert not [each for each in theirs if each[-12:] in rows["lent"][4]]
+
+
+def test_quota_use_is_shown_most_used_first(town: Town, tenant: str, operator: Browser) -> None:
+    for user, limit in (("ann", 4), ("bob", 10), ("cid", 2), ("dan", 0)):
+        drive_quota(town.app, tenant, user, max_concurrent=limit)
+    active = [("ann", 4), ("bob", 3), ("cid", 3), ("eve", 5)]
+    made = [made_run(20, tenant=tenant, status="PENDING", user_id=user) for user, many in active for _ in range(many)]
+    put_runs(town.app, [*made, made_run(20, tenant=tenant, user_id="dan"), made_run(20, tenant=tenant, user_id="fay")])
+    rows = table(operator.open("/"), "uses")
+    assert [row[0] for row in rows] == ["cid", "ann", "dan", "bob", "eve"]
+    assert rows[0][2] == "150 % over At once: 3 of 2"
+    assert rows[1][2] == "100 % full At once: 4 of 4"
+    assert rows[3][1:] == ["3", "30 % At once: 3 of 10"]
+    assert rows[4][1:] == ["5", "no limit"]
+
+
+def test_a_submitter_sees_their_own_runs_and_nothing_of_others(town: Town, tenant: str) -> None:
+    drive_quota(town.app, tenant, "sue", max_concurrent=5)
+    drive_quota(town.app, tenant, "maxim", max_concurrent=5)
+    put_workers(town.app, [{"id": f"w-{tenant}", "seen": 1}])
+    own = {"tenant": tenant, "user_id": "sue"}
+    other = {"tenant": tenant, "user_id": "maxim", "model": "secret-model"}
+    put_runs(
+        town.app,
+        [
+            made_run(50, **own, status="FAILED", last_error="mine"),
+            made_run(500, **own, status="PENDING"),
+            made_run(50, **own, status="RUNNING", worker="w-hidden", lease_until=10, started=40),
+            *[
+                made_run(50, **other, status=status, last_error="theirs")
+                for status in ("FAILED", "PENDING", "CANCELLED")
+            ],
+            made_run(500, **other, status="PENDING"),
+            made_run(50, **other, status="RUNNING", worker="w-hidden", lease_until=10, started=40),
+        ],
+    )
+    with browser(town, town.admit("sue", tenant=tenant)) as sue:
+        page = sue.open("/")
+        with listening(sue.client, "/ui/live") as events:
+            event = next(events)
+    for seen in (page, event):
+        shown = figures(seen)
+        assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("1", "1", "1")
+        assert [row[2] for row in table(seen, "stuck")] == ["sue", "sue"]
+        assert [row[0] for row in table(seen, "uses")] == ["sue"]
+        assert "hidden" in seen.root.one(id="workers").attributes
+        assert "Replay rate" not in shown
+        for word in ("maxim", "theirs", "secret-model", "w-hidden", f"w-{tenant}"):
+            assert word not in (page.answer.text if seen is page else event.html), word
+
+
+def test_tenants_do_not_learn_of_each_other(town: Town, tenant: str, operator: Browser) -> None:
+    theirs = put_runs(
+        town.app,
+        [
+            made_run(50, tenant=f"{tenant}-other", user_id="theirs", status="FAILED", last_error="theirs"),
+            made_run(500, tenant=f"{tenant}-other", user_id="theirs", status="PENDING"),
+            made_run(50, user_id="theirs", status="RUNNING", worker=f"w-{tenant}", lease_until=10, started=40),
+        ],
+    )
+    put_workers(town.app, [{"id": f"w-{tenant}", "name": f"n-{tenant}", "host": "hidden-host", "seen": 1}])
+    page = operator.open("/")
+    shown = figures(page)
+    assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("0", "0", "0")
+    assert "Replay rate" not in shown, "it is of all tenants together"
+    (row,) = [row for row in table(page, "workers") if row[0] == f"n-{tenant}"]
+    assert row[4] == "nothing"
+    for word in ("theirs", "hidden-host", *(each[-12:] for each in theirs)):
+        assert word not in page.answer.text
+
+
+def test_what_users_write_is_shown_as_text(town: Town, tenant: str, operator: Browser) -> None:
+    put_workers(town.app, [{"id": f"nasty-{tenant}", "name": NASTY, "queues": '["<i>q</i>"]', "seen": 1}])
+    nasty = {"tenant": tenant, "user_id": NASTY, "model": NASTY}
+    put_runs(
+        town.app,
+        [
+            made_run(50, **nasty, status="FAILED", last_error=NASTY),
+            made_run(500, **nasty, status="PENDING", queue="<b>queue</b>"),
+            made_run(50, **nasty, status="RUNNING", worker=NASTY, lease_until=10, started=40),
+        ],
+    )
+    page = operator.open("/")
+    with listening(operator.client, "/ui/live") as events:
+        event = next(events)
+    for root in (page.root, event.root):
+        shown = " ".join(NASTY.split())
+        assert root.one(id="failures").text.count(shown) == 3
+        assert shown in root.one(id="workers").text
+        assert "serves the queue '<b>queue</b>'" in root.one(id="stuck").text
+        assert not root.all("img")
+        assert not root.all("b")
+        assert len([each for each in root.all("script") if not each.get("src")]) == 0
+        assert not [each for each in root.walk() if "onerror" in each.attributes]
+
+
+def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(town: Town) -> None:
+    before = Hits(*hits_shown(town))
+    body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": f"rate-{time.time_ns()}"}
+    for _ in range(5):
+        assert town.root.post("/runs", json=body).status_code in (200, 201)
+    feed._caches[town.site]._tally._at = -1000.0
+    eventually(lambda: hits_shown(town) == (before.hit + 4, before.miss + 1))
+
+
+def hits_shown(town: Town) -> tuple[int, int]:
+    with browser(town, town.root) as root:
+        said = figures(root.open("/"))["Replay rate"]
+    found = re.search(r"([\d,]+) found, ([\d,]+) made since the start", said)
+    assert found, said
+    return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("hit", "miss", "low", "verdict"),
+    [
+        (0, 0, None, ""),
+        (81, 19, None, "good"),
+        (80, 20, None, "fair"),
+        (0, 5, None, "fair"),
+        (0, 100_000, None, "fair"),
+        (0, 0, 0.5, ""),
+        (0, 99, 0.5, "fair"),
+        (49, 51, 0.5, "warning"),
+        (50, 50, 0.5, "fair"),
+        (81, 19, 0.9, "warning"),
+    ],
+)
+def test_a_replay_rate_is_good_above_80_percent_and_a_warning_only_below_what_the_operator_calls_low(
+    hit: int, miss: int, low: float | None, verdict: str
+) -> None:
+    assert Hits(hit, miss, low).verdict == verdict
+
+
+@pytest.mark.parametrize("window", [HOUR, DAY, WEEK])
+def test_the_steps_of_a_window_stand_still_until_one_is_over(window: Window) -> None:
+    now = 1_800_000_000_000_000
+    starts = window.starts(now)
+    assert len(starts) == window.steps
+    assert {later - sooner for sooner, later in pairwise(starts)} == {window.step * 1_000_000}
+    assert starts[-1] <= now < starts[-1] + window.step * 1_000_000
+    assert window.starts(starts[-1]) == window.starts(starts[-1] + window.step * 1_000_000 - 1) == starts
+    assert id_at(starts[0]) < id_at(starts[1]) <= id_at(starts[1] + 999)
+
+
+def test_steps_whose_runs_are_all_over_are_counted_once() -> None:
+    starts = HOUR.starts(1_800_000_000_000_000)
+    counts = RunCounts()
+    assert counts.todo(starts, HOUR) == starts
+    counted = {start: {"SUCCEEDED": 1} for start in starts} | {starts[5]: {"SUCCEEDED": 1, "RUNNING": 1}}
+    counts.add(counted, over_us=starts[-4])
+    assert counts.todo(starts, HOUR) == [], "a moment ago"
+    counts._counted_at = -1000.0
+    assert counts.todo(starts, HOUR) == [starts[5], *starts[-3:]]
+    later = [*starts[1:], starts[-1] + MINUTE]
+    assert counts.todo(later, HOUR) == [starts[5], *later[-4:]]
+    counts.add({start: {"FAILED": 2} for start in [starts[5], *later[-4:]]}, over_us=later[-4])
+    assert counts.of(later)[4] == {"FAILED": 2}
+    assert counts.of(later)[0] == {"SUCCEEDED": 1}
+
+
+@pytest.mark.parametrize(("most", "top"), [(0, 4), (3, 4), (4, 4), (5, 5), (6, 10), (11, 20), (41, 50), (999, 1000)])
+def test_an_axis_ends_at_a_round_number(most: int, top: int) -> None:
+    assert chart.ceiling(most) == top
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert chart.percentile([], 0.5) is None
+    assert chart.percentile([7.0], 0.99) == 7.0
+    values = [float(number) for number in range(1, 101)]
+    assert [chart.percentile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]

@@ -1,0 +1,138 @@
+"""Pages of runs that are open while something happens: they follow it, for whom they may and as long as they may."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from semel.dashboard.runs import detail as run_page
+from semel.dashboard.runs import run_list
+from support.auth import BOTH, Town, eventually
+from support.dashboard_runs import ended, events, hand, idle, runs_town, submitted
+from support.pages import Browser, Node, browser, parsed
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with runs_town(request, tmp_path_factory) as town:
+        yield town
+
+
+@pytest.fixture(scope="module")
+def operator(town: Town) -> Iterator[Browser]:
+    with browser(town, town.admit("olga", "operator")) as made:
+        yield made
+
+
+def test_an_open_list_follows_its_rows_and_counts_newer_ones(
+    town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_list, "BUSY_PAUSE", 0.1)
+    monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
+    run_id = idle(town, "lara")
+    page = operator.open("/ui/runs?user=lara")
+    (place,) = [each["data-live"] for each in page.root.walk() if each.get("data-live")]
+    with operator.client.stream("GET", place) as answer, hand(town) as worker:
+        told = events(answer.iter_lines())
+        name, html = next(told)
+        assert name == "parts"
+        assert "PENDING" in html
+        assert run_id in html
+        worker.take(run_id)
+        _until(told, "RUNNING")
+        later = idle(town, "lara")
+        _until(told, "1 newer run")
+        worker.end(run_id, "fatal", "out of luck")
+        html = _until(told, "out of luck")
+        assert "FAILED" in html
+        assert later not in html
+
+
+def _until(told: Iterator[tuple[str, str]], text: str) -> str:
+    for name, html in told:
+        assert name == "parts"
+        if text in html:
+            return html
+    raise AssertionError(f"the stream ended without {text!r}")
+
+
+@pytest.mark.parametrize(("role", "tenant"), [("submitter", ""), ("operator", "acme")])
+def test_an_open_list_shows_nobody_elses_rows(town: Town, role: str, tenant: str) -> None:
+    other = idle(town, "victor")
+    with (
+        browser(town, town.admit("spy", role, tenant)) as spy,
+        spy.client.stream("GET", f"/ui/live/runs?run={other}&first=1") as answer,
+    ):
+        name, html = next(events(answer.iter_lines()))
+        assert name == "parts"
+        assert other not in html
+
+
+def test_an_open_list_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
+    monkeypatch.setattr(run_list, "CHECKED_EVERY", 0.1)
+    person = town.admit("temp")
+    with browser(town, person) as temp, temp.client.stream("GET", "/ui/live/runs") as answer:
+        told = events(answer.iter_lines())
+        assert next(told)[0] == "parts"
+        assert town.root.delete(f"/admin/tokens/{person.id}").status_code == 204
+        assert [name for name, _ in told][-1] == "bye"
+
+
+def test_a_stream_takes_a_place_and_gives_it_back(town: Town) -> None:
+    person = town.admit("seat")
+    taken = town.site.places._taken
+    with browser(town, person) as seat:
+        with seat.client.stream("GET", "/ui/live/runs") as answer:
+            told = events(answer.iter_lines())
+            assert next(told)[0] == "parts"
+            assert taken[person.id] == 1
+        eventually(lambda: taken[person.id] == 0)
+
+
+def test_an_open_page_follows_the_run_to_its_end(
+    town: Town, operator: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gate = tmp_path_factory.mktemp("gate") / "open"
+    run_id = submitted(town, "hold", {"until": str(gate), "note": "<b>almost</b>"})
+    page = operator.open(f"/ui/runs/{run_id}")
+    (place,) = [each["data-live"] for each in page.root.walk() if each.get("data-live")]
+    shown: dict[str, str] = {}
+    with operator.client.stream("GET", place) as answer:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        for name, html in events(answer.iter_lines()):
+            if name == "over":
+                break
+            assert name == "parts"
+            tree = parsed(html)
+            shown |= {each["id"]: each.text for each in tree.children if isinstance(each, Node)}
+            if "40 %" in shown["run-state"] and "waits for" in shown["run-log"]:
+                assert "<b>almost</b>" in shown["run-state"]
+                assert "RUNNING" in shown["run-state"]
+                gate.touch()
+        else:
+            raise AssertionError("the stream ended without saying that it is over")
+    assert "SUCCEEDED" in shown["run-state"]
+    assert "went on" in shown["run-outcome"]
+    assert "goes on" in shown["run-log"]
+    assert "succeeded" in shown["run-timeline"]
+    ids = {each["id"] for each in page.one("main").walk() if each.get("id")}
+    assert set(shown) <= ids, "every part replaces something of the page"
+
+
+def test_the_stream_of_a_run_that_is_over_says_so_at_once(town: Town, operator: Browser) -> None:
+    run_id = submitted(town, "add", {"a": 1})
+    ended(town, run_id)
+    answer = operator.client.get(f"/ui/live/runs/{run_id}")
+    assert [name for name, _ in events(iter(answer.text.split("\n")))] == ["parts", "over"]
+
+
+def test_an_open_page_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "QUEUE_EVERY", 0.1)
+    monkeypatch.setattr(run_page, "CHECKED_EVERY", 0.1)
+    person = town.admit("brief")
+    run_id = idle(town, "brief")
+    with browser(town, person) as brief, brief.client.stream("GET", f"/ui/live/runs/{run_id}") as answer:
+        told = events(answer.iter_lines())
+        assert next(told)[0] == "parts"
+        assert town.root.delete(f"/admin/tokens/{person.id}").status_code == 204
+        assert [name for name, _ in told][-1] == "bye"

@@ -1,0 +1,244 @@
+"""The schema is brought up by migrations: to what the code expects, once, however many ask for it at once."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, text
+
+from semel import Granted, JobStore, NotMigrated, Once, SemelError
+from semel.cli import main as semel_command
+from semel.db import migrate, schema
+from support.programs import Program
+from support.quotas import open_app
+
+PATIENCE = 60
+NEWEST = schema.REVISIONS[-1]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty database of each kind."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Engine]:
+    parts = make_url(url)
+    if parts.get_backend_name() == "postgresql":
+        parts = parts.set(drivername="postgresql+psycopg")
+    engine = create_engine(parts)
+    yield engine
+    engine.dispose()
+
+
+def belongs(conn: Connection) -> Callable[..., bool]:
+    """PostgreSQL draws fences from a sequence, SQLite from a table of one row."""
+
+    def include(thing: object, name: str | None, kind: str, *_: Any) -> bool:
+        return not (kind == "table" and name == "semel_fence_counter" and conn.dialect.name == "postgresql")
+
+    return include
+
+
+def test_a_migrated_database_is_what_the_code_expects(url: str, engine: Engine) -> None:
+    """Alembic, asked for what is still missing, finds nothing."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.connect() as conn:
+        options = {
+            "compare_type": True,
+            "compare_server_default": True,
+            "version_table": schema.VERSION_TABLE,
+            "include_object": belongs(conn),
+        }
+        context = MigrationContext.configure(conn, opts=options)
+        assert compare_metadata(context, schema.metadata) == []
+        sequences = inspect(conn).get_sequence_names() if conn.dialect.name == "postgresql" else ["semel_fence"]
+        assert sequences == ["semel_fence"]
+        assert migrate.current(conn) == schema.REVISIONS[-1]
+
+
+def test_the_list_of_revisions_is_the_chain_of_migrations() -> None:
+    """What `behind` trusts is what Alembic would run."""
+    config = Config()
+    config.set_main_option("script_location", "semel.db:migrations")
+    config.set_main_option("path_separator", "os")
+    chain = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    assert tuple(reversed(chain)) == schema.REVISIONS
+
+
+def test_a_second_migration_changes_nothing(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [semel_command(["migrate", url]) for _ in range(2)] == [0, 0]
+    assert capsys.readouterr().out.splitlines() == [f"migrated from nothing to {NEWEST}", f"already at {NEWEST}"]
+
+
+def test_keys_survive_a_second_migration(url: str) -> None:
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        once.call("key", lambda: 7)
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        assert once.call("key", int).value == 7
+
+
+def test_many_processes_may_migrate_at_once(url: str) -> None:
+    """A rolling deployment: each one starts with `semel migrate`, and each one succeeds."""
+    assert sorted(at_once(MIGRATE, url)) == [[0, f"already at {NEWEST}"]] * 3 + [
+        [0, f"migrated from nothing to {NEWEST}"]
+    ]
+
+
+MIGRATE = """
+import contextlib, io
+from semel.cli import main
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    tell("ready")
+    hear()
+    tell([main(["migrate", url]), said.getvalue().strip()])
+"""
+
+FIRST_START = """
+from semel import Once
+tell("ready")
+hear()
+with Once(url) as once:
+    tell(once.call("key", lambda: number).value)
+"""
+
+
+def at_once(source: str, url: str) -> list[Any]:
+    """What four processes tell that start to work at the same moment."""
+    with ExitStack() as stack:
+        programs = [stack.enter_context(Program(source, url=url, number=number)) for number in range(4)]
+        assert [program.hear() for program in programs] == ["ready"] * 4
+        for program in programs:
+            program.tell()
+        return [program.hear() for program in programs]
+
+
+def test_a_new_file_is_made_ready_by_whoever_is_first(sqlite_url: str) -> None:
+    """The embedded default needs no command: four processes start on a file that does not exist, and agree."""
+    assert len(set(at_once(FIRST_START, sqlite_url))) == 1
+
+
+def test_a_new_file_is_made_ready_by_whichever_thread_is_first(sqlite_url: str) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        stores = [Once(sqlite_url, collect=False) for _ in range(8)]
+        calls = [threads.submit(once.call, "key", lambda at=at: at) for at, once in enumerate(stores)]
+        assert len({call.result(PATIENCE).value for call in calls}) == 1
+    for once in stores:
+        once.close()
+
+
+def test_a_migration_can_be_taken_back_and_run_again(url: str, engine: Engine) -> None:
+    """Nothing of semel's is left in between, and everything works afterwards."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.begin() as conn:
+        config = Config()
+        config.set_main_option("script_location", "semel.db:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        command.downgrade(config, "base")
+    with engine.connect() as conn:
+        assert [name for name in inspect(conn).get_table_names() if name != schema.VERSION_TABLE] == []
+        if conn.dialect.name == "postgresql":
+            assert inspect(conn).get_sequence_names() == []
+        with pytest.raises(NotMigrated):
+            migrate.require(conn)
+    assert semel_command(["migrate", url]) == 0
+    with Once(url) as once:
+        assert isinstance(once.claim("key"), Granted)
+
+
+@pytest.mark.parametrize("back_to", schema.REVISIONS[2:-1])
+def test_runs_keys_and_reservations_survive_the_way_back_and_forth(url: str, engine: Engine, back_to: str) -> None:
+    assert semel_command(["migrate", url]) == 0
+    with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
+        run = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
+        over = app.submit("train", {"number": 2}, user="ann")
+        app.cancel(over.id)
+        slot = jobs.reserve_job_slot("ann", 5)
+        jobs.store_idempotency_key("document", over.id, "ann")
+    with engine.begin() as conn:
+        config = Config()
+        config.set_main_option("script_location", "semel.db:migrations")
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = conn
+        command.downgrade(config, back_to)
+        for view in ("model_runs", "idempotency_keys", "job_reservations"):
+            assert conn.execute(text(f"SELECT * FROM {view}")).all() != []
+    assert semel_command(["migrate", url]) == 0
+    with closing(open_app(url)) as app, closing(JobStore(url)) as jobs:
+        assert app.usage("ann").concurrent == 2
+        again = app.submit("train", {"number": 1}, user="ann", idempotency_key="k", cost=2.5)
+        assert (again.id, again.replayed, again.cost) == (run.id, True, 2.5)
+        assert app.get(over.id).status == "CANCELLED"
+        assert slot is not None
+        assert jobs.consume_reservation(slot, job_id=run.id)
+        assert jobs.check_idempotency_key("document", "ann") == over.id
+        assert app.purge(0) == 0, "a live key names what is over"
+
+
+def test_a_newer_database_is_accepted(url: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a rolling deployment the database is migrated first, while the old release still runs."""
+    assert semel_command(["migrate", url]) == 0
+    with engine.begin() as conn:
+        conn.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'"))
+    with Once(url) as once:
+        assert isinstance(once.claim("key"), Granted)
+    capsys.readouterr()
+
+    assert semel_command(["migrate", url]) in (0, 1)  # there is nothing that the old release could do; it says so
+    said = capsys.readouterr()
+    assert "9999" in said.out + said.err
+    assert "Traceback" not in said.err
+    with engine.connect() as conn:
+        assert migrate.current(conn) == "9999"
+
+
+def test_users_tables_are_left_alone(url: str, engine: Engine) -> None:
+    """A user's own schema, and own Alembic, live in the same database."""
+    with engine.begin() as conn:
+        conn.execute(text("CREATE TABLE orders (id integer)"))
+        conn.execute(text("CREATE TABLE alembic_version (version_num varchar(32))"))
+        conn.execute(text("INSERT INTO alembic_version VALUES ('theirs')"))
+    assert semel_command(["migrate", url]) == 0
+    with engine.connect() as conn:
+        assert conn.scalar(text("SELECT version_num FROM alembic_version")) == "theirs"
+        assert {"orders", "semel_keys"} <= set(inspect(conn).get_table_names())
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(postgres_url: str) -> None:
+    """It is one transaction: a name that is taken stops it, and it can be run again when the name is free."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("CREATE SEQUENCE semel_fence")
+        assert semel_command(["migrate", postgres_url]) == 1
+        tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+        assert tables == []
+        connection.execute("DROP SEQUENCE semel_fence")
+    assert semel_command(["migrate", postgres_url]) == 0
+
+
+def test_a_schema_chosen_in_the_url_is_where_the_tables_go(postgres_url: str) -> None:
+    """libpq's `options` are the user's; semel adds its own to them."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA tenant")
+    url = make_url(postgres_url).update_query_dict({"options": "-csearch_path=tenant"})
+    address = url.render_as_string(hide_password=False)
+    assert semel_command(["migrate", address]) == 0
+    with psycopg.connect(postgres_url) as connection:
+        found = connection.execute("SELECT schemaname FROM pg_tables WHERE tablename = 'semel_keys'").fetchall()
+        assert found == [("tenant",)]
+    with Once(address) as once:
+        assert once.call("key", lambda: 7).value == 7
+    with pytest.raises(SemelError), Once(postgres_url):
+        pass

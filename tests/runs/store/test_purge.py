@@ -1,0 +1,343 @@
+"""A purge removes what is old, whole: never what a live key names, never the data of another run, whatever dies."""
+
+import asyncio
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semel import JobStore, Run, RunNotFound
+from semel._concurrency.sync import run_sync
+from semel.cli import main as semel
+from semel.db.dialect import StatementContext, transaction
+from semel.errors import ResultStoreError
+from semel.runs.attempt import Artifact
+from semel.runs.execution.input_data import ref_of
+from semel.runs.results import FileResults
+from semel.runs.store import retention, submit, transitions
+from semel.runs.submission import SubmitOptions
+from support.programs import Program
+from support.quotas import KINDS, Grounds
+from support.runs_harness import PATIENCE, Workshop
+
+DAY = 86400
+
+
+@pytest.fixture(scope="module")
+def grounds(request: pytest.FixtureRequest) -> Iterator[Grounds]:
+    with ExitStack() as stack:
+        yield Grounds(request, stack)
+
+
+@pytest.fixture(params=KINDS)
+def shop(request: pytest.FixtureRequest, grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
+    with grounds.empty(request.param) as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
+        yield shop
+
+
+@pytest.fixture
+def postgres_shop(grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
+    with grounds.empty("postgres") as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
+        yield shop
+
+
+def put(shop: Workshop, ref: str) -> str:
+    FileResults(shop.folder / "artifacts").put(ref, b"[1]")
+    return ref
+
+
+def files(shop: Workshop) -> list[str]:
+    root = shop.folder / "artifacts"
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def ended(shop: Workshop, kind: Any = "succeeded", data: str | None = None, **options: Any) -> Run:
+    """A run that is over, with a result and an artifact in the result store, and perhaps with data."""
+    hand = shop.hand()
+    run = shop.timeless.submit("add", {"a": 1}, dedupe=False, **options)
+    if data is not None:
+        shop.sql("UPDATE semel_runs SET data_ref = :ref WHERE id = :id", ref=put(shop, data), id=run.id)
+    (taken,) = hand.lease()
+    told: dict[str, Any] = {"reason": "it failed"}
+    if kind == "succeeded":
+        ref, artifact = (put(shop, f"{run.id}/{taken.fence}/{name}") for name in ("result.json", "artifacts/a"))
+        digest = hashlib.sha256(b"[1]").hexdigest()
+        told = {"result": None, "result_ref": ref, "result_digest": digest, "result_size": 3}
+        told["artifacts"] = [Artifact("a", artifact, 3, digest)]
+    assert hand.end(taken, kind, **told)
+    return shop.timeless.get(run.id)
+
+
+def data_of(name: str) -> str:
+    return ref_of(hashlib.sha256(name.encode()).hexdigest())
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["app", "aio", "gc"])
+def test_a_run_that_a_live_key_names_stays_until_the_key_ends(shop: Workshop, by: str) -> None:
+    named = ended(shop, idempotency_key="k", key_ttl=90 * DAY)
+    nameless, soon_over = ended(shop), ended(shop, idempotency_key="short", key_ttl=DAY)
+    stored = ended(shop)
+    jobs = JobStore(shop.url, clock=shop.clock)
+    jobs.store_idempotency_key("document", stored.id, 42, ttl_hours=24 * 90)
+    shop.clock.advance(40 * DAY)
+    assert purge(shop, by) == 2
+    assert {run.id for run in shop.timeless.runs().runs} == {named.id, stored.id}
+    again = shop.timeless.submit("add", {"a": 1}, idempotency_key="k", key_ttl=90 * DAY)
+    assert (again.id, again.replayed) == (named.id, True), "it does not run a second time"
+    assert shop.timeless.result(named.id) == [1]
+    assert jobs.check_idempotency_key("document", 42) == stored.id
+    assert not [path for path in files(shop) if nameless.id in path or soon_over.id in path]
+    shop.clock.advance(51 * DAY)
+    assert purge(shop, by) == 2
+    assert files(shop) == []
+    assert not shop.timeless.submit("add", {"a": 1}, idempotency_key="k").replayed
+    jobs.close()
+
+
+def test_a_run_that_a_key_found_by_its_payload_stays_until_the_key_ends(shop: Workshop) -> None:
+    """The key is not the one that the run was made with; it names the run all the same."""
+    made = shop.timeless.submit("add", {"a": 1})
+    asked: dict[str, Any] = {"idempotency_key": "k", "key_ttl": 90 * DAY, "dedupe": True}
+    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    shop.timeless.cancel(made.id)
+    shop.clock.advance(40 * DAY)
+    assert purge(shop, "app") == 0
+    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    shop.clock.advance(51 * DAY)
+    assert purge(shop, "app") == 1
+
+
+def purge(shop: Workshop, by: str) -> int:
+    if by == "app":
+        return shop.timeless.purge(30 * DAY)
+    if by == "aio":
+
+        async def purge() -> int:
+            app = shop.open(clock=shop.clock).aio
+            try:
+                return await app.purge(30 * DAY)
+            finally:
+                await app.close()
+
+        return asyncio.run(purge())
+    return collected(shop)
+
+
+def collected(shop: Workshop) -> int:
+    """What ``semel gc`` removes, on the clock of the test; a dry run says the same before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("semel.runs.store.RunStore.terms", property(lambda _: StatementContext(shop.clock.us)))
+        counts = []
+        for dry in (["--dry-run"], []):
+            said = _said(["gc", "--db", shop.url, "--artifacts", str(shop.folder / "artifacts"), "--json", *dry])
+            counts.append(said["removed"]["runs"])
+    assert counts[0] == counts[1]
+    return int(counts[1])
+
+
+def _said(arguments: list[str]) -> Any:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert semel(arguments) == 0
+    return json.loads(out.getvalue())
+
+
+def test_the_key_of_another_run_keeps_nothing(shop: Workshop) -> None:
+    """The same key, used again after its end, names a run of its own."""
+    ended(shop, idempotency_key="k", key_ttl=DAY)
+    shop.clock.advance(40 * DAY)
+    again = ended(shop, idempotency_key="k", key_ttl=DAY)
+    assert shop.timeless.purge(30 * DAY) == 1
+    assert [run.id for run in shop.timeless.runs().runs] == [again.id]
+
+
+# -- retries and uploads at the same time ------------------------------------------------------------------------------
+
+
+def retried(shop: Workshop, run: Run) -> submit.Submission:
+    desk = shop.timeless._engine._desk
+    return desk.submission(run.model, run.parameters, SubmitOptions(), retry_of=run.id)
+
+
+def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop) -> None:
+    """The retry is written and not committed when the purge looks."""
+    shop = postgres_shop
+    failed = ended(shop, "fatal", data=data_of("a"))
+    shop.clock.advance(DAY)
+    app = shop.timeless
+
+    def retry_slowly(conn: Any) -> submit.Answer:
+        with transaction(conn):
+            (answer,) = submit.submit(conn, [retried(shop, failed)], app._engine.ledger.terms)
+            other = shop.open(clock=shop.clock)
+            assert other.purge(0) == 0, "it is in use"
+        return answer
+
+    answer = run_sync(app._engine.ledger._write(retry_slowly))
+    assert isinstance(answer, submit.Created)
+    assert app.get(answer.id).data_ref == data_of("a")
+    assert app.purge(0) == 1
+    assert files(shop) == [data_of("a")], "the new run has it"
+    app.cancel(answer.id)
+    shop.clock.advance(DAY)
+    assert app.purge(0) == 1
+    assert files(shop) == []
+
+
+def test_a_run_that_was_purged_meanwhile_is_not_retried_without_its_data(shop: Workshop) -> None:
+    failed = ended(shop, "fatal", data=data_of("a"))
+    shop.clock.advance(DAY)
+    submission = retried(shop, failed)
+    assert shop.timeless.purge(0) == 1
+    (answer,) = run_sync(shop.timeless._engine.ledger.submit_many([submission]))
+    assert isinstance(answer, RunNotFound)
+    assert shop.timeless.runs().runs == []
+    assert shop.sql("SELECT count(*) FROM semel_run_keys WHERE key LIKE 'retry:%'")[0][0] == 0
+
+
+def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: Workshop) -> None:
+    """The upload found the data there, and its release is not committed when the purge comes to the files."""
+    shop = postgres_shop
+    ended(shop, data=data_of("a"))
+    shop.clock.advance(DAY)
+    app = shop.timeless
+    waits = app.submit("add", {"a": 2}, dedupe=False)
+    shop.sql("UPDATE semel_runs SET due_us = created_us + 3162240000000000, ready = false WHERE id = :id", id=waits.id)
+    ledger = app._engine.ledger
+    purged: list[int] = []
+    purging = threading.Thread(target=lambda: purged.append(shop.open(clock=shop.clock).purge(0)))
+
+    def release_slowly(conn: Any) -> None:
+        with transaction(conn):
+            retention.lock_data(conn, data_of("a"), ledger.terms)
+            transitions.release(conn, waits.id, data_of("a"), ledger.terms)
+            purging.start()
+            waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            while not shop.sql(waiting)[0][0]:
+                assert purging.is_alive(), "it did not wait"
+
+    run_sync(ledger._write(release_slowly))
+    purging.join(PATIENCE)
+    assert purged == [1]
+    assert files(shop) == [data_of("a")]
+    assert app.get(waits.id).data_ref == data_of("a")
+
+
+def test_data_goes_with_the_last_run_that_has_it(shop: Workshop) -> None:
+    first, second = (ended(shop, data=data_of("a")) for _ in range(2))
+    assert first.data_ref == second.data_ref
+    shop.sql("UPDATE semel_runs SET finished_us = finished_us + 5000000 WHERE id = :id", id=second.id)
+    shop.clock.advance(3)
+    assert shop.timeless.purge(2) == 1
+    assert data_of("a") in files(shop)
+    shop.clock.advance(10)
+    assert shop.timeless.purge(2) == 1
+    assert files(shop) == []
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+class Locked(FileResults):
+    """Some of it cannot be removed at the moment."""
+
+    broken: frozenset[str] = frozenset()
+
+    def remove(self, prefix: str) -> None:
+        if prefix in self.broken:
+            raise ResultStoreError(f"cannot remove {prefix}: it is locked")
+        super().remove(prefix)
+
+
+def test_files_that_cannot_be_removed_now_are_removed_by_the_next_purge(shop: Workshop) -> None:
+    runs = [ended(shop) for _ in range(3)]
+    shop.clock.advance(DAY)
+    results = Locked(shop.folder / "artifacts")
+    results.broken = frozenset({runs[1].id})
+    app = shop.open(clock=shop.clock, artifacts=results)
+    with pytest.raises(ResultStoreError, match=r"3 runs were removed, but not all files: .* is locked; purge again"):
+        app.purge(0)
+    assert {path.split("/")[0] for path in files(shop)} == {runs[1].id}
+    results.broken = frozenset()
+    assert app.purge(0) == 0
+    assert files(shop) == []
+    assert shop.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
+
+
+PURGE = """
+import os, signal
+from pathlib import Path
+from sqlalchemy import Engine, event
+from support.quotas import open_app
+from semel.runs.results import FileResults
+
+left = [die_at]
+
+
+def step(*_):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal(FileResults):
+    def remove(self, prefix):
+        step()
+        super().remove(prefix)
+        step()
+
+
+app = open_app(url, artifacts=Mortal(Path(folder)), clock=lambda: now)
+app.usage(0)  # by which it is connected
+event.listen(Engine, "before_cursor_execute", step)
+event.listen(Engine, "commit", step)
+app.purge(1)
+tell("done")
+"""
+
+
+def test_a_purge_that_is_killed_anywhere_leaves_no_run_without_its_files_and_the_next_goes_on(shop: Workshop) -> None:
+    for die_at in range(1 + KINDS.index(shop.kind), 100, 3):
+        ended(shop, data=data_of("a"))
+        kept = ended(shop, data=data_of("b"), idempotency_key=f"k{die_at}")
+        shop.clock.advance(DAY / 2)
+        given = {"url": shop.url, "folder": shop.folder / "artifacts", "now": shop.clock.us, "die_at": die_at}
+        with Program(PURGE, **given) as program:
+            program._process.join(PATIENCE)
+            survived = program._process.exitcode == 0
+        for run in shop.timeless.runs().runs:
+            assert shop.timeless.result(run.id) == [1], f"killed at step {die_at}"
+            assert b"".join(shop.timeless.artifact(run.id, "a")) == b"[1]"
+            assert run.data_ref in files(shop)
+        shop.timeless.purge(1)
+        assert {path.split("/")[0] for path in files(shop)} == {"data", kept.id}
+        assert data_of("b") in files(shop)
+        assert data_of("a") not in files(shop)
+        assert shop.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
+        shop.sql("DELETE FROM semel_run_keys")
+        shop.timeless.purge(0)
+        assert files(shop) == []
+        if survived:
+            break
+    assert die_at > 10, "there are at least as many steps"
+
+
+def test_the_logs_of_a_run_go_in_batches(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "LOG_BATCH", 3)
+    run = ended(shop)
+    shop.sql(
+        "INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text) VALUES "
+        + ", ".join(f"('{run.id}', 1, {line}, 0, 'INFO', 'said')" for line in range(10))
+    )
+    shop.clock.advance(DAY)
+    assert shop.timeless.purge(0) == 1
+    assert shop.sql("SELECT count(*) FROM semel_run_logs")[0][0] == 0

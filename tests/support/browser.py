@@ -1,0 +1,290 @@
+"""A real Chromium that looks at our pages, and takes note of everything that goes wrong in them.
+
+The browser is the system's: SEMEL_TEST_BROWSER, or the first of chromium, chromium-browser and google-chrome on the
+PATH. Where there is none the tests fail and say so; they are never skipped.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Dialog,
+    Error,
+    Page,
+    Playwright,
+    Request,
+    Response,
+    WebSocket,
+    expect,
+    sync_playwright,
+)
+
+PATIENCE = 30.0
+ARTIFACTS = Path(__file__).parents[2] / "test-artifacts"
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+LONGEST_PICTURE = 2400
+DESK = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 740}
+LOOKS: dict[str, tuple[Any, Any]] = {"light": (DESK, "light"), "dark": (DESK, "dark"), "phone": (PHONE, "light")}
+# Each look is asked for what can be wrong in it only: dark has other colours, a phone has another layout.
+ASKED: dict[str, dict[str, Any]] = {
+    "light": {},
+    "dark": {"runOnly": ["color-contrast"]},
+    "phone": {"rules": {"color-contrast": {"enabled": False}}},
+}
+FLAGS = [
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-proxy-server",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing leaves this machine
+]
+# The console tells of most violations, but not of those that a policy only reports.
+LISTEN = """addEventListener('securitypolicyviolation', violation => console.error(
+    `CSP: ${violation.effectiveDirective} forbids ${violation.blockedURI || 'this'} in ${violation.documentURI}`));"""
+# What sticks out of the window on the right, or nothing where the window need not be scrolled.
+STICKS_OUT = """() => document.scrollingElement.scrollWidth <= innerWidth ? [] :
+    [...document.querySelectorAll('body *')].filter(part => part.getBoundingClientRect().right > innerWidth + 0.5)
+    .slice(0, 8).map(part => part.outerHTML.slice(0, 90))"""
+# Chromium writes each of these into the console too, after the request itself has been noted.
+TOLD_TWICE = "Failed to load resource:"
+
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+class NoBrowser(Exception):
+    """The tests have no Chromium to look with."""
+
+
+def found_browser() -> str:
+    """The path of the system's Chromium."""
+    given = os.environ.get("SEMEL_TEST_BROWSER")
+    for name in (given,) if given else NAMES:
+        if path := shutil.which(name):
+            return path
+    looked = f"SEMEL_TEST_BROWSER is {given}, which cannot be run" if given else f"none of {', '.join(NAMES)} is there"
+    raise NoBrowser(
+        f"no browser was found, so the dashboard is NOT tested: {looked}. "
+        "Install one (Debian: apt install chromium) or set SEMEL_TEST_BROWSER to the path of a Chromium."
+    )
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser until the end of the block.
+
+    Playwright leaves its event loop running in the thread meanwhile, where other tests could then run none of theirs:
+    the block is the tests of one file.
+    """
+    path = found_browser()
+    with sync_playwright() as driver:
+        browser = _launched(driver, path)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def _launched(driver: Playwright, path: str) -> Browser:
+    """Chromium in its sandbox, except for root, and except where the system lets nobody have one."""
+    if os.getuid() != 0:
+        try:
+            return driver.chromium.launch(executable_path=path, args=FLAGS, chromium_sandbox=True)
+        except Error as problem:
+            if "sandbox" not in str(problem).lower():
+                raise
+    return driver.chromium.launch(executable_path=path, args=FLAGS, chromium_sandbox=False)
+
+
+class Visitor:
+    """Somebody with a browser of their own (no cookies, an empty cache) who looks at the pages of one address.
+
+    Whatever goes wrong meanwhile is a fault: an error in the console or in a script, a request that fails or is
+    refused, a request to anywhere else, a breach of the Content-Security-Policy, a dialog, a crash.
+    """
+
+    def __init__(self, browser: Browser, address: str, **options: Any) -> None:
+        self.address = address.rstrip("/")
+        self._noted: list[str] = []
+        self._pardoned: list[re.Pattern[str]] = []
+        self._agreed: list[str] = []
+        self.context = browser.new_context(
+            base_url=self.address, viewport=DESK, locale="en", timezone_id="UTC", service_workers="block", **options
+        )
+        self.context.set_default_timeout(PATIENCE * 1000)
+        self.context.add_init_script(LISTEN)
+        self.context.on("console", self._hear)
+        self.context.on("weberror", lambda happened: self._noted.append(f"script: {happened.error}"))
+        self.context.on("request", lambda request: self._trace(request.url))
+        self.context.on("requestfailed", self._miss)
+        self.context.on("response", self._answered)
+        self.context.on("dialog", self._asked)
+        self.context.on("page", self._attend)
+        self.page = self.context.new_page()
+
+    def _attend(self, page: Page) -> None:
+        page.on("crash", lambda _: self._noted.append("the page crashed"))
+        page.on("websocket", self._plug)
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "assert") and not message.text.startswith(TOLD_TWICE):
+            self._noted.append(f"console: {message.text}")
+
+    def _trace(self, url: str) -> None:
+        asked, own = urlsplit(url), urlsplit(self.address)
+        if asked.scheme not in ("data", "blob", "about") and asked.netloc != own.netloc:
+            self._noted.append(f"foreign: {url}")
+
+    def _plug(self, line: WebSocket) -> None:
+        self._trace(line.url)
+
+    def _miss(self, request: Request) -> None:
+        why = request.failure or "unknown"
+        if "ERR_ABORTED" not in why:  # the page was left, or it has given the request up by itself
+            self._noted.append(f"failed: {request.method} {request.url}: {why}")
+
+    def _answered(self, response: Response) -> None:
+        if response.status >= 400:
+            self._noted.append(f"answered {response.status}: {response.request.method} {response.url}")
+
+    def _asked(self, dialog: Dialog) -> None:
+        if dialog.message in self._agreed:
+            self._agreed.remove(dialog.message)
+            dialog.accept()
+            return
+        self._noted.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def pardon(self, pattern: str) -> None:
+        """Faults that match are what the test is about."""
+        self._pardoned.append(re.compile(pattern))
+
+    def agree(self, question: str) -> None:
+        """Say yes to this question when the page asks it the next time."""
+        self._agreed.append(question)
+
+    @property
+    def faults(self) -> list[str]:
+        """What has gone wrong until now, without what is pardoned."""
+        for page in self.context.pages:
+            _catch_up(page)
+        noted = self._noted + [f"never asked: {question}" for question in self._agreed]
+        return [fault for fault in noted if not any(pattern.search(fault) for pattern in self._pardoned)]
+
+    def go(self, path: str) -> Page:
+        """Open a page of the address, and wait until it has loaded."""
+        self.page.goto(path)
+        return self.page
+
+    def look(self, name: str) -> None:
+        """Keep pictures of the page, light, dark and on a phone; it is accessible in each, and never needs scrolling
+        sideways."""
+        found: list[str] = []
+        ARTIFACTS.mkdir(exist_ok=True)
+        for look, (size, scheme) in LOOKS.items():
+            self.page.set_viewport_size(size)
+            self.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+            picture = ARTIFACTS / f"{name}-{look}.png"
+            self.page.screenshot(path=picture, full_page=True, animations="disabled", clip=self._extent())
+            found += [f"{look}: {fault}" for fault in barriers(self.page, **ASKED[look]) + sticks_out(self.page)]
+        self.page.set_viewport_size(LOOKS["light"][0])
+        self.page.emulate_media(color_scheme="light", reduced_motion="reduce")
+        assert not found, "\n".join([f"{name} at {self.page.url}:", *found])
+
+    def _extent(self) -> Any:
+        """The page from its top on, as far as anybody looks at its picture."""
+        width, height = self.page.evaluate("[innerWidth, Math.max(innerHeight, document.documentElement.scrollHeight)]")
+        return {"x": 0, "y": 0, "width": width, "height": min(height, LONGEST_PICTURE)}
+
+    def weigh(self, path: str) -> int:
+        """How many bytes a first visit to the page transfers, with everything that it needs."""
+        bytes_of: dict[str, float] = {}
+
+        def receive(event: dict[str, Any]) -> None:
+            bytes_of[event["requestId"]] = bytes_of.get(event["requestId"], 0) + event["encodedDataLength"]
+
+        def finish(event: dict[str, Any]) -> None:
+            bytes_of[event["requestId"]] = max(bytes_of.get(event["requestId"], 0), event["encodedDataLength"])
+
+        line = self.context.new_cdp_session(self.page)
+        line.on("Network.dataReceived", receive)
+        line.on("Network.loadingFinished", finish)
+        line.send("Network.enable")
+        line.send("Network.setCacheDisabled", {"cacheDisabled": True})
+        try:
+            self.go(path)
+            _catch_up(self.page)
+        finally:
+            line.detach()
+        assert bytes_of, f"nothing was transferred for {path}"
+        return int(sum(bytes_of.values()))
+
+    def leave(self, picture: str | None = None) -> None:
+        """Close the browser of this visitor, with a picture of what was seen last where one is asked for."""
+        if picture is not None:
+            ARTIFACTS.mkdir(exist_ok=True)
+            with suppress(Error):  # a page that crashed has no picture
+                self.page.screenshot(path=ARTIFACTS / f"{picture}.png", full_page=True)
+        self.context.close()
+
+
+def _catch_up(page: Page) -> None:
+    """What the page has said before now has been heard afterwards."""
+    try:
+        page.evaluate("0")
+    except Error:  # it is on its way to another page, or gone
+        page.context.cookies()
+
+
+def barriers(page: Page, **options: Any) -> list[str]:
+    """The faults of accessibility in the page that are serious or critical, one a line; the options are axe's."""
+    found = Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
+    return [
+        f"axe: {fault['id']} ({fault['impact']}): {fault['help']}: {_places(fault)}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+    ]
+
+
+def _places(fault: dict[str, Any]) -> str:
+    return ", ".join(str(node["target"]) for node in fault["nodes"][:5])
+
+
+def sticks_out(page: Page) -> list[str]:
+    """What makes the page wider than the window."""
+    return [f"wider than the window: {part}" for part in page.evaluate(STICKS_OUT)]
+
+
+@contextmanager
+def visiting(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Visitor]]:
+    """Makes visitors for a test; at its end they have met no fault. Of a test that failed a picture is kept."""
+    visitors: list[Visitor] = []
+    failed_before = request.session.testsfailed
+
+    def visit(address: str, **options: Any) -> Visitor:
+        visitors.append(Visitor(browser, address, **options))
+        return visitors[-1]
+
+    yield visit
+    failed = request.session.testsfailed > failed_before
+    faults = [fault for visitor in visitors for fault in visitor.faults]
+    for number, visitor in enumerate(visitors):
+        visitor.leave(f"failed-{_file_name(request.node.name)}-{number}" if failed or faults else None)
+    assert not faults, "\n".join(["the pages had faults:", *faults])
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w-]+", "-", name)

@@ -1,0 +1,100 @@
+"""A service with tokens, models and a worker, in a thread, for people with a browser to look at."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semel import App, Granted, Once, Unknown
+from semel.dashboard import sse
+from semel.dashboard.overview import feed
+from semel.dashboard.runs import run_list
+from support.apps import dashboard_app
+from support.auth import Person, Town, eventually
+from support.browser import Visitor
+from support.service import Served, made_app, served
+
+Visit = Callable[..., Visitor]
+
+
+class Scene(Town):
+    """The town of the dashboard. Every test brings users of its own."""
+
+    def __init__(self, service: Served, client: Any, folder: Path) -> None:
+        super().__init__(service, client)
+        self._folder = folder
+        self._numbers = itertools.count(1)
+
+    def newcomer(self, role: str = "submitter", tenant: str = "") -> Person:
+        """Somebody whom no other test knows."""
+        return self.admit(f"user{next(self._numbers)}", role, tenant)
+
+    def name_of(self, person: Person) -> str:
+        """What the service calls them."""
+        name: str = person.get("/usage").json()["user"]
+        return name
+
+    def gate(self) -> Path:
+        """A file that is not there yet: what the model ``hold`` waits for."""
+        return self._folder / f"gate{next(self._numbers)}"
+
+    def submit(self, by: Person, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
+        """The id of a new run."""
+        answer = by.post("/runs", json={"model": model, "parameters": parameters or {}, **more})
+        assert answer.status_code == 201, answer.text
+        run_id: str = answer.json()["run_id"]
+        return run_id
+
+    def ended(self, run_id: str) -> dict[str, Any]:
+        """The run, once it is over."""
+        for _ in range(3):
+            run: dict[str, Any] = self.root.get(f"/runs/{run_id}", params={"wait": 25}).json()
+            if run["finished_at"] is not None:
+                return run
+        raise AssertionError(f"run {run_id} did not end")
+
+    def leave_unknown(self, key: str, scope: str) -> None:
+        """Claim a key, vanish, and leave it unknown whether the work happened."""
+        once = Once(self.app.url, collect=False)
+        try:
+            assert isinstance(once.claim(key, scope=scope, lease=0.01, on_crash="unknown"), Granted)
+            eventually(lambda: isinstance(once.claim(key, scope=scope, on_crash="unknown"), Unknown))
+        finally:
+            once.close()
+
+    def enter(self, visit: Visit, person: Person, **options: Any) -> Visitor:
+        """The person with a browser, signed in."""
+        visitor = visit(self.address, **options)
+        visitor.context.add_cookies([{"name": "semel_session", "value": person.secret, "url": self.address}])
+        return visitor
+
+
+@contextmanager
+def scene_on(url: str, folder: Path) -> Iterator[Scene]:
+    """The scene on a database, until the end of the block."""
+    app: App = made_app(url, folder, dedupe_window=0)
+    dashboard_app.register(app)
+    try:
+        with (
+            _looking_often(),
+            served(app) as service,
+            service.client() as client,
+            app.working(processes=0, poll=0.2, drain=0.0, name="scene"),
+        ):
+            yield Scene(service, client, folder)
+    finally:
+        app.close()
+
+
+@contextmanager
+def _looking_often() -> Iterator[None]:
+    """Open pages are told sooner than they need to be, so that tests wait less."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed, "EVERY", 0.3)
+        patch.setattr(sse, "CHECKED_EVERY", 0.5)
+        patch.setattr(run_list, "BUSY_PAUSE", 0.3)
+        patch.setattr(run_list, "QUIET_PAUSE", 0.3)
+        yield

@@ -1,0 +1,230 @@
+"""The service with the provider ``replicate``, over real HTTP: in a thread, or in a process that can be killed."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import uvicorn
+from sqlalchemy import Connection, create_engine, text
+
+from semel import App
+from semel._concurrency.sync import run_sync
+from semel.cli import main as semel_command
+from semel.db.dialect import StatementContext
+from semel.providers.replicate import MODEL, Replicate
+from semel.providers.replicate.service import Timing
+from semel.runs.engine import RunEngine
+from semel.runs.store import transitions
+from semel.runs.store.submit import JobDetails
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import Run
+from semel.service import Settings
+from semel.service.app import build
+from semel.service.state import ServiceState
+from support.replicate_server import SECRET, TOKEN, VERSION, ReplicateServer
+
+R = TypeVar("R")
+
+PATIENCE = 60.0
+PACE = Timing(
+    poll=0.02,
+    poll_most=0.1,
+    settle=0.4,
+    tick=0.02,
+    ear=0.05,
+    tidy=0.05,
+    grace=PATIENCE,
+    timeout=PATIENCE,
+)
+OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+class Serving:
+    """A server that runs."""
+
+    def __init__(self, app: App, site: ServiceState, address: str) -> None:
+        self.app = app
+        self.site = site
+        self.address = address
+
+
+def prepared(app: App, cloud_url: str, listener: socket.socket, pace: Timing, options: dict[str, Any]) -> ServiceState:
+    """A site with the provider. ``hooks`` among the options: Replicate can call it back."""
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    if options.pop("hooks", False):
+        options |= {"public_url": address, "replicate_webhook_secret": SECRET}
+    site = ServiceState(app, Settings(**{"replicate_url": cloud_url, "replicate_token": TOKEN, **options}))
+    site.providers["replicate"] = Replicate(pace)
+    return site
+
+
+def server_of(site: ServiceState) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(build(site), lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    )
+
+
+@contextmanager
+def serving(app: App, cloud: ReplicateServer, pace: Timing = PACE, **options: Any) -> Iterator[Serving]:
+    """The service in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    site = prepared(app, cloud.url, listener, pace, options)
+    server = server_of(site)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive())
+    assert server.started, "the server ended before it had started"
+    until(lambda: in_database(app, listens), "that the server's worker listens")
+    try:
+        yield Serving(app, site, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        listener.close()
+        assert not thread.is_alive(), "the server did not stop in time"
+
+
+def serve_here(url: str, folder: str, cloud_url: str, tell: Callable[[Any], None]) -> None:
+    """The service in this process, until it is killed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = App(url, artifacts=Path(folder) / "artifacts", dedupe_window=0)
+    tell(os.getpid())
+    server_of(prepared(app, cloud_url, listener, PACE, {})).run(sockets=[listener])
+
+
+def until(found: Callable[[], R], what: str = "what was waited for") -> R:
+    """Wait until there is something, and answer it."""
+    deadline = time.monotonic() + PATIENCE
+    while not (there := found()):
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
+        time.sleep(0.01)
+    return there
+
+
+class Ordering(RunEngine):
+    """Submits what only the service itself submits, as the jobs API does."""
+
+    async def order(self, parameters: dict[str, Any]) -> Run:
+        options = SubmitOptions(user="ada", dedupe=False)
+        submission = self._desk.submission(MODEL, parameters, options, internal=True)
+        submission = msgspec.structs.replace(submission, job=JobDetails(provider="replicate", config="foxes"))
+        run = await self._answered(submission, await self.ledger.submit(submission))
+        assert isinstance(run, Run)
+        await self._announce([run])
+        return run
+
+
+def submit(app: App, prompt: str, **more: Any) -> Run:
+    """A job as it comes from a config."""
+    given = {"config": "foxes", "version": VERSION, "input": {"prompt": prompt}, **more}
+    if "model" in given:
+        del given["version"]
+    engine = Ordering(
+        app.ledger(awaited=False),
+        app.registry,
+        results=lambda: app.results,
+        transport=lambda: app.transport,
+        terms=app.terms,
+        news=app.news,
+    )
+    try:
+        return run_sync(engine.order(given))
+    finally:
+        run_sync(engine.close())
+
+
+def ended(app: App, run: Run) -> Run:
+    """The run when it is over."""
+    until(lambda: app.get(run.id).status in OVER, f"the end of run {run.id}")
+    return app.get(run.id)
+
+
+def in_database(app: App, work: Callable[[Connection], R]) -> R:
+    """Do something behind everybody's back."""
+    engine = create_engine(app.url.replace("postgresql://", "postgresql+psycopg://"))
+    try:
+        with engine.begin() as conn:
+            return work(conn)
+    finally:
+        engine.dispose()
+
+
+def row_of(app: App, run: Run) -> dict[str, Any]:
+    """What is known of the run's remote job."""
+
+    def read(conn: Connection) -> dict[str, Any]:
+        found = conn.execute(text("SELECT * FROM semel_jobs WHERE run_id = :run"), {"run": run.id}).mappings().first()
+        return {} if found is None else dict(found)
+
+    return in_database(app, read)
+
+
+def listens(conn: Connection) -> bool:
+    """Whether a worker hears of new runs by now; on SQLite it sees the file change."""
+    if conn.dialect.name == "sqlite":
+        return True
+    asked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ILIKE 'listen%'"
+    return bool(conn.execute(text(asked)).scalar_one())
+
+
+def take_lease(app: App, run: Run) -> None:
+    """Whoever works on the run loses it, as if its lease had ended."""
+
+    def lose(conn: Connection) -> None:
+        conn.execute(text("UPDATE semel_runs SET lease_until_us = 1 WHERE id = :run"), {"run": run.id})
+        now = time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None
+        assert run.id in [each.id for each in transitions.lose_expired(conn, StatementContext(now))]
+        notify(conn)
+
+    in_database(app, lose)
+
+
+def come_due(app: App, run: Run) -> None:
+    """The pause before the run's next attempt is over."""
+
+    def hasten(conn: Connection) -> None:
+        conn.execute(text("UPDATE semel_runs SET due_us = 0, ready = true WHERE id = :run"), {"run": run.id})
+        notify(conn)
+
+    in_database(app, hasten)
+
+
+def notify(conn: Connection) -> None:
+    """Let workers look; those on SQLite see the file change."""
+    if conn.dialect.name == "postgresql":
+        conn.execute(text(f"NOTIFY {transitions.CHANNEL}"))
+
+
+def paced(**changed: float) -> Timing:
+    """The tests' pace, with some of it different."""
+    return Timing(**{**{name: getattr(PACE, name) for name in PACE.__struct_fields__}, **changed})
+
+
+def begun(cloud: ReplicateServer, prompt: str) -> dict[str, Any]:
+    """The newest prediction of the prompt."""
+    return until(lambda: cloud.of(prompt), "a prediction")[-1]
+
+
+def failed(app: App, run: Run, *words: str) -> Run:
+    """The run, which failed and says so in these words."""
+    over = ended(app, run)
+    assert over.status == "FAILED"
+    for word in words:
+        assert word in (over.last_error or "")
+    return over
+
+
+def app_on(name: str, request: pytest.FixtureRequest, folder: Path) -> App:
+    """An app on a database of its own."""
+    url = f"sqlite:///{folder / 'semel.db'}"
+    if name == "postgres":
+        url = request.getfixturevalue("postgres_server").database()
+        assert semel_command(["migrate", url]) == 0
+    return App(url, artifacts=folder / "artifacts", dedupe_window=0)

@@ -1,0 +1,237 @@
+"""Where runs are tested: an empty SQLite file or PostgreSQL database, apps over it, and workers beside the test.
+
+@pytest.fixture(params=KINDS)
+def shop(request: pytest.FixtureRequest, grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
+    with grounds.empty(request.param) as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
+        yield shop
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from sqlalchemy import Engine, create_engine, make_url, text
+
+from semel import App, Run
+from semel._concurrency.sync import run_sync
+from semel.runs.attempt import AttemptResult, EndKind
+from semel.runs.store import RunStore
+from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.worker import Worker
+from semel.testing import FakeClock
+from support.apps import worker_models
+
+PATIENCE = 60
+START = 1_709_210_096.0
+"""2024-02-29 12:34:56 UTC."""
+PROGRAM = Path(__file__).parent / "apps" / "worker_program.py"
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], what: str = "it") -> T:
+    """What the condition says once it says something; fails when that takes too long."""
+    deadline = time.monotonic() + PATIENCE
+    while not (said := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE} seconds"
+        time.sleep(0.02)
+    return said
+
+
+class Workshop:
+    """An empty database and a folder. What is opened over it is closed when the test ends."""
+
+    def __init__(self, kind: str, url: str, folder: Path) -> None:
+        self.kind = kind
+        self.url = url
+        self.folder = folder
+        self.clock = FakeClock(START)
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    def open(self, models: dict[str, Any] | None = None, **options: Any) -> App:
+        """An app on this database, with the models of worker_models; ``models`` are more options of theirs."""
+        app = App(self.url, **{"artifacts": self.folder / "artifacts", **options})
+        self.closes(app)
+        return worker_models.register(app, **models or {})
+
+    def closes(self, app: App) -> None:
+        """Close it when the test ends."""
+        self._closing.callback(app.close)
+
+    def hand(self, app: App | None = None, name: str = "by-hand") -> "Hand":
+        """A worker's verbs by hand; on the clock that the test moves unless another app is given."""
+        hand = Hand(app or self.timeless, name)
+        self._closing.callback(hand.close)
+        return hand
+
+    @cached_property
+    def app(self) -> App:
+        """On the database's own clock."""
+        return self.open()
+
+    @cached_property
+    def timeless(self) -> App:
+        """On the clock that the test moves."""
+        return self.open(clock=self.clock)
+
+    def place(self, name: str) -> str:
+        """A new folder in which a model meets the test."""
+        (self.folder / name).mkdir()
+        return str(self.folder / name)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The database as anybody with SQLAlchemy sees it."""
+        url = make_url(self.url)
+        engine = create_engine(url.set(drivername="postgresql+psycopg") if self.kind == "postgres" else url)
+        self._closing.callback(engine.dispose)
+        return engine
+
+    def sql(self, statement: str, **values: Any) -> Sequence[Any]:
+        """Run a statement; its rows, if it has any."""
+        with self.engine.begin() as connection:
+            answer = connection.execute(text(statement), values)
+            return answer.all() if answer.returns_rows else []
+
+    @contextmanager
+    def working(self, app: App | None = None, **options: Any) -> Iterator[Worker]:
+        """While inside, a worker works in a thread beside the test; at the end it is stopped at once.
+
+        It has no child processes unless asked for: to start one takes longer than most tests.
+        """
+        worker = Worker(app or self.app, **{"processes": 0, "drain": 5.0, "poll": 0.2, **options})
+        began: Future[asyncio.AbstractEventLoop] = Future()
+
+        async def serve() -> None:
+            began.set_result(asyncio.get_running_loop())
+            await worker.serve()
+
+        with ThreadPoolExecutor(1, "worker") as pool:
+            served = pool.submit(asyncio.run, serve())
+            loop = began.result(PATIENCE)
+            try:
+                yield worker
+            finally:
+                for _ in range(2):
+                    in_loop(loop, worker.stop)
+                served.result(PATIENCE)
+
+    @contextmanager
+    def program(self, **options: Any) -> Iterator["WorkerProcess"]:
+        """While inside, a worker in a process of its own; see worker_program.py."""
+        told = {"url": self.url, "artifacts": str(self.folder / "artifacts"), **options}
+        process = WorkerProcess(told, self.folder)
+        try:
+            yield process
+        finally:
+            process.end()
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Call it in the loop, unless that is over."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        assert loop.is_closed()
+
+
+class WorkerProcess:
+    """A worker in a process that can be killed."""
+
+    def __init__(self, options: dict[str, Any], folder: Path) -> None:
+        self._log = folder / f"worker-{time.monotonic_ns()}.log"
+        with self._log.open("w") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, str(PROGRAM), json.dumps(options)],
+                env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def send(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self.popen.wait(PATIENCE)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.wait(PATIENCE)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+def effects(folder: str) -> list[list[str]]:
+    """What the models left behind: run id, fence, attempt and process of each execution."""
+    file = Path(folder) / "effects"
+    return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def touch(folder: str, name: str = "open") -> None:
+    (Path(folder) / name).touch()
+
+
+def in_threads(*work: Callable[[], T]) -> list[T]:
+    """All of it at the same moment."""
+    barrier = threading.Barrier(len(work))
+
+    def start(each: Callable[[], T]) -> T:
+        barrier.wait(PATIENCE)
+        return each()
+
+    with ThreadPoolExecutor(len(work)) as pool:
+        return list(pool.map(start, work))
+
+
+class Hand:
+    """A worker's verbs on the ledger, one by one, as the test wants them."""
+
+    def __init__(self, app: App, name: str = "by-hand") -> None:
+        self.name = name
+        self.ledger: RunStore = app.ledger(awaited=False)
+        self._models = app.registry.names
+
+    def lease(self, most: int = 1, queues: tuple[str, ...] = ("default",)) -> list[Leased]:
+        self.do(self.ledger.wake())
+        return self.do(self.ledger.lease(LeaseRequest(self.name, queues, self._models, most)))
+
+    def lease_this(self, run: Run) -> Leased | None:
+        leased = self.do(self.ledger.lease_these(self.name, [run.id]))
+        return leased[0] if leased else None
+
+    def end(self, leased: Leased, kind: EndKind = "succeeded", *, delay: float = 0, **told: Any) -> bool:
+        """End the attempt; False when it was not this one's to end any more."""
+        if kind == "succeeded":
+            told = {"result": "1", "result_digest": "6b86b273ff34fce1", "result_size": 1, **told}
+        returned = told.pop("returned", False)
+        ending = FinishRequest(
+            leased.id, leased.fence, AttemptResult(kind=kind, **told), round(delay * 1e6), returned=returned
+        )
+        return leased.id in self.do(self.ledger.end([ending]))
+
+    def do(self, verb: Coroutine[Any, Any, T]) -> T:
+        return run_sync(verb)
+
+    def close(self) -> None:
+        self.do(self.ledger.close())

@@ -1,0 +1,163 @@
+"""`semel serve` as its users have it: a command, its processes, its signals, its log."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+PATIENCE = 60.0
+HERE = Path(__file__).parents[1]
+_BYTECODE = Path(tempfile.gettempdir()) / f"semel-bytecode-{os.getuid()}"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a command is started with: compiled once, whatever the tests themselves leave on the disk."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONDONTWRITEBYTECODE", "PROMETHEUS_MULTIPROC_DIR") and not name.startswith("SEMEL_")
+    }
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)]))
+    return {**kept, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(_BYTECODE), **more}
+
+
+def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run `semel` with these arguments to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "semel.cli", *arguments],
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """What the condition gives once it gives something."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        if found := condition():
+            return found
+        assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.02)
+
+
+class Serving:
+    """A server while the block lasts; it must have ended with it, and all its processes."""
+
+    def __init__(self, folder: Path, *arguments: str, **more: str) -> None:
+        self.folder = folder
+        self._arguments = arguments
+        self._more = more
+        self._said, self._logged = folder / "said.txt", folder / "log.txt"
+        self._known: set[int] = set()
+
+    def __enter__(self) -> Self:
+        with self._said.open("w") as said, self._logged.open("w") as logged:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "semel.cli", "serve", "--port", "0", *self._arguments],
+                cwd=self.folder,
+                env=environment(TMPDIR=str(self.folder), **self._more),  # what a killed one leaves, it leaves there
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=logged,
+                start_new_session=True,
+            )
+        self.address = until(self._address, "the server starts")
+        return self
+
+    def _address(self) -> str | None:
+        assert self.process.poll() is None, f"it ended: {self.log[-600:]}"
+        found = re.search(r"http://\S+", self._said.read_text())
+        return found and found[0]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._known |= set(self.children())
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                self.process.wait(5 if kind else PATIENCE)
+            if kind is None:
+                until(lambda: not self.left(), "all its processes have ended")
+        finally:
+            for pid in [self.process.pid, *self.left()] if self.process.poll() is None else self.left():
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    @property
+    def log(self) -> str:
+        return self._logged.read_text()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log, where it is JSON."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.address, timeout=PATIENCE)
+
+    def children(self) -> list[int]:
+        """The processes that it has started and that run, the oldest first."""
+        try:
+            found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        self._known |= {int(pid) for pid in found}
+        return [int(pid) for pid in found]
+
+    def left(self) -> list[int]:
+        """Those of its processes that still run."""
+        return [pid for pid in self._known if _runs(pid)]
+
+    def stop(self, number: int = signal.SIGTERM, *, group: bool = False) -> None:
+        """Send it the signal; or to its whole group, as a terminal does."""
+        self.children()
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def ended(self) -> int:
+        """Its exit code, when it has ended."""
+        return self.process.wait(PATIENCE)
+
+    def submit(self, model: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+        with self.client() as client:
+            answer = client.post("/runs", json={"model": model, "parameters": parameters, **more})
+        assert answer.status_code == 201, answer.text
+        run: dict[str, Any] = answer.json()
+        return run
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        with self.client() as client:
+            run: dict[str, Any] = client.get(f"/runs/{run_id}").json()
+        return run
+
+    def becomes(self, run_id: str, *statuses: str) -> dict[str, Any]:
+        """The run, once it has one of these states."""
+
+        def there() -> dict[str, Any] | None:
+            run = self.run(run_id)
+            return run if run["status"] in statuses else None
+
+        found: dict[str, Any] = until(there, f"run {run_id} becomes {statuses}")
+        return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

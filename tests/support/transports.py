@@ -1,0 +1,102 @@
+"""The ground on which the transports are tested: the app here, and stock worker processes that import it, too."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from semel.runs.app import App
+
+PATIENCE = 60
+PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
+APPS = Path(__file__).parent / "apps"
+sys.path.append(str(APPS))  # the app has the same name here as in the folder of the workers
+
+
+def until(happens: Callable[[], Any], what: str = "what was waited for") -> Any:
+    """Wait for it; there is no signal for what other processes do."""
+    deadline = time.monotonic() + PATIENCE
+    while not (answer := happens()):
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+    return answer
+
+
+class Ground:
+    """The settings of an app, the app as this process has it, and the workers started for it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.settings = {"folder": str(folder), "sweep_every": 0.3, "tell_again": 1.0, **settings}
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._module: ModuleType | None = None
+
+    def __enter__(self) -> Self:
+        self._before = os.environ.get(VARIABLE), sys.modules.pop(PROGRAM, None)
+        os.environ[VARIABLE] = json.dumps(self.settings)
+        self._module = importlib.import_module(PROGRAM)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            self.end(worker)
+        for app in self.module.apps.values():
+            app.close()
+        del os.environ[VARIABLE], sys.modules[PROGRAM]
+        settings, module = self._before
+        if settings is not None and module is not None:
+            os.environ[VARIABLE], sys.modules[PROGRAM] = settings, module
+
+    @property
+    def module(self) -> ModuleType:
+        assert self._module is not None
+        return self._module
+
+    def app(self, kind: str) -> App:
+        app: App = self.module.apps[kind]
+        return app
+
+    def start(self, command: str, *words: str) -> subprocess.Popen[bytes]:
+        """Run a command that came with a package, in the folder, as in that of a project."""
+        program = self.folder / f"{PROGRAM}.py"
+        if not program.exists():
+            program.symlink_to(APPS / program.name)
+        with (self.folder / "output").open("ab") as output:
+            worker = subprocess.Popen(
+                [sys.executable, Path(sys.executable).with_name(command), *words],
+                env={**os.environ, VARIABLE: json.dumps(self.settings)},
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._workers.append(worker)
+        return worker
+
+    def end(self, worker: subprocess.Popen[bytes]) -> None:
+        """End it and whatever it forked; who is still working then is killed."""
+        if worker.poll() is None:
+            worker.send_signal(signal.SIGTERM)
+            try:
+                worker.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+
+    def output(self) -> str:
+        file = self.folder / "output"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def notes(self, run_id: str, what: str = "done") -> list[tuple[int, int, int]]:
+        """Attempt, fence and process of every time that the model of this run noted it."""
+        file = self.folder / "notes"
+        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [(int(n[2]), int(n[3]), int(n[4])) for n in lines if n[:2] == [run_id, what]]
