@@ -45,7 +45,7 @@ async def main(port: int, url: str) -> None:
     while not isinstance(inner, Litestar):
         inner = inner._inner
     inner.register(echo)
-    await site.opened()
+    await site.ensure_open()
     await make_server(application, settings).serve()
 
 

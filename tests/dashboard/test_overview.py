@@ -196,7 +196,7 @@ def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pyte
         revoke(town, person)
         assert until_event(events, lambda each: each.kind == "bye").html == ""
         assert next(events, None) is None
-        town.site.gate.forget()
+        town.site.auth.forget()
         assert brief.client.get("/ui/live", follow_redirects=False).headers["location"] == "/ui/sign-in"
 
 
@@ -297,7 +297,7 @@ def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(
 
 def test_streams_of_the_overview_take_the_callers_places(town: Town) -> None:
     with browser(town, town.admit("listener")) as listener, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(town.site.places, "_most", 0)
+        patch.setattr(town.site.wait_slots, "_most", 0)
         assert listener.client.get("/ui/live").status_code == 429
 
 

@@ -34,7 +34,7 @@ def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
     if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.gate._failures = middleware.RateLimits(
+        request.getfixturevalue("town").site.auth._failures = middleware.RateLimits(
             middleware.FAILURES_REFILLED, middleware.FAILURES
         )
 
@@ -362,7 +362,7 @@ def test_a_token_that_is_revoked_ends_the_session(town: Town) -> None:
         ledger = town.app.ledger(awaited=False)
         assert run_sync(ledger.write(tokens.revoke, person.id))
         run_sync(ledger.close())
-        town.site.gate.forget()
+        town.site.auth.forget()
         assert brief.open("/").path == "/ui/sign-in"
         assert brief.sign_in(town.root.secret).path == "/"
 

@@ -191,7 +191,7 @@ class _App(NamedTuple):
 class _Site(NamedTuple):
     """What configs need of a site."""
 
-    ledger: RunStore
+    store: RunStore
     settings: Settings
     app: _App
 

@@ -60,7 +60,7 @@ class FoundKey(Struct, frozen=True, kw_only=True):
 async def show(
     *,
     request: TheRequest,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     key: Text = "",
     within: Annotated[str, QueryParameter(name="scope", max_length=LONGEST)] = "",
@@ -70,25 +70,25 @@ async def show(
     """Look a key up, in its scope and among those of runs; and the keys that wait for a decision."""
     tenant = tenant if tenant_for(caller, tenant) != caller.tenant else None
     asked = KeyQuery(key=key, scope=within, user=user or None, tenant=tenant)
-    return await _shown(request, site, caller, asked)
+    return await _shown(request, service, caller, asked)
 
 
 async def _shown(
     request: TheRequest,
-    site: ServiceState,
+    service: ServiceState,
     caller: Principal,
     asked: KeyQuery,
     *,
     typed_before: Form | None = None,
     fault: str = "",
 ) -> Response[Any]:
-    found = await _found(site, caller, asked)
-    unresolved: KeyList = await keys.unresolved.fn(site=site, caller=caller, tenant=asked.tenant, limit=MOST)
+    found = await _found(service, caller, asked)
+    unresolved: KeyList = await keys.unresolved.fn(service=service, caller=caller, tenant=asked.tenant, limit=MOST)
     failed = found.problem
     status = 422 if fault else 200 if failed is None else failed.status
     return page(
         request,
-        site,
+        service,
         caller,
         "keys.html",
         status=status,
@@ -105,25 +105,25 @@ async def _shown(
     )
 
 
-async def _found(site: ServiceState, caller: Principal, asked: KeyQuery) -> FoundKey:
+async def _found(service: ServiceState, caller: Principal, asked: KeyQuery) -> FoundKey:
     if not asked.key:
         return FoundKey()
     try:
-        claim = await _claim(site, caller, asked)
+        claim = await _claim(service, caller, asked)
         listed = await keys.show_run_keys.fn(
-            key=asked.key, site=site, caller=caller, tenant=asked.tenant, user=asked.user
+            key=asked.key, service=service, caller=caller, tenant=asked.tenant, user=asked.user
         )
     except InvalidRequest as error:
         return FoundKey(problem=problem_of(error))
-    return FoundKey(claim=claim, pointers=[await _pointer(site, caller, each) for each in listed.keys[:MOST]])
+    return FoundKey(claim=claim, pointers=[await _pointer(service, caller, each) for each in listed.keys[:MOST]])
 
 
-async def _claim(site: ServiceState, caller: Principal, asked: KeyQuery) -> KeyView | None:
+async def _claim(service: ServiceState, caller: Principal, asked: KeyQuery) -> KeyView | None:
     if not asked.scope:
         return None
     try:
         claim: KeyView = await keys.show_key.fn(
-            within=asked.scope, key=asked.key, site=site, caller=caller, tenant=asked.tenant
+            within=asked.scope, key=asked.key, service=service, caller=caller, tenant=asked.tenant
         )
     except ApiError as error:
         if error.status != 404:
@@ -132,16 +132,16 @@ async def _claim(site: ServiceState, caller: Principal, asked: KeyQuery) -> KeyV
     return claim
 
 
-async def _pointer(site: ServiceState, caller: Principal, key: RunKeyView) -> Pointer:
+async def _pointer(service: ServiceState, caller: Principal, key: RunKeyView) -> Pointer:
     """A key may name a job of another system, or a run of another tenant, which nobody else is shown."""
     try:
-        return Pointer(key=key, run=await site.run(key.run_id, caller))
+        return Pointer(key=key, run=await service.run(key.run_id, caller))
     except (RunNotFound, InvalidRequest):
         return Pointer(key=key, run=None)
 
 
 @post("/ui/keys/resolve", status_code=303, guards=[requires("admin")])
-async def resolve(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def resolve(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Say what became of the work: it happened, with this value, or it did not."""
     form = form_of(request)
     asked = _asked(form)
@@ -149,12 +149,14 @@ async def resolve(request: TheRequest, site: CurrentState, caller: CurrentPrinci
     try:
         value = _value(done, form.get("value"))
     except typed.FieldError as fault:
-        return await _shown(request, site, caller, asked, typed_before=form, fault=str(fault))
+        return await _shown(request, service, caller, asked, typed_before=form, fault=str(fault))
     resolution = Resolution(scope=asked.scope, key=asked.key, done=done == "yes", value=value)
-    await keys.resolve_key.fn(data=resolution, site=site, caller=caller, tenant=asked.tenant)
+    await keys.resolve_key.fn(data=resolution, service=service, caller=caller, tenant=asked.tenant)
     became = "done: later callers get the value" if done == "yes" else "not done: the work may run again"
     said = f"The key {asked.key} was resolved as {became}."
-    return redirect_with_message(request, site, PLACE, said=said, scope=asked.scope, key=asked.key, tenant=asked.tenant)
+    return redirect_with_message(
+        request, service, PLACE, said=said, scope=asked.scope, key=asked.key, tenant=asked.tenant
+    )
 
 
 def _value(done: str, text: str) -> Any:
@@ -168,7 +170,7 @@ def _value(done: str, text: str) -> Any:
 async def question(
     *,
     request: TheRequest,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     key: Text,
     within: Annotated[str, QueryParameter(name="scope", max_length=LONGEST)] = "",
@@ -178,13 +180,13 @@ async def question(
 ) -> Response[Any]:
     """Ask whether the key is really to be forgotten, and say what that means."""
     asked = KeyQuery(key=key, scope=within, user=user, tenant=tenant, kind=kind)
-    return await _questioned(request, site, caller, asked, None)
+    return await _questioned(request, service, caller, asked, None)
 
 
 async def _questioned(
-    request: TheRequest, site: ServiceState, caller: Principal, asked: KeyQuery, problem: Problem | None
+    request: TheRequest, service: ServiceState, caller: Principal, asked: KeyQuery, problem: Problem | None
 ) -> Response[Any]:
-    found = await _found(site, caller, asked)
+    found = await _found(service, caller, asked)
     if found.problem is not None:
         raise InvalidRequest(found.problem.detail)
     pointers = [each for each in found.pointers if (each.key.user, each.key.kind) == (asked.user, asked.kind)]
@@ -192,7 +194,7 @@ async def _questioned(
         raise ApiError(404, "NOT_FOUND", "there is no such key (any more)")
     return page(
         request,
-        site,
+        service,
         caller,
         "keys_delete.html",
         status=200 if problem is None else problem.status,
@@ -205,25 +207,25 @@ async def _questioned(
 
 
 @post("/ui/keys/delete", status_code=303, guards=[requires("admin")])
-async def delete(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def delete(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Forget the key; of one that somebody works on only when that was asked, too."""
     form = form_of(request)
     asked = _asked(form)
     if form.get("sure") != "yes":
-        return await _questioned(request, site, caller, asked, None)
+        return await _questioned(request, service, caller, asked, None)
     try:
-        await _delete(site, caller, asked, force=form.get("force") == "yes")
+        await _delete(service, caller, asked, force=form.get("force") == "yes")
     except SemelError as error:
         problem = problem_of(error)
         if problem.status != 409:
             raise
-        return await _questioned(request, site, caller, asked, problem)
+        return await _questioned(request, service, caller, asked, problem)
     said = f"The key {asked.key} was deleted."
-    return redirect_with_message(request, site, PLACE, said=said, tenant=asked.tenant)
+    return redirect_with_message(request, service, PLACE, said=said, tenant=asked.tenant)
 
 
-async def _delete(site: ServiceState, caller: Principal, asked: KeyQuery, *, force: bool) -> None:
-    about = {"key": asked.key, "site": site, "caller": caller, "tenant": asked.tenant}
+async def _delete(service: ServiceState, caller: Principal, asked: KeyQuery, *, force: bool) -> None:
+    about = {"key": asked.key, "service": service, "caller": caller, "tenant": asked.tenant}
     if asked.scope:
         await keys.delete_key.fn(within=asked.scope, force=force, **about)
     else:

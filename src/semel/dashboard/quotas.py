@@ -43,29 +43,29 @@ class Draft(msgspec.Struct, kw_only=True):
 @get(PLACE)
 async def show(
     request: TheRequest,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     user: QuotaQuery = None,
     tenant: QuotaQuery = None,
 ) -> Response[Any]:
     """One user's use, or everybody's; submitters have their own."""
     whose = tenant_for(caller, tenant)
-    if caller.sees is not None and not user:
-        user = caller.sees
+    if caller.visible_user is not None and not user:
+        user = caller.visible_user
     if user:
-        return await _one(request, site, caller, whose, user)
-    return await _everybody(request, site, caller, whose)
+        return await _one(request, service, caller, whose, user)
+    return await _everybody(request, service, caller, whose)
 
 
-async def _everybody(request: TheRequest, site: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
-    async with site.heavy:
-        uses = await site.ledger.read(in_use, tenant, MOST, site.ledger.terms)
+async def _everybody(request: TheRequest, service: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
+    async with service.slow_query_lock:
+        uses = await service.store.read(in_use, tenant, MOST, service.store.terms)
     rows = [(use, quota_bars.bars(use.quota, use.used)) for use in uses]
     rows.sort(key=lambda row: _busyness(*row))
-    default = await _standing(site, caller, tenant, EVERYBODY)
+    default = await _standing(service, caller, tenant, EVERYBODY)
     return page(
         request,
-        site,
+        service,
         caller,
         "quotas.html",
         title="Quotas and cost",
@@ -76,7 +76,7 @@ async def _everybody(request: TheRequest, site: ServiceState, caller: Principal,
         default=[bar for bar in quota_bars.bars_of(default) if bar.limit is not None],
         has_default=default.quota is not None,
         action="" if default.quota is None else default.quota.action,
-        held=await _reservations(site, caller, tenant, None),
+        held=await _reservations(service, caller, tenant, None),
     )
 
 
@@ -87,7 +87,7 @@ def _busyness(use: UserUsage, every: list[quota_bars.QuotaBar]) -> tuple[float, 
 
 async def _one(
     request: TheRequest,
-    site: ServiceState,
+    service: ServiceState,
     caller: Principal,
     tenant: str,
     user: str,
@@ -95,11 +95,11 @@ async def _one(
     draft: Draft | None = None,
     problem: Problem | None = None,
 ) -> Response[Any]:
-    standing = await _standing(site, caller, tenant, user)
+    standing = await _standing(service, caller, tenant, user)
     own = standing.quota is not None and not standing.default
     return page(
         request,
-        site,
+        service,
         caller,
         "quotas_user.html",
         status=200 if problem is None else problem.status,
@@ -116,12 +116,12 @@ async def _one(
         problem=problem,
         held=ReservationPage(reservations=[], next=None)
         if user == EVERYBODY
-        else await _reservations(site, caller, tenant, user),
+        else await _reservations(service, caller, tenant, user),
     )
 
 
 @post("/ui/quotas/set", status_code=303, guards=[requires("admin")])
-async def save(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def save(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Set a quota as a whole, or show what is wrong beside what was typed."""
     form = form_of(request)
     tenant = form.get("tenant") if "tenant" in form else None
@@ -129,48 +129,48 @@ async def save(request: TheRequest, site: CurrentState, caller: CurrentPrincipal
     name = quotas.named(draft.user)
     if body is None:
         problem = problem_of(InvalidRequest("the quota was not changed: something below cannot be so"))
-        return await _one(request, site, caller, tenant_for(caller, tenant), name, draft=draft, problem=problem)
-    await quotas.put_quota.fn(user=name, data=body, site=site, caller=caller, tenant=tenant)
+        return await _one(request, service, caller, tenant_for(caller, tenant), name, draft=draft, problem=problem)
+    await quotas.put_quota.fn(user=name, data=body, service=service, caller=caller, tenant=tenant)
     return redirect_with_message(
-        request, site, PLACE, said=f"The quota of {_called(name)} was set.", user=name, tenant=tenant
+        request, service, PLACE, said=f"The quota of {_called(name)} was set.", user=name, tenant=tenant
     )
 
 
 @post("/ui/quotas/remove", status_code=303, guards=[requires("admin")])
-async def remove(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def remove(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Take a user's own quota away."""
     form = form_of(request)
     user, tenant = form.get("user"), form.get("tenant") if "tenant" in form else None
-    await quotas.delete_quota.fn(user=user, site=site, caller=caller, tenant=tenant)
+    await quotas.delete_quota.fn(user=user, service=service, caller=caller, tenant=tenant)
     return redirect_with_message(
-        request, site, PLACE, said=f"The quota of {_called(user)} was taken away.", tenant=tenant
+        request, service, PLACE, said=f"The quota of {_called(user)} was taken away.", tenant=tenant
     )
 
 
 @post("/ui/quotas/release", status_code=303, guards=[requires("admin")])
-async def release(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def release(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Free a slot that has no job yet."""
     form = form_of(request)
     tenant = form.get("tenant") if "tenant" in form else None
     reservation = form.get("reservation")
     said = f"The reservation {reservation} was released."
     try:
-        await quotas.release_reservation.fn(reservation=reservation, site=site, caller=caller, tenant=tenant)
+        await quotas.release_reservation.fn(reservation=reservation, service=service, caller=caller, tenant=tenant)
     except SemelError as error:
         if problem_of(error).status != 404:
             raise
         said = "That slot is not held any more: it was used, released, or has expired."
-    return redirect_with_message(request, site, PLACE, said=said, user=form.get("back") or None, tenant=tenant)
+    return redirect_with_message(request, service, PLACE, said=said, user=form.get("back") or None, tenant=tenant)
 
 
-async def _standing(site: ServiceState, caller: Principal, tenant: str, user: str) -> Standing:
-    found: Standing = await quotas.show_usage.fn(user=user, site=site, caller=caller, tenant=tenant)
+async def _standing(service: ServiceState, caller: Principal, tenant: str, user: str) -> Standing:
+    found: Standing = await quotas.show_usage.fn(user=user, service=service, caller=caller, tenant=tenant)
     return found
 
 
-async def _reservations(site: ServiceState, caller: Principal, tenant: str, user: str | None) -> ReservationPage:
+async def _reservations(service: ServiceState, caller: Principal, tenant: str, user: str | None) -> ReservationPage:
     held: ReservationPage = await quotas.list_reservations.fn(
-        site=site, caller=caller, tenant=tenant, user=user, limit=MOST, after=None
+        service=service, caller=caller, tenant=tenant, user=user, limit=MOST, after=None
     )
     return held
 

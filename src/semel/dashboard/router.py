@@ -29,12 +29,12 @@ HANDLERS = (
 )
 
 
-def router(site: ServiceState) -> Router:
+def router(service: ServiceState) -> Router:
     """The pages: no form is looked at that is not ours, and no answer leaves without its policy."""
 
     async def checked(request: TheRequest) -> None:
         if request.method not in ("GET", "OPTIONS"):
-            request.scope["state"]["form"] = await posted(request, site.settings)
+            request.scope["state"]["form"] = await posted(request, service.settings)
 
     return Router(
         path="/",

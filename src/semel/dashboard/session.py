@@ -44,37 +44,37 @@ def local(root: str, place: str) -> str:
 
 
 @get(SIGN_IN)
-async def ask(request: TheRequest, site: CurrentState, onward: Next = "") -> Response[Any]:
+async def ask(request: TheRequest, service: CurrentState, onward: Next = "") -> Response[Any]:
     """The form for the token. Without tokens there is nothing to sign in to."""
     onward = local(root_of(request), onward)
-    if not await site.gate.guarded():
+    if not await service.auth.guarded():
         return redirect(onward)
-    return page(request, site, None, "sign_in.html", title="Sign in", onward=onward, problem=None)
+    return page(request, service, None, "sign_in.html", title="Sign in", onward=onward, problem=None)
 
 
 @post(SIGN_IN, status_code=303)
-async def sign_in(request: TheRequest, site: CurrentState) -> Response[Any]:
+async def sign_in(request: TheRequest, service: CurrentState) -> Response[Any]:
     """Take the token for the cookie, if it is good."""
     form = form_of(request)
     onward = local(root_of(request), form.get("next"))
-    if not await site.gate.guarded():
+    if not await service.auth.guarded():
         return redirect(onward)
     secret = form.get("token").strip()
     try:
-        await site.gate.signed_in(secret, request.scope)
+        await service.auth.signed_in(secret, request.scope)
     except ApiError as error:
         problem = problem_of(error)
         headers = problem_headers(problem)
         told = {"title": "Sign in", "onward": onward, "problem": problem}
-        return page(request, site, None, "sign_in.html", status=problem.status, headers=headers, **told)
-    cookies = [cookie_for(request, site, SESSION, secret), cookie_for(request, site, CSRF, new_secret())]
+        return page(request, service, None, "sign_in.html", status=problem.status, headers=headers, **told)
+    cookies = [cookie_for(request, service, SESSION, secret), cookie_for(request, service, CSRF, new_secret())]
     return redirect(onward, cookies)
 
 
 @post("/ui/sign-out", status_code=303)
-async def sign_out(request: TheRequest, site: CurrentState) -> Response[Any]:
+async def sign_out(request: TheRequest, service: CurrentState) -> Response[Any]:
     """Forget the token in this browser; it stays good elsewhere."""
-    return redirect(address(root_of(request), SIGN_IN), [cookie_for(request, site, SESSION, "", seconds=0)])
+    return redirect(address(root_of(request), SIGN_IN), [cookie_for(request, service, SESSION, "", seconds=0)])
 
 
 def shown(error: Exception, scope: Any) -> ErrorPage:

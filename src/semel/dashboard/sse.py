@@ -50,20 +50,20 @@ def stream(events: AsyncIterator[bytes]) -> Stream:
 
 @get("/ui/live")
 async def overview(
-    request: TheRequest, site: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
+    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Stream:
     """The parts of the overview, at first all of them and then each that has changed."""
-    site.places.require(caller.name)
-    scene = feed_of(site, caller, WINDOWS[window])
+    service.wait_slots.check(caller.name)
+    scene = feed_of(service, caller, WINDOWS[window])
     await scene.view()
-    return stream(_told(site, caller, scene, root_of(request)))
+    return stream(_told(service, caller, scene, root_of(request)))
 
 
-async def _told(site: ServiceState, caller: Principal, scene: OverviewFeed, root: str) -> AsyncIterator[bytes]:
+async def _told(service: ServiceState, caller: Principal, scene: OverviewFeed, root: str) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     spoken = checked = time.monotonic()
-    with site.places.taken(caller.name), scene.looked_at():
-        while not site.watch.ending:
+    with service.wait_slots.hold(caller.name), scene.looked_at():
+        while not service.watch.ending:
             drawn = scene.drawn(root)
             if changed := [html for part, html in drawn.items() if sent.get(part) != html]:
                 yield replace_event("\n".join(changed))
@@ -71,7 +71,7 @@ async def _told(site: ServiceState, caller: Principal, scene: OverviewFeed, root
                 spoken = time.monotonic()
             await scene.change(CHECKED_EVERY)
             if time.monotonic() - checked >= CHECKED_EVERY:
-                if not await still(site, caller):
+                if not await still(service, caller):
                     yield SIGNED_OUT
                     return
                 checked = time.monotonic()
@@ -80,10 +80,10 @@ async def _told(site: ServiceState, caller: Principal, scene: OverviewFeed, root
                 spoken = time.monotonic()
 
 
-async def still(site: ServiceState, caller: Principal) -> bool:
+async def still(service: ServiceState, caller: Principal) -> bool:
     """Whether they would be let in now, too. A database that is away for a moment ends no stream."""
     try:
-        return await asyncio.shield(asyncio.create_task(site.gate.still(caller)))
+        return await asyncio.shield(asyncio.create_task(service.auth.is_still_valid(caller)))
     except StoreUnavailable:
         return True
 

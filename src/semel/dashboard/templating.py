@@ -88,7 +88,7 @@ def environment() -> Environment:
 
 def page(
     request: TheRequest,
-    site: ServiceState,
+    service: ServiceState,
     caller: Principal | None,
     template: str,
     *,
@@ -102,10 +102,10 @@ def page(
     cookies = []
     if secret is None:
         secret = new_secret()
-        cookies.append(cookie_for(request, site, CSRF, secret))
+        cookies.append(cookie_for(request, service, CSRF, secret))
     said = cookie(scope, FLASH_COOKIE)
     if said:
-        cookies.append(cookie_for(request, site, FLASH_COOKIE, "", seconds=0))
+        cookies.append(cookie_for(request, service, FLASH_COOKIE, "", seconds=0))
     content = _rendered(scope, caller, template, csrf=secret, said=unquote(said or "")[:LONGEST_SAID], **data)
     return Response(
         content.encode("utf-8", "replace"),
@@ -122,11 +122,11 @@ def render_part(request: TheRequest, caller: Principal, template: str, **data: A
 
 
 def redirect_with_message(
-    request: TheRequest, site: ServiceState, path: str, *, said: str = "", **query: Any
+    request: TheRequest, service: ServiceState, path: str, *, said: str = "", **query: Any
 ) -> Response[bytes]:
     """303 to the path (below the root), as the answer to a form; the page there tells what was done."""
     told = quote(said[:LONGEST_SAID], safe="", errors="replace")
-    cookies = [cookie_for(request, site, FLASH_COOKIE, told, seconds=60)] if said else []
+    cookies = [cookie_for(request, service, FLASH_COOKIE, told, seconds=60)] if said else []
     return redirect(address(root_of(request), path, **query), cookies)
 
 
@@ -136,9 +136,11 @@ def redirect(place: str, cookies: list[Cookie] | None = None) -> Response[bytes]
     return Response(b"", status_code=303, headers=headers, cookies=cookies or [], media_type="text/plain")
 
 
-def cookie_for(request: TheRequest, site: ServiceState, name: str, value: str, *, seconds: int | None = None) -> Cookie:
+def cookie_for(
+    request: TheRequest, service: ServiceState, name: str, value: str, *, seconds: int | None = None
+) -> Cookie:
     """A cookie of this place."""
-    secure = is_https(request.scope, site.settings)
+    secure = is_https(request.scope, service.settings)
     return made_cookie(name, value, root=root_of(request), secure=secure, seconds=seconds)
 
 

@@ -88,37 +88,37 @@ def asgi(app: App, settings: Settings | None = None) -> Any:
     return build(ServiceState(app, settings or Settings()))
 
 
-def build(site: ServiceState) -> Any:
+def build(service: ServiceState) -> Any:
     """The site as an ASGI application."""
 
-    def the_site() -> ServiceState:
-        return site
+    def get_service() -> ServiceState:
+        return service
 
-    def the_caller(request: Request[Any, Any, Any], site: CurrentState) -> Principal:  # noqa: ARG001 -- one after the other
+    def get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Principal:  # noqa: ARG001 -- one after the other
         caller: Principal = request.scope["state"]["caller"]
         return caller
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        await site.opened()
+        await service.ensure_open()
         try:
             yield
         finally:
-            await site.close()
+            await service.close()
 
     litestar = _Litestar(
         route_handlers=[
             *runs.HANDLERS,
             *jobs.HANDLERS,
-            *handlers_of(site.providers.values()),
+            *handlers_of(service.providers.values()),
             *admin.HANDLERS,
             *webhooks.HANDLERS,
             *ops.HANDLERS,
-            router.router(site),
+            router.router(service),
         ],
         dependencies={
-            "site": Provide(the_site, sync_to_thread=False),
-            "caller": Provide(the_caller, sync_to_thread=False),
+            "service": Provide(get_service, sync_to_thread=False),
+            "caller": Provide(get_caller, sync_to_thread=False),
         },
         guards=[forbid_cookie_on_api],
         exception_handlers={Exception: router.answer},
@@ -143,4 +143,4 @@ def build(site: ServiceState) -> Any:
         ),
         request_max_body_size=None,  # the gate looks after that
     )
-    return watched(AuthMiddleware(litestar, site.gate, site.settings, site.opened, shown), site)
+    return watched(AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, shown), service)

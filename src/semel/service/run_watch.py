@@ -56,8 +56,8 @@ class Waiter:
 class Watch:
     """Looks at the runs that somebody waits for, in the server's event loop."""
 
-    def __init__(self, ledger: RunStore) -> None:
-        self._ledger = ledger
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
         self._waiters: dict[str, set[Waiter]] = {}
         self._task: asyncio.Task[None] | None = None
         self._pause = SHORTEST
@@ -135,7 +135,7 @@ class Watch:
         ids = list(self._waiters)
         for start in range(0, len(ids), AT_ONCE):
             some = ids[start : start + AT_ONCE]
-            marks = await self._ledger.marks(some)
+            marks = await self._store.marks(some)
             for run_id in some:
                 for waiter in self._waiters.get(run_id, ()):
                     if run_id not in marks or not waiter.waits(*marks[run_id]):

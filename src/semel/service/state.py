@@ -40,23 +40,23 @@ class ServiceState:
         self.app = app
         self.settings = settings
         self.engine = app.aio
-        self.ledger: RunStore = app.aio.ledger
-        self.ledger.outage = app.outage
-        self.once = AsyncOnce(self.ledger.key_store(), collect=False)
+        self.store: RunStore = app.aio.ledger
+        self.store.outage = app.outage
+        self.once = AsyncOnce(self.store.key_store(), collect=False)
         """The claim engine on the app's database, over the same connections."""
-        self.gate = Authenticator(self.ledger, settings)
-        self.watch = Watch(self.ledger)
-        self.places = ConcurrencyLimit(settings.max_waiting)
-        self.heavy = asyncio.Lock()
+        self.auth = Authenticator(self.store, settings)
+        self.watch = Watch(self.store)
+        self.wait_slots = ConcurrencyLimit(settings.max_waiting)
+        self.slow_query_lock = asyncio.Lock()
         """Held by who asks much of the database at once, so that all others wait for one such question at the most."""
         self.internal = InternalWork(self)
         self.providers = load_providers()
         """Who can be asked to run a job, by name."""
-        self.parts: list[Component] = [self.internal, self.watch, WebhookDispatcher(self)]
+        self.components: list[Component] = [self.internal, self.watch, WebhookDispatcher(self)]
         self._opening: asyncio.Lock | None = None
         self._open = False
 
-    async def opened(self) -> None:
+    async def ensure_open(self) -> None:
         """Open it, if that has not happened: a server that mounts us may not tell of its start."""
         if self._open:
             return
@@ -64,16 +64,16 @@ class ServiceState:
             self._opening = asyncio.Lock()
         async with self._opening:
             if not self._open:
-                await self.ledger.open()
-                for part in self.parts:
+                await self.store.open()
+                for part in self.components:
                     await part.open()
                 self._open = True
 
     async def close(self) -> None:
         """Give everything back."""
         self._open = False
-        await self.gate.close()
-        for part in reversed(self.parts):
+        await self.auth.close()
+        for part in reversed(self.components):
             await part.close()
         await self.once.close()
         await self.engine.close()
@@ -81,7 +81,7 @@ class ServiceState:
     async def run(self, run_id: str, caller: Principal) -> Run:
         """The run, if it is the caller's to see: of somebody else's they do not learn that it is there."""
         run = await self.engine.get(run_id, tenant=caller.tenant)
-        if caller.sees is not None and run.user != caller.sees:
+        if caller.visible_user is not None and run.user != caller.visible_user:
             raise RunNotFound(f"there is no run {run_id!r}")
         concerns(run.id, run)
         return run

@@ -36,7 +36,7 @@ def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
     if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.gate._failures = middleware.RateLimits(
+        request.getfixturevalue("town").site.auth._failures = middleware.RateLimits(
             middleware.FAILURES_REFILLED, middleware.FAILURES
         )
 
@@ -271,7 +271,7 @@ def test_the_last_admin_token_stays_even_if_two_admins_revoke_each_other(new_tow
 def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are_gone(new_town: Town) -> None:
     assert new_town.nobody.get("/runs").status_code == 401
     revoke_elsewhere(new_town.app, new_town.root.id)
-    new_town.site.gate.forget()
+    new_town.site.auth.forget()
     assert new_town.nobody.get("/runs").status_code == 401
     assert new_town.root.get("/runs").status_code == 401
 
@@ -348,7 +348,7 @@ def test_no_page_of_another_site_is_let_in_by_cors(town: Town) -> None:
 def test_too_many_wrong_tokens_from_an_address_are_told_to_wait_and_good_ones_pass_on(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(town.site.gate, "_failures", middleware.RateLimits(0.001, 5))
+    monkeypatch.setattr(town.site.auth, "_failures", middleware.RateLimits(0.001, 5))
     assert town.root.get("/runs").status_code == 200
     statuses = [town.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code for n in range(7)]
     assert statuses == [401] * 5 + [429] * 2
@@ -362,11 +362,11 @@ def test_too_many_wrong_tokens_from_an_address_are_told_to_wait_and_good_ones_pa
 
 
 def test_wrong_tokens_fill_no_memory(town: Town) -> None:
-    known = len(town.site.gate._known)
+    known = len(town.site.auth._known)
     for n in range(20):
         assert town.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code == 401
-    assert len(town.site.gate._known) <= known
-    assert len(town.site.gate._failures) == 1
+    assert len(town.site.auth._known) <= known
+    assert len(town.site.auth._failures) == 1
 
 
 def test_only_the_names_that_were_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_so_many_requests_of_a_caller_wait_or_listen_at_a_time(tmp_path: Path, s
         eventually(lambda: sum(len(each) for each in town.site.watch._waiters.values()) == 4)
         assert town.root.post(f"/runs/{run}/cancel").status_code == 200
         assert {each.result(PATIENCE).status_code for each in [*waiting, other]} == {200}
-        assert not town.site.places._taken
+        assert not town.site.wait_slots._taken
 
 
 def test_what_is_printed_by_accident_has_no_secret() -> None:

@@ -186,7 +186,7 @@ def test_without_a_token_only_what_is_open_to_anybody_answers(world: World) -> N
     wrong = []
     for route, least in LEAST.items():
         for who in (world.town.nobody, world.town.sending(f"semel_{'0' * 16}_{'x' * 43}")):
-            world.town.site.gate._failures._buckets.clear()
+            world.town.site.auth._failures._buckets.clear()
             answer = asked(who, route)
             if least != ANYBODY and answer.status_code != 401:
                 wrong.append((route, answer.status_code))
@@ -272,7 +272,7 @@ def test_no_secret_is_in_any_log_line_or_in_any_answer_but_the_one_that_hands_it
     answers = []
     for route in LEAST:
         answers += [asked(who, route) for who in (secretive, wrong)]
-        world.town.site.gate._failures._buckets.clear()
+        world.town.site.auth._failures._buckets.clear()
     handed = root.post(f"/admin/tokens/{secretive.id}/rotate", json={}).json()["secret"]
     root.delete(f"/admin/subscriptions/{hook['subscription']['id']}")
     assert (named.status_code, "hunter2" in named.text) == (422, False)

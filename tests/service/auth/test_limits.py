@@ -244,13 +244,13 @@ def test_a_stream_of_events_ends_on_the_server_when_its_client_goes_away(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops: list[asyncio.AbstractEventLoop] = []
-    real = town.site.gate.caller
+    real = town.site.auth.caller
 
     async def caller(scope: Any) -> Any:
         loops.append(asyncio.get_running_loop())
         return await real(scope)
 
-    monkeypatch.setattr(town.site.gate, "caller", caller)
+    monkeypatch.setattr(town.site.auth, "caller", caller)
     run = town.root.post("/runs", json=RUN | {"delay": 3600}).json()["run_id"]
 
     def answering() -> int:

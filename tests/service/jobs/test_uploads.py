@@ -327,24 +327,24 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
     """A job whose upload nobody works on; ``act`` is done to the upload, then it is settled."""
     site = ServiceState(app, Settings(configs=str(configs)))
     uploads.install(app)
-    await site.ledger.open()
+    await site.store.open()
     try:
         asked = jobs.JobSubmission(provider="local", config="reading", key=None)
         job_id = (await jobs.submit(site, ME, asked)).job_id
         (upload,) = (await site.engine.runs(queue="semel-service")).runs
-        assert await site.ledger.due(0, 100) == []  # no broker is told of the upload, nor of a run that is held
+        assert await site.store.due(0, 100) == []  # no broker is told of the upload, nor of a run that is held
         await act(site, upload.id)
-        assert await site.ledger.write(uploads.settle, site.ledger.terms) == 1
-        assert await site.ledger.write(uploads.settle, site.ledger.terms) == 0
+        assert await site.store.write(uploads.settle, site.store.terms) == 1
+        assert await site.store.write(uploads.settle, site.store.terms) == 0
         return job_id
     finally:
-        await site.ledger.close()
+        await site.store.close()
         await site.engine.close()
 
 
 async def give_up(site: ServiceState, upload_id: str) -> None:
-    (leased,) = await site.ledger.lease_these("worker", [upload_id])
-    await site.ledger.end(
+    (leased,) = await site.store.lease_these("worker", [upload_id])
+    await site.store.end(
         [FinishRequest(upload_id, leased.fence, AttemptResult(kind="fatal", reason="the disk is full"))]
     )
 

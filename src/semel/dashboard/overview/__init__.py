@@ -18,12 +18,12 @@ WindowName: TypeAlias = Annotated[Literal["hour", "day", "week"], QueryParameter
 
 @get("/")
 async def show(
-    request: TheRequest, site: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
+    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Response[Any]:
     """The page, as it was at most a moment ago: see feed."""
-    view = await feed_of(site, caller, WINDOWS[window]).view()
+    view = await feed_of(service, caller, WINDOWS[window]).view()
     windows = list(WINDOWS.values())
-    return page(request, site, caller, "overview.html", title="Overview", view=view, windows=windows)
+    return page(request, service, caller, "overview.html", title="Overview", view=view, windows=windows)
 
 
 @get("/ui", status_code=303)

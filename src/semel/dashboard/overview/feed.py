@@ -74,10 +74,10 @@ class RunCounts:
 class OverviewFeed:
     """One overview: whose runs, and how far back."""
 
-    def __init__(self, site: ServiceState, whose: Audience, window: Window, tally: Tally | None) -> None:
+    def __init__(self, service: ServiceState, whose: Audience, window: Window, tally: Tally | None) -> None:
         self.whose = whose
         self.window = window
-        self._site = site
+        self._service = service
         self._tally = tally
         self._view: OverviewView | None = None
         self._seen_at = 0.0
@@ -119,9 +119,9 @@ class OverviewFeed:
 
     async def _asked(self) -> OverviewView:
         now_us = time.time_ns() // 1000  # ids are made by the clocks of hosts
-        read = self._site.ledger.read
+        read = self._service.store.read
         counts = await self._counted(now_us)
-        look = await read(queries.take_snapshot, self.whose, self.window, now_us, self._site.ledger.terms)
+        look = await read(queries.take_snapshot, self.whose, self.window, now_us, self._service.store.terms)
         hits: Hits | None = None if self._tally is None else await self._tally.hits()
         return viewed(look, counts, hits, whose=self.whose, window=self.window, now_us=now_us)
 
@@ -131,7 +131,7 @@ class OverviewFeed:
         todo = self._counts.todo(starts, self.window)
         if todo:
             step_us = self.window.step * MICRO
-            new = await self._site.ledger.read(queries.counts, self.whose, todo, step_us)
+            new = await self._service.store.read(queries.counts, self.whose, todo, step_us)
             self._counts.add(new, now_us - step_us - SETTLED_AFTER * MICRO)
         return self._counts.of(starts)
 
@@ -166,7 +166,7 @@ class OverviewFeed:
         self._changed = asyncio.Event()
 
     async def _look_on(self) -> None:
-        while self._lookers and not self._site.watch.ending:
+        while self._lookers and not self._service.watch.ending:
             await asyncio.sleep(TICK)
             if time.monotonic() - self._seen_at < self._pause:
                 continue
@@ -187,14 +187,14 @@ class FeedCache:
         self._scenes: dict[tuple[Audience, str], OverviewFeed] = {}
         self._tally = Tally(low_replay_rate)
 
-    def scene(self, site: ServiceState, whose: Audience, window: Window) -> OverviewFeed:
+    def scene(self, service: ServiceState, whose: Audience, window: Window) -> OverviewFeed:
         """That one. The rate of hits is of all tenants together, so only the main one's operators see it."""
         key = (whose, window.name)
         found = self._scenes.pop(key, None)
         if found is None:
             self._forget()
             shared = whose.user is None and not whose.tenant
-            found = OverviewFeed(site, whose, window, self._tally if shared else None)
+            found = OverviewFeed(service, whose, window, self._tally if shared else None)
         self._scenes[key] = found
         return found
 
@@ -204,9 +204,9 @@ class FeedCache:
             del self._scenes[key]
 
 
-def feed_of(site: ServiceState, caller: Principal, window: Window) -> OverviewFeed:
+def feed_of(service: ServiceState, caller: Principal, window: Window) -> OverviewFeed:
     """What the caller sees."""
-    stage = _caches.get(site)
+    stage = _caches.get(service)
     if stage is None:
-        stage = _caches[site] = FeedCache(site.settings.low_replay_rate)
-    return stage.scene(site, Audience(caller.tenant, caller.sees), window)
+        stage = _caches[service] = FeedCache(service.settings.low_replay_rate)
+    return stage.scene(service, Audience(caller.tenant, caller.visible_user), window)

@@ -57,32 +57,32 @@ class Side(Struct, frozen=True):
 
 @get("/ui/compare")
 async def show(
-    request: TheRequest, site: CurrentState, caller: CurrentPrincipal, a: Which = "", b: Which = ""
+    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, a: Which = "", b: Which = ""
 ) -> Response[Any]:
     """The two runs; without them, a form that asks which."""
     a, b = a.strip(), b.strip()
     if not a or not b:
-        return page(request, site, caller, "compare.html", title="Compare two runs", a=a, b=b, sides=[])
-    one, other = await site.run(a, caller), await site.run(b, caller)
+        return page(request, service, caller, "compare.html", title="Compare two runs", a=a, b=b, sides=[])
+    one, other = await service.run(a, caller), await service.run(b, caller)
     return page(
         request,
-        site,
+        service,
         caller,
         "compare.html",
         title="Compare two runs",
         a=one.id,
         b=other.id,
-        sides=await _sides(site, one, other),
+        sides=await _sides(service, one, other),
         facts=facts(one, other),
         parameters=_parameters(one, other),
-        result=await _results(site, caller, one, other),
+        result=await _results(service, caller, one, other),
     )
 
 
-async def _sides(site: ServiceState, *both: Run) -> list[Side]:
+async def _sides(service: ServiceState, *both: Run) -> list[Side]:
     """Both with their pictures, on axes of one length."""
     now = time.time_ns() // 1000
-    lives = [await site.ledger.read(queries.last_steps, run.id, STEPS) for run in both]
+    lives = [await service.store.read(queries.last_steps, run.id, STEPS) for run in both]
     span = max(picture(run, steps, now).span_us for run, steps in zip(both, lives, strict=True))
     return [Side(name, run, picture(run, steps, now, span)) for name, run, steps in zip("AB", both, lives, strict=True)]
 
@@ -139,7 +139,7 @@ def _parted(one: str | bytes, other: str | bytes) -> Parted:
     return Parted(found, more, said="" if found else "They are equal.")
 
 
-async def _results(site: ServiceState, caller: Principal, one: Run, other: Run) -> Parted:
+async def _results(service: ServiceState, caller: Principal, one: Run, other: Run) -> Parted:
     without = [name for name, run in (("A", one), ("B", other)) if run.status != "SUCCEEDED"]
     if without:
         has = "have no results" if len(without) == 2 else "has no result"
@@ -149,7 +149,7 @@ async def _results(site: ServiceState, caller: Principal, one: Run, other: Run) 
     if max(one.result_size or 0, other.result_size or 0) > LARGEST:
         return Parted([], said="They are different, and too large to tell more here.")
     try:
-        texts = [await site.engine.result_json(run.id, tenant=caller.tenant) for run in (one, other)]
+        texts = [await service.engine.result_json(run.id, tenant=caller.tenant) for run in (one, other)]
     except (ResultStoreError, RunNotComplete) as error:
         return Parted([], problem=problem_of(error))
     return _parted(*texts)

@@ -39,25 +39,25 @@ QUEUE_EVERY = 5.0
 
 
 @get("/ui/runs/{run_id:str}")
-async def show(run_id: RunId, request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def show(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The page of a run."""
-    run = await site.run(run_id, caller)
-    told = await seen(site, caller, run)
+    run = await service.run(run_id, caller)
+    told = await seen(service, caller, run)
     given = {"title": f"Run {run.id[-12:]}", "parameters": boxed(run.parameters_json), **template_context(told)}
-    return page(request, site, caller, "run.html", **given)
+    return page(request, service, caller, "run.html", **given)
 
 
 @get("/ui/live/runs/{run_id:str}")
-async def live(run_id: RunId, request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def live(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The parts of the page that changed, as they change, until the run is over."""
-    run = await site.run(run_id, caller)
-    site.places.require(caller.name)
-    return stream(holding_slot(site, caller, _told(request, site, caller, run)))
+    run = await service.run(run_id, caller)
+    service.wait_slots.check(caller.name)
+    return stream(holding_slot(service, caller, _told(request, service, caller, run)))
 
 
-async def _told(request: TheRequest, site: ServiceState, caller: Principal, run: Run) -> AsyncIterator[bytes]:
+async def _told(request: TheRequest, service: ServiceState, caller: Principal, run: Run) -> AsyncIterator[bytes]:
     said: dict[str, str] = {}
-    told = await asked_through(seen(site, caller, run))
+    told = await asked_through(seen(service, caller, run))
     names: Sequence[str] = PARTS
     spoken = checked = time.monotonic()
     while True:
@@ -73,26 +73,26 @@ async def _told(request: TheRequest, site: ServiceState, caller: Principal, run:
         if time.monotonic() - spoken >= HEARTBEAT:
             yield ALIVE
             spoken = time.monotonic()
-        names = PARTS if await _change(site, told) else PASSING
-        if site.watch.ending:
+        names = PARTS if await _change(service, told) else PASSING
+        if service.watch.ending:
             return
         if time.monotonic() - checked >= CHECKED_EVERY:
-            if not await still(site, caller):
+            if not await still(service, caller):
                 yield SIGNED_OUT
                 return
             checked = time.monotonic()
-        later = await asked_if_there(_looked_at(site, caller, told, changed=names is PARTS), told)
+        later = await asked_if_there(_looked_at(service, caller, told, changed=names is PARTS), told)
         if later is None:
             return
         told = later
 
 
-async def _change(site: ServiceState, told: RunDetail) -> bool:
+async def _change(service: ServiceState, told: RunDetail) -> bool:
     """Wait until the run has changed (True), or until there is something new to tell by the time that has passed."""
     earliest = time.monotonic() + FASTEST
-    changed = await site.watch.change(told.run, _patience(told.run), line=told.last_line)
+    changed = await service.watch.change(told.run, _patience(told.run), line=told.last_line)
     if changed and (early := earliest - time.monotonic()) > 0:
-        await site.watch.change(told.run, early, end_only=True)
+        await service.watch.change(told.run, early, end_only=True)
     return changed
 
 
@@ -104,32 +104,32 @@ def _patience(run: Run) -> float:
     return min(max(REDRAWN_EVERY, age / MICRO / 20), HEARTBEAT)
 
 
-async def _looked_at(site: ServiceState, caller: Principal, told: RunDetail, *, changed: bool) -> RunDetail | None:
+async def _looked_at(service: ServiceState, caller: Principal, told: RunDetail, *, changed: bool) -> RunDetail | None:
     """The run as it stands; None when it was purged."""
     try:
         if not changed:
-            return await refresh_waiting(site, caller, told)
-        return await seen(site, caller, await site.run(told.run.id, caller), told)
+            return await refresh_waiting(service, caller, told)
+        return await seen(service, caller, await service.run(told.run.id, caller), told)
     except RunNotFound:
         return None
 
 
 @post("/ui/runs/{run_id:str}/cancel", status_code=303)
-async def cancel(run_id: RunId, request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def cancel(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """End the run, or ask it to end."""
-    run = await site.run(run_id, caller)
-    ended = await site.engine.cancel(run.id, tenant=caller.tenant)
+    run = await service.run(run_id, caller)
+    ended = await service.engine.cancel(run.id, tenant=caller.tenant)
     said = "Cancelled." if ended.done else "Cancel requested. The run gets time to clean up."
-    return redirect_with_message(request, site, f"/ui/runs/{run.id}", said=said)
+    return redirect_with_message(request, service, f"/ui/runs/{run.id}", said=said)
 
 
 @post("/ui/runs/{run_id:str}/retry", status_code=303)
-async def retry(run_id: RunId, request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def retry(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit it again, and go to the new run."""
-    run = await site.run(run_id, caller)
-    again = await site.engine.retry(run.id, tenant=caller.tenant)
+    run = await service.run(run_id, caller)
+    again = await service.engine.retry(run.id, tenant=caller.tenant)
     said = "A retry is under way already: this is it." if again.replayed else f"This is the retry of {run.id}."
-    return redirect_with_message(request, site, f"/ui/runs/{again.id}", said=said)
+    return redirect_with_message(request, service, f"/ui/runs/{again.id}", said=said)
 
 
 HANDLERS = (show, live, cancel, retry, *downloads.HANDLERS)

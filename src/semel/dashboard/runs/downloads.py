@@ -32,31 +32,31 @@ def _download(name: str) -> dict[str, str]:
 
 
 @get("/ui/runs/{run_id:str}/result")
-async def result(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def result(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """What the run returned, as a file."""
-    run = await site.run(run_id, caller)
-    data = await site.engine.result_json(run.id, tenant=caller.tenant)
+    run = await service.run(run_id, caller)
+    data = await service.engine.result_json(run.id, tenant=caller.tenant)
     return Response(data, headers=_download(f"{run.id}-result.json"), media_type="application/json")
 
 
 @get("/ui/runs/{run_id:str}/parameters")
-async def parameters(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def parameters(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """What the run was asked for, as a file."""
-    run = await site.run(run_id, caller)
+    run = await service.run(run_id, caller)
     data = run.parameters_json.encode("utf-8", "replace")
     return Response(data, headers=_download(f"{run.id}-parameters.json"), media_type="application/json")
 
 
 @get("/ui/runs/{run_id:str}/log")
-async def log(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def log(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """All that the run logged so far, as a file of text."""
-    run = await site.run(run_id, caller)
-    return Stream(_lines(site, run), headers=_download(f"{run.id}.log"), media_type="text/plain; charset=utf-8")
+    run = await service.run(run_id, caller)
+    return Stream(_lines(service, run), headers=_download(f"{run.id}.log"), media_type="text/plain; charset=utf-8")
 
 
-async def _lines(site: ServiceState, run: Run) -> AsyncIterator[bytes]:
+async def _lines(service: ServiceState, run: Run) -> AsyncIterator[bytes]:
     after = (0, 0)
-    while lines := await asked_through(site.ledger.logs(run.id, after, LINES)):
+    while lines := await asked_through(service.store.logs(run.id, after, LINES)):
         yield "".join(_written(each) for each in lines).encode("utf-8", "replace")
         after = (lines[-1].fence, lines[-1].line)
         if len(lines) < LINES:
@@ -69,16 +69,16 @@ def _written(line: LogLine) -> str:
 
 @get("/ui/runs/{run_id:str}/artifacts/{name:path}")
 async def artifact(
-    run_id: RunId, name: ArtifactName, site: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
+    run_id: RunId, name: ArtifactName, service: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
 ) -> Response[Any]:
     """A file of the run's, as a download: the API's answer."""
-    answer: Response[Any] = await run_files.artifact.fn(run_id, name, site, caller, known)
+    answer: Response[Any] = await run_files.artifact.fn(run_id, name, service, caller, known)
     return answer
 
 
 @get("/ui/runs/{run_id:str}/images/{name:path}")
 async def image(
-    run_id: RunId, name: ArtifactName, site: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
+    run_id: RunId, name: ArtifactName, service: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
 ) -> Response[Any]:
     """A picture of the run's, for its page: of a kind in which nothing can be run, whatever is in the file."""
     kind = image_kind(name)
@@ -86,7 +86,7 @@ async def image(
         raise ApiError(
             404, "NOT_FOUND", f"{name.removeprefix('/')!r} is no picture that is shown; it can be downloaded"
         )
-    answer: Response[Any] = await run_files.artifact.fn(run_id, name, site, caller, known)
+    answer: Response[Any] = await run_files.artifact.fn(run_id, name, service, caller, known)
     if answer.status_code != 304:
         answer.media_type = kind
         answer.headers.update({"Content-Disposition": "inline", "X-Content-Type-Options": "nosniff"})

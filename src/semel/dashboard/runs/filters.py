@@ -56,7 +56,7 @@ class RunFilters(Struct, frozen=True, kw_only=True):
             tenant=caller.tenant,
             status=self.status or None,
             model=self.model or None,
-            user=(self.user or None) if caller.sees is None else caller.sees,
+            user=(self.user or None) if caller.visible_user is None else caller.visible_user,
             queue=self.queue or None,
             since_us=_us(since),
             until_us=_us(until),

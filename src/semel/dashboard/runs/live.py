@@ -28,16 +28,16 @@ async def asked_if_there(question: Coroutine[Any, Any, R], otherwise: R) -> R:
         return otherwise
 
 
-async def pause(site: ServiceState, seconds: float) -> None:
+async def pause(service: ServiceState, seconds: float) -> None:
     """Wait, but not beyond the server's end."""
     for _ in range(max(1, round(seconds / GLANCE))):
-        if site.watch.ending:
+        if service.watch.ending:
             return
         await asyncio.sleep(GLANCE)
 
 
-async def holding_slot(site: ServiceState, caller: Principal, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def holding_slot(service: ServiceState, caller: Principal, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The stream, which takes a place of the caller's while it is open."""
-    with site.places.taken(caller.name):
+    with service.wait_slots.hold(caller.name):
         async for event in events:
             yield event

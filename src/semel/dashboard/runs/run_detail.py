@@ -97,49 +97,49 @@ def shows(artifact: Artifact) -> bool:
     return image_kind(artifact.name) is not None and artifact.size <= LARGEST_IMAGE
 
 
-async def seen(site: ServiceState, caller: Principal, run: Run, before: RunDetail | None = None) -> RunDetail:
+async def seen(service: ServiceState, caller: Principal, run: Run, before: RunDetail | None = None) -> RunDetail:
     """The run with what belongs to it; what cannot have changed since the look before is not asked again."""
     if before is not None and before.run.version == run.version:
         steps, retries, result, problem = before.steps, before.retries, before.result, before.problem
     else:
-        steps = await site.ledger.read(queries.last_steps, run.id, STEPS)
-        retries = await site.ledger.read(queries.retries, run, MOST_RETRIES) if run.done else []
-        result, problem = await _result(site, caller, run)
-    lines = await site.ledger.read(queries.tail, run.id, LOG_LINES)
+        steps = await service.store.read(queries.last_steps, run.id, STEPS)
+        retries = await service.store.read(queries.retries, run, MOST_RETRIES) if run.done else []
+        result, problem = await _result(service, caller, run)
+    lines = await service.store.read(queries.tail, run.id, LOG_LINES)
     return RunDetail(
         run=run,
         steps=steps,
         log=_fitting(lines),
         last_line=(lines[-1].fence, lines[-1].line) if lines else (0, 0),
-        waiting=await _waiting(site, caller, run),
+        waiting=await _waiting(service, caller, run),
         retries=retries,
         result=result,
         problem=problem,
     )
 
 
-async def refresh_waiting(site: ServiceState, caller: Principal, told: RunDetail) -> RunDetail:
+async def refresh_waiting(service: ServiceState, caller: Principal, told: RunDetail) -> RunDetail:
     """The same after a while in which nothing happened to the run; those before it in the queue may have gone."""
-    return msgspec.structs.replace(told, waiting=await _waiting(site, caller, told.run))
+    return msgspec.structs.replace(told, waiting=await _waiting(service, caller, told.run))
 
 
-async def _waiting(site: ServiceState, caller: Principal, run: Run) -> Waiting | None:
+async def _waiting(service: ServiceState, caller: Principal, run: Run) -> Waiting | None:
     if run.status != "PENDING":
         return None
     try:
-        return await site.engine.waiting(run.id, tenant=caller.tenant)
+        return await service.engine.waiting(run.id, tenant=caller.tenant)
     except RunNotFound:
         return None
 
 
-async def _result(site: ServiceState, caller: Principal, run: Run) -> tuple[JsonPreview | None, Problem | None]:
+async def _result(service: ServiceState, caller: Principal, run: Run) -> tuple[JsonPreview | None, Problem | None]:
     """What the run returned. A store that is away is no reason to show nothing of the run."""
     if run.status != "SUCCEEDED":
         return None, None
     if (run.result_size or 0) > ROOM_FOR_JSON:
         return JsonPreview(None, run.result_size or 0), None
     try:
-        return boxed(await site.engine.result_json(run.id, tenant=caller.tenant)), None
+        return boxed(await service.engine.result_json(run.id, tenant=caller.tenant)), None
     except (ResultStoreError, RunNotFound, RunNotComplete) as error:
         return None, problem_of(error)
 

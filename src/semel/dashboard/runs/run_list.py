@@ -78,15 +78,15 @@ def _shown(
 
 
 @get("/ui/runs")
-async def show(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def show(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The page of runs, newest first."""
     asked = asked_of(request)
     wanted = asked.wanted(caller)
-    listed = await site.ledger.read(_look, asked, wanted, caller.sees)
-    registry = site.app.registry
+    listed = await service.store.read(_look, asked, wanted, caller.visible_user)
+    registry = service.app.registry
     return page(
         request,
-        site,
+        service,
         caller,
         "runs.html",
         title="Runs",
@@ -102,15 +102,15 @@ async def show(request: TheRequest, site: CurrentState, caller: CurrentPrincipal
 
 
 @get("/ui/live/runs")
-async def live(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def live(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The rows of an open list, anew whenever one of them changes; and how many newer ones there are."""
     asked = asked_of(request)
     ids = [known for each in request.query_params.getall("run", []) if (known := checked_id(each)) is not None]
     if len(ids) > MOST_WATCHED:
         raise InvalidRequest(f"at most {MOST_WATCHED} runs are watched at a time")
-    site.places.require(caller.name)
+    service.wait_slots.check(caller.name)
     counts_newer = request.query_params.get("first") == "1"
-    return stream(holding_slot(site, caller, _told(request, site, caller, asked, ids, counts_newer=counts_newer)))
+    return stream(holding_slot(service, caller, _told(request, service, caller, asked, ids, counts_newer=counts_newer)))
 
 
 class Seen(Struct, frozen=True):
@@ -121,20 +121,26 @@ class Seen(Struct, frozen=True):
 
 
 async def _told(
-    request: TheRequest, site: ServiceState, caller: Principal, asked: RunFilters, ids: list[str], *, counts_newer: bool
+    request: TheRequest,
+    service: ServiceState,
+    caller: Principal,
+    asked: RunFilters,
+    ids: list[str],
+    *,
+    counts_newer: bool,
 ) -> AsyncIterator[bytes]:
     said, seen = Seen(fresh=-1), Seen()
     spoken = checked = time.monotonic()
     wait = BUSY_PAUSE
     yield ALIVE
-    while not site.watch.ending:
+    while not service.watch.ending:
         if time.monotonic() - checked >= CHECKED_EVERY:
-            if not await still(site, caller):
+            if not await still(service, caller):
                 yield SIGNED_OUT
                 return
             checked = time.monotonic()
         newer_than = asked.wanted(caller) if counts_newer else None
-        look = site.ledger.read(_look_again, caller, ids, seen, newer_than)
+        look = service.store.read(_look_again, caller, ids, seen, newer_than)
         seen = await asked_if_there(look, seen)
         given = {"lines": seen.lines or [], "fresh": seen.fresh, "asked": asked}
         changed = {"runs_rows.html": seen.lines != said.lines, "runs_fresh.html": seen.fresh != said.fresh}
@@ -145,14 +151,14 @@ async def _told(
         if time.monotonic() - spoken >= HEARTBEAT:
             yield ALIVE
             spoken = time.monotonic()
-        await pause(site, wait)
+        await pause(service, wait)
 
 
 def _look_again(conn: Connection, caller: Principal, ids: list[str], before: Seen, wanted: Filter | None) -> Seen:
     """The list as it stands. What was over stays as it was, and is not asked for again."""
     over = {each.id: each for each in before.lines or [] if each.done}
     open_ids = ids if before.lines is None else [each.id for each in before.lines if not each.done]
-    known = over | {each.id: each for each in queries.lines(conn, open_ids, caller.tenant, caller.sees)}
+    known = over | {each.id: each for each in queries.lines(conn, open_ids, caller.tenant, caller.visible_user)}
     fresh = 0 if wanted is None else queries.newer(conn, wanted, ids[0] if ids else None)
     return Seen([known[run_id] for run_id in sorted(known, reverse=True)], fresh)
 
@@ -168,43 +174,43 @@ class Done(Struct, frozen=True):
 
 
 @post("/ui/runs/cancel", status_code=200)
-async def cancel(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def cancel(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """End the runs that were ticked, and tell what became of each."""
 
     async def one(run: Run) -> Done:
-        ended = await site.engine.cancel(run.id, tenant=caller.tenant)
+        ended = await service.engine.cancel(run.id, tenant=caller.tenant)
         said = "cancelled" if ended.done else "cancel requested: it gets time to clean up"
         return Done(run.id, ok=True, said="was cancelled before" if run.status == "CANCELLED" else said)
 
-    return await _to_many(request, site, caller, "Cancel", one)
+    return await _to_many(request, service, caller, "Cancel", one)
 
 
 @post("/ui/runs/retry", status_code=200)
-async def retry(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def retry(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit the failed and cancelled among the runs that were ticked again, and tell what became of each."""
 
     async def one(run: Run) -> Done:
-        again = await site.engine.retry(run.id, tenant=caller.tenant)
+        again = await service.engine.retry(run.id, tenant=caller.tenant)
         said = "a retry of it is under way already" if again.replayed else "submitted again"
         return Done(run.id, ok=True, said=said, other=again.id)
 
-    return await _to_many(request, site, caller, "Retry", one)
+    return await _to_many(request, service, caller, "Retry", one)
 
 
 @post("/ui/runs/compare", status_code=303)
-async def compare(request: TheRequest, site: CurrentState) -> Response[Any]:
+async def compare(request: TheRequest, service: CurrentState) -> Response[Any]:
     """Go on to compare the two runs that were ticked."""
     form = form_of(request)
     ticked = form.every("run")
     if len(ticked) != 2:
         return redirect_with_message(
-            request, site, "/ui/runs", said="Tick two runs to compare them.", **_back(form).query
+            request, service, "/ui/runs", said="Tick two runs to compare them.", **_back(form).query
         )
-    return redirect_with_message(request, site, "/ui/compare", a=ticked[1], b=ticked[0])
+    return redirect_with_message(request, service, "/ui/compare", a=ticked[1], b=ticked[0])
 
 
 async def _to_many(
-    request: TheRequest, site: ServiceState, caller: Principal, what: str, one: Callable[[Run], Awaitable[Done]]
+    request: TheRequest, service: ServiceState, caller: Principal, what: str, one: Callable[[Run], Awaitable[Done]]
 ) -> Response[Any]:
     form = form_of(request)
     ticked = list(dict.fromkeys(form.every("run")))
@@ -212,32 +218,40 @@ async def _to_many(
         raise InvalidRequest(f"at most {MOST_AT_ONCE} runs at a time; {len(ticked)} were ticked")
     back = _back(form)
     if not ticked:
-        return redirect_with_message(request, site, "/ui/runs", said="No run was ticked.", **back.query)
-    done = await _done(site, caller, ticked, one)
+        return redirect_with_message(request, service, "/ui/runs", said="No run was ticked.", **back.query)
+    done = await _done(service, caller, ticked, one)
     good = sum(each.ok for each in done)
     return page(
-        request, site, caller, "runs_done.html", title=f"{what} runs", what=what, done=done, good=good, back=back.query
+        request,
+        service,
+        caller,
+        "runs_done.html",
+        title=f"{what} runs",
+        what=what,
+        done=done,
+        good=good,
+        back=back.query,
     )
 
 
 async def _done(
-    site: ServiceState, caller: Principal, ticked: Sequence[str], one: Callable[[Run], Awaitable[Done]]
+    service: ServiceState, caller: Principal, ticked: Sequence[str], one: Callable[[Run], Awaitable[Done]]
 ) -> list[Done]:
     """What became of each. When the database is away, the rest is not tried: that would take very long."""
     done: list[Done] = []
     for place, run_id in enumerate(ticked):
         try:
-            done.append(await _each(site, caller, run_id, one))
+            done.append(await _each(service, caller, run_id, one))
         except StoreUnavailable as error:
             said = problem_of(error).detail
             return [*done, *(Done(each, ok=False, said=f"not tried: {said}") for each in ticked[place:])]
     return done
 
 
-async def _each(site: ServiceState, caller: Principal, run_id: str, one: Callable[[Run], Awaitable[Done]]) -> Done:
+async def _each(service: ServiceState, caller: Principal, run_id: str, one: Callable[[Run], Awaitable[Done]]) -> Done:
     """One of them; what is refused stops none of the others."""
     try:
-        return await one(await site.run(run_id, caller))
+        return await one(await service.run(run_id, caller))
     except StoreUnavailable:
         raise
     except SemelError as error:

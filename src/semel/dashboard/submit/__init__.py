@@ -32,46 +32,46 @@ Name = Annotated[str, QueryParameter(max_length=1000)]
 async def show(
     *,
     request: TheRequest,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     model: Name = "",
     origin: Annotated[str, QueryParameter(name="from", max_length=200)] = "",
 ) -> Response[Any]:
     """The models to choose from; or the form of one, empty or with the parameters of a run."""
-    run = await site.run(origin, caller) if origin else None
+    run = await service.run(origin, caller) if origin else None
     name = run.model if run is not None else model
     if not name:
-        return page(request, site, caller, "submit.html", title="Submit", models=await _models(site))
+        return page(request, service, caller, "submit.html", title="Submit", models=await _models(service))
     values = {} if run is None else msgspec.json.decode(run.parameters_json)
-    sheet = new_form(_model(site, name), values, run)
-    return await _shown(request, site, caller, sheet, origin=origin)
+    sheet = new_form(_model(service, name), values, run)
+    return await _shown(request, service, caller, sheet, origin=origin)
 
 
 @post(PLACE, status_code=303)
-async def submit(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def submit(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit what the form says, once for its key; or show what is wrong beside what was typed."""
     form = form_of(request)
-    sheet = read_form(_model(site, form.get("model")), form)
+    sheet = read_form(_model(service, form.get("model")), form)
     body, faults = sheet.read()
     if faults:
         sheet.faults = sheet.judged(body["parameters"]) | faults
         sheet.problem = problem_of(InvalidRequest("nothing was submitted: something below cannot be so"))
-        return await _shown(request, site, caller, sheet, origin=form.get("from"))
+        return await _shown(request, service, caller, sheet, origin=form.get("from"))
     try:
         asked = RunRequest(**body)
-        answer = await runs.submit.fn(data=asked, site=site, caller=caller, request=request, key=None)
+        answer = await runs.submit.fn(data=asked, service=service, caller=caller, request=request, key=None)
     except SemelError as error:
         sheet.refused(error, body)
-        return await _shown(request, site, caller, sheet, origin=form.get("from"))
+        return await _shown(request, service, caller, sheet, origin=form.get("from"))
     run = msgspec.json.decode(answer.content, type=RunView)
-    return redirect_with_message(request, site, f"/ui/runs/{run.run_id}", said=_said(run))
+    return redirect_with_message(request, service, f"/ui/runs/{run.run_id}", said=_said(run))
 
 
 @post("/ui/submit/form", status_code=200)
-async def again(request: TheRequest, site: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def again(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The same form with the lines for what was typed, or in its other shape. Nothing is submitted."""
     form = form_of(request)
-    sheet = read_form(_model(site, form.get("model")), form)
+    sheet = read_form(_model(service, form.get("model")), form)
     body, faults = sheet.read()
     unread = {place: said for place, said in faults.items() if place in ("whole", "more")}
     if unread:
@@ -80,19 +80,19 @@ async def again(request: TheRequest, site: CurrentState, caller: CurrentPrincipa
         show_whole(sheet, body["parameters"])
     elif form.get("shape") == "fields":
         show_fields(sheet, body["parameters"])
-    return await _shown(request, site, caller, sheet, origin=form.get("from"))
+    return await _shown(request, service, caller, sheet, origin=form.get("from"))
 
 
 async def _shown(
-    request: TheRequest, site: ServiceState, caller: Principal, sheet: SubmitForm, *, origin: str
+    request: TheRequest, service: ServiceState, caller: Principal, sheet: SubmitForm, *, origin: str
 ) -> Response[Any]:
     problem = sheet.problem
     body, _ = sheet.read()
-    base = base_of(request, site.settings)
-    standing = await quotas.own_usage.fn(site=site, caller=caller)
+    base = base_of(request, service.settings)
+    standing = await quotas.own_usage.fn(service=service, caller=caller)
     return page(
         request,
-        site,
+        service,
         caller,
         "submit_form.html",
         status=200 if problem is None else problem.status,
@@ -101,7 +101,7 @@ async def _shown(
         sheet=sheet,
         problem=problem,
         model=sheet.model,
-        models=await _models(site),
+        models=await _models(service),
         origin=origin,
         curl=curl_line(base, body, token=caller.token is not None),
         semel=semel_line(base, body),
@@ -109,15 +109,15 @@ async def _shown(
     )
 
 
-async def _models(site: ServiceState) -> list[ModelView]:
-    listed = await run_details.models.fn(site=site)
+async def _models(service: ServiceState) -> list[ModelView]:
+    listed = await run_details.models.fn(service=service)
     return msgspec.json.decode(listed.content, type=list[ModelView])
 
 
-def _model(site: ServiceState, name: str) -> Model:
+def _model(service: ServiceState, name: str) -> Model:
     if name.startswith(INTERNAL_PREFIX):
         raise UnknownModel(f"unknown model {name!r}")
-    return site.app.registry[name]
+    return service.app.registry[name]
 
 
 def _said(run: RunView) -> str:

@@ -101,14 +101,14 @@ class Replicate:
             cost=config.cost,
         )
 
-    def install(self, site: ServiceState) -> None:
+    def install(self, service: ServiceState) -> None:
         """See Provider. Without a token there is nothing to install."""
-        self._settings = site.settings
-        if not site.settings.replicate_token:
+        self._settings = service.settings
+        if not service.settings.replicate_token:
             return
-        desk = ReplicateService(site, site.settings.replicate_token, self._pace)
-        others = [part for part in site.parts if not isinstance(part, ReplicateService)]
-        site.parts = [desk, *others]  # it is there before the worker whose runs need it, and after
+        desk = ReplicateService(service, service.settings.replicate_token, self._pace)
+        others = [part for part in service.components if not isinstance(part, ReplicateService)]
+        service.components = [desk, *others]  # it is there before the worker whose runs need it, and after
         desk.start_if_late()
 
         async def follow(  # noqa: PLR0917 -- a model's parameters, which are given by name
@@ -125,7 +125,7 @@ class Replicate:
             following = PredictionRun(desk, ctx, asked, retry=retry, price=price_per_second)
             return await following.to_the_end(rows.new_intent(ctx, config))
 
-        site.app.model(
+        service.app.model(
             MODEL,
             queue=QUEUE,
             lease=self._pace.lease,

@@ -49,7 +49,7 @@ class PredictionRun:
 
     @property
     def _terms(self) -> Any:
-        return self._desk.site.ledger.terms
+        return self._desk.service.store.terms
 
     async def _obtain(self, *, doubtful: bool) -> str:
         """The id of the one prediction that this run has: found, or created."""
@@ -120,7 +120,7 @@ class PredictionRun:
 
     async def _enough(self, choice: Choice) -> bool:
         """Not more predictions are like ours than there are runs that asked for the like and do not know theirs."""
-        rivals = await self._desk.site.ledger.read(rows.rivals, self._remote.token, self._ctx.payload_hash)
+        rivals = await self._desk.service.store.read(rows.rivals, self._remote.token, self._ctx.payload_hash)
         return not choice.unclear and len(choice.alike) <= 1 + rivals
 
     async def _adopt_first(self, choice: Choice, found: list[str]) -> str:

@@ -73,8 +73,8 @@ class ReplicateService:
     api: ReplicateApi
     seen: AsyncOnce
 
-    def __init__(self, site: ServiceState, token: str, pace: Timing) -> None:
-        self.site = site
+    def __init__(self, service: ServiceState, token: str, pace: Timing) -> None:
+        self.service = service
         self.pace = pace
         self._token = token
         self._bells: dict[str, asyncio.Event] = {}
@@ -84,9 +84,9 @@ class ReplicateService:
         self._lamented: set[str] = set()
 
     @staticmethod
-    def of(site: ServiceState) -> ReplicateService | None:
+    def of(service: ServiceState) -> ReplicateService | None:
         """The site's desk, where it deals with Replicate."""
-        return next((part for part in site.parts if isinstance(part, ReplicateService)), None)
+        return next((part for part in service.components if isinstance(part, ReplicateService)), None)
 
     def start_if_late(self) -> None:
         """Begin, if the other parts are being opened already."""
@@ -103,8 +103,10 @@ class ReplicateService:
 
         if self._tasks:
             return
-        self.api = ReplicateApi(self.site.settings.replicate_url, self._token, self.pace.timeout)
-        self.seen = AsyncOnce(self.site.app.url.replace("postgres://", "postgresql://", 1), clock=self.site.app.clock)
+        self.api = ReplicateApi(self.service.settings.replicate_url, self._token, self.pace.timeout)
+        self.seen = AsyncOnce(
+            self.service.app.url.replace("postgres://", "postgresql://", 1), clock=self.service.app.clock
+        )
         self._tasks = [asyncio.create_task(self._tidy_forever())]
         if self.webhooks:
             self._tasks.append(asyncio.create_task(self._listen_forever()))
@@ -126,13 +128,13 @@ class ReplicateService:
     @property
     def webhooks(self) -> bool:
         """Whether Replicate can call back, and be believed."""
-        return bool(self.site.settings.public_url and self.site.settings.replicate_webhook_secret)
+        return bool(self.service.settings.public_url and self.service.settings.replicate_webhook_secret)
 
     def hook(self, token: str) -> dict[str, Any]:
         """What a prediction is asked for with, so that we hear of it."""
         if not self.webhooks:
             return {}
-        address = (self.site.settings.public_url or "").rstrip("/") + HOOK + token
+        address = (self.service.settings.public_url or "").rstrip("/") + HOOK + token
         return {"webhook": address, "webhook_events_filter": ["start", "completed"]}
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
@@ -151,7 +153,7 @@ class ReplicateService:
         """Write, however long the database is away: what Replicate said must not be forgotten."""
         while True:
             try:
-                return await self.site.ledger.write(work, *args, **kwargs)
+                return await self.service.store.write(work, *args, **kwargs)
             except StoreBroken:
                 raise
             except StoreUnavailable:  # which the ledger has reported
@@ -191,7 +193,7 @@ class ReplicateService:
                 break
         near = await self._in_detail([each for each in judged if each[1] != "other"], asked, remote.token, since or 0.0)
         ids = [each.id for each, _ in near]
-        taken = await self.site.ledger.read(rows.taken, ids, remote.token) if ids else []
+        taken = await self.service.store.read(rows.taken, ids, remote.token) if ids else []
         choice = choose(near, taken)
         if cursor is not None and not any(
             each.created is not None and each.created < (since or 0) for each, _ in judged
@@ -242,13 +244,13 @@ class ReplicateService:
             if not self._bells:
                 continue
             with suppress(SemelError):
-                for token, at in (await self.site.ledger.read(rows.news, list(self._bells))).items():
+                for token, at in (await self.service.store.read(rows.news, list(self._bells))).items():
                     self.ring(token, at)
 
     async def _tidy_forever(self) -> None:
         while True:
             try:
-                for orphan in await self.site.ledger.read(rows.orphans, 100, self.site.ledger.terms):
+                for orphan in await self.service.store.read(rows.orphans, 100, self.service.store.terms):
                     await self._tidy(orphan)
             except SemelError as error:
                 if not isinstance(error, StoreUnavailable):  # which the ledger has reported
@@ -273,7 +275,7 @@ class ReplicateService:
             _log.error("run %s is over, and whether its remote job is cannot be told: please look", remote.run_id)
         if status is not None:
             self._lamented.discard(remote.token)
-            await self.site.ledger.write(rows.close, remote.token, status)
+            await self.service.store.write(rows.close, remote.token, status)
 
     async def _status_of(self, orphan: rows.Orphan) -> str | None:
         """Of a run that ended between its intent and an answer: find the prediction, and leave it to the next round."""
@@ -284,7 +286,9 @@ class ReplicateService:
         found = choice.certain or choice.alike
         if len(found) == 1:
             with suppress(rows.AlreadyClaimed):
-                await self.site.ledger.write(rows.record, remote.token, found[0], "starting", self.site.ledger.terms)
+                await self.service.store.write(
+                    rows.record, remote.token, found[0], "starting", self.service.store.terms
+                )
             return None
         return "unknown" if found or choice.unclear else "absent"
 

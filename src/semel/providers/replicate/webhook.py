@@ -76,9 +76,9 @@ def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) ->
     responses=refusals(400, 404, body=True),
     security=[{}],
 )
-async def hear(token: FromPath[str], site: CurrentState, request: Request[Any, Any, Any]) -> Received:
+async def hear(token: FromPath[str], service: CurrentState, request: Request[Any, Any, Any]) -> Received:
     """Take a webhook of Replicate, signed with the account's secret."""
-    desk, secret = ReplicateService.of(site), site.settings.replicate_webhook_secret
+    desk, secret = ReplicateService.of(service), service.settings.replicate_webhook_secret
     if desk is None or not secret or not desk.webhooks:
         raise ApiError(404, "NOT_FOUND", "this server takes no webhooks of Replicate")
     body = await request.body()
@@ -96,19 +96,19 @@ async def hear(token: FromPath[str], site: CurrentState, request: Request[Any, A
 
 async def _heard(desk: ReplicateService, token: str, told: Told) -> Received:
     """The signed body says which prediction calls back for the token: so it is found even if no answer ever came."""
-    ledger = desk.site.ledger
-    known = await ledger.read(rows.known_by, token, ledger.terms)
+    store = desk.service.store
+    known = await store.read(rows.known_by, token, store.terms)
     if known is None or told.id in known.past:
         return Received("ignored")
     if known.id is None:
         try:
-            await ledger.write(rows.record, token, told.id, "starting", ledger.terms)
+            await store.write(rows.record, token, told.id, "starting", store.terms)
         except rows.AlreadyClaimed:
             return Received("ignored")
     elif known.id != told.id:
         desk.spawn(desk.end_stray(told.id, known.run_id))
         return Received("heard")
-    desk.ring(token, await ledger.write(rows.heard, token, ledger.terms))
+    desk.ring(token, await store.write(rows.heard, token, store.terms))
     return Received("heard")
 
 

@@ -45,8 +45,8 @@ class Health(Struct, frozen=True, omit_defaults=True):
 class HealthCheck:
     """Looks after one site."""
 
-    def __init__(self, site: ServiceState) -> None:
-        self._site = site
+    def __init__(self, service: ServiceState) -> None:
+        self._service = service
         self._alive = _Remembered(self._look_alive)
         self._ready = _Remembered(self._look_ready)
         self._wrote = -WRITTEN_EVERY
@@ -57,7 +57,7 @@ class HealthCheck:
 
     async def ready(self) -> Health:
         """Requests can be taken: the database is migrated and can be written, and the server is not about to end."""
-        if self._site.watch.ending:
+        if self._service.watch.ending:
             return _health({"server": "ending"})
         return await self._ready.get()
 
@@ -72,7 +72,7 @@ class HealthCheck:
 
     def _brokers(self) -> list[tuple[str, Awaitable[Word]]]:
         """Every broker that is used, each by the name of its check."""
-        settings, transport = self._site.settings, self._site.app.transport
+        settings, transport = self._service.settings, self._service.app.transport
         urls = {url for url in (settings.redis, settings.events) if url is not None}
         found: list[tuple[str, Awaitable[Word]]] = [("redis", _within(_redis_answers(url))) for url in sorted(urls)]
         if isinstance(transport, BrokerTransport):
@@ -81,7 +81,7 @@ class HealthCheck:
 
     async def _transport_answers(self, transport: BrokerTransport) -> Word:
         try:
-            await self._site.ledger.apart(transport.length, queue_name("default"))
+            await self._service.store.apart(transport.length, queue_name("default"))
         except Exception:  # noqa: BLE001 -- whatever the broker's client raises
             return "unavailable"
         return "ok"
@@ -90,7 +90,7 @@ class HealthCheck:
         return self._health({"database": await self._takes_writes()})
 
     def _health(self, checks: dict[str, Word]) -> Health:
-        url = self._site.ledger.url
+        url = self._service.store.url
         if checks["database"] != "ok" and url.get_backend_name() == "sqlite":
             try:
                 check_known(url.database or "")
@@ -99,12 +99,12 @@ class HealthCheck:
         return _health(checks)
 
     async def _answers(self) -> Word:
-        return await _within(self._site.ledger.read(_look))
+        return await _within(self._service.store.read(_look))
 
     async def _takes_writes(self) -> Word:
         """A PostgreSQL that only follows cannot be opened; a file of SQLite is made by that."""
         checks = [self._writes, self._opened]
-        if self._site.ledger.url.get_backend_name() == "sqlite":
+        if self._service.store.url.get_backend_name() == "sqlite":
             checks.reverse()
         for check in checks:
             if (word := await _within(check())) != "ok":
@@ -116,21 +116,21 @@ class HealthCheck:
 
         Anybody may ask, so however many ask, they cause one small write a minute: only that finds every full disk.
         """
-        ledger = self._site.ledger
-        word = await ledger.write(_may_write)
-        if ledger.url.get_backend_name() != "sqlite" or word != "ok":
+        store = self._service.store
+        word = await store.write(_may_write)
+        if store.url.get_backend_name() != "sqlite" or word != "ok":
             return word
-        if not await ledger.apart(_has_room, ledger.url.database or ""):
+        if not await store.apart(_has_room, store.url.database or ""):
             return "unavailable"
         if time.monotonic() - self._wrote >= WRITTEN_EVERY:
             self._wrote = -WRITTEN_EVERY  # until it succeeds it is tried every time
-            await ledger.write(_write)
+            await store.write(_write)
             self._wrote = time.monotonic()
         return "ok"
 
     async def _opened(self) -> Word:
         """A service that is mounted may not have been told to start."""
-        await self._site.opened()
+        await self._service.ensure_open()
         return "ok"
 
 

@@ -64,7 +64,7 @@ _OUR_FAULT = (StoreUnavailable, NotMigrated, ResultStoreError)
 )
 async def submit(
     data: JSONBody[JobRequest],
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     provider: Annotated[str, QueryParameter(description="Who does the work: local or replicate.")] = "local",
     key: Key = None,
@@ -82,7 +82,7 @@ async def submit(
         tracker_run_name=_tracker_name(data.tracker_run_name),
     )
     try:
-        job = await jobs.submit(site, caller, asked)
+        job = await jobs.submit(service, caller, asked)
     except _OUR_FAULT:
         raise
     except SemelError as error:
@@ -111,7 +111,7 @@ def _tracker_name(name: str | None) -> str | None:
     responses=refusals(400),
 )
 async def list_jobs(
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     request: TheRequest,
     *,
@@ -133,17 +133,17 @@ async def list_jobs(
     start = None if cursor is None else checked_id(cursor)
     if cursor is not None and start is None:
         raise InvalidRequest("cursor is what the page before called next")
-    rows, after = await site.ledger.read(jobs.list_jobs, wanted, limit, start)
+    rows, after = await service.store.read(jobs.list_jobs, wanted, limit, start)
     root = root_of(request)
     return json(JobPage([job_view(row, root) for row in rows], after))
 
 
 def _whose(caller: Principal, user: str | None, what: str) -> str | None:
-    if caller.sees is not None and user not in (None, caller.sees):
+    if caller.visible_user is not None and user not in (None, caller.visible_user):
         raise ApiError(403, "FORBIDDEN", f"only an operator {what}")
     if user is not None:
         checked_name("user", user, most=1000)
-    return user if caller.sees is None else caller.sees
+    return user if caller.visible_user is None else caller.visible_user
 
 
 @get(
@@ -153,9 +153,11 @@ def _whose(caller: Principal, user: str | None, what: str) -> str | None:
     summary="A job",
     responses=refusals(400, 404),
 )
-async def show(job_id: JobId, site: CurrentState, caller: CurrentPrincipal, request: TheRequest) -> Response[JobView]:
+async def show(
+    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
+) -> Response[JobView]:
     """The job as it stands, with the progress of its run and of its upload."""
-    return json(job_view(await jobs.find(site, caller, job_id), root_of(request)))
+    return json(job_view(await jobs.find(service, caller, job_id), root_of(request)))
 
 
 @post(
@@ -166,9 +168,11 @@ async def show(job_id: JobId, site: CurrentState, caller: CurrentPrincipal, requ
     status_code=200,
     responses=refusals(400, 404, 408, 409, 413),
 )
-async def cancel(job_id: JobId, site: CurrentState, caller: CurrentPrincipal, request: TheRequest) -> Response[JobView]:
+async def cancel(
+    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
+) -> Response[JobView]:
     """End a job that waits or uploads, or ask one that runs to end. Again changes nothing; 409 for one that is over."""
-    return json(job_view(await jobs.cancel(site, caller, job_id), root_of(request)))
+    return json(job_view(await jobs.cancel(service, caller, job_id), root_of(request)))
 
 
 @get(
@@ -179,21 +183,21 @@ async def cancel(job_id: JobId, site: CurrentState, caller: CurrentPrincipal, re
     responses=refusals(400),
 )
 async def cost_limits(
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     user: Annotated[str | None, QueryParameter(description="Of this user; for operators.", max_length=200)] = None,
 ) -> Response[CostStatus]:
     """The caller's spending in this day, week, month and year (UTC), against the limits of their quota."""
     _whose(caller, user, "sees what others spend")
     whose = checked_name("user", caller.user if user is None else user, empty=False)
-    used, quota = await site.ledger.usage((caller.tenant, whose))
+    used, quota = await service.store.usage((caller.tenant, whose))
     return json(cost_status(whose, used, quota))
 
 
 @get("/api/cloud/configs", tags=_CONFIGS, operation_id="listConfigs", summary="Configs", responses=refusals(400))
-async def list_configs(site: CurrentState, caller: CurrentPrincipal) -> Response[list[ConfigView]]:
+async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Response[list[ConfigView]]:
     """Every config that a job can name. One that cannot be used says why."""
-    return json([entry_view(entry, caller) for entry in await configs.list_all(site, caller.tenant)])
+    return json([entry_view(entry, caller) for entry in await configs.list_all(service, caller.tenant)])
 
 
 @get(
@@ -203,9 +207,9 @@ async def list_configs(site: CurrentState, caller: CurrentPrincipal) -> Response
     summary="A config",
     responses=refusals(400, 404, 422),
 )
-async def show_config(name: ConfigName, site: CurrentState, caller: CurrentPrincipal) -> Response[ConfigView]:
+async def show_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> Response[ConfigView]:
     """The config that a job of this name would use."""
-    return json(config_view(await configs.look_up(site, caller.tenant, name), caller))
+    return json(config_view(await configs.look_up(service, caller.tenant, name), caller))
 
 
 @put(
@@ -216,11 +220,11 @@ async def show_config(name: ConfigName, site: CurrentState, caller: CurrentPrinc
     responses=refusals(400, body=True),
 )
 async def put_config(
-    name: ConfigName, data: JSONBody[ConfigBody], site: CurrentState, caller: CurrentPrincipal
+    name: ConfigName, data: JSONBody[ConfigBody], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[ConfigView]:
     """Make a config, or replace it; for operators. It wins over a file of the same name."""
     _operates(caller)
-    return json(config_view(await configs.put(site, caller, name, data), caller))
+    return json(config_view(await configs.put(service, caller, name, data), caller))
 
 
 @delete(
@@ -230,10 +234,10 @@ async def put_config(
     summary="Remove a config",
     responses=refusals(400, 404, 408, 409, 413, 422),
 )
-async def delete_config(name: ConfigName, site: CurrentState, caller: CurrentPrincipal) -> None:
+async def delete_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> None:
     """Remove what was written with PUT; for operators. Jobs that were submitted go on."""
     _operates(caller)
-    await configs.remove(site, caller.tenant, name)
+    await configs.remove(service, caller.tenant, name)
 
 
 def _operates(caller: Principal) -> None:

@@ -101,11 +101,11 @@ class RunKeyList(Struct, frozen=True, kw_only=True):
 
 @get("/admin/keys", tags=_TAG, summary="Look up a key", guards=[requires("operator")], responses=refusals(400, 404))
 async def show_key(
-    within: Scope, key: Key, site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    within: Scope, key: Key, service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> KeyView:
     """How a key of the claim engine stands: its owner, its lease, and what it replays."""
     whose = tenant_for(caller, tenant)
-    return _view(await _record(site, _full(whose, within), key), whose)
+    return _view(await _record(service, _full(whose, within), key), whose)
 
 
 @get(
@@ -116,11 +116,11 @@ async def show_key(
     responses=refusals(400),
 )
 async def unresolved(
-    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100
+    service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100
 ) -> KeyList:
     """Keys whose owner vanished and that wait for somebody who says what became of the work, oldest first."""
     whose = tenant_for(caller, tenant)
-    found = await site.ledger.read(_unresolved, whose, limit, site.ledger.terms)
+    found = await service.store.read(_unresolved, whose, limit, service.store.terms)
     return KeyList(keys=[_view(record, whose) for record in found])
 
 
@@ -133,15 +133,15 @@ async def unresolved(
     responses=refusals(400, 404, 409, 422, body=True),
 )
 async def resolve_key(
-    data: JSONBody[Resolution], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    data: JSONBody[Resolution], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again."""
     scope = _full(tenant_for(caller, tenant), data.scope)
-    record = await _record(site, scope, data.key)
+    record = await _record(service, scope, data.key)
     if record.status == "completed" or (record.status == "in_flight" and not data.force):
         raise ApiError(409, "NOTHING_TO_RESOLVE", f"the key is {record.status.replace('_', ' ')}")
     try:
-        await site.once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
+        await service.once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
     except (InProgress, ClaimLost, InvalidRequest) as error:
         raise ApiError(409, "NOTHING_TO_RESOLVE", str(error)) from error
     except (Unencodable, RecursionError) as error:
@@ -155,7 +155,7 @@ async def delete_key(
     *,
     within: Scope,
     key: Key,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
     force: Annotated[bool, QueryParameter(description="Even while somebody works on it.")] = False,
@@ -166,7 +166,7 @@ async def delete_key(
     """
     full = _full(tenant_for(caller, tenant), within)
     try:
-        forgotten = await site.once.forget(checked_key_name("key", key), scope=full, force=force)
+        forgotten = await service.once.forget(checked_key_name("key", key), scope=full, force=force)
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
         said = f"somebody works on the key for {left} at least; with force=true it goes"
@@ -181,7 +181,7 @@ async def delete_key(
 )
 async def show_run_keys(
     key: Key,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
     user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's.")] = None,
@@ -189,7 +189,7 @@ async def show_run_keys(
     """The keys of that name, with the runs that they point to."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     name = checked_name("key", key, most=255)
-    return RunKeyList(keys=await site.ledger.read(_run_keys, whose, name, site.ledger.terms))
+    return RunKeyList(keys=await service.store.read(_run_keys, whose, name, service.store.terms))
 
 
 @delete(
@@ -199,14 +199,14 @@ async def delete_run_key(
     *,
     key: Key,
     user: KeyUser,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
     kind: KeyKind = "key",
 ) -> None:
     """Forget a key: the same submission makes a new run from now on. The old run stays."""
     whose = (tenant_for(caller, tenant), checked_name("user", user))
-    if not await site.ledger.write(_remove_run_key, whose, kind, checked_name("key", key, most=255)):
+    if not await service.store.write(_remove_run_key, whose, kind, checked_name("key", key, most=255)):
         raise absent("such key")
     _log.info("the run key %r of %r, tenant %r, was deleted by %r", key, whose[1], whose[0], caller.user)
 
@@ -220,8 +220,8 @@ def _prefix(tenant: str) -> str:
     return f"{quote(tenant, safe='', errors='surrogatepass')} " if tenant else ""
 
 
-async def _record(site: ServiceState, scope: str, key: str) -> Record:
-    record = await site.once.get(checked_key_name("key", key), scope=scope)
+async def _record(service: ServiceState, scope: str, key: str) -> Record:
+    record = await service.once.get(checked_key_name("key", key), scope=scope)
     if record is None:
         raise absent("such key")
     return record

@@ -24,15 +24,15 @@ _boards: WeakKeyDictionary[ServiceState, MetricsPage] = WeakKeyDictionary()
 
 
 @get("/healthz", tags=_TAG, summary="Is it alive?", responses=_UNWELL, security=[{}])
-async def healthz(site: CurrentState) -> Response[Health]:
+async def healthz(service: CurrentState) -> Response[Health]:
     """Whether the database answers, and Redis where it is used. Needs no token."""
-    return _answer(await _doctor(site).alive())
+    return _answer(await _doctor(service).alive())
 
 
 @get("/readyz", tags=_TAG, summary="Does it take requests?", responses=_UNWELL, security=[{}])
-async def readyz(site: CurrentState) -> Response[Health]:
+async def readyz(service: CurrentState) -> Response[Health]:
     """Whether the database is migrated and takes writes, and the server is not about to end. Needs no token."""
-    return _answer(await _doctor(site).ready())
+    return _answer(await _doctor(service).ready())
 
 
 @get(
@@ -43,20 +43,20 @@ async def readyz(site: CurrentState) -> Response[Health]:
     guards=[requires("operator")],
     responses=refusals(),
 )
-async def metrics(site: CurrentState, caller: CurrentPrincipal) -> Response[bytes]:
+async def metrics(service: CurrentState, caller: CurrentPrincipal) -> Response[bytes]:
     """What all processes of this server have counted, and what waits in the database. For operators of the house."""
     if caller.tenant:
         raise ApiError(403, "FORBIDDEN", "the numbers are of all tenants together, and not for one of them")
-    board = _boards.get(site)
+    board = _boards.get(service)
     if board is None:
-        board = _boards[site] = MetricsPage(site)
+        board = _boards[service] = MetricsPage(service)
     return Response(await board.text(), media_type=_FORMAT)
 
 
-def _doctor(site: ServiceState) -> HealthCheck:
-    doctor = _doctors.get(site)
+def _doctor(service: ServiceState) -> HealthCheck:
+    doctor = _doctors.get(service)
     if doctor is None:
-        doctor = _doctors[site] = HealthCheck(site)
+        doctor = _doctors[service] = HealthCheck(service)
     return doctor
 
 

@@ -105,11 +105,11 @@ class ReservationPage(Struct, frozen=True, kw_only=True):
 
 @get("/admin/quotas", tags=_TAG, summary="List quotas", guards=[requires("operator")], responses=refusals(400))
 async def list_quotas(
-    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
+    service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
 ) -> QuotaPage:
     """The quotas of the tenant, by user."""
     whose = tenant_for(caller, tenant)
-    every = await site.ledger.quotas(whose)
+    every = await service.store.quotas(whose)
     found = sorted(user for user in every if after is None or user > after)
     views = [QuotaView(tenant=whose, user=user, quota=_body(every[user])) for user in found[:limit]]
     return QuotaPage(quotas=views, next=found[limit - 1] if len(found) > limit else None)
@@ -123,10 +123,10 @@ async def list_quotas(
     responses=refusals(400, 404),
 )
 async def show_quota(
-    user: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Standing:
     """The quota that holds for a user, their own or the default one, and what they use of it."""
-    return await _standing(site, tenant_for(caller, tenant), named(user))
+    return await _standing(service, tenant_for(caller, tenant), named(user))
 
 
 @put(
@@ -137,11 +137,15 @@ async def show_quota(
     responses=refusals(400, 404, body=True),
 )
 async def put_quota(
-    user: FromPath[str], data: JSONBody[QuotaBody], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    user: FromPath[str],
+    data: JSONBody[QuotaBody],
+    service: CurrentState,
+    caller: CurrentPrincipal,
+    tenant: Tenant = None,
 ) -> QuotaView:
     """Set a user's quota as a whole; the user `*` is everybody without one. Runs that are under way go on."""
     whose, name = tenant_for(caller, tenant), named(user)
-    await site.ledger.set_quota((whose, name), Quota(**msgspec.structs.asdict(data)))
+    await service.store.set_quota((whose, name), Quota(**msgspec.structs.asdict(data)))
     _log.info("the quota of %r, tenant %r, was set by %r", name, whose, caller.user)
     return QuotaView(tenant=whose, user=name, quota=data)
 
@@ -154,30 +158,30 @@ async def put_quota(
     responses=refusals(400, 404),
 )
 async def delete_quota(
-    user: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Take a user's own quota away: the default one holds from now on."""
     whose, name = tenant_for(caller, tenant), named(user)
-    if not await site.ledger.write(_remove_quota, (whose, name), site.ledger.terms):
+    if not await service.store.write(_remove_quota, (whose, name), service.store.terms):
         raise absent("quota of that user")
     _log.info("the quota of %r, tenant %r, was taken away by %r", name, whose, caller.user)
 
 
 @get("/usage", tags=_TAG, summary="Your own use", responses=refusals(400))
-async def own_usage(site: CurrentState, caller: CurrentPrincipal) -> Standing:
+async def own_usage(service: CurrentState, caller: CurrentPrincipal) -> Standing:
     """What the caller has in use, and the quota that holds for them."""
-    return await _standing(site, caller.tenant, caller.user)
+    return await _standing(service, caller.tenant, caller.user)
 
 
 @get("/usage/{user:path}", tags=_TAG, summary="A user's use", responses=refusals(400, 404))
 async def show_usage(
-    user: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Standing:
     """What a user has in use: anybody's for operators, their own for others."""
     name = named(user)
-    if caller.sees not in (None, name):
+    if caller.visible_user not in (None, name):
         raise ApiError(403, "FORBIDDEN", "the use of others is shown to operators")
-    return await _standing(site, tenant_for(caller, tenant), name)
+    return await _standing(service, tenant_for(caller, tenant), name)
 
 
 @get(
@@ -189,7 +193,7 @@ async def show_usage(
 )
 async def list_reservations(
     *,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
     user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's.")] = None,
@@ -199,7 +203,7 @@ async def list_reservations(
     """Slots that are held and have not expired, with the time that is left of each."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     last = "" if after is None else checked_name("after", after, most=300)
-    found = await site.ledger.read(_live_reservations, whose, last, limit + 1, site.ledger.terms)
+    found = await service.store.read(_live_reservations, whose, last, limit + 1, service.store.terms)
     return ReservationPage(reservations=found[:limit], next=found[limit - 1].id if len(found) > limit else None)
 
 
@@ -211,11 +215,11 @@ async def list_reservations(
     responses=refusals(400, 404),
 )
 async def release_reservation(
-    reservation: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    reservation: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Free a slot that nobody has used yet. One whose job was made is freed when the job ends."""
     whose = tenant_for(caller, tenant)
-    if not await site.ledger.release(checked_name("reservation", reservation), (whose, None)):
+    if not await service.store.release(checked_name("reservation", reservation), (whose, None)):
         raise absent("reservation of that id to be released")
     _log.info("reservation %r, tenant %r, was released by %r", reservation, whose, caller.user)
 
@@ -225,8 +229,8 @@ def named(user: str) -> str:
     return checked_name("user", user.removeprefix("/"), empty=False)
 
 
-async def _standing(site: CurrentState, tenant: str, user: str) -> Standing:
-    used, quota, own = await site.ledger.read(_look, (tenant, user), site.ledger.terms)
+async def _standing(service: CurrentState, tenant: str, user: str) -> Standing:
+    used, quota, own = await service.store.read(_look, (tenant, user), service.store.terms)
     return Standing(
         tenant=tenant,
         user=user,

@@ -42,10 +42,10 @@ PORTION = 500
     summary="Every step of a run's life",
     responses=refusals(400, 404),
 )
-async def timeline(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -> Response[list[StepView]]:
+async def timeline(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[list[StepView]]:
     """Oldest first: created, leased, retried, lost, cancelled, succeeded, … with who did it and why."""
-    run = await site.run(run_id, caller)
-    return json([step_view(each) for each in await site.engine.timeline(run.id, tenant=caller.tenant)])
+    run = await service.run(run_id, caller)
+    return json([step_view(each) for each in await service.engine.timeline(run.id, tenant=caller.tenant)])
 
 
 @get(
@@ -55,10 +55,10 @@ async def timeline(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) 
     summary="Why a run is waiting",
     responses=refusals(400, 404),
 )
-async def waiting(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -> Response[WaitingAnswer]:
+async def waiting(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[WaitingAnswer]:
     """Why it is pending, since when, which place it has; ``waiting`` is null when it is not pending."""
-    run = await site.run(run_id, caller)
-    told = await site.engine.waiting(run.id, tenant=caller.tenant)
+    run = await service.run(run_id, caller)
+    told = await service.engine.waiting(run.id, tenant=caller.tenant)
     return json(WaitingAnswer(status=run.status, waiting=None if told is None else waiting_view(told)))
 
 
@@ -71,7 +71,7 @@ async def waiting(run_id: RunId, site: CurrentState, caller: CurrentPrincipal) -
 )
 async def logs(
     run_id: RunId,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     after: Annotated[str | None, QueryParameter(description="``next`` of the answer before.")] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=10_000, description="Lines at the most.")] = 1000,
@@ -80,12 +80,12 @@ async def logs(
 
     An answer of some megabytes ends before ``limit``; only one without lines says that there are no more.
     """
-    run = await site.run(run_id, caller)
+    run = await service.run(run_id, caller)
     seen = line_of(after)
     lines: list[LogLine] = []
     room = PAGE_BYTES
     while room > 0 and len(lines) < limit:
-        some = await site.ledger.logs(run.id, seen, min(PORTION, limit - len(lines)))
+        some = await service.store.logs(run.id, seen, min(PORTION, limit - len(lines)))
         lines += some
         if len(some) < PORTION:
             break
@@ -113,21 +113,21 @@ def line_of(cursor: str | None) -> tuple[int, int]:
     responses=refusals(400),
 )
 async def summary(
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     grouped: Annotated[
         bool, QueryParameter(description="Also by the parameter that each model is summarised by.")
     ] = False,
 ) -> Response[list[SummaryView]]:
     """Counts by status and the mean duration; of the caller's own runs, to operators of everybody's."""
-    found = await site.engine.summary(tenant=caller.tenant, grouped=grouped, user=caller.sees)
+    found = await service.engine.summary(tenant=caller.tenant, grouped=grouped, user=caller.visible_user)
     return json([summary_view(each) for each in found])
 
 
 @get("/models", tags=_TAG, operation_id="listModels", summary="What can be submitted", responses=refusals())
-async def models(site: CurrentState) -> Response[list[ModelView]]:
+async def models(service: CurrentState) -> Response[list[ModelView]]:
     """The models of this server, with the JSON Schema of their parameters and how they are run."""
-    registry = site.app.registry
+    registry = service.app.registry
     return json([model_view(registry[name]) for name in registry.names if not name.startswith(INTERNAL_PREFIX)])
 
 
@@ -139,10 +139,10 @@ async def models(site: CurrentState) -> Response[list[ModelView]]:
     guards=[requires("operator")],
     responses=refusals(),
 )
-async def workers(site: CurrentState, caller: CurrentPrincipal) -> Response[list[WorkerView]]:
+async def workers(service: CurrentState, caller: CurrentPrincipal) -> Response[list[WorkerView]]:
     """The workers that are alive or were until lately. For operators."""
     whole = not caller.tenant
-    return json([worker_view(each, whole=whole) for each in await site.engine.workers()])
+    return json([worker_view(each, whole=whole) for each in await service.engine.workers()])
 
 
 HANDLERS = (timeline, waiting, logs, summary, models, workers)

@@ -70,35 +70,35 @@ class Place:
     },
 )
 async def events(
-    run_id: RunId, site: CurrentState, caller: CurrentPrincipal, last: LastEventId = None
+    run_id: RunId, service: CurrentState, caller: CurrentPrincipal, last: LastEventId = None
 ) -> Response[Any]:
     """Server-sent events: ``state``, ``progress`` and ``log``, from the beginning or from ``Last-Event-ID`` on.
 
     The stream ends after the run has ended. Whoever comes back then is told by 204 that there is nothing more.
     """
-    run = await site.run(run_id, caller)
+    run = await service.run(run_id, caller)
     place = Place(last)
     if run.done and place.version >= run.version:
         return Response(None, status_code=204)
-    site.places.require(caller.name)
+    service.wait_slots.check(caller.name)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return Stream(_listening(site, caller, run, place), media_type=MEDIA_TYPE, headers=headers)
+    return Stream(_listening(service, caller, run, place), media_type=MEDIA_TYPE, headers=headers)
 
 
-async def _listening(site: ServiceState, caller: Principal, run: Run, place: Place) -> AsyncIterator[bytes]:
+async def _listening(service: ServiceState, caller: Principal, run: Run, place: Place) -> AsyncIterator[bytes]:
     """The stream, which takes a place of the caller's while it is open."""
-    with site.places.taken(caller.name):
-        async for event in _told(site, caller, run, place):
+    with service.wait_slots.hold(caller.name):
+        async for event in _told(service, caller, run, place):
             yield event
 
 
-async def _told(site: ServiceState, caller: Principal, run: Run, place: Place) -> AsyncIterator[bytes]:
+async def _told(service: ServiceState, caller: Principal, run: Run, place: Place) -> AsyncIterator[bytes]:
     """The events since the place, until the run is over."""
     progress: tuple[float | None, str | None] = (None, None)
     yield b": hello\n\n"
     spoken = time.monotonic()
     while True:
-        async for event in _news(site, run, place):
+        async for event in _news(service, run, place):
             yield event
             spoken = time.monotonic()
         if (run.progress, run.progress_note) != progress:
@@ -107,34 +107,34 @@ async def _told(site: ServiceState, caller: Principal, run: Run, place: Place) -
             spoken = time.monotonic()
         if run.done and place.version >= run.version:
             return
-        changed = await site.watch.change(run, spoken + HEARTBEAT - time.monotonic(), line=place.line)
-        if site.watch.ending:
+        changed = await service.watch.change(run, spoken + HEARTBEAT - time.monotonic(), line=place.line)
+        if service.watch.ending:
             return
         if time.monotonic() - spoken >= HEARTBEAT:
             yield b": still here\n\n"
             spoken = time.monotonic()
         if changed:
-            now = await _seen_through(_looked_at(site, caller, run.id))
+            now = await _seen_through(_looked_at(service, caller, run.id))
             if now is None:
                 return
             run = now
 
 
-async def _looked_at(site: ServiceState, caller: Principal, run_id: str) -> Run | None:
+async def _looked_at(service: ServiceState, caller: Principal, run_id: str) -> Run | None:
     """The run as it stands; None when it was purged, or the caller would not be let in any more."""
     try:
-        return await site.run(run_id, caller) if await site.gate.still(caller) else None
+        return await service.run(run_id, caller) if await service.auth.is_still_valid(caller) else None
     except RunNotFound:
         return None
 
 
-async def _news(site: ServiceState, run: Run, place: Place) -> AsyncIterator[bytes]:
+async def _news(service: ServiceState, run: Run, place: Place) -> AsyncIterator[bytes]:
     """Steps and lines since the place: an attempt's lines between its first step and the others."""
     steps: list[Step] = []
     if run.version > place.version:
-        steps = [each for each in await _seen_through(site.ledger.timeline(run.id)) if each.version > place.version]
+        steps = [each for each in await _seen_through(service.store.timeline(run.id)) if each.version > place.version]
     fence = max(run.fence, steps[-1].fence if steps else 0)
-    async for line in _lines(site, run, place, fence):
+    async for line in _lines(service, run, place, fence):
         while steps and (steps[0].fence < line.fence or steps[0].step == "leased"):
             yield place.step(steps.pop(0))
         place.line = (line.fence, line.line)
@@ -143,9 +143,9 @@ async def _news(site: ServiceState, run: Run, place: Place) -> AsyncIterator[byt
         yield place.step(step)
 
 
-async def _lines(site: ServiceState, run: Run, place: Place, fence: int) -> AsyncIterator[LogLine]:
+async def _lines(service: ServiceState, run: Run, place: Place, fence: int) -> AsyncIterator[LogLine]:
     """Lines since the place, of attempts up to that one: of a later one the beginning was not told yet."""
-    while lines := await _seen_through(site.ledger.logs(run.id, place.line, LINES)):
+    while lines := await _seen_through(service.store.logs(run.id, place.line, LINES)):
         for line in lines:
             if line.fence > fence:
                 return

@@ -65,14 +65,14 @@ ArtifactName = Annotated[str, PathParameter(description="The artifact's name, wh
     },
 )
 async def artifact(
-    run_id: RunId, name: ArtifactName, site: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
+    run_id: RunId, name: ArtifactName, service: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
 ) -> Response[Any]:
     """The file, in pieces, as a download. Its ``ETag`` is its SHA-256. 409 unless the run SUCCEEDED."""
-    found = _find(await site.run(run_id, caller), name.removeprefix("/"))
+    found = _find(await service.run(run_id, caller), name.removeprefix("/"))
     tag = f'"{found.digest}"'
     if matches(known, tag):
         return unchanged(tag)
-    content = await site.engine.artifact(run_id, found.name, tenant=caller.tenant)
+    content = await service.engine.artifact(run_id, found.name, tenant=caller.tenant)
     first = await asyncio.to_thread(next, content, None)  # a store that is away says so before the answer begins
     headers = {
         **_SAFETY,

@@ -93,14 +93,14 @@ def user_of(caller: Principal, asked: str | None) -> str:
     return asked
 
 
-def _cost(data: RunRequest, site: ServiceState, caller: Principal) -> float | None:
+def _cost(data: RunRequest, service: ServiceState, caller: Principal) -> float | None:
     """What it is taken to cost. Who could say less than the model's would be held by no limit."""
-    if data.cost is not None and not caller.may("operator") and data.cost < site.app.registry[data.model].cost:
+    if data.cost is not None and not caller.may("operator") and data.cost < service.app.registry[data.model].cost:
         raise ApiError(403, "FORBIDDEN", f"only an operator submits {data.model} for less than it costs")
     return data.cost
 
 
-def _arguments(data: RunRequest, site: ServiceState, caller: Principal, key: str | None) -> dict[str, Any]:
+def _arguments(data: RunRequest, service: ServiceState, caller: Principal, key: str | None) -> dict[str, Any]:
     """The arguments of ``submit``. The service's own models are hidden from its callers."""
     if data.model.startswith(INTERNAL_PREFIX):
         raise UnknownModel(f"unknown model {data.model!r}")
@@ -113,7 +113,7 @@ def _arguments(data: RunRequest, site: ServiceState, caller: Principal, key: str
         "queue": data.queue,
         "priority": data.priority,
         "delay": data.delay,
-        "cost": _cost(data, site, caller),
+        "cost": _cost(data, service, caller),
         "key_ttl": data.key_ttl,
         "dedupe": data.dedupe,
     }
@@ -146,10 +146,10 @@ def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
     },
 )
 async def submit(
-    data: JSONBody[RunRequest], site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    data: JSONBody[RunRequest], service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
 ) -> Response[RunView]:
     """Store a run and answer at once: 201 with the new run, or 200 with the one that was there already."""
-    run = await site.engine.submit(**_arguments(data, site, caller, one_key(key, data.idempotency_key)))
+    run = await service.engine.submit(**_arguments(data, service, caller, one_key(key, data.idempotency_key)))
     return _submitted(run, request)
 
 
@@ -165,7 +165,7 @@ async def submit(
     },
 )
 async def submit_many(
-    data: ManyRequests, site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    data: ManyRequests, service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
 ) -> Response[list[BulkAnswer]]:
     """Store up to 1,000 runs with few statements, and answer in their order.
 
@@ -181,10 +181,10 @@ async def submit_many(
     for place, each in enumerate(data):
         try:
             named = f"{shared}/{place}" if each.idempotency_key is None and shared is not None else each.idempotency_key
-            asked.append(_arguments(each, site, caller, named))
+            asked.append(_arguments(each, service, caller, named))
         except SemelError as error:
             refused[place] = error
-    stored = iter(await site.engine.submit_many(asked, strict=False))
+    stored = iter(await service.engine.submit_many(asked, strict=False))
     answers = [refused[place] if place in refused else next(stored) for place in range(len(data))]
     root = root_of(request)
     said = [_one_of_many(place, answer, root) for place, answer in enumerate(answers)]
@@ -209,7 +209,7 @@ def _one_of_many(place: int, answer: Run | SemelError, root: str) -> BulkAnswer:
 async def show(
     *,
     run_id: RunId,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     request: TheRequest,
     wait: Wait = 0.0,
@@ -220,17 +220,17 @@ async def show(
     With ``wait`` the answer comes when the run is over, or with ``If-None-Match`` as soon as it is other than the
     client knows it, or when the time is over.
     """
-    run = await site.run(run_id, caller)
+    run = await service.run(run_id, caller)
     answer = tagged(run_view(run, root_of(request)), known)
     end = time.monotonic() + wait
     while wait and not run.done and (known is None or answer.status_code == 304):
-        site.places.require(caller.name)
-        change = site.watch.change(run, end - time.monotonic(), end_only=known is None)
-        with site.places.taken(caller.name):
+        service.wait_slots.check(caller.name)
+        change = service.watch.change(run, end - time.monotonic(), end_only=known is None)
+        with service.wait_slots.hold(caller.name):
             changed = await _unless_gone(change, request)
-        if not await site.gate.still(caller):
+        if not await service.auth.is_still_valid(caller):
             raise ApiError(401, "UNAUTHENTICATED", "the token is not valid any more")
-        run = await site.run(run_id, caller)
+        run = await service.run(run_id, caller)
         answer = tagged(run_view(run, root_of(request)), known)
         if not changed:
             break
@@ -258,12 +258,12 @@ async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -
     summary="What a run returned",
     responses=refusals(400, 404, 409),
 )
-async def result(run_id: RunId, site: CurrentState, caller: CurrentPrincipal, exact: Exact = False) -> Response[Any]:
+async def result(run_id: RunId, service: CurrentState, caller: CurrentPrincipal, exact: Exact = False) -> Response[Any]:
     """The result as JSON. 409 unless the run SUCCEEDED: ``run_status`` says how it stands.
 
     NaN and infinity, for which JSON has no numbers, are null, and the run has a warning that names them.
     """
-    return await _result(run_id, site, caller, exact=exact)
+    return await _result(run_id, service, caller, exact=exact)
 
 
 @get(
@@ -276,18 +276,18 @@ async def result(run_id: RunId, site: CurrentState, caller: CurrentPrincipal, ex
 async def result_by_ref(
     run_id: RunId,
     fence: Annotated[int, PathParameter(description="Which attempt stored it; as ``result_ref`` has it.")],  # noqa: ARG001 -- the run has one result
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     exact: Exact = False,
 ) -> Response[Any]:
     """As by the run's id, for the ``result_ref`` of a result that lies in the result store."""
-    return await _result(run_id, site, caller, exact=exact)
+    return await _result(run_id, service, caller, exact=exact)
 
 
-async def _result(run_id: str, site: ServiceState, caller: Principal, *, exact: bool) -> Response[Any]:
-    if caller.sees is not None:
-        await site.run(run_id, caller)
-    data = await site.engine.result_json(run_id, tenant=caller.tenant, exact=exact)
+async def _result(run_id: str, service: ServiceState, caller: Principal, *, exact: bool) -> Response[Any]:
+    if caller.visible_user is not None:
+        await service.run(run_id, caller)
+    data = await service.engine.result_json(run_id, tenant=caller.tenant, exact=exact)
     return Response(data, media_type="application/json")
 
 
@@ -301,7 +301,7 @@ async def _result(run_id: str, site: ServiceState, caller: Principal, *, exact: 
 )
 async def cancel(
     run_id: RunId,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     request: TheRequest,
     data: JSONBody[CancelRequest | None] = None,
@@ -310,9 +310,9 @@ async def cancel(
 
     Again changes nothing. 409 for one that succeeded or failed before.
     """
-    run = await site.run(run_id, caller)
+    run = await service.run(run_id, caller)
     why = {} if data is None or data.why is None else {"why": data.why}
-    run = await site.engine.cancel(run.id, tenant=caller.tenant, **why)
+    run = await service.engine.cancel(run.id, tenant=caller.tenant, **why)
     concerns(run.id, run)
     return json(run_view(run, root_of(request)))
 
@@ -329,15 +329,15 @@ async def cancel(
     },
 )
 async def retry(
-    run_id: RunId, site: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    run_id: RunId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
 ) -> Response[RunView]:
     """Submit a failed or cancelled run again, as a new run with ``retry_of``.
 
     201 with the new run; 200 with the one that came of an earlier retry: while it is under way, or, of one with the
     same ``Idempotency-Key``, whatever became of it. Takes no body.
     """
-    run = await site.run(run_id, caller)
-    again = await site.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
+    run = await service.run(run_id, caller)
+    again = await service.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
     return _submitted(again, request)
 
 
@@ -355,7 +355,7 @@ def _filter(name: str, description: str) -> Any:
 )
 async def list_runs(
     *,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     request: TheRequest,
     status: Annotated[list[Status] | None, QueryParameter(description="Any of these; may be repeated.")] = None,
@@ -379,12 +379,12 @@ async def list_runs(
 
     A page ends after ``limit`` runs, or after some megabytes: as long as there is a ``next``, there is more.
     """
-    if caller.sees is not None and user not in (None, caller.sees):
+    if caller.visible_user is not None and user not in (None, caller.visible_user):
         raise ApiError(403, "FORBIDDEN", "only an operator lists the runs of others")
-    page = await site.engine.runs(
+    page = await service.engine.runs(
         status=status,
         model=model,
-        user=user if caller.sees is None else caller.sees,
+        user=user if caller.visible_user is None else caller.visible_user,
         tenant=caller.tenant,
         queue=queue,
         idempotency_key=key,

@@ -86,11 +86,11 @@ class TokenPage(Struct, frozen=True, kw_only=True):
     responses=refusals(400),
 )
 async def list_tokens(
-    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
+    service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
 ) -> TokenPage:
     """The tokens of the tenant; to an admin of the main tenant who names none, those of every tenant."""
     whose = None if tenant is None and manages_all(caller) else tenant_for(caller, tenant)
-    found = await site.ledger.read(tokens.listed, whose, after=_cursor(after), limit=limit + 1)
+    found = await service.store.read(tokens.listed, whose, after=_cursor(after), limit=limit + 1)
     last = found[limit - 1] if len(found) > limit else None
     more = None if last is None else f"{last.created_us}-{last.id}"
     return TokenPage(tokens=[_view(each) for each in found[:limit]], next=more)
@@ -104,7 +104,7 @@ async def list_tokens(
     responses=refusals(400, 409, body=True),
 )
 async def create_token(
-    data: JSONBody[TokenRequest], site: CurrentState, caller: CurrentPrincipal
+    data: JSONBody[TokenRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[IssuedView]:
     """Make a token. Its secret is in this answer and nowhere else.
 
@@ -114,8 +114,8 @@ async def create_token(
     request = tokens.NewToken(
         user=data.user, role=data.role, tenant=tenant_for(caller, data.tenant), name=data.name, ttl=data.ttl
     )
-    issued = await site.ledger.write(_issue, request, site.ledger.terms)
-    return _handed_out(site, caller, issued, "made")
+    issued = await service.store.write(_issue, request, service.store.terms)
+    return _handed_out(service, caller, issued, "made")
 
 
 def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) -> Issued:
@@ -134,14 +134,14 @@ def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) 
     responses=refusals(400, 404, body=True),
 )
 async def rotate_token(
-    token_id: FromPath[str], data: JSONBody[RotateRequest], site: CurrentState, caller: CurrentPrincipal
+    token_id: FromPath[str], data: JSONBody[RotateRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[IssuedView]:
     """Make a new token for the same person, as long-lived as the old one, which works for the grace and then ends."""
-    terms = site.ledger.terms
-    issued = await site.ledger.write(tokens.rotate, _known(token_id), data.grace, terms, _reach(caller))
+    terms = service.store.terms
+    issued = await service.store.write(tokens.rotate, _known(token_id), data.grace, terms, _reach(caller))
     if issued is None:
         raise absent("token of that id")
-    return _handed_out(site, caller, issued, f"made in place of {token_id}")
+    return _handed_out(service, caller, issued, f"made in place of {token_id}")
 
 
 @delete(
@@ -151,23 +151,23 @@ async def rotate_token(
     guards=[requires("admin")],
     responses=refusals(400, 404, 409),
 )
-async def revoke_token(token_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal) -> None:
+async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal) -> None:
     """Take a token away: here at once, in other processes within five seconds.
 
     The last token of the main tenant's admins stays.
     """
-    done = await site.ledger.write(tokens.revoke_but_last, _known(token_id), _reach(caller), site.ledger.terms)
+    done = await service.store.write(tokens.revoke_but_last, _known(token_id), _reach(caller), service.store.terms)
     if done == "absent":
         raise absent("token of that id")
     if done == "last":
         said = "this is the last admin token: make another first, or use `semel token revoke` on the server's machine"
         raise ApiError(409, "LAST_ADMIN", said)
-    site.gate.forget()
+    service.auth.forget()
     _log.info("token %s was revoked by %s", token_id, _signed(caller))
 
 
-def _handed_out(site: CurrentState, caller: Principal, issued: Issued, how: str) -> Response[IssuedView]:
-    site.gate.forget()
+def _handed_out(service: CurrentState, caller: Principal, issued: Issued, how: str) -> Response[IssuedView]:
+    service.auth.forget()
     token = issued.token
     _log.info(
         "token %s (%s of %r, tenant %r) was %s by %s",

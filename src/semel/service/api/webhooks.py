@@ -108,10 +108,10 @@ class DeliveryPage(Struct, frozen=True, kw_only=True):
     responses=refusals(400),
 )
 async def list_subscriptions(
-    site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> list[SubscriptionView]:
     """The subscriptions of the tenant, oldest first."""
-    found = await site.ledger.read(subscriptions.listed, tenant_for(caller, tenant))
+    found = await service.store.read(subscriptions.listed, tenant_for(caller, tenant))
     return [_view(each) for each in found]
 
 
@@ -123,12 +123,12 @@ async def list_subscriptions(
     responses=refusals(400, 409, 422, body=True),
 )
 async def create_subscription(
-    data: JSONBody[SubscriptionRequest], site: CurrentState, caller: CurrentPrincipal
+    data: JSONBody[SubscriptionRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[NewSubscription]:
     """Post the events to a URL from now on, signed with the secret that this answer shows."""
     tenant = tenant_for(caller, data.tenant)
-    await check_target(data.url, site.settings)
-    made = await site.ledger.write(subscriptions.create, tenant, data.url, data.events, site.ledger.terms)
+    await check_target(data.url, service.settings)
+    made = await service.store.write(subscriptions.create, tenant, data.url, data.events, service.store.terms)
     _log.info("subscription %s was made by %r", made.id, caller.user)
     assert made.secret is not None
     return Response(NewSubscription(subscription=_view(made), secret=made.secret), status_code=201, headers=_UNSTORED)
@@ -142,10 +142,10 @@ async def create_subscription(
     responses=refusals(400, 404),
 )
 async def show_subscription(
-    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> SubscriptionView:
     """The subscription, without its secret."""
-    return _view(await site.ledger.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant)))
+    return _view(await service.store.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant)))
 
 
 @delete(
@@ -156,11 +156,11 @@ async def show_subscription(
     responses=refusals(400, 404, 409),
 )
 async def delete_subscription(
-    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Send nothing any more, and forget what was on its way."""
-    await site.ledger.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
-    await site.ledger.write(deliveries.tidy, site.ledger.terms)  # of very many, the rest follows in the background
+    await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
+    await service.store.write(deliveries.tidy, service.store.terms)  # of very many, the rest follows in the background
     _log.info("subscription %s was ended by %r", subscription_id, caller.user)
 
 
@@ -173,11 +173,11 @@ async def delete_subscription(
     responses=refusals(400, 404),
 )
 async def try_subscription(
-    subscription_id: FromPath[str], site: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
+    subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Pinged:
     """Send an event named Ping now, once, and say how it was taken."""
-    found = await site.ledger.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant))
-    event_id, answered = await ping(site, found)
+    found = await service.store.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant))
+    event_id, answered = await ping(service, found)
     return Pinged(id=event_id, delivered=answered.good, status=answered.status, error=answered.error)
 
 
@@ -189,7 +189,7 @@ async def try_subscription(
     responses=refusals(400),
 )
 async def list_deliveries(
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     *,
     in_state: Annotated[State | None, QueryParameter(name="state", description="Only those.")] = None,
@@ -202,7 +202,7 @@ async def list_deliveries(
     of_one = None if subscription is None else _id_of(subscription)
     if of_one is None and subscription is not None:
         return DeliveryPage(deliveries=[], next=None)
-    page = await site.ledger.read(
+    page = await service.store.read(
         deliveries.listed,
         tenant_for(caller, tenant),
         state=in_state,
@@ -227,7 +227,7 @@ async def resend_delivery(
     run_id: FromPath[str],
     version: Version,
     *,
-    site: CurrentState,
+    service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
 ) -> DeliveryView:
@@ -236,7 +236,7 @@ async def resend_delivery(
     if run is None:
         raise absent("delivery of that run")
     place = (_known(subscription_id), run, version)
-    found = await site.ledger.write(deliveries.resend, tenant_for(caller, tenant), place, site.ledger.terms)
+    found = await service.store.write(deliveries.resend, tenant_for(caller, tenant), place, service.store.terms)
     return _delivery_view(found)
 
 

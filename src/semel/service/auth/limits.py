@@ -82,14 +82,14 @@ class ConcurrencyLimit:
         self._most = most
         self._taken: Counter[str] = Counter()
 
-    def require(self, name: str) -> None:
+    def check(self, name: str) -> None:
         """Refuse where there is no place left."""
         if self._taken[name] >= self._most:
             said = f"{self._most} requests of yours wait or listen already, and no more may at a time"
             raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=1.0)
 
     @contextmanager
-    def taken(self, name: str) -> Iterator[None]:
+    def hold(self, name: str) -> Iterator[None]:
         """Take a place until the end of the block."""
         self._taken[name] += 1
         try:

@@ -101,7 +101,7 @@ class Principal(Struct, frozen=True, kw_only=True):
         return self.token or self.user
 
     @property
-    def sees(self) -> str | None:
+    def visible_user(self) -> str | None:
         """Whose runs they see: their own, or everybody's (None)."""
         return None if self.may("operator") else self.user
 
@@ -140,8 +140,8 @@ class CachedToken(Struct, frozen=True):
 class Authenticator:
     """Who a request is from. A token that was found good is known for some seconds."""
 
-    def __init__(self, ledger: RunStore, settings: Settings) -> None:
-        self._ledger = ledger
+    def __init__(self, store: RunStore, settings: Settings) -> None:
+        self._store = store
         self._known: dict[bytes, CachedToken] = {}
         self._rate = settings.rate
         self._uses = RateLimits(settings.rate, 2 * settings.rate)
@@ -187,15 +187,15 @@ class Authenticator:
         if not self._guarded and time.monotonic() - self._looked_at >= LOOK_EVERY:
             async with self._looking:  # one asks for all who come meanwhile
                 if time.monotonic() - self._looked_at >= LOOK_EVERY:
-                    self._guarded = await self._ledger.read(tokens.any_there)
+                    self._guarded = await self._store.read(tokens.any_there)
                     self._looked_at = time.monotonic()
         return self._guarded
 
-    async def still(self, caller: Principal) -> bool:
+    async def is_still_valid(self, caller: Principal) -> bool:
         """Whether somebody who is being answered for long would be let in now, too."""
         if caller.token is None:
             return not await self.guarded()
-        return await self._ledger.read(tokens.find, caller.token, self._ledger.terms) is not None
+        return await self._store.read(tokens.find, caller.token, self._store.terms) is not None
 
     async def _token(self, sent: list[str], scope: Scope) -> Token:
         """The token that was sent, looked up unless that very text was good a moment ago.
@@ -227,7 +227,7 @@ class Authenticator:
     async def _look_up(self, sent: str) -> tuple[Token, float | None] | None:
         scheme, _, text = sent.partition(" ")
         parsed = tokens.parse(text.strip()) if scheme.lower() == "bearer" else None
-        return None if parsed is None else await self._ledger.read(tokens.check, *parsed, self._ledger.terms)
+        return None if parsed is None else await self._store.read(tokens.check, *parsed, self._store.terms)
 
     def _remember(self, mark: bytes, known: CachedToken) -> None:
         if len(self._known) >= MOST_NAMES:
@@ -257,7 +257,7 @@ class Authenticator:
 
     async def _write_used(self, token_id: str) -> None:
         try:
-            await self._ledger.write(tokens.used, [token_id], self._ledger.terms)
+            await self._store.write(tokens.used, [token_id], self._store.terms)
         except SemelError as error:
             _log.warning("that a token was used could not be noted: %s", error)
 

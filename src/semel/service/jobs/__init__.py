@@ -105,11 +105,11 @@ class JobEngine(RunEngine):
         return run, first is not None
 
 
-def engine_of(site: ServiceState) -> JobEngine:
+def engine_of(service: ServiceState) -> JobEngine:
     """Over the site's own connections."""
-    app = site.app
+    app = service.app
     return JobEngine(
-        site.ledger,
+        service.store,
         app.registry,
         results=lambda: app.results,
         transport=lambda: app.transport,
@@ -118,18 +118,18 @@ def engine_of(site: ServiceState) -> JobEngine:
     )
 
 
-async def submit(site: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
+async def submit(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
     """Submit a job. What was submitted under the key before is found, whatever became of its config since."""
     try:
-        order, card = await _resolve(site, caller, asked)
-        run, waits = await engine_of(site).submit_job(asked, order, card, caller)
+        order, card = await _resolve(service, caller, asked)
+        run, waits = await engine_of(service).submit_job(asked, order, card, caller)
     except SemelError:
-        found = await _find_by_key(site, caller, asked)
+        found = await _find_by_key(service, caller, asked)
         if found is None:
             raise
         return found
     if run.replayed:
-        return _replayed(await find(site, caller, run.id), run.key_expires_us)
+        return _replayed(await find(service, caller, run.id), run.key_expires_us)
     concerns(run.id, run)
     return SubmissionOutcome(
         job_id=run.id,
@@ -142,14 +142,14 @@ async def submit(site: ServiceState, caller: Principal, asked: JobSubmission) ->
     )
 
 
-async def _resolve(site: ServiceState, caller: Principal, asked: JobSubmission) -> tuple[RunSpec, JobDetails]:
-    provider = site.providers.get(asked.provider)
+async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmission) -> tuple[RunSpec, JobDetails]:
+    provider = service.providers.get(asked.provider)
     if provider is None:
         raise UnknownProvider(f"Unknown provider: {asked.provider[:200]}")
-    config = await configs.look_up(site, caller.tenant, asked.config)
+    config = await configs.look_up(service, caller.tenant, asked.config)
     simulated = config.providers.get(asked.provider, {}).get("simulate") is True
-    order = (site.providers["local"] if simulated else provider).order(config)
-    if config.data is not None and not await site.ledger.apart(Path(config.data).is_dir):
+    order = (service.providers["local"] if simulated else provider).order(config)
+    if config.data is not None and not await service.store.apart(Path(config.data).is_dir):
         raise InvalidRequest(f"the config {config.name!r} has data, and its folder is not there")
     card = JobDetails(
         provider=asked.provider,
@@ -161,17 +161,17 @@ async def _resolve(site: ServiceState, caller: Principal, asked: JobSubmission) 
     return order, card
 
 
-async def _find_by_key(site: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome | None:
+async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome | None:
     """What was submitted with the same key before, if it was the same that was asked for."""
     if asked.key is None:
         return None
     try:
-        entry = await site.ledger.check_key((caller.tenant, caller.user), asked.key)
+        entry = await service.store.check_key((caller.tenant, caller.user), asked.key)
     except SemelError:
         return None  # what is no key names nothing; of a database that is away the first error tells
     if entry is None or entry.payload_hash != asked.digest:
         return None
-    return _replayed(await find(site, caller, entry.job_id), entry.expires_us)
+    return _replayed(await find(service, caller, entry.job_id), entry.expires_us)
 
 
 def _replayed(job: Any, key_expires_us: int | None) -> SubmissionOutcome:
@@ -234,11 +234,11 @@ _STATUSES: dict[JobStatus, Any] = {
 }
 
 
-async def find(site: ServiceState, caller: Principal, job_id: str) -> Any:
+async def find(service: ServiceState, caller: Principal, job_id: str) -> Any:
     """The job's row with what its run says, if it is the caller's to see."""
     known = checked_id(job_id)
-    row = await site.ledger.read(_find, known, caller.tenant) if known else None
-    if row is None or (caller.sees is not None and row.user_id != caller.sees):
+    row = await service.store.read(_find, known, caller.tenant) if known else None
+    if row is None or (caller.visible_user is not None and row.user_id != caller.visible_user):
         raise RunNotFound(f"there is no job {job_id[:200]!r}")
     concerns(row.run_id, row)
     return row
@@ -265,9 +265,9 @@ def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | Non
     return found[:limit], found[limit - 1].run_id if len(found) > limit else None
 
 
-async def cancel(site: ServiceState, caller: Principal, job_id: str) -> Any:
+async def cancel(service: ServiceState, caller: Principal, job_id: str) -> Any:
     """Cancel the job's run, and the upload of its data. One that ended otherwise is left as it is: an error says so."""
-    row = await find(site, caller, job_id)
-    await site.ledger.write(uploads.cancel, row.run_id, "cancelled by request", site.ledger.terms)
-    await site.engine.cancel(row.run_id, tenant=caller.tenant)
-    return await find(site, caller, job_id)
+    row = await find(service, caller, job_id)
+    await service.store.write(uploads.cancel, row.run_id, "cancelled by request", service.store.terms)
+    await service.engine.cancel(row.run_id, tenant=caller.tenant)
+    return await find(service, caller, job_id)

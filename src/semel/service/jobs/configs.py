@@ -62,62 +62,62 @@ class UnknownConfig(ApiError):
         super().__init__(404, "NOT_FOUND", f"Unknown config: {name[:200]}")
 
 
-async def look_up(site: ServiceState, tenant: str, name: str) -> Config:
+async def look_up(service: ServiceState, tenant: str, name: str) -> Config:
     """The config of that name as this tenant sees it, or :class:`UnknownConfig`; or why it cannot be used."""
     if not config_files.is_name(name):
         raise UnknownConfig(name)
-    row = await site.ledger.read(_find, tenant, name)
+    row = await service.store.read(_find, tenant, name)
     if row is not None:
-        return await asyncio.to_thread(_of_row, site, row)
-    found = await asyncio.to_thread(_of_file, site, name)
+        return await asyncio.to_thread(_of_row, service, row)
+    found = await asyncio.to_thread(_of_file, service, name)
     if found is None:
         raise UnknownConfig(name)
     return found
 
 
-async def list_all(site: ServiceState, tenant: str) -> list[ConfigEntry]:
+async def list_all(service: ServiceState, tenant: str) -> list[ConfigEntry]:
     """Every config that the tenant can name, in the order of the alphabet."""
-    rows = await site.ledger.read(_rows, tenant)
-    return await asyncio.to_thread(_entries, site, rows)
+    rows = await service.store.read(_rows, tenant)
+    return await asyncio.to_thread(_entries, service, rows)
 
 
-async def put(site: ServiceState, caller: Principal, name: str, body: ConfigBody) -> Config:
+async def put(service: ServiceState, caller: Principal, name: str, body: ConfigBody) -> Config:
     """Write a row. Data is for admins, and only from the folder of configs: nobody reads other files of the server."""
     if not config_files.is_name(name):
         raise ApiError(400, "INVALID_REQUEST", "a config's name has letters, digits, '.', '_' and '-', up to 100")
     if body.data is not None and not caller.may("admin"):
         raise ApiError(403, "FORBIDDEN", "only an admin says which folder of the server is a config's data")
-    text = await asyncio.to_thread(_checked, site, name, body)
-    await site.ledger.write(_write, site.ledger.terms, tenant=caller.tenant, name=name, body=text, user=caller.user)
-    return await look_up(site, caller.tenant, name)
+    text = await asyncio.to_thread(_checked, service, name, body)
+    await service.store.write(_write, service.store.terms, tenant=caller.tenant, name=name, body=text, user=caller.user)
+    return await look_up(service, caller.tenant, name)
 
 
-def _checked(site: ServiceState, name: str, body: ConfigBody) -> str:
+def _checked(service: ServiceState, name: str, body: ConfigBody) -> str:
     """The body as it is stored. It may be large, so it is looked at in a thread."""
     try:
         body = config_files.body_of(msgspec.to_builtins(body))
-        _row_data(site, name, body.data)
+        _row_data(service, name, body.data)
     except (ValueError, BrokenConfig) as error:
         raise ApiError(400, "INVALID_REQUEST", str(error)) from None
     return msgspec.json.encode(body).decode()
 
 
-async def remove(site: ServiceState, tenant: str, name: str) -> None:
+async def remove(service: ServiceState, tenant: str, name: str) -> None:
     """Remove a row. What is a file is not removed here."""
-    if config_files.is_name(name) and await site.ledger.write(_remove, tenant, name):
+    if config_files.is_name(name) and await service.store.write(_remove, tenant, name):
         return
-    there = await look_up(site, tenant, name)
+    there = await look_up(service, tenant, name)
     said = f"the config {name!r} is a file of this server" if there.source == "file" else f"{name!r} is the demo's"
     raise ApiError(409, "CONFIG_NOT_REMOVABLE", f"{said}; only what was put here can be removed here")
 
 
-def _entries(site: ServiceState, rows: list[Any]) -> list[ConfigEntry]:
+def _entries(service: ServiceState, rows: list[Any]) -> list[ConfigEntry]:
     found: dict[str, ConfigEntry] = {}
-    for folder, source in reversed(_folders(site)):
+    for folder, source in reversed(_folders(service)):
         for name in config_files.names(folder):
-            found[name] = _entry(name, source, lambda name=name: _of_file(site, name))
+            found[name] = _entry(name, source, lambda name=name: _of_file(service, name))
     for row in rows:
-        found[row.name] = _entry(row.name, "row", lambda row=row: _of_row(site, row))
+        found[row.name] = _entry(row.name, "row", lambda row=row: _of_row(service, row))
     return [found[name] for name in sorted(found)]
 
 
@@ -128,18 +128,18 @@ def _entry(name: str, source: Any, read: Any) -> ConfigEntry:
         return ConfigEntry(name=name, source=source, error=str(error))
 
 
-def _folders(site: ServiceState) -> list[tuple[Path, Literal["file", "demo"]]]:
+def _folders(service: ServiceState) -> list[tuple[Path, Literal["file", "demo"]]]:
     """Where files are looked for; the first wins. The demo's are there when its models are."""
     folders: list[tuple[Path, Literal["file", "demo"]]] = []
-    if site.settings.configs is not None:
-        folders.append((Path(site.settings.configs).absolute(), "file"))
-    if any(model.reference.startswith("semel.demo:") for model in site.app.registry):
+    if service.settings.configs is not None:
+        folders.append((Path(service.settings.configs).absolute(), "file"))
+    if any(model.reference.startswith("semel.demo:") for model in service.app.registry):
         folders.append((DEMO, "demo"))
     return folders
 
 
-def _of_file(site: ServiceState, name: str) -> Config | None:
-    for folder, source in _folders(site):
+def _of_file(service: ServiceState, name: str) -> Config | None:
+    for folder, source in _folders(service):
         body = config_files.read(folder, name)
         if body is not None:
             data = None if body.data is None else str((folder / body.data).resolve())
@@ -147,22 +147,22 @@ def _of_file(site: ServiceState, name: str) -> Config | None:
     return None
 
 
-def _of_row(site: ServiceState, row: Any) -> Config:
+def _of_row(service: ServiceState, row: Any) -> Config:
     try:
         body = msgspec.json.decode(row.body, type=ConfigBody)
     except msgspec.DecodeError as error:
         raise BrokenConfig(f"the row of the config {row.name!r} cannot be read: {error}") from None
-    config = _config(row.name, body, "row", _row_data(site, row.name, body.data))
+    config = _config(row.name, body, "row", _row_data(service, row.name, body.data))
     return msgspec.structs.replace(config, updated_at=moment(row.updated_us), updated_by=row.updated_by)
 
 
-def _row_data(site: ServiceState, name: str, data: str | None) -> str | None:
+def _row_data(service: ServiceState, name: str, data: str | None) -> str | None:
     """The folder of a row's data. It is looked at whenever it is used: a link may lead elsewhere by then."""
     if data is None:
         return None
-    if site.settings.configs is None:
+    if service.settings.configs is None:
         raise BrokenConfig(f"the config {name!r} has data, and this server has no folder of configs (--configs)")
-    root = Path(site.settings.configs).resolve()
+    root = Path(service.settings.configs).resolve()
     try:
         folder = (root / data).resolve()
     except (OSError, ValueError, RuntimeError):  # a NUL, a ring of links

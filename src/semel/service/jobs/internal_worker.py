@@ -31,8 +31,8 @@ _here: ContextVar[InternalWork] = ContextVar("semel_internal_work")
 class InternalWork:
     """The worker of the service's own runs, while the server is up."""
 
-    def __init__(self, site: ServiceState) -> None:
-        self.site = site
+    def __init__(self, service: ServiceState) -> None:
+        self.service = service
         self.stopping = threading.Event()
         """What works in a thread looks at it: a thread cannot be stopped from outside."""
         self._worker: Worker | None = None
@@ -46,16 +46,16 @@ class InternalWork:
 
         if not self._installed:
             self._installed = True
-            uploads.install(self.site.app)
-            for provider in self.site.providers.values():
-                provider.install(self.site)
+            uploads.install(self.service.app)
+            for provider in self.service.providers.values():
+                provider.install(self.service)
         self.stopping.clear()
         self._worker = Worker(
-            _with_own_models(self.site.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
+            _with_own_models(self.service.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
         )
         _here.set(self)
         self._task = asyncio.create_task(self._worker.serve())
-        self._settler = uploads.UploadReaper(self.site.ledger, self._worker.id)
+        self._settler = uploads.UploadReaper(self.service.store, self._worker.id)
         self._settler.start()
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class Provider(Protocol):
     def order(self, config: Config) -> RunSpec:
         """The run for a config, or an ``InvalidRequest`` that says what is missing, such as a token."""
 
-    def install(self, site: ServiceState) -> None:
+    def install(self, service: ServiceState) -> None:
         """Register the models that the provider needs with ``site.app``; called once, before the server starts.
 
         A job's data is not unpacked for models whose names begin with ``semel.``: they have ``ctx.data_ref``, under
@@ -77,7 +77,7 @@ class LocalProvider:
             cost=config.cost,
         )
 
-    def install(self, site: ServiceState) -> None:
+    def install(self, service: ServiceState) -> None:
         """See :class:`Provider`: the app's models are there already."""
 
 

@@ -46,30 +46,30 @@ def install(app: App) -> None:
 def upload(ctx: Context, job_id: str) -> dict[str, Any]:
     """Pack the job's folder, keep it, and release the job's run."""
     work = here()
-    with _ledger(work.site.app) as ledger:
-        folder = run_sync(ledger.read(folder_of, job_id))
+    with _blocking_store(work.service.app) as store:
+        folder = run_sync(store.read(folder_of, job_id))
         if folder is None:
             return {"uploaded": False}
         try:
-            return _upload(ctx, job_id, Path(folder), work, ledger)
+            return _upload(ctx, job_id, Path(folder), work, store)
         except CannotPack as error:
-            run_sync(ledger.write(fail, job_id, f"the data cannot be packed: {error}", ledger.terms))
+            run_sync(store.write(fail, job_id, f"the data cannot be packed: {error}", store.terms))
             raise Fatal(str(error)) from error
 
 
 @contextmanager
-def _ledger(app: App) -> Iterator[RunStore]:
+def _blocking_store(app: App) -> Iterator[RunStore]:
     """One that blocks: this is a thread."""
-    ledger = app.ledger(awaited=False)
+    store = app.ledger(awaited=False)
     try:
-        yield ledger
+        yield store
     finally:
-        run_sync(ledger.close())
+        run_sync(store.close())
 
 
-def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWork, ledger: RunStore) -> dict[str, Any]:
-    app = work.site.app
-    told = _ProgressReporter(ctx, job_id, work, ledger)
+def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWork, store: RunStore) -> dict[str, Any]:
+    app = work.service.app
+    told = _ProgressReporter(ctx, job_id, work, store)
     with scratch("upload") as place:
         archive = place / "data.tar.gz"
         packed = pack(folder, archive, told.tell)
@@ -77,7 +77,7 @@ def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWork, ledger:
         told.tell(told.total, told.total, at_once=True)
         if not _is_there(app, ref, packed.size):
             app.results.put_file(ref, archive)
-        queue = run_sync(ledger.write(released, job_id, ref, ledger.terms))
+        queue = run_sync(store.write(released, job_id, ref, store.terms))
         if not _is_there(app, ref, packed.size):  # removed with an old run, before this one was known to need it
             app.results.put_file(ref, archive)
     if queue is None:
@@ -97,11 +97,11 @@ def _is_there(app: App, ref: str, size: int) -> bool:
 class _ProgressReporter:
     """Keeps the job's row informed, and finds out whether anybody still wants the data."""
 
-    def __init__(self, ctx: Context, job_id: str, work: InternalWork, ledger: RunStore) -> None:
+    def __init__(self, ctx: Context, job_id: str, work: InternalWork, store: RunStore) -> None:
         self._ctx = ctx
         self._job_id = job_id
         self._work = work
-        self._ledger = ledger
+        self._store = store
         self._last = 0.0
         self.total = 0
 
@@ -115,7 +115,7 @@ class _ProgressReporter:
         if at_once or now - self._last >= TOLD_EVERY:
             self._last = now
             self._ctx.progress(packed / total if total else 1.0, f"{packed:,} of {total:,} bytes")
-            if not run_sync(self._ledger.write(progressed, self._job_id, packed, total)):
+            if not run_sync(self._store.write(progressed, self._job_id, packed, total)):
                 raise RunCancelled("the job is over, or its data is there already")
 
 
@@ -186,8 +186,8 @@ def settle(conn: Connection, terms: StatementContext) -> int:
 class UploadReaper(LeaderTask):
     """One server at a time looks after jobs whose upload is over."""
 
-    def __init__(self, ledger: RunStore, holder: str) -> None:
-        super().__init__(ledger, "settler", holder, SETTLE_EVERY)
+    def __init__(self, store: RunStore, holder: str) -> None:
+        super().__init__(store, "settler", holder, SETTLE_EVERY)
 
     async def work(self) -> None:
         """See Elected."""

@@ -31,36 +31,36 @@ def answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
     return asyncio.run(_answer(app, settings, ready))
 
 
-async def _leave(site: ServiceState) -> None:
+async def _leave(service: ServiceState) -> None:
     """End at once: requests under way are cut off, and the service's own runs are given back."""
     with suppress(Exception):
         async with asyncio.timeout(GIVE_BACK):
-            await site.internal.close()
+            await service.internal.close()
     os._exit(0)
 
 
 async def _answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
-    site = ServiceState(app, settings)
-    server = make_server(build(site), settings)
+    service = ServiceState(app, settings)
+    server = make_server(build(service), settings)
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     leaving: list[asyncio.Task[None]] = []
 
     def stop() -> None:
         if told.is_set() and not leaving:
-            leaving.append(loop.create_task(_leave(site)))
+            leaving.append(loop.create_task(_leave(service)))
         told.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    await site.opened()
+    await service.ensure_open()
     serving = asyncio.create_task(server.serve())
     await _first_answer(settings, serving)
     if not serving.done():
         ready()
     ending = asyncio.create_task(told.wait())
     await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
-    site.watch.dismiss()
+    service.watch.dismiss()
     server.stop()  # type: ignore[no-untyped-call]
     with suppress(TimeoutError):
         await asyncio.wait_for(serving, settings.drain)

@@ -142,11 +142,11 @@ def require_tokens_or_loopback(app: App, settings: Settings) -> None:
     """Without tokens anybody who reaches the port could do anything: then only this machine may."""
     if is_loopback(settings.host):
         return
-    ledger = app.ledger(awaited=False)
+    store = app.ledger(awaited=False)
     try:
-        there = run_sync(ledger.read(tokens.any_there))
+        there = run_sync(store.read(tokens.any_there))
     finally:
-        run_sync(ledger.close())
+        run_sync(store.close())
     if not there:
         raise InvalidRequest(
             f"there are no tokens yet, so the server does not listen on {settings.host}, where others could reach it; "

@@ -83,16 +83,16 @@ def _at_exit(close: Callable[[], None]) -> None:
 class _Running:
     """The service in the loop of a thread."""
 
-    def __init__(self, site: ServiceState) -> None:
-        self._site = site
+    def __init__(self, service: ServiceState) -> None:
+        self._service = service
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="semel-wsgi", daemon=True)
         self._thread.start()
-        self.answer: Any = ASGIMiddleware(build(site), loop=self._loop)
+        self.answer: Any = ASGIMiddleware(build(service), loop=self._loop)
 
     def close(self) -> None:
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._site.close(), self._loop).result(CLOSING)
+            asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSING)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSING)
         if not self._thread.is_alive():

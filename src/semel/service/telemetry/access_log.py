@@ -53,19 +53,19 @@ def concerns(run_id: str, run: Any) -> None:
 class AccessLogMiddleware:
     """The application of a site, watched."""
 
-    def __init__(self, inner: Any, site: ServiceState) -> None:
+    def __init__(self, inner: Any, service: ServiceState) -> None:
         self._inner = inner
-        self._site = site
+        self._service = service
         self._meters = http_meters()
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Open it for the time of the block, and close it: for applications that mount it and tell it nothing."""
-        await self._site.opened()
+        await self._service.ensure_open()
         try:
             yield
         finally:
-            await self._site.close()
+            await self._service.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -164,10 +164,10 @@ def _log_request(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
     _log.log(level, "%s %s %d", seen.method, route, seen.status, extra=fields)
 
 
-def watched(inner: Any, site: ServiceState) -> AccessLogMiddleware:
+def watched(inner: Any, service: ServiceState) -> AccessLogMiddleware:
     """The application of a site, watched; and what happens to the app's runs is counted."""
-    count_runs(site.app.news)
-    return AccessLogMiddleware(inner, site)
+    count_runs(service.app.news)
+    return AccessLogMiddleware(inner, service)
 
 
 def note_unforeseen(error: Exception, scope: Any) -> None:

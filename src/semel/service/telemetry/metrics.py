@@ -87,8 +87,8 @@ def http_meters() -> HttpMeters:
 class MetricsPage:
     """What ``/metrics`` shows."""
 
-    def __init__(self, site: ServiceState) -> None:
-        self._site = site
+    def __init__(self, service: ServiceState) -> None:
+        self._service = service
         self._reading = asyncio.Lock()
         self._read_at = -FRESH
         self._backlog: list[Metric] = []
@@ -108,8 +108,8 @@ class MetricsPage:
     async def _read(self) -> list[Metric]:
         try:
             async with asyncio.timeout(PATIENCE):
-                backlog = await self._site.ledger.backlog()
-                workers = await self._site.ledger.workers()
+                backlog = await self._service.store.backlog()
+                workers = await self._service.store.workers()
         except (SemelError, TimeoutError):
             return [_gauge("semel_database_up", "Whether the database answered", 0)]
         alive = sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE])

@@ -60,9 +60,9 @@ _log = logging.getLogger("semel.service")
 class WebhookDispatcher:
     """See the module."""
 
-    def __init__(self, site: ServiceState) -> None:
-        self._site = site
-        self._ledger = site.ledger
+    def __init__(self, service: ServiceState) -> None:
+        self._service = service
+        self._store = service.store
         self._stream: Stream | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ways: dict[str, asyncio.Task[None]] = {}
@@ -75,8 +75,8 @@ class WebhookDispatcher:
     async def open(self) -> None:
         """Begin."""
         self._closing = False
-        self._stream = open_stream(self._site.settings)
-        await self._ledger.write(subscriptions.keep_stream, self._stream is not None, self._ledger.terms)
+        self._stream = open_stream(self._service.settings)
+        await self._store.write(subscriptions.keep_stream, self._stream is not None, self._store.terms)
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._renew_forever())]
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class WebhookDispatcher:
         await _ended(self._tasks, 0.0)
         try:
             if self._held:
-                await self._ledger.write(deliveries.give_back, list(self._held.values()), self._ledger.terms)
+                await self._store.write(deliveries.give_back, list(self._held.values()), self._store.terms)
         except SemelError as error:
             _log.warning("deliveries could not be given back, they are tried again later: %s", error)
         self._held.clear()
@@ -105,19 +105,19 @@ class WebhookDispatcher:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
 
     async def _turn(self) -> float:
-        agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+        agenda = await self._store.read(deliveries.agenda, self._store.terms)
         if self._clock_went_back(agenda.now_us):
-            await self._ledger.write(deliveries.shorten_waits, self._ledger.terms)
-            agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+            await self._store.write(deliveries.shorten_waits, self._store.terms)
+            agenda = await self._store.read(deliveries.agenda, self._store.terms)
         if agenda.events:
-            while await self._ledger.write(deliveries.fan_out, self._ledger.terms):
+            while await self._store.write(deliveries.fan_out, self._store.terms):
                 pass
-            agenda = await self._ledger.read(deliveries.agenda, self._ledger.terms)
+            agenda = await self._store.read(deliveries.agenda, self._store.terms)
         for each in agenda.due:
             self._set_out(each)
         if time.monotonic() - self._tidied > TIDY_EVERY:
             self._tidied = time.monotonic()
-            while await self._ledger.write(deliveries.tidy, self._ledger.terms):
+            while await self._store.write(deliveries.tidy, self._store.terms):
                 pass
         return TURN if agenda.subscribed else IDLE_TURN
 
@@ -148,13 +148,13 @@ class WebhookDispatcher:
     async def _lease(self, subscription: Subscription, most: int) -> list[Delivery]:
         if self._closing:
             return []
-        leased = await self._ledger.write(deliveries.lease, subscription.id, most, LEASE, self._ledger.terms)
+        leased = await self._store.write(deliveries.lease, subscription.id, most, LEASE, self._store.terms)
         self._held |= {(each.subscription_id, each.event_id): each for each in leased}
         return leased
 
     async def _settle(self, settled: Sequence[DeliveryResult]) -> None:
         try:
-            await self._ledger.write(deliveries.settle, settled, self._ledger.terms)
+            await self._store.write(deliveries.settle, settled, self._store.terms)
         except SemelError as error:
             if not isinstance(error, StoreUnavailable):  # which the ledger has reported
                 _log.warning("that events were sent could not be noted, they are sent again: %s", error)
@@ -167,9 +167,7 @@ class WebhookDispatcher:
             if not self._held:
                 continue
             try:
-                renewed = await self._ledger.write(
-                    deliveries.renew, list(self._held.values()), LEASE, self._ledger.terms
-                )
+                renewed = await self._store.write(deliveries.renew, list(self._held.values()), LEASE, self._store.terms)
             except StoreUnavailable:
                 continue  # the ledger has reported it
             except Exception:  # noqa: BLE001 -- as in _serve
@@ -182,7 +180,7 @@ class WebhookDispatcher:
     async def _post_all(self, subscription: Subscription) -> None:
         """Send what is due, ``AT_ONCE`` at a time, until nothing is due or under way."""
         sending: set[asyncio.Task[None]] = set()
-        async with await sender_to(subscription, self._site.settings) as sender:
+        async with await sender_to(subscription, self._service.settings) as sender:
             try:
                 while True:
                     room = AT_ONCE - len(sending)
@@ -237,15 +235,15 @@ def judged(delivery: Delivery, answered: Answered) -> DeliveryResult:
     )
 
 
-async def ping(site: ServiceState, subscription: Subscription) -> tuple[str, Answered]:
+async def ping(service: ServiceState, subscription: Subscription) -> tuple[str, Answered]:
     """Send an event about nothing, once, and answer its id and what became of it."""
     event_id = f"ping/{new_id()}"
-    now = await site.ledger.read(read_clock, site.ledger.terms)
+    now = await service.store.read(read_clock, service.store.terms)
     body = msgspec.json.encode(Ping(id=event_id, tenant=subscription.tenant, at=moment(now))).decode()
     if subscription.kind == "webhook":
-        async with await sender_to(subscription, site.settings) as sender:
+        async with await sender_to(subscription, service.settings) as sender:
             return event_id, await sender.send(event_id, body)
-    stream = open_stream(site.settings)
+    stream = open_stream(service.settings)
     if stream is None:
         return event_id, Answered(None, "this server has no SEMEL_EVENTS")
     try:
