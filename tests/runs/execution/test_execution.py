@@ -515,7 +515,7 @@ def test_records_of_the_runs_logger_carry_the_runs_fields(caplog: pytest.LogCapt
     fields = {"run_id": "run-1", "payload_hash": "hash", "worker_id": "w1", "status": "RUNNING", "attempt_count": 2}
     assert fields.items() <= vars(record).items()
     assert vars(record)["temperature"] == 90
-    assert record.filename == "test_run_execution.py"
+    assert record.filename == "test_execution.py"
 
 
 def test_an_error_is_logged_with_its_traceback(way: Callable[..., AttemptResult]) -> None:
