@@ -16,7 +16,7 @@ from sqlalchemy import delete
 from semel._concurrency.sync import run_sync
 from semel.db.schema import runs
 from semel.runs.store import queries
-from semel.service.api import run_events
+from semel.service import sse
 from support.run_service import PATIENCE, ended, on_database, submitted, until
 from support.service import Served, served
 
@@ -220,7 +220,7 @@ def test_an_id_that_is_none_is_the_beginning(client: httpx.Client, last: str) ->
 
 
 def test_a_silent_stream_says_that_it_is_alive(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_events, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(sse, "HEARTBEAT", 0.05)
     run_id = submitted(client, "add", {"a": 1}, delay=3600)
     with stream(client, run_id) as answer:
         lines = answer.iter_lines()
