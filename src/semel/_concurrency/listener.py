@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.outage import Outage
+from semel._concurrency.retry import Backoff
 
 Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
 """``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while
@@ -17,6 +18,7 @@ there is none; raises when the connection breaks."""
 PATIENCE = 30.0
 """Seconds without a connection before that is logged: by then a database that is away altogether has been reported."""
 
+_BACKOFF = Backoff(0.1, 5.0)
 _log = logging.getLogger("semel.listener")
 
 
@@ -59,12 +61,12 @@ class Listener:
         self._thread = None
 
     def _listen(self, channel: str, heard: Callable[[str], None], stopped: threading.Event) -> None:
-        pause = 0.1
+        failures = 0
         while not stopped.is_set():
             try:
                 for payload in self._hear(channel, stopped):
                     self._outage.succeeded()
-                    pause = 0.1
+                    failures = 0
                     if payload is not None:
                         heard(payload)
             except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
@@ -72,5 +74,5 @@ class Listener:
                     return
                 self._outage.failed(error)
                 self._broke()
-                stopped.wait(pause)
-                pause = min(pause * 2, 5.0)
+                failures += 1
+                stopped.wait(_BACKOFF.after(failures))

@@ -1,12 +1,19 @@
-"""Trying again while the store is unavailable: a restart, a failover or a lost connection is no caller's problem."""
+"""Retry with backoff: a store's restart, failover or lost connection is not the caller's problem.
+
+:func:`with_retry` retries a verb of a store until a deadline. Loops that keep their own state, such as a listener or a
+client of HTTP, take the length of their pauses from a :class:`Backoff`.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from semel._concurrency.runtime import Runtime
 from semel.errors import StoreBroken, StoreUnavailable
@@ -16,14 +23,40 @@ B = TypeVar("B")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0
-_SHORTEST = 1.0
+_SHORTEST_TRY = 1.0
 """Seconds that a try has at the least: a healthy server that is busy may need as many."""
-_ALONE = 5.0
-"""Seconds of the only try where there is no second one."""
-_NEW = 30.0
-"""Seconds of a try that makes the tables."""
+_ONLY_TRY = 5.0
+"""Seconds of a try that is not followed by another one."""
+_CREATING_TABLES = 30.0
+"""Seconds of a try that creates the tables."""
 _log = logging.getLogger("semel")
+
+
+def jittered(seconds: float, low: float = 0.8, high: float = 1.2) -> float:
+    """The duration, a little shorter or longer at random, so that processes do not act in step."""
+    return seconds * random.uniform(low, high)  # noqa: S311 -- jitter, not a secret
+
+
+class Backoff(Struct, frozen=True):
+    """Pauses between tries: ``first`` seconds, then ``factor`` times as long each time, up to ``longest``.
+
+    Each is multiplied by a random number between ``low`` and ``high``, so that those who failed together come back
+    apart.
+    """
+
+    first: float
+    longest: float = math.inf
+    factor: float = 2.0
+    low: float = 0.8
+    high: float = 1.2
+
+    def after(self, failures: int) -> float:
+        """Seconds to wait after that many failed tries, 1 or more."""
+        pause = self.first * self.factor ** min(failures - 1, 60)
+        return jittered(min(pause, self.longest), self.low, self.high)
+
+
+_BACKOFF = Backoff(0.05, 1.0)
 
 
 class Send(Protocol[A_contra, B_co]):
@@ -42,25 +75,27 @@ def with_retry(
     took: Callable[[float], None] | None = None,
     is_new: Callable[[], bool] = lambda: False,
 ) -> Send[A, B]:
-    """The verb, sent again with growing pauses for ``retry_for`` seconds, since every verb may be sent twice.
+    """The verb, retried with growing pauses for ``retry_for`` seconds. Every verb may be sent twice.
 
-    A server that is silent counts as one that is away, so no call takes much longer than that. ``longest`` is for
-    verbs that may take their time: so many seconds for a single try. ``took`` hears how long it was until the answer
-    came. ``is_new``: the next try makes the tables, which may take longer than a call should.
+    A silent server counts as unavailable, so no call takes much longer than that. ``longest`` sets the seconds of a
+    single try, for slow verbs. ``took`` is called with the seconds until the reply. ``is_new`` returns True while the
+    next try creates the tables, which may take longer than a call should.
     """
 
     async def send(requests: A, began: float | None = None) -> B:
         started = time.monotonic()
         ends = (started if began is None else began) + retry_for
-        pause = _FIRST_PAUSE
+        failures = 0
         while True:
             try:
-                least = _NEW if is_new() else 0.0
+                least = _CREATING_TABLES if is_new() else 0.0
                 limit = longest or max(least, time_for_try(retry_for, ends - time.monotonic()))
                 answer = await runtime.within(limit, verb(requests))
             except StoreBroken:
                 raise
             except StoreUnavailable as error:
+                failures += 1
+                pause = _BACKOFF.after(failures)
                 if time.monotonic() + pause > ends:
                     raise
                 _log.debug("the store is unavailable, trying again in %.2f s: %s", pause, error)
@@ -68,8 +103,7 @@ def with_retry(
                 if took is not None:
                     took(time.monotonic() - started)
                 return answer
-            await runtime.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- jitter, not a secret
-            pause = min(pause * 2, _LAST_PAUSE)
+            await runtime.sleep(pause)
 
     return send
 
@@ -77,5 +111,5 @@ def with_retry(
 def time_for_try(retry_for: float, left: float) -> float:
     """How long a single try may take: half of the time that is left, so that a new connection gets its chance."""
     if retry_for == 0:
-        return _ALONE
-    return left / 2 if left > 2 * _SHORTEST else max(left, _SHORTEST)
+        return _ONLY_TRY
+    return left / 2 if left > 2 * _SHORTEST_TRY else max(left, _SHORTEST_TRY)

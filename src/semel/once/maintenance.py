@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from semel._concurrency.periodic import PeriodicTask
 from semel._concurrency.renewal import RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
+from semel._concurrency.retry import jittered
 from semel._concurrency.runtime import Runtime
 from semel.once.stats import StatsCounter
 from semel.once.store import Renew
@@ -40,7 +40,7 @@ class Collector(PeriodicTask):
 
     def pause(self) -> float:
         """See Background."""
-        return self._interval * random.uniform(0.9, 1.1)  # noqa: S311 -- jitter, not a secret
+        return jittered(self._interval, 0.9, 1.1)
 
     async def tick(self) -> None:
         """See Background."""
@@ -159,7 +159,7 @@ class Sampler(PeriodicTask):
     def pause(self) -> float:
         """See Background. The first look comes soon."""
         pause, self._slept = self._interval if self._slept else min(1.0, self._interval), True
-        return pause * random.uniform(0.9, 1.1)  # noqa: S311 -- jitter, not a secret
+        return jittered(pause, 0.9, 1.1)
 
     async def tick(self) -> None:
         """See Background."""

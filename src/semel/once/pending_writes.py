@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from semel._concurrency.periodic import PeriodicTask
+from semel._concurrency.retry import Backoff
 from semel._concurrency.runtime import Runtime
 from semel.errors import SemelError, StoreUnavailable
 from semel.once.maintenance import Renewer
 from semel.once.store import ClaimRequest, Complete, OnReleased, OutcomeData, Release, Store
 from semel.types import Claim, Granted
 
-_SOON = 0.02
+_BACKOFF = Backoff(0.02, 5.0)
 _TRIES = 3
 _LONGEST_TRY, _AT_ONCE = 2.5, 1.0
 """Seconds for an answer of the store: in the background, and while a caller waits who wants the key."""
@@ -39,7 +40,7 @@ class PendingWrites(PeriodicTask):
         self._store = store
         self._renewer = renewer
         self._ring = ring
-        self._pause = _SOON
+        self._failures = 0
 
     def after_fork(self) -> None:
         """What the parent owes is not the child's to pay."""
@@ -64,7 +65,7 @@ class PendingWrites(PeriodicTask):
         self._soon()
 
     def _soon(self) -> None:
-        self._pause = _SOON
+        self._failures = 0
         self.start()
         self.nudge()
 
@@ -120,8 +121,8 @@ class PendingWrites(PeriodicTask):
 
     def pause(self) -> float:
         """See Background."""
-        pause, self._pause = self._pause, min(2 * self._pause, 5.0)
-        return pause if self._owed else 3600.0
+        self._failures += 1
+        return _BACKOFF.after(self._failures) if self._owed else 3600.0
 
     async def tick(self) -> None:
         """See Background. What cannot be paid goes to the end of the queue, so that it holds up nothing for long."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from semel._concurrency.retry import Backoff
 from semel.errors import ResultStoreError, StoreUnavailable
 from semel.runs.attempt import AttemptResult
 from semel.runs.hooks import EventHooks, RunEvent
@@ -18,6 +19,7 @@ from semel.runs.worker.run_logs import RunLogWriter
 from semel.runs.worker.worker_logger import WorkerLogger
 
 LARGEST = 500
+_BACKOFF = Backoff(0.05, 5.0)
 
 
 class Completer:
@@ -56,7 +58,7 @@ class Completer:
             self._task = asyncio.get_running_loop().create_task(self._write_all())
 
     async def _write_all(self) -> None:
-        pause = 0.05
+        failures = 0
         try:
             await asyncio.sleep(0)  # who ends in this turn of the loop comes along
             while self._waiting:
@@ -70,13 +72,13 @@ class Completer:
                     self._log.say(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
                     self._alone = len(batch) if len(batch) > 1 else self._alone  # perhaps one of them is locked
                     self._waiting += [each for each in batch if not each[0].lost]
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 2, 5.0)
+                    failures += 1
+                    await asyncio.sleep(_BACKOFF.after(failures))
                     continue
                 except Exception as error:  # noqa: BLE001 -- whatever it is, no run may hang for it
                     self._refused(batch, error)
                     continue
-                pause = 0.05
+                failures = 0
                 await self._give_names(batch, over)
                 self._settle(batch, over)
         finally:

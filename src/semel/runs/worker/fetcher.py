@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 from msgspec import Struct
 
+from semel._concurrency.retry import jittered
 from semel.errors import SemelError, StoreUnavailable
 from semel.runs.attempt import AttemptResult
 from semel.runs.models.model import Isolation
@@ -119,7 +119,7 @@ class Fetcher:
 
     async def _pause(self, *, looked: bool) -> float:
         """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
-        pause = self._plan.poll * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
+        pause = jittered(self._plan.poll)
         if not looked:
             return pause  # no room: whoever ends calls
         since = time.monotonic() - self._woke

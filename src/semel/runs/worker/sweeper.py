@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import signal
 import time
 from abc import abstractmethod
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from semel._concurrency.periodic import PeriodicTask
+from semel._concurrency.retry import jittered
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.store import RunStore
@@ -52,7 +52,7 @@ class LeaderTask(PeriodicTask):
         self._interval = interval
         self._term = min(TERM, 3 * interval)
         self._asks_at = self._leads_until = 0.0
-        self._works_at = time.monotonic() + _jittered(min(interval, 0.5))
+        self._works_at = time.monotonic() + jittered(min(interval, 0.5))
 
     async def elected(self) -> bool:
         """Whether the role is ours."""
@@ -64,7 +64,7 @@ class LeaderTask(PeriodicTask):
             if not left and await self._ledger.lead(self._role, self._holder, self._term):
                 self._leads_until, self._asks_at = now + self._term, now + self._term / 2
             else:
-                self._leads_until, self._asks_at = 0.0, now + min(_jittered(self._interval), left + 0.1)
+                self._leads_until, self._asks_at = 0.0, now + min(jittered(self._interval), left + 0.1)
         return now < self._leads_until
 
     def pause(self) -> float:
@@ -75,16 +75,12 @@ class LeaderTask(PeriodicTask):
     async def tick(self) -> None:
         """See Background."""
         if await self.elected() and time.monotonic() >= self._works_at:
-            self._works_at = time.monotonic() + _jittered(self._interval)
+            self._works_at = time.monotonic() + jittered(self._interval)
             await self.work()
 
     @abstractmethod
     async def work(self) -> None:
         """One turn."""
-
-
-def _jittered(seconds: float) -> float:
-    return seconds * random.uniform(0.8, 1.2)  # noqa: S311 -- jitter, not a secret
 
 
 class Publisher(LeaderTask):
