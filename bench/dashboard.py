@@ -1,8 +1,8 @@
-"""What the dashboard costs: the overview and the list of runs with many runs, and fifty browsers that look on.
+"""Benchmark of the dashboard: the overview and the list of runs with many runs, and fifty open pages.
 
 One process on granian, as `semel serve` runs it. The overview is asked for by servers that have just started, on
 100,000 runs in SQLite. Then fifty streams of it are open for a while, as fifty open pages have, while a run ends every
-second; what the server's process uses of a core is compared with what it uses while nobody looks. Parts can be chosen:
+second; what the server's process uses of a core is compared with what it uses without open pages. Parts can be chosen:
 `./dev bench dashboard open`.
 """
 

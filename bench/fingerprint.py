@@ -1,4 +1,4 @@
-"""What a fingerprint costs, beside the shortest thing that one could write instead: `python bench/fingerprint.py`.
+"""Benchmark of fingerprints against the shortest code that one could write instead: `python bench/fingerprint.py`.
 
 The two are measured in turn, many rounds, so that whatever else the machine does touches both alike.
 """

@@ -1,4 +1,4 @@
-"""What the HTTP door costs, beside the bare app, beside what one would write by hand, and beside other middleware.
+"""Benchmark of the HTTP middleware against the bare app, hand-written code and other middleware.
 
 One small Starlette service on granian, one worker; the two of a row are served at the same time and loaded in turn,
 many rounds, so that whatever else the machine does touches both alike.

@@ -1,4 +1,4 @@
-"""What keys cost, beside what one would write by hand and beside the nearest peers: `./dev bench keys`.
+"""Benchmark of keys against hand-written code and the nearest peers: `./dev bench keys`.
 
 Every row is measured in one run against its reference, in turn, several rounds, on the same durable server (fsync on),
 and printed as the median of the rounds' ratios. Rows can be chosen by a part of their name: `./dev bench keys redis`.

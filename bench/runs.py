@@ -1,4 +1,4 @@
-"""What runs cost, beside the nearest peers on the same servers: `./dev bench runs`.
+"""Benchmark of runs against the nearest peers on the same servers: `./dev bench runs`.
 
 Every run keeps its row, fence, result and events. Rates are measured in turn with the peer's, several rounds, on a
 durable PostgreSQL (fsync on), and printed as the median of the rounds' ratios. Rows can be chosen by a part of their
@@ -186,7 +186,7 @@ def submit_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
             lambda: bench.many(bench.ours),
             bench.singly,
         ),
-        "bulk beside ours": lambda: _bulk_beside_ours(bench),
+        "bulk against ours": lambda: _bulk_against_ours(bench),
         "children": lambda: bench.against(
             "rq-forking",
             "2 warm child processes / RQ's forking worker",
@@ -197,7 +197,7 @@ def submit_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
     }
 
 
-def _bulk_beside_ours(bench: Bench) -> Row:
+def _bulk_against_ours(bench: Bench) -> Row:
     pairs = [(bench.many(bench.ours), bench.singly(bench.ours)) for _ in range(ROUNDS)]
     note = f"{median(a for a, _ in pairs):,.0f}/s against {median(b for _, b in pairs):,.0f}/s"
     return Row("bulk submit / our own one by one from 64 tasks", [a / b for a, b in pairs], None, note=note)
@@ -328,7 +328,7 @@ def idle(bench: Bench) -> Iterator[Row]:
 def transactions(connection: psycopg.Connection[tuple[int]]) -> int:
     """Committed and rolled back in this database; every statement of an idle worker is one."""
     connection.execute("SELECT pg_stat_force_next_flush()")
-    time.sleep(1.2)  # other connections tell the statistics of theirs once a second
+    time.sleep(1.2)  # other connections report their statistics once a second
     query = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
     row = connection.execute(query).fetchone()
     assert row is not None

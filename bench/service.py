@@ -1,4 +1,4 @@
-"""What the service costs over HTTP, beside an endpoint of the same app that only parses and echoes the body.
+"""Benchmark of the service over HTTP against an endpoint of the same app that only parses and echoes the body.
 
 One process on granian, as `semel serve` runs it, on a durable PostgreSQL; 64 connections that are kept, loaded from a
 process of their own, in turn, many rounds. Then how soon `semel serve` answers on SQLite, and what it holds in memory
@@ -181,7 +181,7 @@ def resident(pid: int) -> float:
 
 
 def seconds_to_first_answer(folder: str, number: int) -> float:
-    """On a database that is made anew. With bytecode, as pip leaves it; a checkout may have none."""
+    """On a new database. With bytecode, as pip leaves it; a checkout may have none."""
     port = free_port()
     environment = {
         "SEMEL_DB": f"sqlite:///{folder}/start{number}.db",

@@ -68,16 +68,16 @@ def url_for(*, is_async: bool) -> URL:
 def shown(stats: Stats) -> dict[str, Any]:
     """What became of the requests with a key since the start of this process, and what the store holds now."""
     held = {"keys": stats.held.live, "cleanup": stats.purged, "warnings": stats.warnings}
-    door = stats.scopes.get("items")
-    if door is None:
+    counts = stats.scopes.get("items")
+    if counts is None:
         return held
     return {
-        "hit": door.hits,
-        "miss": sum(door.misses.values()),
-        "conflict": door.conflicts,
-        "processing_collision": door.collisions,
-        "hit_rate": round(door.hit_rate, 3),
-        "hit_rate_is": door.hit_rate_is,
+        "hit": counts.hits,
+        "miss": sum(counts.misses.values()),
+        "conflict": counts.conflicts,
+        "processing_collision": counts.collisions,
+        "hit_rate": round(counts.hit_rate, 3),
+        "hit_rate_is": counts.hit_rate_is,
         **held,
     }
 
