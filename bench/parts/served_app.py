@@ -14,9 +14,9 @@ from litestar import Litestar, Response, post
 from litestar.params import JSONBody
 
 from semel import App
+from semel.api_types import RunRequest
 from semel.service import Settings
 from semel.service.api import responses
-from semel.service.api.run_types import RunRequest
 from semel.service.app import build
 from semel.service.server.granian import make_server
 from semel.service.state import ServiceState

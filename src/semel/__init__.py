@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from semel.runs.app import App, AsyncRuns
     from semel.runs.execution.context import Context
     from semel.runs.job_store import AsyncJobStore, JobStore
-    from semel.runs.store.quotas import Quota, Usage
-    from semel.runs.types import Run
+    from semel.runs.types import Quota, Run, Usage
     from semel.runs.worker import Worker
     from semel.types import (
         Claim,
@@ -100,8 +99,7 @@ _HOMES = {
     "semel.runs.app": ("App", "AsyncRuns"),
     "semel.runs.execution.context": ("Context",),
     "semel.runs.job_store": ("AsyncJobStore", "JobStore"),
-    "semel.runs.store.quotas": ("Quota", "Usage"),
-    "semel.runs.types": ("Run",),
+    "semel.runs.types": ("Quota", "Run", "Usage"),
     "semel.runs.worker": ("Worker",),
 }
 """Where a name is at home: it is fetched when it is first used, so that a command that needs none starts at once.

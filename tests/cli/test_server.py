@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from semel import Quota
+from semel.api_types import RemoteJob, RemoteUpload
 from semel.cli import main
 from semel.cli.jobs import print_job
-from semel.client.views import RemoteJob, RemoteUpload
 from semel.service.auth import tokens
 from support.cli import ID, UNSERVED, Desk, add_models, at_desk
 from support.service import PATIENCE, Served, made_app, served

@@ -20,8 +20,7 @@ from semel.dashboard.overview.queries import Audience
 from semel.dashboard.overview.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
 from semel.db.dialect import StatementContext
 from semel.runs.store.maintenance import acquire_leadership
-from semel.runs.store.quotas import Quota
-from semel.runs.types import new_id
+from semel.runs.types import Quota, new_id
 from semel.service.auth import tokens
 from support.auth import BOTH, Person, Town, eventually, shared_town, town_on
 from support.pages import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers

@@ -15,7 +15,7 @@ from semel.redaction import printable, without_secrets
 if TYPE_CHECKING:
     import rich.progress
 
-    from semel.client.views import RemoteRun
+    from semel.api_types import RemoteRun
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _UNLIMITED = 1_000_000

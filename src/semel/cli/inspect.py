@@ -9,8 +9,8 @@ from semel.cli._options import command, examples, option
 from semel.cli._output import format_ago, format_span, print_list
 
 if TYPE_CHECKING:
+    from semel.api_types import RemoteModel, RemoteWorker
     from semel.client import Client
-    from semel.client.views import RemoteModel, RemoteWorker
 
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 

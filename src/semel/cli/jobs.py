@@ -15,8 +15,8 @@ from semel.cli.runs import format_progress, note_interrupted, note_more, note_wa
 from semel.errors import InvalidRequest, SemelError, ServiceError
 
 if TYPE_CHECKING:
+    from semel.api_types import RemoteUpload
     from semel.client import Client, RemoteJob
-    from semel.client.views import RemoteUpload
 
 STATUSES = click.Choice(["uploading", "queued", "running", "completed", "failed", "cancelled"])
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from semel.db.dialect import StatementContext
-    from semel.runs.store.quotas import Person, Quota
+    from semel.runs.store.quotas import Person
+    from semel.runs.types import Quota
 
 COUNTS = {"max_concurrent": "runs at a time", "per_hour": "runs an hour", "per_day": "runs a day"}
 COSTS = {
@@ -139,11 +140,12 @@ def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: St
     from msgspec.structs import asdict
 
     from semel.runs.store import quotas
+    from semel.runs.types import Quota
 
     quotas.read_clock(conn, terms)
     quotas.lock(conn, [person])
-    known = quotas.list_quotas(conn, person[0]).get(person[1], quotas.Quota())
-    quota = quotas.Quota(**{**asdict(known), **changes})
+    known = quotas.list_quotas(conn, person[0]).get(person[1], Quota())
+    quota = Quota(**{**asdict(known), **changes})
     quotas.set_quota(conn, person, quota, terms)
     return quota
 

@@ -14,8 +14,8 @@ from semel.errors import InvalidRequest
 from semel.redaction import printable
 
 if TYPE_CHECKING:
+    from semel.api_types import RemoteLogLine
     from semel.client import Client
-    from semel.client.views import RemoteLogLine
 
 
 @command

@@ -46,8 +46,8 @@ from semel.errors import SemelError
 from semel.redaction import printable
 
 if TYPE_CHECKING:
+    from semel.api_types import RemoteRun, RemoteWaiting
     from semel.client import Client
-    from semel.client.views import RemoteRun, RemoteWaiting
 
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 STATUS = click.Choice(STATUSES, case_sensitive=False)

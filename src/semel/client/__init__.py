@@ -3,10 +3,7 @@
 from semel.errors import MissingExtra
 
 try:
-    from semel.client.client import AsyncClient, Client
-    from semel.client.jobs import SubmitResult, SubmittedJob, submit_cloud_job
-    from semel.client.transport import AsyncIdempotentTransport, IdempotentTransport
-    from semel.client.views import (
+    from semel.api_types import (
         RemoteArtifact,
         RemoteConfig,
         RemoteCosts,
@@ -20,6 +17,9 @@ try:
         RemoteWaiting,
         RemoteWorker,
     )
+    from semel.client.client import AsyncClient, Client
+    from semel.client.jobs import SubmitResult, SubmittedJob, submit_cloud_job
+    from semel.client.transport import AsyncIdempotentTransport, IdempotentTransport
 except ModuleNotFoundError as error:
     raise MissingExtra(f"{error}; this needs an extra: pip install 'semel[client]'") from error
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
-from msgspec import Raw, Struct
+import msgspec
+from msgspec import Raw
 
 from semel._validation import nearest
+from semel.api_types import BulkAnswer, RemoteRun
 from semel.client.errors import Answer, refusal, unexpected_response
 from semel.client.http import HttpSession, given, written
 from semel.client.sending import SubmitOptions, key_and_dedupe
-from semel.client.views import RemoteRun
 from semel.errors import InvalidRequest, SemelError, ServerUnreachable
 
 MOST_AT_ONCE = 500
@@ -20,14 +21,6 @@ BYTES_AT_ONCE = 256 * 1024
 """What one request holds: a server takes 1,000 submissions, and a mebibyte unless it is told otherwise."""
 
 _FIELDS = ("model", "parameters", *SubmitOptions.__annotations__)
-
-
-class BulkAnswer(Struct, frozen=True, kw_only=True):
-    """What became of one of many."""
-
-    status: int
-    run: RemoteRun | None = None
-    problem: Raw = Raw(b"{}")
 
 
 async def submitted(exchange: HttpSession, submissions: Sequence[Mapping[str, Any]]) -> list[RemoteRun | SemelError]:
@@ -88,7 +81,7 @@ async def _sent(exchange: HttpSession, some: list[bytes]) -> list[RemoteRun | Se
 def _one(said: BulkAnswer) -> RemoteRun | SemelError:
     if said.run is not None:
         return said.run
-    return refusal(Answer(said.status, httpx.Headers(), bytes(said.problem)))
+    return refusal(Answer(said.status, httpx.Headers(), msgspec.json.encode(said.problem)))
 
 
 def _left_open(error: SemelError, key: str) -> SemelError:

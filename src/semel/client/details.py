@@ -11,34 +11,26 @@ from typing import IO, TYPE_CHECKING
 from uuid import uuid4
 
 import msgspec
-from msgspec import Struct
 
-from semel.client.http import HttpSession
-from semel.client.sending import path_of, run_path
-from semel.client.streaming import Streams
-from semel.client.views import (
+from semel.api_types import (
+    LogPage,
     RemoteEvent,
     RemoteLogLine,
     RemoteModel,
     RemoteStep,
     RemoteSummary,
+    RemoteUsage,
     RemoteWaiting,
     RemoteWorker,
+    WaitingAnswer,
 )
+from semel.client.http import HttpSession
+from semel.client.sending import path_of, run_path
+from semel.client.streaming import Streams
 from semel.errors import ServiceError
 
 if TYPE_CHECKING:
-    from semel.client.standing import RemoteUsage
-    from semel.runs.store.quotas import Quota
-
-
-class _WaitingAnswer(Struct, frozen=True, kw_only=True):
-    waiting: RemoteWaiting | None = None
-
-
-class _LogPage(Struct, frozen=True, kw_only=True):
-    lines: list[RemoteLogLine]
-    next: str
+    from semel.runs.types import Quota
 
 
 class DetailVerbs:
@@ -52,7 +44,7 @@ class DetailVerbs:
 
     async def waiting(self, run_id: str) -> RemoteWaiting | None:
         """Why the run is pending, its place in the queue, since when; None when it is not pending."""
-        answer = await self.exchange.read(f"{run_path(run_id)}/waiting", _WaitingAnswer, about_run=True)
+        answer = await self.exchange.read(f"{run_path(run_id)}/waiting", WaitingAnswer, about_run=True)
         return answer.waiting
 
     async def logs(self, run_id: str, *, follow: bool = False) -> AsyncGenerator[RemoteLogLine, None]:
@@ -66,7 +58,7 @@ class DetailVerbs:
             return
         after = None
         while True:
-            page = await self.exchange.read(f"{path}/logs", _LogPage, params={"after": after}, about_run=True)
+            page = await self.exchange.read(f"{path}/logs", LogPage, params={"after": after}, about_run=True)
             for line in page.lines:
                 yield line
             if not page.lines:
@@ -120,8 +112,6 @@ class DetailVerbs:
 
     async def usage(self, user: str | int | None = None) -> RemoteUsage:
         """What one has in use oneself, or, for operators, somebody else; and the quota that holds for them."""
-        from semel.client.standing import RemoteUsage
-
         path = "/usage" if user is None else f"/usage/{path_of('a user', user)}"
         return await self.exchange.read(path, RemoteUsage)
 

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
     Forbidden,
@@ -33,17 +34,6 @@ _SHOWN = 500
 """Characters of an answer that is no problem's, at the most, that an error repeats."""
 
 
-class Problem(Struct, frozen=True, kw_only=True):
-    """What a refusal says of itself."""
-
-    detail: str = ""
-    error_code: str = ""
-    retryable: bool | None = None
-    run_status: str = "PENDING"
-    retry_after: float | None = None
-    idempotency_key: str | None = None
-
-
 class Answer(Struct, frozen=True):
     """What came back, whole."""
 
@@ -57,9 +47,10 @@ class Answer(Struct, frozen=True):
         try:
             return msgspec.json.decode(self.content, type=Problem)
         except (msgspec.DecodeError, RecursionError):
-            return Problem()
+            return _NO_PROBLEM
 
 
+_NO_PROBLEM = Problem(type="", title="", status=0, detail="", error_code="", retryable=False)
 _Maker: TypeAlias = Callable[[Problem], SemelError]
 
 
@@ -74,7 +65,9 @@ _KNOWN: dict[str, _Maker] = {
     "COST_LIMIT_EXCEEDED": _of(CostLimitExceeded),
     "QUOTA_EXCEEDED": _of(QuotaExceeded),
     "RESERVATION_LOST": _of(ReservationLost),
-    "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(problem.detail, problem.run_status, problem.retry_after),
+    "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(
+        problem.detail, problem.run_status or "PENDING", problem.retry_after
+    ),
     "ILLEGAL_TRANSITION": _of(IllegalTransition),
     "INVALID_REQUEST": lambda problem: InvalidRequest(problem.detail, idempotency_key=problem.idempotency_key),
     "STORE_UNAVAILABLE": _of(StoreUnavailable),
@@ -87,7 +80,8 @@ _BY_STATUS: dict[int, type[ServiceError]] = {401: Unauthenticated, 403: Forbidde
 def is_retryable(answer: Answer) -> bool:
     """Whether the same request may get another answer later: the server failed, or is too busy."""
     if answer.status == 429:
-        return answer.problem.retryable is not False  # a quota stays what it is
+        problem = answer.problem
+        return problem is _NO_PROBLEM or problem.retryable  # a quota stays what it is
     return answer.status >= 500 or answer.status == 408
 
 

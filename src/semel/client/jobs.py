@@ -12,30 +12,17 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from semel.api_types import JobAnswer, JobPage, RemoteConfig, RemoteCosts, RemoteJob
 from semel.client.backend import AsyncBackend
 from semel.client.errors import Answer, refusal
 from semel.client.http import HttpSession, as_json, given, said_by
 from semel.client.sending import automatic_key, line_options, server_url
-from semel.client.views import JobPage, RemoteConfig, RemoteCosts, RemoteJob
 from semel.errors import CostLimitExceeded, QuotaExceeded, RunNotFound, SemelError, ServiceError
 from semel.runs.types import checked_id
 
 SUBMIT_TIMEOUT = 120.0
 """Seconds for one try: the data of a config may have to be uploaded meanwhile."""
 TIMED_OUT = "Request timed out - job may have been created, check with same idempotency key"
-
-
-class JobAnswer(Struct, frozen=True, kw_only=True):
-    """What came of a submission. ``idempotent_hit``: the job was there already, under the same key."""
-
-    success: bool
-    job_id: str | None = None
-    status: str | None = None
-    data_uploaded: bool | None = None
-    idempotent_hit: bool = False
-    error: str | None = None
-    quota_warnings: list[str] | None = None
-    cost_limit_warning: str | None = None
 
 
 class SubmittedJob(Struct, frozen=True, kw_only=True):
@@ -100,15 +87,15 @@ class JobVerbs:
             "POST", SUBMIT, body=body, key=key, timeout=timeout, params={"provider": provider}
         )
         said = self.exchange.decoded(answer, JobAnswer, key=key)
-        if not said.success or said.job_id is None:
+        if not said.success or not said.job_id:
             raise denial(said.error or "Unknown error", key)
         return SubmittedJob(
             job_id=said.job_id,
             status=said.status or "",
             data_uploaded=bool(said.data_uploaded),
-            idempotent_hit=said.idempotent_hit,
+            idempotent_hit=bool(said.idempotent_hit),
             quota_warnings=said.quota_warnings or [],
-            cost_limit_warning=said.cost_limit_warning,
+            cost_limit_warning=said.cost_limit_warning or None,
             idempotency_key=key,
         )
 
@@ -211,6 +198,6 @@ def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
         said = msgspec.json.decode(answer.content, type=JobAnswer)
     except (msgspec.DecodeError, RecursionError):
         return {"success": False, "error": str(refusal(answer))}
-    if said.success and said.job_id is not None:
-        return {"success": True, "job_id": said.job_id, "was_duplicate": said.idempotent_hit}
+    if said.success and said.job_id:
+        return {"success": True, "job_id": said.job_id, "was_duplicate": bool(said.idempotent_hit)}
     return {"success": False, "error": said.error or "Unknown error"}

@@ -7,10 +7,10 @@ from datetime import datetime
 from math import inf
 from typing import Any, Unpack
 
+from semel.api_types import RemoteRun, RunPage
 from semel.client.bulk import submitted
 from semel.client.http import HttpSession, given
 from semel.client.sending import SubmitOptions, automatic_key, key_and_dedupe, run_path
-from semel.client.views import RemoteRun, RunPage
 from semel.client.waiting import Progress, RunWaiter
 from semel.errors import SemelError
 

@@ -10,10 +10,10 @@ from typing import IO, Any
 import httpx
 import msgspec
 
+from semel.api_types import RemoteEvent
 from semel.client.errors import Answer
 from semel.client.http import HttpSession, within
 from semel.client.transport import LOST
-from semel.client.views import RemoteEvent
 from semel.errors import ResultStoreError
 from semel.runs.types import TERMINAL
 

@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 import httpx
 
+from semel.api_types import RemoteRun
 from semel.client.errors import Answer
 from semel.client.http import HttpSession
 from semel.client.streaming import LONGEST_PAUSE
-from semel.client.views import RemoteRun
 
 LONG_POLL = 25.0
 """Seconds for which the server is asked to hold an answer back until there is something to tell."""

@@ -8,6 +8,7 @@ from litestar import Response, get, post
 from litestar.params import QueryParameter
 from msgspec import Struct
 
+from semel.api_types import Problem
 from semel.dashboard.forms import Form, form_of
 from semel.dashboard.submit import typed
 from semel.dashboard.templating import page, problem_headers, redirect_with_message
@@ -17,7 +18,7 @@ from semel.service.api import keys
 from semel.service.api.admin_params import manages_all, tenant_for
 from semel.service.api.keys import KeyList, KeyView, Resolution, RunKeyView
 from semel.service.api.params import TheRequest
-from semel.service.api.problems import ApiError, Problem, problem_of
+from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 

@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from semel.dashboard.wording import number
-from semel.runs.store.quotas import Quota, Usage
+from semel.runs.types import Quota, Usage
 from semel.service.api.quotas import QuotaBody, Standing, UsageView
 
 WARN_AT = 0.8

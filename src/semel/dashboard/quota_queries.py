@@ -11,8 +11,7 @@ from sqlalchemy import Connection
 from semel.dashboard.overview.windows import id_at
 from semel.db.dialect import Statement, StatementContext
 from semel.runs.store import quotas
-from semel.runs.store.quotas import Quota, Usage
-from semel.runs.types import EVERYBODY, MICRO
+from semel.runs.types import EVERYBODY, MICRO, Quota, Usage
 
 DAY = 86400
 NEWEST = 10_000

@@ -8,6 +8,7 @@ import msgspec
 from litestar import Response, get, post
 from litestar.params import QueryParameter
 
+from semel.api_types import Problem
 from semel.dashboard import quota_bars
 from semel.dashboard.forms import Form, form_of
 from semel.dashboard.quota_queries import UserUsage, in_use
@@ -18,7 +19,7 @@ from semel.runs.types import EVERYBODY
 from semel.service.api import quotas
 from semel.service.api.admin_params import manages_all, tenant_for
 from semel.service.api.params import TheRequest
-from semel.service.api.problems import Problem, problem_of
+from semel.service.api.problems import problem_of
 from semel.service.api.quotas import QuotaBody, ReservationPage, Standing
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState

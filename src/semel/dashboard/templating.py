@@ -19,10 +19,11 @@ from litestar import Response
 from litestar.datastructures import Cookie
 from msgspec import Struct
 
+from semel.api_types import Problem
 from semel.dashboard import static_files, wording
 from semel.dashboard.forms import CSRF, new_secret, secret_of
 from semel.service.api.params import TheRequest, root_of
-from semel.service.api.problems import Problem, allow_of, problem_of
+from semel.service.api.problems import allow_of, problem_of
 from semel.service.auth.cookies import cookie, is_https, made_cookie
 from semel.service.auth.middleware import Principal, path_of
 from semel.service.auth.tokens import Role

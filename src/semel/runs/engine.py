@@ -26,7 +26,7 @@ from semel.runs.models.registry import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import RunStore, retention
 from semel.runs.store.queries import Backlog, Filter
-from semel.runs.store.quotas import Person, Quota, Usage
+from semel.runs.store.quotas import Person
 from semel.runs.store.retention import Removal
 from semel.runs.store.submit import Answer, Created, Submission
 from semel.runs.submission import DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
@@ -36,9 +36,11 @@ from semel.runs.types import (
     STATUSES,
     LogLine,
     Page,
+    Quota,
     Run,
     Step,
     Summary,
+    Usage,
     Waiting,
     WorkerInfo,
     checked_id,

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, StructMeta
 
+from semel._validation import nearest
 from semel.errors import InvalidRequest
 from semel.runs.attempt import Artifact
 from semel.types import moment
@@ -234,6 +235,67 @@ class Page(Struct, frozen=True):
 
     runs: list[Run]
     next: str | None
+
+
+Action: TypeAlias = Literal["block", "warn"]
+"""What happens at the limit of a quota."""
+COUNTED_LIMITS = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
+COST_PERIODS = ("daily", "weekly", "monthly", "yearly")
+
+
+class _Limits(StructMeta):
+    """Refuses a limit that there is not by naming the nearest, where Python would raise a bare TypeError."""
+
+    if not TYPE_CHECKING:  # to type checkers Quota takes its fields
+
+        def __call__(self, *args: object, **limits: object) -> object:
+            for name in limits:
+                if name not in self.__struct_fields__:
+                    raise InvalidRequest(f"a quota has no {name!r}; {nearest(name, self.__struct_fields__)}")
+            return super().__call__(*args, **limits)
+
+
+class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
+    """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
+
+    max_concurrent: int | None = None
+    per_hour: int | None = None
+    per_day: int | None = None
+    cost_daily: float | None = None
+    cost_weekly: float | None = None
+    cost_monthly: float | None = None
+    cost_yearly: float | None = None
+    action: Action = "block"
+    """``warn`` lets everything through, and says so."""
+    warn_at: float = 0.8
+    """The part of a limit from which on an answer carries a warning."""
+
+    def __post_init__(self) -> None:
+        for name in (*COUNTED_LIMITS, *(f"cost_{period}" for period in COST_PERIODS)):
+            limit = getattr(self, name)
+            whole = name in COUNTED_LIMITS
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int if whole else int | float):
+                raise InvalidRequest(f"{name} is a {'whole number' if whole else 'number'}, not {limit!r}")
+            if not 0 <= limit < 2**31:
+                raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
+        if self.action not in ("block", "warn"):
+            raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
+        part: object = self.warn_at
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {part!r}")
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """What a user has in use: ``concurrent`` counts active runs and live reservations that have no run yet."""
+
+    concurrent: int
+    reserved: int
+    last_hour: int
+    last_day: int
+    spent: dict[str, float]
+    """By period: daily, weekly, monthly, yearly; each since its start in UTC."""
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):

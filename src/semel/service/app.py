@@ -27,6 +27,7 @@ from semel.dashboard import router
 from semel.dashboard.session import shown
 from semel.runs.app import App
 from semel.service.api import admin, jobs, ops, runs, webhooks
+from semel.service.api.openapi import ResponseSchemas
 from semel.service.api.problems import allow
 from semel.service.api.request import JsonRequest, require_known_query
 from semel.service.auth.middleware import AuthMiddleware, Principal, forbid_cookie_on_api
@@ -127,6 +128,7 @@ def build(service: ServiceState) -> Any:
         before_request=require_known_query,
         lifespan=[lifespan],
         logging_config=None,
+        plugins=[ResponseSchemas()],
         openapi_config=OpenAPIConfig(
             title="semel",
             version=version("semel"),

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semel import App
+from semel.api_types import RunRequest
 from semel.runs import strict_json
 from semel.service.api import request
 from semel.service.api.problems import ApiError
-from semel.service.api.run_types import RunRequest
 from semel.service.jobs import config_files
 from support.service import PATIENCE, Served, made_app, served
 

@@ -18,8 +18,7 @@ from semel.db.dialect import StatementContext
 from semel.db.schema import runs
 from semel.runs.store import queries, quotas
 from semel.runs.store.queries import Filter
-from semel.runs.store.quotas import Quota, Usage
-from semel.runs.types import MICRO, WorkerInfo
+from semel.runs.types import MICRO, Quota, Usage, WorkerInfo
 
 MOST_COUNTED = 10_000
 """Runs that wait or run are counted up to here: a backlog may be of any length."""

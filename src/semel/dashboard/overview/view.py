@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from semel.api_types import RemoteWorker
 from semel.dashboard import quota_bars
 from semel.dashboard.overview import chart as overview_chart
 from semel.dashboard.overview.chart import Chart, percentile
@@ -23,7 +24,7 @@ from semel.dashboard.overview.queries import (
 )
 from semel.dashboard.overview.windows import Window
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
-from semel.service.api.run_types import WorkerView, worker_view
+from semel.service.api.views import worker_view
 
 PARTS = ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "uses")
 """The parts of the page that change; each is a template of that name in the folder overview."""
@@ -60,7 +61,7 @@ class Percentiles(Struct, frozen=True):
 class WorkerRow(Struct, frozen=True):
     """A worker, and the runs of ours that it holds."""
 
-    worker: WorkerView
+    worker: RemoteWorker
     runs: list[RunningRun]
     more: int
 

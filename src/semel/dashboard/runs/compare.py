@@ -10,6 +10,7 @@ from litestar import Response, get
 from litestar.params import QueryParameter
 from msgspec import Struct
 
+from semel.api_types import Problem
 from semel.dashboard.runs import queries
 from semel.dashboard.runs.differences import Difference, differences
 from semel.dashboard.runs.run_detail import STEPS, seconds_of
@@ -19,7 +20,7 @@ from semel.dashboard.wording import DASH, clock, duration, number, plain_time, s
 from semel.errors import ResultStoreError, RunNotComplete
 from semel.runs.types import MICRO, Run
 from semel.service.api.params import TheRequest
-from semel.service.api.problems import Problem, problem_of
+from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from semel.api_types import Problem
 from semel.dashboard.runs import queries
 from semel.dashboard.runs.timeline import Picture, picture
 from semel.dashboard.wording import pretty
 from semel.errors import ResultStoreError, RunNotComplete, RunNotFound
 from semel.runs.attempt import Artifact
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
-from semel.service.api.problems import Problem, problem_of
+from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.state import ServiceState
 

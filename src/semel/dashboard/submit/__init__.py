@@ -8,6 +8,7 @@ import msgspec
 from litestar import Response, get, post
 from litestar.params import QueryParameter
 
+from semel.api_types import RemoteModel, RemoteRun, RunRequest
 from semel.dashboard import quota_bars
 from semel.dashboard.forms import form_of
 from semel.dashboard.submit.command_lines import base_of, curl_line, semel_line
@@ -19,7 +20,6 @@ from semel.runs.types import INTERNAL_PREFIX
 from semel.service.api import quotas, run_details, runs
 from semel.service.api.params import TheRequest
 from semel.service.api.problems import problem_of
-from semel.service.api.run_types import ModelView, RunRequest, RunView
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
@@ -63,7 +63,7 @@ async def submit(request: TheRequest, service: CurrentState, caller: CurrentPrin
     except SemelError as error:
         sheet.refused(error, body)
         return await _shown(request, service, caller, sheet, origin=form.get("from"))
-    run = msgspec.json.decode(answer.content, type=RunView)
+    run = msgspec.json.decode(answer.content, type=RemoteRun)
     return redirect_with_message(request, service, f"/ui/runs/{run.run_id}", said=_said(run))
 
 
@@ -109,9 +109,9 @@ async def _shown(
     )
 
 
-async def _models(service: ServiceState) -> list[ModelView]:
+async def _models(service: ServiceState) -> list[RemoteModel]:
     listed = await run_details.models.fn(service=service)
-    return msgspec.json.decode(listed.content, type=list[ModelView])
+    return msgspec.json.decode(listed.content, type=list[RemoteModel])
 
 
 def _model(service: ServiceState, name: str) -> Model:
@@ -120,7 +120,7 @@ def _model(service: ServiceState, name: str) -> Model:
     return service.app.registry[name]
 
 
-def _said(run: RunView) -> str:
+def _said(run: RemoteRun) -> str:
     done = "This run was there already; nothing new was submitted." if run.replayed else "Submitted."
     warnings = [*run.quota_warnings, *([run.cost_limit_warning] if run.cost_limit_warning else [])]
     return " ".join([done, *(f"Mind your quota: {each}" for each in warnings)])

@@ -11,14 +11,14 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
+from semel.api_types import Problem, RunRequest
 from semel.dashboard.forms import Form
 from semel.dashboard.submit import typed
 from semel.dashboard.submit.fields import Field, fields_of, fill, parameter_faults, place_of
 from semel.errors import CostLimitExceeded, InvalidParameters, KeyReused, QuotaExceeded, SemelError, Unfingerprintable
 from semel.runs.models.model import Model
 from semel.runs.types import Run
-from semel.service.api.problems import Problem, problem_of
-from semel.service.api.run_types import RunRequest
+from semel.service.api.problems import problem_of
 
 OPTIONS = ("user", "queue", "priority", "delay", "cost")
 """What can be said of a submission besides the key, by its name in the request."""

@@ -34,11 +34,11 @@ from semel.runs.store import submit as store_submit
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
 from semel.runs.store.maintenance import LogLineRow, OutboxEvent, PendingRun, WorkerCard
 from semel.runs.store.queries import Backlog, Filter, RunVersion
-from semel.runs.store.quotas import Person, Quota, Reserve, Usage
+from semel.runs.store.quotas import Person, Reserve
 from semel.runs.store.run_keys import KeyEntry, StoreKey
 from semel.runs.store.submit import Answer, Existing, Submission
 from semel.runs.store.transitions import FinishedRun, FinishRequest, Lost
-from semel.runs.types import MICRO, LogLine, Page, Run, Step, Summary, Waiting, WorkerInfo
+from semel.runs.types import MICRO, LogLine, Page, Quota, Run, Step, Summary, Usage, Waiting, WorkerInfo
 
 P = ParamSpec("P")
 A = TypeVar("A")

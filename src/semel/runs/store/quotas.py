@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from msgspec import Struct, StructMeta
+from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
-from semel._validation import nearest
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import quotas, reservations, runs
-from semel.errors import CostLimitExceeded, InvalidRequest, QuotaExceeded, ReservationLost
-from semel.runs.types import EVERYBODY, MICRO, checked_id, micros
+from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
+from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
 from semel.types import moment
 
-Action: TypeAlias = Literal["block", "warn"]
 Person: TypeAlias = tuple[str, str]
 """A tenant and a user."""
 
@@ -32,64 +30,6 @@ CLEANED_AT_ONCE = 500
 
 WAITED_US = 10 * MICRO
 """So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
-
-_COUNTED = {"max_concurrent": "concurrent jobs", "per_hour": "jobs per hour", "per_day": "jobs per day"}
-_PERIODS = ("daily", "weekly", "monthly", "yearly")
-
-
-class _Limits(StructMeta):
-    """Refuses a limit that there is not by naming the nearest, where Python would raise a bare TypeError."""
-
-    if not TYPE_CHECKING:  # to type checkers Quota takes its fields
-
-        def __call__(self, *args: object, **limits: object) -> object:
-            for name in limits:
-                if name not in self.__struct_fields__:
-                    raise InvalidRequest(f"a quota has no {name!r}; {nearest(name, self.__struct_fields__)}")
-            return super().__call__(*args, **limits)
-
-
-class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
-    """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
-
-    max_concurrent: int | None = None
-    per_hour: int | None = None
-    per_day: int | None = None
-    cost_daily: float | None = None
-    cost_weekly: float | None = None
-    cost_monthly: float | None = None
-    cost_yearly: float | None = None
-    action: Action = "block"
-    """``warn`` lets everything through, and says so."""
-    warn_at: float = 0.8
-    """The part of a limit from which on an answer carries a warning."""
-
-    def __post_init__(self) -> None:
-        for name in (*_COUNTED, *(f"cost_{period}" for period in _PERIODS)):
-            limit = getattr(self, name)
-            whole = name in _COUNTED
-            if limit is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, int if whole else int | float):
-                raise InvalidRequest(f"{name} is a {'whole number' if whole else 'number'}, not {limit!r}")
-            if not 0 <= limit < 2**31:
-                raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
-        if self.action not in ("block", "warn"):
-            raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
-        part: object = self.warn_at
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {part!r}")
-
-
-class Usage(Struct, frozen=True, kw_only=True):
-    """What a user has in use: ``concurrent`` counts active runs and live reservations that have no run yet."""
-
-    concurrent: int
-    reserved: int
-    last_hour: int
-    last_day: int
-    spent: dict[str, float]
-    """By period: daily, weekly, monthly, yearly; each since its start in UTC."""
 
 
 class Admission(Struct, frozen=True):
@@ -145,8 +85,8 @@ _QUOTAS = select(quotas).where(
 
 
 def _quota(row: Any) -> Quota:
-    limits = {name: getattr(row, name) for name in _COUNTED}
-    costs = {f"cost_{period}": getattr(row, f"cost_{period}") for period in _PERIODS}
+    limits = {name: getattr(row, name) for name in COUNTED_LIMITS}
+    costs = {f"cost_{period}": getattr(row, f"cost_{period}") for period in COST_PERIODS}
     costs = {name: None if cost is None else cost / MICRO for name, cost in costs.items()}
     return Quota(**limits, **costs, action=row.action, warn_at=row.warn_at)
 
@@ -158,8 +98,8 @@ def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: Stat
     lock(conn, [person])
     conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
     if quota is not None:
-        values: dict[str, Any] = {name: getattr(quota, name) for name in (*_COUNTED, "action", "warn_at")}
-        for period in _PERIODS:
+        values: dict[str, Any] = {name: getattr(quota, name) for name in (*COUNTED_LIMITS, "action", "warn_at")}
+        for period in COST_PERIODS:
             cost = getattr(quota, f"cost_{period}")
             values[f"cost_{period}"] = None if cost is None else micros(cost)
         conn.execute(insert(quotas).values(tenant=tenant, user_id=user, **values))
@@ -179,7 +119,7 @@ SELECT (SELECT count(*) FROM semel_runs
        (SELECT count(*) FROM semel_reservations
         WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
-       {", ".join(w.total("cost", f"created_us >= :{period}") for period in _PERIODS)}
+       {", ".join(w.total("cost", f"created_us >= :{period}") for period in COST_PERIODS)}
 FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
 """
     )
@@ -239,9 +179,9 @@ class Meter:
         if limit is None:
             return None
         if count > limit and self._quota.action == "block":
-            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {_COUNTED[name]} allowed{self._whose(limit)}")
+            raise QuotaExceeded(f"Quota exceeded: Maximum {limit} {COUNTED_LIMITS[name]} allowed{self._whose(limit)}")
         if count >= self._quota.warn_at * limit:
-            return f"{count} of {limit} {_COUNTED[name]} in use"
+            return f"{count} of {limit} {COUNTED_LIMITS[name]} in use"
         return None
 
     def _whose(self, limit: int) -> str:

@@ -12,29 +12,17 @@ from litestar import Response, delete, get, post, put
 from litestar.openapi.spec import Example
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
+from semel.api_types import JobAnswer, JobPage, JobRequest, JobStatus, RemoteConfig, RemoteCosts, RemoteJob
 from semel.errors import InvalidRequest, NotMigrated, ResultStoreError, SemelError, StoreUnavailable
 from semel.runs.types import checked_id, checked_name, checked_retention
 from semel.service import jobs
-from semel.service.api.job_types import (
-    MAX_TRACKER_NAME,
-    ConfigView,
-    CostStatus,
-    JobAnswer,
-    JobPage,
-    JobRequest,
-    JobView,
-    answer_of,
-    config_view,
-    cost_status,
-    entry_view,
-    job_view,
-)
 from semel.service.api.params import TheRequest, root_of
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import json, refusals
 from semel.service.api.runs import ABOUT_KEY, Key, key_headers, one_key
+from semel.service.api.views import answer_of, config_view, cost_status, entry_view, job_view
 from semel.service.auth.middleware import Principal
-from semel.service.jobs import JobFilter, JobStatus, JobSubmission, configs
+from semel.service.jobs import JobFilter, JobSubmission, configs
 from semel.service.jobs.config_files import ConfigBody
 from semel.service.state import CurrentPrincipal, CurrentState
 
@@ -48,6 +36,7 @@ ConfigName = Annotated[
     str,
     PathParameter(description="The config's name.", examples=[Example(value="my-training-config", summary="a name")]),
 ]
+MAX_TRACKER_NAME = 500
 _JOBS = ["jobs"]
 _CONFIGS = ["configs"]
 _OUR_FAULT = (StoreUnavailable, NotMigrated, ResultStoreError)
@@ -155,7 +144,7 @@ def _whose(caller: Principal, user: str | None, what: str) -> str | None:
 )
 async def show(
     job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
-) -> Response[JobView]:
+) -> Response[RemoteJob]:
     """The job as it stands, with the progress of its run and of its upload."""
     return json(job_view(await jobs.find(service, caller, job_id), root_of(request)))
 
@@ -170,7 +159,7 @@ async def show(
 )
 async def cancel(
     job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
-) -> Response[JobView]:
+) -> Response[RemoteJob]:
     """End a job that waits or uploads, or ask one that runs to end. Again changes nothing; 409 for one that is over."""
     return json(job_view(await jobs.cancel(service, caller, job_id), root_of(request)))
 
@@ -186,7 +175,7 @@ async def cost_limits(
     service: CurrentState,
     caller: CurrentPrincipal,
     user: Annotated[str | None, QueryParameter(description="Of this user; for operators.", max_length=200)] = None,
-) -> Response[CostStatus]:
+) -> Response[RemoteCosts]:
     """The caller's spending in this day, week, month and year (UTC), against the limits of their quota."""
     _whose(caller, user, "sees what others spend")
     whose = checked_name("user", caller.user if user is None else user, empty=False)
@@ -195,7 +184,7 @@ async def cost_limits(
 
 
 @get("/api/cloud/configs", tags=_CONFIGS, operation_id="listConfigs", summary="Configs", responses=refusals(400))
-async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Response[list[ConfigView]]:
+async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteConfig]]:
     """Every config that a job can name. One that cannot be used says why."""
     return json([entry_view(entry, caller) for entry in await configs.list_all(service, caller.tenant)])
 
@@ -207,7 +196,7 @@ async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Respo
     summary="A config",
     responses=refusals(400, 404, 422),
 )
-async def show_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> Response[ConfigView]:
+async def show_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> Response[RemoteConfig]:
     """The config that a job of this name would use."""
     return json(config_view(await configs.look_up(service, caller.tenant, name), caller))
 
@@ -221,7 +210,7 @@ async def show_config(name: ConfigName, service: CurrentState, caller: CurrentPr
 )
 async def put_config(
     name: ConfigName, data: JSONBody[ConfigBody], service: CurrentState, caller: CurrentPrincipal
-) -> Response[ConfigView]:
+) -> Response[RemoteConfig]:
     """Make a config, or replace it; for operators. It wins over a file of the same name."""
     _operates(caller)
     return json(config_view(await configs.put(service, caller, name, data), caller))

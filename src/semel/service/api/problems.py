@@ -11,9 +11,9 @@ import msgspec
 import msgspec.inspect
 from litestar import Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException
-from msgspec import Struct
 
 from semel._validation import misfit
+from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
     IllegalTransition,
@@ -35,20 +35,6 @@ from semel.errors import (
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER = 5
 """Seconds after which whoever met a store that was away may come again."""
-
-
-class Problem(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a request was not carried out. ``retryable``: the same request may succeed later."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    error_code: str
-    retryable: bool
-    idempotency_key: str | None = None
-    run_status: str | None = None
-    retry_after: int | None = None
 
 
 class ApiError(SemelError):

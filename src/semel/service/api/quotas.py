@@ -16,8 +16,7 @@ from semel.db.dialect import StatementContext
 from semel.db.schema import quotas as kept
 from semel.db.schema import reservations
 from semel.runs.store import quotas
-from semel.runs.store.quotas import Action, Quota, Usage
-from semel.runs.types import MICRO, checked_name
+from semel.runs.types import MICRO, Action, Quota, Usage, checked_name
 from semel.service.api.admin_params import After, Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals

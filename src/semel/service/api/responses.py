@@ -11,7 +11,8 @@ from litestar import Response
 from litestar.datastructures import ResponseHeader
 from litestar.openapi.datastructures import ResponseSpec
 
-from semel.service.api.problems import MEDIA_TYPE, Problem
+from semel.api_types import Problem
+from semel.service.api.problems import MEDIA_TYPE
 
 ALWAYS = (401, 403, 429, 500, 503)
 """What any request may be refused with: by the gate, or because the database is away."""

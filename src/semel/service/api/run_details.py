@@ -8,24 +8,12 @@ from typing import Annotated
 from litestar import Response, get
 from litestar.params import QueryParameter
 
+from semel.api_types import LogPage, RemoteModel, RemoteStep, RemoteSummary, RemoteWorker, WaitingAnswer
 from semel.errors import InvalidRequest
 from semel.runs.types import INTERNAL_PREFIX, LogLine
 from semel.service.api.params import PAGE_BYTES, RunId
 from semel.service.api.responses import json, refusals
-from semel.service.api.run_types import (
-    LogPage,
-    ModelView,
-    StepView,
-    SummaryView,
-    WaitingAnswer,
-    WorkerView,
-    log_view,
-    model_view,
-    step_view,
-    summary_view,
-    waiting_view,
-    worker_view,
-)
+from semel.service.api.views import log_view, model_view, step_view, summary_view, waiting_view, worker_view
 from semel.service.auth.middleware import requires
 from semel.service.state import CurrentPrincipal, CurrentState
 
@@ -42,7 +30,7 @@ PORTION = 500
     summary="Every step of a run's life",
     responses=refusals(400, 404),
 )
-async def timeline(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[list[StepView]]:
+async def timeline(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteStep]]:
     """Oldest first: created, leased, retried, lost, cancelled, succeeded, … with who did it and why."""
     run = await service.run(run_id, caller)
     return json([step_view(each) for each in await service.engine.timeline(run.id, tenant=caller.tenant)])
@@ -118,14 +106,14 @@ async def summary(
     grouped: Annotated[
         bool, QueryParameter(description="Also by the parameter that each model is summarised by.")
     ] = False,
-) -> Response[list[SummaryView]]:
+) -> Response[list[RemoteSummary]]:
     """Counts by status and the mean duration; of the caller's own runs, to operators of everybody's."""
     found = await service.engine.summary(tenant=caller.tenant, grouped=grouped, user=caller.visible_user)
     return json([summary_view(each) for each in found])
 
 
 @get("/models", tags=_TAG, operation_id="listModels", summary="What can be submitted", responses=refusals())
-async def models(service: CurrentState) -> Response[list[ModelView]]:
+async def models(service: CurrentState) -> Response[list[RemoteModel]]:
     """The models of this server, with the JSON Schema of their parameters and how they are run."""
     registry = service.app.registry
     return json([model_view(registry[name]) for name in registry.names if not name.startswith(INTERNAL_PREFIX)])
@@ -139,7 +127,7 @@ async def models(service: CurrentState) -> Response[list[ModelView]]:
     guards=[requires("operator")],
     responses=refusals(),
 )
-async def workers(service: CurrentState, caller: CurrentPrincipal) -> Response[list[WorkerView]]:
+async def workers(service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteWorker]]:
     """The workers that are alive or were until lately. For operators."""
     whole = not caller.tenant
     return json([worker_view(each, whole=whole) for each in await service.engine.workers()])

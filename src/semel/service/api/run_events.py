@@ -14,12 +14,13 @@ import msgspec
 from litestar import Response, get
 from litestar.params import HeaderParameter
 
+from semel.api_types import EventView, ProgressView
 from semel.errors import RunNotFound
 from semel.runs.types import LogLine, Run, Step
 from semel.service import sse
 from semel.service.api.params import RunId
 from semel.service.api.responses import answered, refusals
-from semel.service.api.run_types import EventView, ProgressView, log_view, step_view
+from semel.service.api.views import log_view, step_view
 from semel.service.auth.middleware import Principal
 from semel.service.sse import to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState

@@ -15,6 +15,7 @@ from litestar import Request, Response, get, post
 from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, PathParameter, QueryParameter
 
+from semel.api_types import BulkAnswer, CancelRequest, RemoteRun, RunPage, RunRequest
 from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.refusals import PROTOCOL_VERSION
 from semel.runs.types import INTERNAL_PREFIX, MICRO, Run, Status, checked_key
@@ -22,7 +23,7 @@ from semel.service.api import run_details, run_events, run_files
 from semel.service.api.params import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
-from semel.service.api.run_types import BulkAnswer, CancelRequest, RunPage, RunRequest, RunView, run_view
+from semel.service.api.views import run_view
 from semel.service.auth.limits import wait_for_disconnect
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
@@ -127,10 +128,10 @@ def key_headers(expires_us: int | None, *, replayed: bool) -> dict[str, str]:
     return headers
 
 
-def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
+def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RemoteRun]:
     concerns(run.id, run)
     view = run_view(run, root_of(request))
-    headers = {"Location": view.links.self, **key_headers(run.key_expires_us, replayed=run.replayed)}
+    headers = {"Location": view.links["self"], **key_headers(run.key_expires_us, replayed=run.replayed)}
     return json(view, 200 if run.replayed else 201, headers)
 
 
@@ -141,13 +142,13 @@ def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RunView]:
     summary="Submit a run",
     response_headers=ABOUT_KEY,
     responses={
-        200: answered(RunView, "The run that was there already."),
+        200: answered(RemoteRun, "The run that was there already."),
         **refusals(400, 409, 422, body=True),
     },
 )
 async def submit(
     data: JSONBody[RunRequest], service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
-) -> Response[RunView]:
+) -> Response[RemoteRun]:
     """Store a run and answer at once: 201 with the new run, or 200 with the one that was there already."""
     run = await service.engine.submit(**_arguments(data, service, caller, one_key(key, data.idempotency_key)))
     return _submitted(run, request)
@@ -214,7 +215,7 @@ async def show(
     request: TheRequest,
     wait: Wait = 0.0,
     known: IfNoneMatch = None,
-) -> Response[RunView]:
+) -> Response[RemoteRun]:
     """The run as it stands; 304 to those who know it so.
 
     With ``wait`` the answer comes when the run is over, or with ``If-None-Match`` as soon as it is other than the
@@ -305,7 +306,7 @@ async def cancel(
     caller: CurrentPrincipal,
     request: TheRequest,
     data: JSONBody[CancelRequest | None] = None,
-) -> Response[RunView]:
+) -> Response[RemoteRun]:
     """End a run that is pending, or ask a running one to end: ``cancel_requested`` is true while it cleans up.
 
     Again changes nothing. 409 for one that succeeded or failed before.
@@ -324,13 +325,13 @@ async def cancel(
     summary="Submit a run again",
     response_headers=ABOUT_KEY,
     responses={
-        200: answered(RunView, "The new run was there already."),
+        200: answered(RemoteRun, "The new run was there already."),
         **refusals(400, 404, 408, 409, 413, 422),
     },
 )
 async def retry(
     run_id: RunId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
-) -> Response[RunView]:
+) -> Response[RemoteRun]:
     """Submit a failed or cancelled run again, as a new run with ``retry_of``.
 
     201 with the new run; 200 with the one that came of an earlier retry: while it is under way, or, of one with the

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, Select, and_, case, literal, or_, select
 
+from semel.api_types import JobStatus
 from semel.db.schema import jobs, runs
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.engine import RunEngine
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from semel.service.auth.middleware import Principal
     from semel.service.state import ServiceState
 
-JobStatus: TypeAlias = Literal["uploading", "queued", "running", "completed", "failed", "cancelled"]
 
 _PLAIN: dict[str, JobStatus] = {"RUNNING": "running", "SUCCEEDED": "completed", "FAILED": "failed"}
 

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from semel._validation import misfit
+from semel.api_types import Name
 from semel.runs import strict_json
 from semel.runs.types import MAX_COST
 from semel.service.api.problems import ApiError
-from semel.service.api.run_types import Name
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIXES = (".json", ".toml")
