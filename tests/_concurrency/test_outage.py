@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from semel._concurrency.outage import Outage
+from semel._concurrency.retry import Outage
 
 LOG = logging.getLogger("semel.test")
 

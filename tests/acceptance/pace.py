@@ -23,8 +23,8 @@ class _Sleep:
         self._asleep.put(seconds)
         return await self._inner.wait(PATIENCE)
 
-    def here(self) -> bool:
-        return self._inner.here()
+    def is_current(self) -> bool:
+        return self._inner.is_current()
 
 
 class Pace(ThreadRuntime):

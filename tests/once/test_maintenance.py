@@ -15,8 +15,7 @@ from sqlalchemy import create_engine, make_url
 from sqlalchemy.orm import Session
 
 from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, Once, Policy, StoreUnavailable, current_claim
-from semel._concurrency import deadline
-from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
+from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime, deadline, seconds_left
 from semel.once.maintenance import BATCH, Collector
 from semel.once.stats import StatsCounter
 from semel.once.store import Renew
@@ -424,14 +423,14 @@ def test_background_work_inherits_neither_deadline_nor_claim_of_the_call_that_st
     told = threading.Event()
 
     async def look() -> None:
-        seen.append((deadline.seconds_left(60.0), current_claim(None)))
+        seen.append((seconds_left(60.0), current_claim(None)))
         told.set()
 
     async def scenario() -> None:
         once = AsyncOnce("memory://", collect=False)
 
         async def work() -> None:
-            with deadline.within(0.001):
+            with deadline(0.001):
                 world().spawn(look, "semel-look")
 
         await once.call("key", work)

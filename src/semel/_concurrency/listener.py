@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from semel._concurrency.fork import survive_fork
-from semel._concurrency.outage import Outage
-from semel._concurrency.retry import Backoff
+from semel._concurrency.retry import Backoff, Outage
 
 Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
 """``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while

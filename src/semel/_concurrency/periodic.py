@@ -1,4 +1,4 @@
-"""A task that runs again and again beside its owner, and ends with it."""
+"""Periodic background tasks, which end with their owner, and when a lease is renewed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ import weakref
 from abc import ABC, abstractmethod
 
 from semel._concurrency.fork import survive_fork
-from semel._concurrency.outage import Outage
+from semel._concurrency.retry import Outage
 from semel._concurrency.runtime import Runtime, Signal
 from semel.errors import SemelError, StoreUnavailable
 
 _log = logging.getLogger("semel")
 
 _LONGEST_END = 5.0
+
+RENEW_AFTER = 0.05
+"""The part of a lease after which it is renewed: the same for the leases of keys and of runs."""
+TRY_AGAIN_AFTER = 0.01
+"""The part of a lease after which a failed renewal is retried. With RENEW_AFTER: when a store was unavailable for nine
+tenths of a lease, at least four hundredths of it are left for the renewal that succeeds."""
+SHORTEST_TRY, LONGEST_TRY = 0.1, 10.0
+"""Seconds that a renewal may take. A slow store needs the first; the second bounds how long a short lease waits behind
+a renewal of long ones."""
+
+
+def time_for_renewal(left: float) -> float:
+    """How long to wait for the reply to a renewal: a third of what is left of the shortest lease."""
+    return min(max(left / 3, SHORTEST_TRY), LONGEST_TRY)
 
 
 class PeriodicTask(ABC):
@@ -35,7 +49,7 @@ class PeriodicTask(ABC):
     @property
     def running(self) -> bool:
         """False also when the event loop that it ran in is gone."""
-        return self._signal is not None and self._signal.here()
+        return self._signal is not None and self._signal.is_current()
 
     def start(self) -> None:
         """Run from now on; a second start changes nothing."""
@@ -56,7 +70,7 @@ class PeriodicTask(ABC):
         signal = self._signal
         self.stop()
         deadline = time.monotonic() + _LONGEST_END
-        while self._ticking and signal is not None and signal.here() and time.monotonic() < deadline:
+        while self._ticking and signal is not None and signal.is_current() and time.monotonic() < deadline:
             await self._runtime.sleep(0.005)
 
     def nudge(self) -> None:

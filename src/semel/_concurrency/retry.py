@@ -113,3 +113,69 @@ def time_for_try(retry_for: float, left: float) -> float:
     if retry_for == 0:
         return _ONLY_TRY
     return left / 2 if left > 2 * _SHORTEST_TRY else max(left, _SHORTEST_TRY)
+
+
+EVERY = 60.0
+"""Seconds between two log lines about one outage."""
+SETTLED = 1.0
+"""Seconds without a failure before a success ends an outage: what fails and succeeds by turns is one outage."""
+
+
+class Outage:
+    """Logs an outage in few lines: one when it begins, one a minute while it lasts, and one when it is over.
+
+    A loop that retries reports every try here, instead of logging it. ``what`` is unavailable; ``meaning`` says what
+    follows from that. An outage shorter than ``patience`` seconds is not logged, nor one that is part of the outage
+    ``within``, while that lasts.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        what: str,
+        meaning: str,
+        *,
+        patience: float = 0.0,
+        within: Outage | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._what = what
+        self._meaning = meaning
+        self._patience = patience
+        self._within = within
+        self._clock = clock
+        self._began: float | None = None
+        self._failed = 0.0
+        self._logged: float | None = None
+
+    @property
+    def ongoing(self) -> bool:
+        """Whether the last report was a failure."""
+        return self._began is not None
+
+    def failed(self, error: object) -> None:
+        """Report a failed try."""
+        now = self._failed = self._clock()
+        if self._began is None:
+            self._began = now
+        lasted = now - self._began
+        if lasted < self._patience or (self._logged is not None and now - self._logged < EVERY):
+            return
+        if self._within is not None and self._within.ongoing:
+            return
+        since = "is unavailable" if self._logged is None else f"has been unavailable for {lasted:.0f} s"
+        self._logged = now
+        self._log.warning("%s %s; %s: %s", self._what, since, self._meaning, error)
+
+    def succeeded(self) -> None:
+        """Report a try that succeeded."""
+        if self._began is None:
+            return
+        now = self._clock()
+        if now - self._failed < SETTLED:
+            return
+        began, self._began = self._began, None
+        logged, self._logged = self._logged, None
+        if logged is not None:
+            self._log.warning("%s is available again after %.0f s", self._what, now - began)

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import URL, Connection, NullPool, event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from semel._concurrency import deadline
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
 from semel.db.blocking import COMMITS, abandoned_connections, missing
 from semel.db.errors import translate_errors
@@ -132,7 +132,7 @@ class AsyncPostgresDatabase:
 
     async def _drop(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
         """A call was cancelled. If its deadline did that, the server is silent."""
-        if deadline.is_over():
+        if deadline_passed():
             await self._condemn(pool, kept)
         else:
             await _discard(kept.conn)

@@ -14,8 +14,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Dialect, Engine, TextClause, create_engine, event, exc, make_url
 
-from semel._concurrency import deadline
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.runtime import seconds_left
 from semel._concurrency.sync import run_sync
 from semel.db.errors import translate_errors
 from semel.db.sqlite_file import WatchedFile, check_known, make_private
@@ -109,7 +109,7 @@ class BlockingDatabase:
     @contextmanager
     def _alone(self, lock: threading.Lock) -> Iterator[None]:
         """Hold the lock, which is waited for until the deadline."""
-        if not lock.acquire(timeout=deadline.seconds_left(60.0)):
+        if not lock.acquire(timeout=seconds_left(60.0)):
             raise StoreUnavailable("the database file is in use by other threads of this process for too long")
         try:
             yield

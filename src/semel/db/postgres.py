@@ -13,8 +13,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, text
 
-from semel._concurrency import deadline
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.runtime import seconds_left
 from semel.db.blocking import COMMITS, abandoned_connections, missing
 from semel.db.errors import translate_errors
 from semel.errors import StoreUnavailable
@@ -150,7 +150,7 @@ class PostgresDatabase:
 
     def _run(self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         places = self._places
-        if not places.acquire(timeout=deadline.seconds_left(60.0)):
+        if not places.acquire(blocking=False) and not places.acquire(timeout=seconds_left(60.0)):
             raise all_in_use(self._size)
         try:
             with translate_errors():

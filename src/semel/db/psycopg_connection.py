@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from psycopg import Connection, OperationalError
 
-from semel._concurrency import deadline
+from semel._concurrency.runtime import deadline_passed
 
 R = TypeVar("R")
 
@@ -24,7 +24,7 @@ class BoundedConnection(Connection[Any]):
         try:
             return super().wait(_bounded(gen), *args, **values)
         except OperationalError:
-            if deadline.is_over():
+            if deadline_passed():
                 self.pgconn.finish()
             raise
 
@@ -35,7 +35,7 @@ def _bounded(steps: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
         awaited = next(steps)
         while True:
             ready = yield awaited
-            if not ready and deadline.is_over():
+            if not ready and deadline_passed():
                 raise OperationalError("the server gave no answer in time")
             awaited = steps.send(ready)
     except StopIteration as stop:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from semel._concurrency.batching import AsyncioBatcher, Batcher, Unbatched
-from semel._concurrency.renewal import RENEW_AFTER
+from semel._concurrency.periodic import RENEW_AFTER
 from semel._concurrency.retry import Send, with_retry
 from semel._concurrency.runtime import Local, Runtime
 from semel.codec import PLAIN, Codec, encode

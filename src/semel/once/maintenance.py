@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from semel._concurrency.periodic import PeriodicTask
-from semel._concurrency.renewal import RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
+from semel._concurrency.periodic import RENEW_AFTER, TRY_AGAIN_AFTER, PeriodicTask, time_for_renewal
 from semel._concurrency.retry import jittered
 from semel._concurrency.runtime import Runtime
 from semel.once.stats import StatsCounter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 from weakref import WeakSet
 
 from semel._concurrency.fork import survive_fork
-from semel._concurrency.outage import Outage
+from semel._concurrency.retry import Outage
 from semel._concurrency.sync import async_method, sync_method
 from semel.errors import InvalidRequest
 from semel.once.store import Clock

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import URL, Connection, TextClause, exc, text
 
-from semel._concurrency.deadline import within
 from semel._concurrency.listener import Hear, Listener
+from semel._concurrency.runtime import deadline
 from semel.db import migrate
 from semel.db.blocking import Database, fetch
 from semel.db.errors import LOCK_TIMEOUT, sqlstate
@@ -276,10 +276,10 @@ def hearing(url: URL, greeting: str | None = None) -> Hear:
     def hear(channel: str, stopped: Event) -> Iterator[str | None]:
         from semel.db.psycopg_connection import BoundedConnection
 
-        with within(_CONNECTING):
+        with deadline(_CONNECTING):
             conn = BoundedConnection.connect(address, autocommit=True, **words)
         with conn:
-            with within(_ANSWER):
+            with deadline(_ANSWER):
                 conn.execute(f"LISTEN {channel}")
             if greeting is not None:
                 yield greeting
@@ -299,7 +299,7 @@ def hearing(url: URL, greeting: str | None = None) -> Hear:
 def _ask(conn: BoundedConnection, silent: float) -> None:
     """Find out whether the server is still there."""
     try:
-        with within(_ANSWER):
+        with deadline(_ANSWER):
             conn.execute("SELECT 1")
     except Exception:
         _log.warning(

@@ -16,8 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from sqlalchemy import URL, Connection
 
 from semel._concurrency.batching import LARGEST, Failed, flush_apart
-from semel._concurrency.outage import Outage
-from semel._concurrency.retry import with_retry
+from semel._concurrency.retry import Outage, with_retry
 from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
 from semel._concurrency.sync import run_sync
 from semel.db import blocking as db_blocking

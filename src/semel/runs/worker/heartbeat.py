@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from semel._concurrency.renewal import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
+from semel._concurrency.periodic import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
 from semel.errors import StoreUnavailable
 from semel.runs.store import RunStore
 from semel.runs.store.maintenance import WorkerCard

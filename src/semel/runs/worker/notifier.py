@@ -13,7 +13,7 @@ from collections.abc import Callable
 from sqlalchemy import URL
 
 from semel._concurrency.listener import PATIENCE, Listener
-from semel._concurrency.outage import Outage
+from semel._concurrency.retry import Outage
 from semel.runs.store.transitions import CHANNEL
 
 _log = logging.getLogger("semel.listener")
