@@ -31,7 +31,7 @@ from semel import App, Worker
 from semel.cli import main as semel_command
 from semel.runs.attempt import AttemptResult
 from semel.runs.hooks import RunEvent
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
 from support import servers
@@ -274,10 +274,14 @@ async def _lease_costs(small: str, large: str) -> tuple[float, float]:
     for _ in range(15):
         for ledger, cost in zip(ledgers, costs, strict=True):
             start = time.perf_counter()
-            leased = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 100))
+            leased = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), ledger.terms)
             cost.append(time.perf_counter() - start)
             assert len(leased) == 100
-            await ledger.end([FinishRequest(x.id, x.fence, AttemptResult(kind="lost"), returned=True) for x in leased])
+            await ledger.write(
+                transitions.end,
+                [FinishRequest(x.id, x.fence, AttemptResult(kind="lost"), returned=True) for x in leased],
+                ledger.terms,
+            )
     for ledger in ledgers:
         await ledger.close()
     return median(costs[0]), median(costs[1])
@@ -292,12 +296,12 @@ def heartbeat(bench: Bench) -> Row:
 
 async def _heartbeat(url: str) -> float:
     ledger = RunStore(url, awaited=True)
-    leased = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 1000))
+    leased = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1000), ledger.terms)
     beats = [LeaseRenewal(each.id, each.fence) for each in leased]
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        assert len(await ledger.renew(beats)) == 1000
+        assert len(await ledger.write_once(lease.renew, beats, ledger.terms)) == 1000
         times.append(time.perf_counter() - start)
     await ledger.close()
     return median(times)

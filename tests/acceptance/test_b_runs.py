@@ -12,6 +12,7 @@ from semel import App, InvalidRequest, Quota, QuotaExceeded
 from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.results import publish
+from semel.runs.store import lease, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal
 from semel.runs.worker.active_runs import ActiveRun
 from support.quotas import KINDS, Grounds
@@ -95,14 +96,23 @@ def test_b1_every_write_of_a_passed_fence_changes_nothing(app: App, hand: Hand, 
     """Renew, progress, result, artifact, cost: the zombie is told that it has lost, and the row stays as it was."""
     zombie, heir = taken_over(app, hand, shop)
     before = app.get(heir.id)
-    assert hand.do(hand.ledger.renew([LeaseRenewal(zombie.id, zombie.fence, 0.9, "from the grave")])) == {}
-    assert hand.do(hand.ledger.watch([(zombie.id, zombie.fence)])) == {}
+    assert (
+        hand.do(
+            hand.ledger.write_once(
+                lease.renew, [LeaseRenewal(zombie.id, zombie.fence, 0.9, "from the grave")], hand.ledger.terms
+            )
+        )
+        == {}
+    )
+    assert hand.do(hand.ledger.read_once(lease.watch, [(zombie.id, zombie.fence)])) == {}
     for kind in ("succeeded", "retry", "fatal", "lost", "snooze", "cancelled"):
         artifacts = [Artifact("report.txt", "zombie", 1, "d")]
         assert not hand.end(zombie, kind, reason="from the grave", cost=99.0, artifacts=artifacts)
     assert not hand.end(zombie, "lost", returned=True)
     assert app.get(heir.id) == before
-    assert hand.do(hand.ledger.renew([LeaseRenewal(heir.id, heir.fence, 0.5, "alive")])) == {heir.id: False}
+    assert hand.do(
+        hand.ledger.write_once(lease.renew, [LeaseRenewal(heir.id, heir.fence, 0.5, "alive")], hand.ledger.terms)
+    ) == {heir.id: False}
     assert hand.end(heir, result='"of the heir"')
     assert app.result(heir.id) == "of the heir"
     assert not hand.end(zombie, "fatal")
@@ -119,9 +129,11 @@ def test_b1_leases_are_judged_by_the_databases_clock(shop: Workshop, monkeypatch
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 86400 * 10**9)
     early = shop.hand(app, "early")
-    assert early.do(early.ledger.lose_expired()) == []
+    assert early.do(early.ledger.write(transitions.lose_expired, early.ledger.terms)) == []
     assert early.lease_this(run) is None
-    assert early.do(early.ledger.renew([LeaseRenewal(leased.id, leased.fence)])) == {run.id: False}
+    assert early.do(
+        early.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], early.ledger.terms)
+    ) == {run.id: False}
     held = app.get(run.id)
     assert held.lease_until_us is not None
     assert held.heartbeat_us is not None
@@ -170,14 +182,14 @@ def test_b4_however_a_run_ends_its_slot_comes_back_exactly_once(app: App, hand: 
         assert last is not None
         if how == "lost too often":
             shop.clock.advance(LEASE + MOMENT)
-            hand.do(hand.ledger.lose_expired())
+            hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms))
         else:
             hand.end(last, {"attempts used up": "retry"}.get(how, how))
     assert app.get(run.id).done
     assert app.usage(42).concurrent == 1
     if last is not None:
         assert not hand.end(last, "fatal"), "a second end changes nothing"
-        hand.do(hand.ledger.lose_expired())
+        hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms))
     assert app.usage(42).concurrent == 1
     assert app.submit("add", {"a": 3}, user=42).status == "PENDING"
     assert (app.usage(42).concurrent, app.get(other.id).status) == (2, "PENDING")
@@ -286,11 +298,15 @@ def test_b12_a_run_that_makes_no_progress_is_alive(app: App, hand: Hand, shop: W
     """Stalled is not dead: the lease goes on, and the progress says since when nothing came of it."""
     run = app.submit("add", {"a": 1})
     leased = hand.lease()[0]
-    hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence, 0.4, "fitting")]))
+    hand.do(
+        hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence, 0.4, "fitting")], hand.ledger.terms)
+    )
     for _ in range(10):
         shop.clock.advance(20)
-        assert hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence)])) == {run.id: False}
-        assert hand.do(hand.ledger.lose_expired()) == []
+        assert hand.do(
+            hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.terms)
+        ) == {run.id: False}
+        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms)) == []
     seen = app.get(run.id)
     assert (seen.status, seen.progress, seen.progress_note) == ("RUNNING", 0.4, "fitting")
     assert seen.heartbeat_us == shop.clock.us
@@ -312,12 +328,12 @@ def test_b23_a_run_whose_progress_stands_still_is_stalled_since_it_last_moved(
         """Twenty seconds later a heartbeat comes, perhaps with progress; since when the run is stalled then."""
         shop.clock.advance(20)
         beats = [LeaseRenewal(leased.id, leased.fence, progress, note), LeaseRenewal(plain.id, plain.fence)]
-        assert set(hand.do(hand.ledger.renew(beats))) == {run.id, other.id}
+        assert set(hand.do(hand.ledger.write_once(lease.renew, beats, hand.ledger.terms))) == {run.id, other.id}
         seen = app.get(run.id)
         stalled = [run.id] if seen.stalled_us is not None else []
         assert [each.id for each in app.runs(stalled=True).runs] == stalled
         assert app.backlog().stalled == len(stalled)
-        assert hand.do(hand.ledger.lose_expired()) == [], "stalled is not dead"
+        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms)) == [], "stalled is not dead"
         return seen.stalled_us
 
     began = shop.clock.us
@@ -341,7 +357,7 @@ def test_b23_only_a_run_that_runs_is_stalled_and_an_attempt_begins_afresh(app: A
         assert leased is not None
         assert app.get(run.id).stalled_us is None
         shop.clock.advance(40)
-        hand.do(hand.ledger.renew([LeaseRenewal(leased.id, leased.fence)]))
+        hand.do(hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.terms))
         assert app.get(run.id).stalled_us == shop.clock.us - 40_000_000
         assert hand.end(leased, kind)  # type: ignore[arg-type]
         assert app.get(run.id).stalled_us is None

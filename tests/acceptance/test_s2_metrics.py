@@ -11,6 +11,7 @@ from semel import App, Context, Fatal, KeyReused
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.metrics.prometheus import RunMetrics
+from semel.runs.store import lease
 from semel.runs.store.lease import LeaseRequest
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import Sweeper
@@ -113,7 +114,7 @@ def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry
     app.on_event(RunMetrics(registry))
     app.submit("work")
     ledger = app._engine.ledger
-    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
     clock.advance(61)
     sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
     assert run_sync(sweeper.sweep()) == 1
@@ -134,7 +135,7 @@ def test_s2_45_the_duration_is_that_of_the_last_attempt_also_when_the_sweeper_en
     ledger = app._engine.ledger
     sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
     for _ in range(2):
-        assert run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+        assert run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
         clock.advance(75)
         assert run_sync(sweeper.sweep()) == 1
         clock.advance(1000)
@@ -179,7 +180,7 @@ def test_s2_41_the_sweepers_line_about_a_run_carries_the_five_fields(
     app.model("work", isolation="thread", lease=60)(work)
     run = app.submit("work")
     ledger = app._engine.ledger
-    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["work"], 1)))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
         run_sync(Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news).sweep())

@@ -19,6 +19,7 @@ from semel.dashboard.overview.hits import Hits
 from semel.dashboard.overview.queries import Audience
 from semel.dashboard.overview.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
 from semel.db.dialect import StatementContext
+from semel.runs.store import quotas
 from semel.runs.store.maintenance import acquire_leadership
 from semel.runs.types import Quota, new_id
 from semel.service.auth import tokens
@@ -223,7 +224,7 @@ def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str
 
 def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
     ledger = app.ledger(awaited=False)
-    run_sync(ledger.set_quota((tenant, user), Quota(**(limits or {"max_concurrent": 5}))))
+    run_sync(ledger.write(quotas.set_quota, (tenant, user), Quota(**(limits or {"max_concurrent": 5})), ledger.terms))
     run_sync(ledger.close())
 
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from sqlalchemy import Connection, make_url, text
 from semel import App, AsyncOnce, Granted, InvalidRequest, JobStore, Once, StoreUnavailable
 from semel._concurrency.sync import run_sync
 from semel.db.blocking import parse
+from semel.db.dialect import hot
 from semel.db.postgres import PostgresDatabase, postgres_engine
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once.store import ClaimRequest
@@ -211,13 +213,13 @@ def test_reservations_travel_together(urls: StoreUrls) -> None:
     jobs = JobStore(urls["postgres"])
     ledger: Any = jobs._engine._ledger
     sent: list[int] = []
-    inner = ledger._reserving._flush
+    inner = ledger.reserve._flush
 
     async def counted(requests: Any, began: float) -> Any:
         sent.append(len(requests))
         return await inner(requests, began)
 
-    ledger._reserving._flush = counted
+    ledger.reserve._flush = counted
     together = threading.Barrier(25)
 
     def reserve(_: int) -> str | None:
@@ -301,9 +303,9 @@ def test_planner_switches_are_for_hot_statements_alone(urls: StoreUrls, pool: in
 
     async def scenario() -> list[dict[str, str]]:
         ledger = RunStore(urls["postgres"], awaited=awaited, pool=pool)
-        asks = (ledger._write, ledger.read, ledger._read, ledger.write)
+        asks = (ledger.write, ledger.read)
         try:
-            return [await ask(switches) for ask in asks]
+            return [await ask(verb) for ask in asks for verb in (hot(partial(switches)), switches)]
         finally:
             await ledger.close()
 
@@ -336,8 +338,8 @@ def test_an_error_in_a_verb_costs_no_connection(urls: StoreUrls) -> None:
     def fails(conn: Connection) -> None:
         raise InvalidRequest("no")
 
-    first = run_sync(ledger._write(backend))
+    first = run_sync(ledger.write(backend))
     with pytest.raises(InvalidRequest):
-        run_sync(ledger._at_once(fails))
-    assert run_sync(ledger._write(backend)) == first
+        run_sync(ledger.write(fails))
+    assert run_sync(ledger.write(backend)) == first
     run_sync(ledger.close())

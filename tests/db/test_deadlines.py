@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from semel import App, AsyncOnce, Granted, JobStore, Once, StoreUnavailable
 from semel._concurrency.listener import Listener
+from semel.db import dialect
 from semel.db.blocking import fetch, parse
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once.stores import postgres, redis
@@ -264,16 +265,18 @@ def test_a_transaction_in_which_the_server_falls_silent_ends(
         return
     wire, url = line
 
+    @dialect.hot
     def work(conn: Connection) -> None:
-        conn.execute(text("SELECT 1"))
-        wire.silence(new=True)
-        (fetch if hot else Connection.execute)(conn, text("SELECT 2"), {})
+        with dialect.transaction(conn):
+            conn.execute(text("SELECT 1"))
+            wire.silence(new=True)
+            (fetch if hot else Connection.execute)(conn, text("SELECT 2"), {})
 
     async def scenario() -> None:
         ledger = RunStore(url, awaited=awaited, retry_for=RETRY_FOR)
         await ledger.open()
         with Clock(), pytest.raises(StoreUnavailable):
-            await ledger._at_once(work)
+            await ledger.write(work)
         await ledger.close()
 
     if awaited:

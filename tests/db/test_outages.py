@@ -17,6 +17,7 @@ import pytest
 from semel import App, Context
 from semel._concurrency import outage
 from semel.cli import main as semel_command
+from semel.runs.store import maintenance
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import TERM, Sweeper
 from semel.service import Settings
@@ -254,7 +255,7 @@ def test_the_next_sweeper_takes_over_a_dead_ones_term_within_five_seconds(
             )
             assert await dead.elected()
             assert not await heir.elected()
-            return await ledger.term_left("sweeper", "heir"), heir.pause()
+            return await ledger.read(maintenance.term_left, "sweeper", "heir", ledger.terms), heir.pause()
         finally:
             await ledger.close()
 

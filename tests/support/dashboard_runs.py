@@ -10,6 +10,7 @@ from semel import App
 from semel._concurrency.sync import run_sync
 from semel.runs.attempt import AttemptResult
 from semel.runs.execution.context import Context
+from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.types import Run
 from support.apps.dashboard_app import fail, hold, paint, shout
@@ -80,7 +81,7 @@ class Hand:
 
     def take(self, run_id: str) -> None:
         """Lease the run, which must be due."""
-        leased = run_sync(self._ledger.lease_these("the-hand", [run_id]))
+        leased = run_sync(self._ledger.write(lease.lease_these, "the-hand", [run_id], self._ledger.terms))
         assert len(leased) == 1, "the run could not be leased"
 
     def end(self, run_id: str, kind: Any, reason: str = "as told", **more: Any) -> None:
@@ -88,11 +89,13 @@ class Hand:
         run = run_sync(self._ledger.find(run_id))
         assert run is not None
         ending = FinishRequest(run_id, run.fence, AttemptResult(kind=kind, reason=reason, **more))
-        assert run_sync(self._ledger.end([ending])), "the run was not held any more"
+        assert run_sync(self._ledger.write(transitions.end, [ending], self._ledger.terms)), (
+            "the run was not held any more"
+        )
 
     def tidy(self) -> None:
         """Remove the keys that have expired."""
-        run_sync(self._ledger.tidy())
+        run_sync(self._ledger.write(maintenance.remove_expired, self._ledger.terms))
 
     def close(self) -> None:
         run_sync(self._ledger.close())

@@ -30,6 +30,7 @@ from semel import App, JobStore, Run
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
 from semel.runs.attempt import AttemptResult, EndKind
+from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
 from semel.testing import FakeClock
@@ -94,8 +95,12 @@ class Ground:
 
     def lease(self, most: int = 1) -> list[Leased]:
         """What a worker would get."""
-        run_sync(self.app._engine.ledger.wake())
-        return run_sync(self.app._engine.ledger.lease(LeaseRequest("worker-1", ("default",), ["train"], most)))
+        run_sync(self.app._engine.ledger.write(lease.wake, self.app._engine.ledger.terms))
+        return run_sync(
+            self.app._engine.ledger.write(
+                lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most), self.app._engine.ledger.terms
+            )
+        )
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
         """End an attempt; False when its fence has passed."""
@@ -103,7 +108,9 @@ class Ground:
         if kind == "succeeded":
             options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
         ending = FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **options), returned=returned)
-        return leased.id in run_sync(self.app._engine.ledger.end([ending]))
+        return leased.id in run_sync(
+            self.app._engine.ledger.write(transitions.end, [ending], self.app._engine.ledger.terms)
+        )
 
     def finish(self, *runs: Run) -> None:
         """Let a worker take and finish these, and all that stand before them."""
@@ -114,11 +121,11 @@ class Ground:
 
     def lose_expired(self) -> int:
         """What the sweeper does with leases that have ended."""
-        return len(run_sync(self.app._engine.ledger.lose_expired()))
+        return len(run_sync(self.app._engine.ledger.write(transitions.lose_expired, self.app._engine.ledger.terms)))
 
     def tidy(self) -> int:
         """What the sweeper does with keys and reservations that have expired."""
-        return run_sync(self.app._engine.ledger.tidy())
+        return run_sync(self.app._engine.ledger.write(maintenance.remove_expired, self.app._engine.ledger.terms))[0]
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
         """What a person with a database client sees."""

@@ -25,7 +25,7 @@ from sqlalchemy import Engine, create_engine, make_url, text
 from semel import App, Run
 from semel._concurrency.sync import run_sync
 from semel.runs.attempt import AttemptResult, EndKind
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.worker import Worker
@@ -213,11 +213,13 @@ class Hand:
         self._models = app.registry.names
 
     def lease(self, most: int = 1, queues: tuple[str, ...] = ("default",)) -> list[Leased]:
-        self.do(self.ledger.wake())
-        return self.do(self.ledger.lease(LeaseRequest(self.name, queues, self._models, most)))
+        self.do(self.ledger.write(lease.wake, self.ledger.terms))
+        return self.do(
+            self.ledger.write(lease.lease, LeaseRequest(self.name, queues, self._models, most), self.ledger.terms)
+        )
 
     def lease_this(self, run: Run) -> Leased | None:
-        leased = self.do(self.ledger.lease_these(self.name, [run.id]))
+        leased = self.do(self.ledger.write(lease.lease_these, self.name, [run.id], self.ledger.terms))
         return leased[0] if leased else None
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", *, delay: float = 0, **told: Any) -> bool:
@@ -228,7 +230,7 @@ class Hand:
         ending = FinishRequest(
             leased.id, leased.fence, AttemptResult(kind=kind, **told), round(delay * 1e6), returned=returned
         )
-        return leased.id in self.do(self.ledger.end([ending]))
+        return leased.id in self.do(self.ledger.write(transitions.end, [ending], self.ledger.terms))
 
     def do(self, verb: Coroutine[Any, Any, T]) -> T:
         return run_sync(verb)

@@ -43,7 +43,9 @@ def quota() -> None:
 @db_options
 def list_quotas(tenant: str, db: str, as_json: bool) -> None:
     """List the quotas of a tenant."""
-    found = ask(db, lambda ledger: ledger.quotas(tenant))
+    from semel.runs.store import quotas
+
+    found = ask(db, lambda ledger: ledger.read(quotas.list_quotas, tenant))
     names = [*LIMITS, "action", "warn_at"]
     print_list(
         as_json,
@@ -65,7 +67,9 @@ def _format(value: object) -> str:
 @db_options
 def show(user: str, tenant: str, db: str, as_json: bool) -> None:
     """Show the quota that holds for a user, and what they have in use."""
-    used, quota = ask(db, lambda ledger: ledger.usage(_person(tenant, user)))
+    from semel.runs.store import quotas
+
+    used, quota = ask(db, lambda ledger: ledger.read(quotas.usage_and_quota, _person(tenant, user), ledger.terms))
     if as_json:
         print_json({"user": user, "quota": quota, "usage": used})
         return
@@ -158,9 +162,10 @@ def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: St
 def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
     """Remove a user's own quota; then the one of everybody (*) holds, if there is one."""
     from semel._concurrency.sync import run_sync
+    from semel.runs.store import quotas
 
     with opened(db) as ledger:
-        there = user in run_sync(ledger.quotas(tenant))
-        run_sync(ledger.set_quota(_person(tenant, user), None))
+        there = user in run_sync(ledger.read(quotas.list_quotas, tenant))
+        run_sync(ledger.write(quotas.set_quota, _person(tenant, user), None, ledger.terms))
     text = f"the quota of {user} is removed" if there else f"{user} has no quota"
     print_result(as_json, {"user": user, "removed": there}, text)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 from sqlalchemy import Connection, TextClause, text
 
 from semel.db.blocking import COMMITS, fetch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dialect(Protocol):
@@ -185,6 +187,20 @@ class Statement:
 
 def _json(value: list[Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def hot(verb: F) -> F:
+    """Mark a function that works on a few rows, found by an index, for every run or every few seconds.
+
+    Its statements are planned once, commit one by one, and time out within seconds (see :mod:`semel.db.postgres`).
+    """
+    verb.semel_hot = True  # type: ignore[attr-defined]
+    return verb
+
+
+def is_hot(verb: Callable[..., Any]) -> bool:
+    """Whether the function is marked as :func:`hot`."""
+    return getattr(verb, "semel_hot", False)
 
 
 @contextmanager

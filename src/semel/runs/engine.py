@@ -24,7 +24,7 @@ from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
 from semel.runs.models.registry import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, retention
+from semel.runs.store import RunStore, queries, quotas, retention, transitions
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
 from semel.runs.store.retention import Removal
@@ -142,12 +142,12 @@ class RunEngine:
         if strict_json.is_small(submissions, AT_ONCE):
             asked, refused = self._submissions(submissions, strict=strict)
         else:
-            asked, refused = await self.ledger.apart(self._submissions, submissions, strict=strict)
+            asked, refused = await self.ledger.run_blocking(self._submissions, submissions, strict=strict)
         asked = _with_slots(asked)
         answers = await self.ledger.submit_many(asked)
         _close_slots(asked, answers)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
-        there = await self.ledger.get(found) if found else {}
+        there = await self.ledger.read(queries.get, found) if found else {}
         had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
         runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
@@ -162,7 +162,7 @@ class RunEngine:
         """Checked and hashed; large parameters in a thread, so that they hold up no event loop."""
         if strict_json.is_small(parameters, AT_ONCE):
             return self._desk.submission(model, parameters, options, **more)
-        return await self.ledger.apart(self._desk.submission, model, parameters, options, **more)
+        return await self.ledger.run_blocking(self._desk.submission, model, parameters, options, **more)
 
     def _submissions(
         self, submissions: Sequence[Mapping[str, Any]], *, strict: bool
@@ -190,7 +190,7 @@ class RunEngine:
         transport = self._transport()
         if transport.announces and runs:
             due = [(run.id, run.queue) for run in runs if run.due_us <= run.created_us]
-            await self.ledger.apart(transport.announce, due)
+            await self.ledger.run_blocking(transport.announce, due)
 
     def _tell(self, kind: Any, model: str) -> None:
         if self._news.wanted:
@@ -245,7 +245,9 @@ class RunEngine:
             until_us=_us("until", until),
             stalled=bool(stalled),
         )
-        return await self.ledger.list_runs(wanted, limit, start, parameters=parameters, max_bytes=max_bytes)
+        return await self.ledger.read(
+            queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
+        )
 
     async def cancel(self, run_id: str, *, why: str = "cancelled by request", tenant: str | None = None) -> Run:
         """End a run that is pending, or ask for the end of one that is running: it gets time to clean up.
@@ -255,7 +257,7 @@ class RunEngine:
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
-            await self.ledger.cancel([run.id], why)
+            await self.ledger.write(transitions.cancel, [run.id], why, self.ledger.terms)
             run = await self.get(run.id)
         if run.status in ("SUCCEEDED", "FAILED"):
             raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
@@ -296,7 +298,7 @@ class RunEngine:
     async def result_json(self, run_id: str, *, tenant: str | None = None, exact: bool = False) -> bytes:
         """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, which Python's json reads."""
         known = checked_id(run_id)
-        found = await self.ledger.result(known, tenant) if known else None
+        found = await self.ledger.read(queries.result, known, tenant) if known else None
         if found is None:
             raise RunNotFound(f"there is no run {run_id!r}")
         run, kept, exactly = found
@@ -305,14 +307,16 @@ class RunEngine:
             told = f"run {run.id} is {run.status} and has no result{said}"
             raise RunNotComplete(told, run.status, run.ask_again_in)
         if exact and exactly is not None:
-            return exactly.encode() if kept is not None else await self.ledger.apart(self._results().get, exactly)
+            return (
+                exactly.encode() if kept is not None else await self.ledger.run_blocking(self._results().get, exactly)
+            )
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None
         results = self._results()
         if isinstance(results, FileResults) and run.result_ref == flat_ref(run.id):
-            await self.ledger.apart(results.give_name, run.id, run.fence)  # the worker may have died before
-        data = await self.ledger.apart(results.get, run.result_ref)
+            await self.ledger.run_blocking(results.give_name, run.id, run.fence)  # the worker may have died before
+        data = await self.ledger.run_blocking(results.get, run.result_ref)
         if sha256(data).hexdigest() != run.result_digest:
             raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
         return data
@@ -322,7 +326,7 @@ class RunEngine:
         run = await self.get(run_id, tenant=tenant)
         for each in run.artifacts:
             if each.name == name:
-                return await self.ledger.apart(self._results().open, each.ref)
+                return await self.ledger.run_blocking(self._results().open, each.ref)
         raise RunNotFound(f"run {run.id} has no artifact {name!r}")
 
     async def wait(
@@ -347,18 +351,18 @@ class RunEngine:
 
     async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
         """Every step of the run's life, oldest first."""
-        return await self.ledger.timeline((await self.get(run_id, tenant=tenant)).id)
+        return await self.ledger.read(queries.timeline, (await self.get(run_id, tenant=tenant)).id)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
     ) -> list[LogLine]:
         """What the run logged, oldest first; ``after`` is the (fence, line) of the last line seen."""
         checked_limit(limit, 10_000)
-        return await self.ledger.logs((await self.get(run_id, tenant=tenant)).id, after, limit)
+        return await self.ledger.read(queries.logs, (await self.get(run_id, tenant=tenant)).id, after, limit)
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
         """Why the run is pending, its place in the queue, since when; None when it is not pending."""
-        told = await self.ledger.waiting((await self.get(run_id, tenant=tenant)).id)
+        told = await self.ledger.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.ledger.terms)
         if told is not None and told.place is not None and not told.workers and self._transport().announces:
             unseen = "it waits for a worker of RQ or Celery, of which semel sees only those that are at work"
             return msgspec.structs.replace(told, reason=unseen)
@@ -367,15 +371,15 @@ class RunEngine:
     async def summary(self, *, tenant: str = "", grouped: bool = False, user: str | int | None = None) -> list[Summary]:
         """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
         whose = _name_or_none("user", user)
-        return await self.ledger.summary(checked_name("tenant", tenant), grouped=grouped, user=whose)
+        return await self.ledger.read(queries.summary, checked_name("tenant", tenant), grouped=grouped, user=whose)
 
     async def backlog(self) -> Backlog:
         """What waits and what runs, for those who watch."""
-        return await self.ledger.backlog()
+        return await self.ledger.read(queries.backlog, self.ledger.terms)
 
     async def workers(self) -> list[WorkerInfo]:
         """Who works on this app's runs."""
-        return await self.ledger.workers()
+        return await self.ledger.read(queries.list_workers, self.ledger.terms)
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
         """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away.
@@ -384,15 +388,24 @@ class RunEngine:
         """
         if not isinstance(quota, Quota | None):
             raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
-        await self.ledger.set_quota((checked_name("tenant", tenant), checked_name("user", user, empty=False)), quota)
+        await self.ledger.write(
+            quotas.set_quota,
+            (checked_name("tenant", tenant), checked_name("user", user, empty=False)),
+            quota,
+            self.ledger.terms,
+        )
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
         """Every quota of a tenant, by user."""
-        return await self.ledger.quotas(checked_name("tenant", tenant))
+        return await self.ledger.read(quotas.list_quotas, checked_name("tenant", tenant))
 
     async def usage(self, user: str | int, *, tenant: str = "") -> Usage:
         """What a user has in use."""
-        return (await self.ledger.usage((checked_name("tenant", tenant), checked_name("user", user))))[0]
+        return (
+            await self.ledger.read(
+                quotas.usage_and_quota, (checked_name("tenant", tenant), checked_name("user", user)), self.ledger.terms
+            )
+        )[0]
 
     async def purge(self, older_than: float) -> int:
         """Remove runs that were over so many seconds ago, with their events, logs, files and data; answer how many.
@@ -420,7 +433,7 @@ class RunEngine:
         after, failed = "", None
         while found := await self.ledger.read(retention.pending_removals, after):
             after = found[-1].prefix
-            failed = await self.ledger.apart(self._remove_these, found) or failed
+            failed = await self.ledger.run_blocking(self._remove_these, found) or failed
         return failed
 
     def _remove_these(self, found: Sequence[Removal]) -> ResultStoreError | None:
@@ -448,7 +461,7 @@ class RunEngine:
 
     async def close(self) -> None:
         """Give the connections back."""
-        await self.ledger.apart(self._transport().close)
+        await self.ledger.run_blocking(self._transport().close)
         await self.ledger.close()
 
 

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from semel._concurrency.sync import async_method, sync_method
 from semel.once.store import Clock
-from semel.runs.store import RETRY_FOR, RunStore
+from semel.runs.store import RETRY_FOR, RunStore, quotas, run_keys
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.run_keys import KeyEntry, StoreKey
 from semel.runs.types import (
@@ -75,7 +75,9 @@ class Jobs:
         """
         job = None if job_id is None else checked_name("job_id", job_id, empty=False)
         reservation = checked_name("reservation_id", reservation_id)
-        consumed = await self._ledger.consume(reservation, self._person(user_id), job)
+        consumed = await self._ledger.write(
+            quotas.consume_after, reservation, self._person(user_id), job, self._ledger.terms
+        )
         close_reservation(reservation)
         return consumed
 
@@ -83,7 +85,7 @@ class Jobs:
         """The job was not created: free the slot at once. False when there was nothing left to free."""
         reservation = checked_name("reservation_id", reservation_id)
         close_reservation(reservation)
-        return await self._ledger.release(reservation, self._person(user_id))
+        return await self._ledger.write(quotas.release, reservation, self._person(user_id))
 
     async def store_idempotency_key(
         self, key: str, job_id: str, user_id: str | int | None = None, ttl_hours: float = 24
@@ -96,7 +98,7 @@ class Jobs:
             job_id=checked_name("job_id", job_id, empty=False),
             ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
-        return await self._ledger.store_key(request)
+        return await self._ledger.write(run_keys.store_key, request, self._ledger.terms)
 
     async def check_idempotency_key(self, key: str, user_id: str | int | None = None) -> str | None:
         """The job that the key names, or None: never stored, or expired (and then removed)."""
@@ -105,7 +107,9 @@ class Jobs:
 
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
         """The key with its job, user and times."""
-        return await self._ledger.check_key(self._person(user_id), checked_key("key", key))
+        return await self._ledger.write(
+            run_keys.check_key, self._person(user_id), checked_key("key", key), self._ledger.terms
+        )
 
     def _person(self, user_id: str | int | None) -> tuple[str, str | None]:
         return self._tenant, None if user_id is None else checked_name("user_id", user_id)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from semel.errors import StoreUnavailable
+from semel.runs.store import queries
 from semel.runs.store.queries import RunVersion
 from semel.runs.types import TERMINAL, Run
 
@@ -135,7 +136,7 @@ class Watch:
         ids = list(self._waiters)
         for start in range(0, len(ids), AT_ONCE):
             some = ids[start : start + AT_ONCE]
-            marks = await self._store.marks(some)
+            marks = await self._store.read(queries.versions, some)
             for run_id in some:
                 for waiter in self._waiters.get(run_id, ()):
                     if run_id not in marks or not waiter.waits(*marks[run_id]):

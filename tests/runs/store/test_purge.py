@@ -15,7 +15,7 @@ import pytest
 from semel import JobStore, Run, RunNotFound
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
-from semel.db.dialect import StatementContext, transaction
+from semel.db.dialect import StatementContext, hot, transaction
 from semel.errors import ResultStoreError
 from semel.runs.attempt import Artifact
 from semel.runs.execution.input_data import ref_of
@@ -182,7 +182,7 @@ def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop
             assert other.purge(0) == 0, "it is in use"
         return answer
 
-    answer = run_sync(app._engine.ledger._write(retry_slowly))
+    answer = run_sync(app._engine.ledger.write(hot(retry_slowly)))
     assert isinstance(answer, submit.Created)
     assert app.get(answer.id).data_ref == data_of("a")
     assert app.purge(0) == 1
@@ -225,7 +225,7 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: 
             while not shop.sql(waiting)[0][0]:
                 assert purging.is_alive(), "it did not wait"
 
-    run_sync(ledger._write(release_slowly))
+    run_sync(ledger.write(hot(release_slowly)))
     purging.join(PATIENCE)
     assert purged == [1]
     assert files(shop) == [data_of("a")]

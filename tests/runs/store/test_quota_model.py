@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from semel import KeyReused, Quota, QuotaExceeded
 from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
+from semel.runs.store import lease
 from semel.runs.store.quotas import EXPIRED_KEPT_US
 from support.quotas import Ground, Grounds
 
@@ -159,7 +160,11 @@ class Lives(RuleBasedStateMachine):
     def end(self, run: str, kind: Any, twice: bool) -> None:
         if run not in self.alive:
             return
-        (leased,) = run_sync(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
+        (leased,) = run_sync(
+            self.ground.app._engine.ledger.write(
+                lease.lease_these, "worker-1", [run], self.ground.app._engine.ledger.terms
+            )
+        )
         assert self.ground.end(leased, kind)
         if twice:
             assert self.ground.end(leased, kind) == (kind == "succeeded")
@@ -169,7 +174,11 @@ class Lives(RuleBasedStateMachine):
     def lose(self, run: str) -> None:
         """Its worker vanishes, and the run waits for another one: it stays in use."""
         if run in self.alive and self.ground.app.get(run).losts < 2:
-            run_sync(self.ground.app._engine.ledger.lease_these("worker-1", [run]))
+            run_sync(
+                self.ground.app._engine.ledger.write(
+                    lease.lease_these, "worker-1", [run], self.ground.app._engine.ledger.terms
+                )
+            )
             self.ground.clock.advance(61)
             assert self.ground.lose_expired() == 1
 

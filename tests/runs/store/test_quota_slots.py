@@ -21,7 +21,7 @@ from semel import (
     StoreUnavailable,
 )
 from semel._concurrency.sync import run_sync
-from semel.db.dialect import transaction
+from semel.db.dialect import hot, transaction
 from semel.errors import IllegalTransition, ReservationLost
 from semel.runs.attempt import EndKind
 from semel.runs.store import RunStore, quotas
@@ -479,7 +479,7 @@ def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(
                     time.sleep(0.1)
             return None
 
-        assert run_sync(ledger._write(take_the_slot)) is not None
+        assert run_sync(ledger.write(hot(take_the_slot))) is not None
         if how == "consume":
             assert asked[0].result(PATIENCE) is False
         else:

@@ -9,6 +9,7 @@ import pytest
 
 from semel import App, JobStore, Run
 from semel._concurrency.sync import run_sync
+from semel.runs.store import lease, maintenance
 from semel.runs.store.lease import Leased
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import Sweeper
@@ -88,7 +89,7 @@ def test_what_is_due_at_once_is_leased_and_told_of_at_once(shop: Workshop) -> No
     hand = shop.hand()
     run = shop.timeless.submit("add", {"a": 1, "b": 2})
     shop.clock.advance(-HOUR)
-    assert [each.id for each in hand.do(hand.ledger.due(30, 10))] == [run.id]
+    assert [each.id for each in hand.do(hand.ledger.read(maintenance.due, 30, 10, hand.ledger.terms))] == [run.id]
     told = shop.timeless.waiting(run.id)
     assert told is not None
     assert told.place == 1
@@ -102,10 +103,10 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(shop: Workshop) -> None
     hand = shop.hand()
     run = shop.timeless.submit("add", {"a": 1, "b": 2}, delay=30)
     shop.clock.advance(-HOUR)
-    hand.do(hand.ledger.wake())
+    hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
     shop.clock.advance(31)
-    hand.do(hand.ledger.wake())
-    assert [each.id for each in hand.do(hand.ledger.due(30, 10))] == [run.id]
+    hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
+    assert [each.id for each in hand.do(hand.ledger.read(maintenance.due, 30, 10, hand.ledger.terms))] == [run.id]
 
 
 def turn(app: App) -> int:
@@ -133,7 +134,7 @@ def test_a_worker_that_lives_keeps_its_lease_over_the_step(shop: Workshop) -> No
     _, taken = leased(shop, hand)
     shop.clock.advance(-HOUR)
     turn(shop.timeless)
-    assert hand.do(hand.ledger.watch([(taken.id, taken.fence)])) == {taken.id: False}
+    assert hand.do(hand.ledger.read_once(lease.watch, [(taken.id, taken.fence)])) == {taken.id: False}
     assert hand.end(taken)
 
 
@@ -156,10 +157,10 @@ def test_a_reservation_holds_its_slot_no_longer(shop: Workshop, by: str) -> None
 
 def test_the_role_of_a_dead_sweeper_is_free_no_later(shop: Workshop) -> None:
     ledger = shop.timeless._engine.ledger
-    assert run_sync(ledger.lead("sweeper", "dead", 15))
-    assert not run_sync(ledger.lead("sweeper", "heir", 15))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))
+    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
     shop.clock.advance(-HOUR)
-    assert run_sync(ledger.lead("sweeper", "heir", 15))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
 
 
 def test_a_worker_that_died_before_the_step_does_not_look_alive_for_an_hour(shop: Workshop) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, make_url, text
 from semel import App, InvalidRequest, JobStore, Quota, QuotaExceeded, Run, SemelError
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
+from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
 from semel.runs.store.maintenance import OutboxEvent, WorkerCard
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
@@ -185,7 +186,11 @@ def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: P
         with app.working(processes=0, sweep_every=0.1):
             until(lambda: len(app.workers()) == 1)
             run = app.submit("noop", queue="elsewhere")
-            run_sync(app._engine.ledger.lease(LeaseRequest("dead", ("elsewhere",), ["noop"], 1)))
+            run_sync(
+                app._engine.ledger.write(
+                    lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.ledger.terms
+                )
+            )
             until(lambda: app.get(run.id).losts == 1)
     finally:
         hangs.set()
@@ -198,12 +203,17 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
     app.model("noop", isolation="thread")(noop)
     locked, free = app.submit("noop"), app.submit("noop")
     ledger = app._engine.ledger
-    leased = run_sync(ledger.lease(LeaseRequest("w", ("default",), ["noop"], 2)))
+    leased = run_sync(ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 2), ledger.terms))
     with psycopg.connect(postgres_url) as other:
         other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
-        renewed = run_sync(ledger.renew([LeaseRenewal(each.id, each.fence) for each in leased]))
+        renewed = run_sync(
+            ledger.write_once(lease.renew, [LeaseRenewal(each.id, each.fence) for each in leased], ledger.terms)
+        )
         assert renewed == {free.id: False}
-        assert run_sync(ledger.watch([(each.id, each.fence) for each in leased])) == {locked.id: False, free.id: False}
+        assert run_sync(ledger.read_once(lease.watch, [(each.id, each.fence) for each in leased])) == {
+            locked.id: False,
+            free.id: False,
+        }
     app.close()
 
 
@@ -241,7 +251,7 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
 
     async def scenario() -> None:
         ledger = app.ledger(awaited=True)
-        (leased,) = await ledger.lease(LeaseRequest("w", ("default",), ["noop"], 1))
+        (leased,) = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1), ledger.terms)
         held = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
         holdings = ActiveRuns()
         holdings.add(held)
@@ -287,14 +297,14 @@ def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> 
     app.model("noop", isolation="thread")(noop)
     ledger = app._engine.ledger
     run = app.submit("noop")
-    run_sync(ledger.lease(LeaseRequest("dead", ("default",), ["noop"], 1)))
-    assert run_sync(ledger.lead("sweeper", "dead", 15))
-    assert not run_sync(ledger.lead("sweeper", "heir", 15))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["noop"], 1), ledger.terms))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))
+    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
     clock.advance(-3600)
-    assert run_sync(ledger.lead("sweeper", "heir", 15))
-    run_sync(ledger.mend_times())
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
+    run_sync(ledger.write(maintenance.repair_times, ledger.terms))
     clock.advance(61)
-    assert [lost.id for lost in run_sync(ledger.lose_expired())] == [run.id]
+    assert [lost.id for lost in run_sync(ledger.write(transitions.lose_expired, ledger.terms))] == [run.id]
     app.close()
 
 

@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from sqlalchemy import make_url
 from acceptance.proxy import Line
 from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, lease, maintenance, transitions
 from semel.runs.store.maintenance import OutboxEvent
 from semel.runs.worker import Worker, session
 from semel.runs.worker.sweeper import ROLE
@@ -627,7 +627,7 @@ def test_one_worker_sweeps_and_when_it_stops_another_does(shop: Workshop) -> Non
 def test_a_sweeper_that_vanished_is_replaced_when_its_term_is_over(shop: Workshop) -> None:
     app = shop.timeless
     dead = shop.hand(name="dead")
-    assert dead.do(dead.ledger.lead(ROLE, "dead", 70))
+    assert dead.do(dead.ledger.write(maintenance.acquire_leadership, ROLE, "dead", 70, dead.ledger.terms))
     run = app.submit("add", {"a": 1})
     dead.lease_this(run)
     shop.clock.advance(65)
@@ -843,19 +843,24 @@ def test_a_worker_without_its_database_lets_go_when_its_leases_end(
     assert ended.attempts - ended.losts == 1, "given back by the worker, or found lost by the sweeper"
 
 
-def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: str, times: int = 1) -> list[str]:
-    """The ledger does what it is asked by this verb, and the first replies are lost; who asked is noted."""
-    real = getattr(RunStore, verb)
+def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Any], times: int = 1) -> list[str]:
+    """The store does what it is asked by this verb, and the first replies are lost; who asked is noted."""
     lost: list[str] = []
 
-    async def losing(self: RunStore, *asked: Any) -> Any:
-        answer = await real(self, *asked)
-        if len(lost) < times and answer:
-            lost.append(verb)
-            raise StoreUnavailable("the reply was lost")
-        return answer
+    def patch(method: str) -> None:
+        real = getattr(RunStore, method)
 
-    monkeypatch.setattr(RunStore, verb, losing)
+        async def losing(self: RunStore, asked: Callable[..., Any], *args: Any) -> Any:
+            answer = await real(self, asked, *args)
+            if asked is verb and len(lost) < times and answer:
+                lost.append(verb.__name__)
+                raise StoreUnavailable("the reply was lost")
+            return answer
+
+        monkeypatch.setattr(RunStore, method, losing)
+
+    for method in ("read", "write", "write_once"):
+        patch(method)
     return lost
 
 
@@ -863,7 +868,7 @@ def test_what_was_leased_by_a_statement_whose_reply_was_lost_is_given_back_uncha
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [shop.app.submit("add", {"a": number}) for number in range(3)]
-    lost = losing_replies(monkeypatch, "lease")
+    lost = losing_replies(monkeypatch, lease.lease)
     with shop.working():
         for run in runs:
             ended = shop.app.wait(run.id, timeout=PATIENCE)
@@ -876,8 +881,8 @@ def test_a_worker_in_doubt_outlives_a_database_that_goes_away_again(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = shop.app.submit("add", {"a": 1})
-    losing_replies(monkeypatch, "lease")
-    lost = losing_replies(monkeypatch, "held_by", 2)
+    losing_replies(monkeypatch, lease.lease)
+    lost = losing_replies(monkeypatch, lease.held_by, 2)
     with shop.working():
         assert shop.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
     assert lost == ["held_by"] * 2
@@ -888,7 +893,7 @@ def test_an_end_whose_reply_was_lost_is_written_once_and_told_as_it_is(
 ) -> None:
     told: list[tuple[str, str]] = []
     shop.app.on_event(lambda event: told.append((event.kind, event.status)))
-    lost = losing_replies(monkeypatch, "end")
+    lost = losing_replies(monkeypatch, transitions.end)
     with shop.working():
         run = shop.app.submit("add", {"a": 1})
         shop.app.wait(run.id, timeout=PATIENCE)

@@ -22,6 +22,7 @@ from semel.db.schema import leaders
 from semel.runs.attempt import AttemptResult
 from semel.runs.execution.input_data import ref_of, unpack
 from semel.runs.results import FileResults
+from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.transitions import FinishRequest
 from semel.service import Settings, jobs
 from semel.service.auth.middleware import Principal
@@ -332,7 +333,9 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
         asked = jobs.JobSubmission(provider="local", config="reading", key=None)
         job_id = (await jobs.submit(site, ME, asked)).job_id
         (upload,) = (await site.engine.runs(queue="semel-service")).runs
-        assert await site.store.due(0, 100) == []  # no broker is told of the upload, nor of a run that is held
+        assert (
+            await site.store.read(maintenance.due, 0, 100, site.store.terms) == []
+        )  # no broker is told of the upload, nor of a run that is held
         await act(site, upload.id)
         assert await site.store.write(uploads.settle, site.store.terms) == 1
         assert await site.store.write(uploads.settle, site.store.terms) == 0
@@ -343,9 +346,11 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
 
 
 async def give_up(site: ServiceState, upload_id: str) -> None:
-    (leased,) = await site.store.lease_these("worker", [upload_id])
-    await site.store.end(
-        [FinishRequest(upload_id, leased.fence, AttemptResult(kind="fatal", reason="the disk is full"))]
+    (leased,) = await site.store.write(lease.lease_these, "worker", [upload_id], site.store.terms)
+    await site.store.write(
+        transitions.end,
+        [FinishRequest(upload_id, leased.fence, AttemptResult(kind="fatal", reason="the disk is full"))],
+        site.store.terms,
     )
 
 

@@ -11,6 +11,7 @@ from litestar.response import Stream
 from semel.dashboard.runs.live import asked_through
 from semel.dashboard.runs.run_detail import image_kind
 from semel.dashboard.wording import iso
+from semel.runs.store import queries
 from semel.runs.types import LogLine, Run
 from semel.service.api import run_files
 from semel.service.api.params import IfNoneMatch, RunId
@@ -56,7 +57,7 @@ async def log(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) ->
 
 async def _lines(service: ServiceState, run: Run) -> AsyncIterator[bytes]:
     after = (0, 0)
-    while lines := await asked_through(service.store.logs(run.id, after, LINES)):
+    while lines := await asked_through(service.store.read(queries.logs, run.id, after, LINES)):
         yield "".join(_written(each) for each in lines).encode("utf-8", "replace")
         after = (lines[-1].fence, lines[-1].line)
         if len(lines) < LINES:

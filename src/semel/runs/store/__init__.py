@@ -1,6 +1,8 @@
-"""The ledger of runs in a database: every verb as a call, each one transaction, safe to send again.
+"""The store of runs: runs the functions of this package (``lease.lease``, ``queries.get``, …) on the database.
 
-Blocking over a blocking database, awaited over an async one; one body serves both.
+``await store.write(transitions.cancel, ids, why, store.terms)``: such a function takes a connection first, is safe to
+run twice, and is retried while the database is unavailable. The store is blocking over a blocking database, and awaited
+over an async one.
 """
 
 from __future__ import annotations
@@ -21,23 +23,17 @@ from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
 from semel._concurrency.sync import run_sync
 from semel.db import blocking as db_blocking
 from semel.db import migrate
-from semel.db.dialect import StatementContext, transaction
+from semel.db.dialect import StatementContext, is_hot, transaction
 from semel.db.opening import open_database
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
 from semel.policy import seconds
-from semel.runs.store import lease as store_lease
-from semel.runs.store import maintenance, queries, quotas, run_keys, transitions
+from semel.runs.store import queries, quotas
 from semel.runs.store import submit as store_submit
-from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
-from semel.runs.store.maintenance import LogLineRow, OutboxEvent, PendingRun, WorkerCard
-from semel.runs.store.queries import Backlog, Filter, RunVersion
-from semel.runs.store.quotas import Person, Reserve
-from semel.runs.store.run_keys import KeyEntry, StoreKey
+from semel.runs.store.quotas import Reserve
 from semel.runs.store.submit import Answer, Existing, Submission
-from semel.runs.store.transitions import FinishedRun, FinishRequest, Lost
-from semel.runs.types import MICRO, LogLine, Page, Quota, Run, Step, Summary, Usage, Waiting, WorkerInfo
+from semel.runs.types import Run
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -48,16 +44,14 @@ _log = logging.getLogger("semel.database")
 RETRY_FOR = 10.0
 """Seconds for which a verb is tried again while the database is unavailable or silent. A SQLite file has one writer,
 who is not chosen by turns: under load it may take some tries of a second each."""
-DEADLINE = 30.0
-"""Seconds for a single try of what goes through many rows."""
-TIDYING = 5.0
-"""Seconds that a clean-up may take before the sweeper turns to its other work."""
+LONG_DEADLINE = 30.0
+"""Seconds for a single try of a function that goes through many rows."""
 _BULK = 1000
 """Runs in one transaction of a bulk submission."""
 
 
 _Run: TypeAlias = Callable[..., Awaitable[Any]]
-"""A way of Database to run a verb."""
+"""A method of Database that runs a function on a connection."""
 
 
 class RunStore:
@@ -84,7 +78,7 @@ class RunStore:
         self.url = parts
         self.awaited = awaited
         self.runtime: Runtime = AsyncioRuntime() if awaited else ThreadRuntime()
-        self._retry_for = seconds("retry_for", retry_for, zero=True)
+        self.retry_for = seconds("retry_for", retry_for, zero=True)
         self._database = open_database(parts, awaited=awaited, pool=pool)
         self._clock = clock
         self._publish = publish
@@ -92,9 +86,12 @@ class RunStore:
         self._repeats = False
         self.outage: Outage | None = None
         """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
-        self._lane = self.runtime.lane(self._submit_now)
-        self._looking = self.runtime.lane(self._look_now)
-        self._reserving = self.runtime.lane(self._reserve_now)
+        self.submit = self.runtime.lane(self._submit_now)
+        """Submits one :class:`Submission`; calls that come together share a transaction."""
+        self.find = self.runtime.lane(self._find_now)
+        """The run of an id, or None; calls that come together share a statement."""
+        self.reserve = self.runtime.lane(self._reserve_now)
+        """Reserves a slot (see quotas.reserve); calls that come together share a transaction."""
 
     def key_store(self) -> Store:
         """The keys of the claim engine in the same database, over the same connections."""
@@ -130,8 +127,8 @@ class RunStore:
             await self._database.read(migrate.require)
         self._ready = True
 
-    async def apart(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Blocking work of others, where it holds nobody up."""
+    async def run_blocking(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a blocking function: in a thread where this store is awaited."""
         if self.awaited:
             return await asyncio.to_thread(work, *args, **kwargs)
         return work(*args, **kwargs)
@@ -140,35 +137,37 @@ class RunStore:
         """Give the connections back."""
         await self._database.close()
 
-    async def _write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._patiently(self._database.write, lambda conn: work(conn, *args, **kwargs))
+    async def read(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function that only reads. Unless it is marked as hot it may go through many rows: it has more time."""
+        if is_hot(verb):
+            return await self._with_retry(self._database.read, lambda conn: verb(conn, *args, **kwargs))
+        return await self._with_retry(
+            self._database.survey, lambda conn: verb(conn, *args, **kwargs), longest=LONG_DEADLINE
+        )
 
-    async def _read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self._patiently(self._database.read, lambda conn: work(conn, *args, **kwargs))
+    async def write(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function that writes, which must be safe to run twice: as one transaction, unless it is marked as hot.
 
-    async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask for what goes through many rows: lists, counts, and statements of others, such as the service's own."""
-        return await self._patiently(self._database.survey, lambda conn: work(conn, *args, **kwargs), longest=DEADLINE)
+        The statements of a hot one commit one by one; where they belong together it opens a transaction itself.
+        """
+        if is_hot(verb):
+            return await self._with_retry(self._database.write, lambda conn: verb(conn, *args, **kwargs))
+        whole = partial(_in_transaction, verb=verb, args=args, kwargs=kwargs)
+        return await self._with_retry(self._database.write_many, whole, longest=LONG_DEADLINE)
 
-    async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Write through many rows (clean-ups), or with statements of others, as one transaction."""
-        whole = partial(_in_transaction, work=work, args=args, kwargs=kwargs)
-        return await self._patiently(self._database.write_many, whole, longest=DEADLINE)
+    async def read_once(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a hot function that only reads, and do not retry it."""
+        return await self._attempt(self._database.read, lambda conn: verb(conn, *args, **kwargs))
 
-    async def _at_once(
-        self,
-        work: Callable[Concatenate[Connection, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Several statements as one transaction."""
-        return await self._write(_in_transaction, work, args, kwargs)
+    async def write_once(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a hot function that writes, and do not retry it: the caller has to know that its reply was lost."""
+        return await self._attempt(self._database.write, lambda conn: verb(conn, *args, **kwargs))
 
-    async def _patiently(
+    async def _with_retry(
         self, how: _Run, work: Callable[[Connection], R], longest: float | None = None, began: float | None = None
     ) -> R:
         """A connection that broke is no reason to give up: every verb may be sent again."""
-        send = with_retry(partial(self._once, how), self.runtime, self._retry_for, longest=longest)
+        send = with_retry(partial(self._attempt, how), self.runtime, self.retry_for, longest=longest)
         try:
             answer: R = await send(work, began)
         except StoreUnavailable as error:
@@ -176,7 +175,7 @@ class RunStore:
             raise
         return answer
 
-    async def _once(self, how: _Run, work: Callable[[Connection], R]) -> R:
+    async def _attempt(self, how: _Run, work: Callable[[Connection], R]) -> R:
         if not self._ready:
             await self.open()
         answer: R = await how(work)
@@ -188,10 +187,6 @@ class RunStore:
         """The database could not be had: where an outage is reported, that is logged in few lines."""
         if self.outage is not None:
             self.outage.failed(error)
-
-    async def submit(self, submission: Submission) -> Answer:
-        """Submit one, in company where there is some."""
-        return await self._lane(submission)
 
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
@@ -207,214 +202,38 @@ class RunStore:
         """Where repeats were met lately, look for them first: that is cheaper than to find out while writing."""
         answers = {}
         if self._repeats:
-            answers = await self._in_company(self._database.read, store_submit.recognised, submissions, began)
+            answers = await self._run_batch(self._database.read, store_submit.recognised, submissions, began)
         left = [each for each in submissions if each.id not in answers]
         if left:
-            written = await self._in_company(self._database.write, _submit, left, began)
+            written = await self._run_batch(self._database.write, _submit, left, began)
             answers |= {each.id: answer for each, answer in zip(left, written, strict=True)}
         self._repeats = any(isinstance(answer, Existing) for answer in answers.values())
         return [answers[each.id] for each in submissions]
 
-    async def _in_company(
+    async def _run_batch(
         self,
         how: _Run,
         work: Callable[[Connection, Sequence[A], StatementContext], R],
         batch: Sequence[A],
         began: float,
     ) -> R:
-        """A verb for a batch of calls, the oldest of which was made when ``began`` says; a large one has more time."""
-        longest = DEADLINE if len(batch) > LARGEST else None
-        return await self._patiently(how, lambda conn: work(conn, batch, self.terms), longest, began)
+        """Run a function for a batch of calls, the oldest made at ``began``; a large batch has more time."""
+        longest = LONG_DEADLINE if len(batch) > LARGEST else None
+        return await self._with_retry(how, lambda conn: work(conn, batch, self.terms), longest, began)
 
-    async def lease(self, request: LeaseRequest) -> list[Leased]:
-        """See lease.lease. Not sent again by itself: what its reply would have named is given back later."""
-        return await self.runtime.within(
-            self._retry_for / 2 or RETRY_FOR,
-            self._once(self._database.write, lambda conn: store_lease.lease(conn, request, self.terms)),
-        )
-
-    async def lease_these(self, worker: str, ids: Sequence[str]) -> list[Leased]:
-        """See lease.lease_these."""
-        return await self._at_once(store_lease.lease_these, worker, ids, self.terms)
-
-    async def wake(self) -> tuple[int, float | None]:
-        """See lease.wake; the pause until the next is due in seconds."""
-        woken, until_next = await self._write(store_lease.wake, self.terms)
-        return woken, None if until_next is None else max(0.0, until_next / MICRO)
-
-    async def renew(self, beats: Sequence[LeaseRenewal]) -> dict[str, bool]:
-        """See lease.renew. Not sent again by itself: the next heartbeat comes soon."""
-        return await self._once(self._database.write, lambda conn: store_lease.renew(conn, beats, self.terms))
-
-    async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-        """See lease.watch. Not sent again by itself, either."""
-        return await self._once(self._database.read, lambda conn: store_lease.watch(conn, held))
-
-    async def end(self, endings: Sequence[FinishRequest]) -> dict[str, FinishedRun]:
-        """See transitions.end. A success that was written before, its reply lost, is answered as the first time."""
-        over = await self._write(transitions.end, endings, self.terms)
-        if len(over) < len(endings):
-            missing = [each for each in endings if each.run_id not in over]
-            over |= await self._read(transitions.succeeded_before, missing)
-        return over
-
-    async def held_by(self, worker: str) -> dict[str, int]:
-        """The runs that the worker holds by the ledger, with their fences."""
-        return await self._read(store_lease.held_by, worker)
-
-    async def mend_times(self) -> None:
-        """After the clock was put back: let leases and reservations last no longer than they were asked for."""
-        await self._write(_mend_times, self.terms)
-
-    async def lose_expired(self) -> list[Lost]:
-        """See transitions.lose_expired."""
-        return await self._write(transitions.lose_expired, self.terms)
-
-    async def attempts_began(self, attempts: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """See transitions.attempts_began."""
-        return await self._read(transitions.attempts_began, attempts)
-
-    async def cancel(self, ids: Sequence[str], why: str) -> dict[str, Any]:
-        """See transitions.cancel."""
-        return await self._write(transitions.cancel, ids, why, self.terms)
-
-    async def get(self, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
-        """See queries.get."""
-        return await self._read(queries.get, ids, tenant)
-
-    async def find(self, run_id: str) -> Run | None:
-        """One run, if it is there; in company where there is some."""
-        return await self._looking(run_id)
-
-    async def _look_now(self, ids: Sequence[str], began: float) -> list[Run | None]:
-        found = await self._patiently(self._database.read, lambda conn: queries.get(conn, ids, None), began=began)
+    async def _find_now(self, ids: Sequence[str], began: float) -> list[Run | None]:
+        found = await self._with_retry(self._database.read, lambda conn: queries.get(conn, ids), began=began)
         return [found.get(run_id) for run_id in ids]
 
-    async def marks(self, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
-        """See queries.versions."""
-        return await self._read(queries.versions, ids)
-
-    async def list_runs(self, wanted: Filter, limit: int, cursor: str | None, **how: Any) -> Page:
-        """See queries.list_runs."""
-        return await self.read(queries.list_runs, wanted, limit, cursor, **how)
-
-    async def result(self, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
-        """See queries.result."""
-        return await self._read(queries.result, run_id, tenant)
-
-    async def timeline(self, run_id: str) -> list[Step]:
-        """See queries.timeline."""
-        return await self.read(queries.timeline, run_id)
-
-    async def logs(self, run_id: str, after: tuple[int, int], limit: int) -> list[LogLine]:
-        """See queries.logs."""
-        return await self.read(queries.logs, run_id, after, limit)
-
-    async def summary(self, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
-        """See queries.summary."""
-        return await self.read(queries.summary, tenant, grouped=grouped, user=user)
-
-    async def backlog(self) -> Backlog:
-        """See queries.backlog."""
-        return await self.read(queries.backlog, self.terms)
-
-    async def waiting(self, run_id: str) -> Waiting | None:
-        """See queries.waiting."""
-        return await self._read(queries.waiting, run_id, self.terms)
-
-    async def workers(self) -> list[WorkerInfo]:
-        """See queries.list_workers."""
-        return await self.read(queries.list_workers, self.terms)
-
-    async def due(self, silent: float, most: int) -> list[PendingRun]:
-        """See maintenance.due."""
-        return await self._read(maintenance.due, round(silent * MICRO), most, self.terms)
-
-    async def worker_seen(self, card: WorkerCard) -> None:
-        """See maintenance.worker_seen."""
-        await self._write(maintenance.worker_seen, card, self.terms)
-
-    async def worker_gone(self, worker_id: str) -> None:
-        """See maintenance.worker_gone."""
-        await self._write(maintenance.worker_gone, worker_id)
-
-    async def lead(self, role: str, holder: str, term: float) -> bool:
-        """See maintenance.acquire_leadership."""
-        return await self._write(maintenance.acquire_leadership, role, holder, term, self.terms)
-
-    async def term_left(self, role: str, holder: str) -> float:
-        """See maintenance.term_left."""
-        return await self._read(maintenance.term_left, role, holder, self.terms)
-
-    async def step_down(self, role: str, holder: str) -> None:
-        """See maintenance.release_leadership."""
-        await self._write(maintenance.release_leadership, role, holder)
-
-    async def log(self, lines: Sequence[LogLineRow]) -> None:
-        """See maintenance.log."""
-        await self._write(maintenance.log, lines)
-
-    async def unpublished(self) -> list[OutboxEvent]:
-        """See maintenance.unpublished."""
-        return await self._read(maintenance.unpublished)
-
-    async def published(self, events: Sequence[OutboxEvent]) -> None:
-        """See maintenance.published."""
-        await self._write(maintenance.published, events)
-
-    async def tidy(self) -> int:
-        """Remove keys and reservations that expired, and workers that have been silent for a day.
-
-        In batches, for some seconds: what is left then is for the next time.
-        """
-        total, more = 0, True
-        ends_at = time.monotonic() + TIDYING
-        while more and time.monotonic() < ends_at:
-            removed, more = await self.write(_tidy, self.terms)
-            total += removed
-        return total
+    async def _reserve_now(self, requests: Sequence[Reserve], began: float) -> list[str | None]:
+        return await self._run_batch(self._database.write, _reserve, requests, began)
 
     def blocking(self) -> RunStore:
         """The same, for threads: itself where it blocks anyway. Close it after use."""
         if not self.awaited:
             return self
         url = self.url.render_as_string(hide_password=False)
-        return RunStore(url, awaited=False, clock=self._clock, publish=self._publish, retry_for=self._retry_for)
-
-    async def set_quota(self, person: Person, quota: Quota | None) -> None:
-        """See quotas.set_quota."""
-        await self._at_once(quotas.set_quota, person, quota, self.terms)
-
-    async def quotas(self, tenant: str) -> dict[str, Quota]:
-        """See quotas.list_quotas."""
-        return await self.read(quotas.list_quotas, tenant)
-
-    async def usage(self, person: Person) -> tuple[Usage, Quota | None]:
-        """What a user has in use, and the quota that holds."""
-        return await self.read(_usage, person, self.terms)
-
-    async def reserve(self, request: Reserve) -> str | None:
-        """See quotas.reserve; in company where there is some."""
-        return await self._reserving(request)
-
-    async def _reserve_now(self, requests: Sequence[Reserve], began: float) -> list[str | None]:
-        return await self._in_company(self._database.write, _reserve, requests, began)
-
-    async def consume(self, reservation: str, person: tuple[str, str | None], job_id: str | None) -> bool:
-        """See quotas.consume_after."""
-        return await self._at_once(quotas.consume_after, reservation, person, job_id, self.terms)
-
-    async def release(self, reservation: str, person: tuple[str, str | None]) -> bool:
-        """See quotas.release."""
-        return await self._write(quotas.release, reservation, person)
-
-    async def store_key(self, request: StoreKey) -> str:
-        """See run_keys.store_key."""
-        return await self._at_once(run_keys.store_key, request, self.terms)
-
-    async def check_key(self, person: tuple[str, str | None], key: str) -> KeyEntry | None:
-        """See run_keys.check_key."""
-        return await self._at_once(run_keys.check_key, person, key, self.terms)
+        return RunStore(url, awaited=False, clock=self._clock, publish=self._publish, retry_for=self.retry_for)
 
 
 def wait_for_database(ledger: RunStore, seconds: float) -> None:
@@ -465,23 +284,6 @@ def _reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementCont
         return quotas.reserve(conn, requests, terms)
 
 
-def _in_transaction(conn: Connection, work: Any, args: Any, kwargs: Any) -> Any:
+def _in_transaction(conn: Connection, verb: Callable[..., R], args: Any, kwargs: Any) -> R:
     with transaction(conn):
-        return work(conn, *args, **kwargs)
-
-
-def _mend_times(conn: Connection, terms: StatementContext) -> None:
-    maintenance.shorten_leases(conn, terms)
-    quotas.restart_reservations(conn, terms)
-
-
-def _tidy(conn: Connection, terms: StatementContext) -> tuple[int, bool]:
-    most = 1000
-    maintenance.forget_workers(conn, 86400 * MICRO, terms)
-    removed = run_keys.purge_keys(conn, terms, most), quotas.purge_reservations(conn, terms, most)
-    return sum(removed), max(removed) >= most
-
-
-def _usage(conn: Connection, person: Person, terms: StatementContext) -> tuple[Usage, Quota | None]:
-    used = quotas.usage(conn, person, quotas.read_clock(conn, terms))
-    return used, quotas.quotas_of(conn, [person]).get(person)
+        return verb(conn, *args, **kwargs)

@@ -8,9 +8,9 @@ from typing import Any
 from msgspec import Struct
 from sqlalchemy import Connection
 
-from semel.db.dialect import Dialect, Statement, StatementContext
+from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.runs.store.transitions import LOSE_THESE, change, changing, fenced, unlocked
-from semel.runs.types import HELD_US
+from semel.runs.types import HELD_US, MICRO
 
 
 class Leased(Struct, frozen=True):
@@ -80,6 +80,7 @@ class LeaseRequest(Struct, frozen=True):
     most: int
 
 
+@hot
 def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> list[Leased]:
     """Take runs that are due."""
     taken: list[Leased] = []
@@ -91,10 +92,12 @@ def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> l
     return taken
 
 
+@hot
 def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: StatementContext) -> list[Leased]:
     """Take these runs where they are due, also from owners whose leases have ended."""
-    change(conn, LOSE_THESE, terms, ids=list(ids))
-    rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
+    with transaction(conn):
+        change(conn, LOSE_THESE, terms, ids=list(ids))
+        rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
     return [Leased(*row) for row in rows]
 
 
@@ -127,8 +130,9 @@ UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.no
 )
 
 
-def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, int | None]:
-    """Let the runs whose time has come be leased; answer how many, and in how many microseconds the next is due.
+@hot
+def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, float | None]:
+    """Make the runs that are due ready to be leased; return how many, and in how many seconds the next is due.
 
     A wait that began later than now was begun before the clock was put back: it begins anew, no longer than before.
     """
@@ -136,7 +140,7 @@ def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[in
     if began_later and _RESTART.count(conn, now=terms.now):
         until_next, _ = _NEXT.rows(conn, now=terms.now)[0]
     if until_next is None or until_next > 0:
-        return 0, until_next
+        return 0, None if until_next is None else until_next / MICRO
     return _WAKE.count(conn, most=most, now=terms.now), 0
 
 
@@ -167,6 +171,7 @@ class LeaseRenewal(Struct, frozen=True):
     note: str | None = None
 
 
+@hot
 def renew(conn: Connection, beats: Sequence[LeaseRenewal], terms: StatementContext) -> dict[str, bool]:
     """Extend the leases in one statement. Answers those it could, and whether their end is asked for.
 
@@ -188,6 +193,7 @@ JOIN semel_runs AS k ON {fenced(w)}
 )
 
 
+@hot
 def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
     """As renew, without extending anything."""
     return {row[0]: row[1] is not None for row in _WATCH.rows(conn, held)}
@@ -198,6 +204,7 @@ _HELD_BY = Statement(
 )
 
 
+@hot
 def held_by(conn: Connection, worker: str) -> dict[str, int]:
     """The runs that the worker holds, with their fences."""
     return {row[0]: row[1] for row in _HELD_BY.rows(conn, worker=worker)}

@@ -9,11 +9,16 @@ from typing import Any
 from msgspec import Struct
 from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case, delete, literal, or_, select
 
-from semel.db.dialect import Statement, StatementContext
+from semel.db.dialect import Statement, StatementContext, hot
 from semel.db.schema import run_events, runs, workers
+from semel.runs.store import quotas, run_keys
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.transitions import storable
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
+
+BATCH = 1000
+"""Rows of a kind that one transaction removes."""
+DAY_US = 86400 * MICRO
 
 
 class WorkerCard(Struct, frozen=True, kw_only=True):
@@ -42,6 +47,7 @@ ON CONFLICT (id) DO UPDATE SET seen_us = {w.now}, draining = excluded.draining, 
 )
 
 
+@hot
 def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> None:
     """The worker is alive."""
     values: dict[str, Any] = {
@@ -57,16 +63,21 @@ def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> 
     _SEEN.count(conn, now=terms.now, **values)
 
 
+@hot
 def worker_gone(conn: Connection, worker_id: str) -> None:
     """The worker has stopped in good order."""
     conn.execute(delete(workers).where(workers.c.id == worker_id))
 
 
-def forget_workers(conn: Connection, silence_us: int, terms: StatementContext) -> int:
-    """Remove those who have been silent for long."""
+def remove_expired(conn: Connection, terms: StatementContext) -> tuple[int, bool]:
+    """Remove keys and reservations that expired, and workers not seen for a day.
+
+    Returns how many keys and reservations were removed, and whether there may be more.
+    """
     now = read_clock(conn, terms)
-    removed: int = conn.execute(delete(workers).where(workers.c.seen_us < now - silence_us)).rowcount
-    return removed
+    conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
+    removed = run_keys.purge_keys(conn, terms, BATCH), quotas.purge_reservations(conn, terms, BATCH)
+    return sum(removed), max(removed) >= BATCH
 
 
 _LEAD = Statement(
@@ -82,6 +93,7 @@ RETURNING holder
 _STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role AND holder = :holder")
 
 
+@hot
 def acquire_leadership(conn: Connection, role: str, holder: str, term: float, terms: StatementContext) -> bool:
     """True for the one who has the role for the next ``term`` seconds; anybody can have it when that is over.
 
@@ -100,6 +112,7 @@ WHERE role = :role AND holder <> :holder AND until_us >= {w.now} AND until_us <=
 )
 
 
+@hot
 def term_left(conn: Connection, role: str, holder: str, terms: StatementContext) -> float:
     """Seconds for which another has the role; 0 when it can be had."""
     rows = _TERM_LEFT.rows(conn, role=role, holder=holder, now=terms.now)
@@ -116,11 +129,14 @@ WHERE status = 'RUNNING' AND lease_until_us > {w.now} + lease_us
 )
 
 
-def shorten_leases(conn: Connection, terms: StatementContext) -> int:
-    """A lease that ends later than a new one would was given before the clock was put back: let it end in time."""
-    return _SHORTEN.count(conn, now=terms.now)
+@hot
+def repair_times(conn: Connection, terms: StatementContext) -> None:
+    """After the clock was put back: let leases and reservations last no longer than they were asked for."""
+    _SHORTEN.count(conn, now=terms.now)
+    quotas.restart_reservations(conn, terms)
 
 
+@hot
 def release_leadership(conn: Connection, role: str, holder: str) -> None:
     """Leave the role to whoever asks next."""
     _STEP_DOWN.count(conn, role=role, holder=holder)
@@ -157,6 +173,7 @@ class LogLineRow(Struct, frozen=True):
     text: str
 
 
+@hot
 def log(conn: Connection, lines: Sequence[LogLineRow]) -> None:
     """Keep the lines; one that was kept before is left as it is."""
     _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])
@@ -186,6 +203,7 @@ class OutboxEvent(Struct, frozen=True, kw_only=True):
 _NAMES = {"created": "RunCreated", "leased": "RunStarted"}
 
 
+@hot
 def unpublished(conn: Connection, most: int = 100) -> list[OutboxEvent]:
     """The oldest events that nobody has confirmed to have published."""
     return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
@@ -245,6 +263,7 @@ _PUBLISHED = _clearing("unpublished")
 _SENT = _clearing("unsent")
 
 
+@hot
 def published(conn: Connection, events: Sequence[OutboxEvent]) -> None:
     """These have been published."""
     if events:
@@ -270,13 +289,15 @@ class PendingRun(Struct, frozen=True):
         return (self.id, self.version)
 
 
-def due(conn: Connection, silent_us: int, most: int, terms: StatementContext) -> list[PendingRun]:
-    """Runs, with their queues, that are due and that perhaps nobody was told of.
+@hot
+def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> list[PendingRun]:
+    """Runs, with their queues, that are due and that perhaps no worker was told of.
 
-    Of one that was due at once its submitter told; it is named when it has waited for so long all the same. The
-    service's own work is nobody's to be told of: its servers look for it themselves.
+    The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
+    service's own work is left out: its servers poll for it.
     """
     now = read_clock(conn, terms)
+    silent_us = round(silent * MICRO)
     pending = literal("PENDING", literal_execute=True)
     at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
     told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))

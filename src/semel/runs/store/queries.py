@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 from sqlalchemy import Connection, Select, Uuid, and_, case, func, literal, or_, select, union_all
 
-from semel.db.dialect import Dialect, Statement, StatementContext
+from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import jobs, run_events, run_logs, runs, workers
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import (
@@ -102,6 +102,7 @@ def _get(words: Dialect) -> str:
 _GET = Statement(_get)
 
 
+@hot
 def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
     """The runs of these ids that there are."""
     rows = _GET.rows(conn, ids=list(ids))
@@ -129,6 +130,7 @@ class RunVersion(Struct, frozen=True):
 _MARKED = [runs.c[name] for name in RunVersion.__struct_fields__]
 
 
+@hot
 def versions(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
     """The marks of these runs, and the (fence, line) of the last that each has logged; (0, 0) before the first."""
     logged = select(run_logs.c.fence).where(run_logs.c.run_id == runs.c.id)
@@ -181,6 +183,7 @@ def _weight(row: Mapping[Any, Any]) -> int:
     return 1000 + sum(len(value) for value in row.values() if isinstance(value, str))
 
 
+@hot
 def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
     """The run, its result where that lives in the row, and its exact form (see Ended) where that is another."""
     query = select(*_SHOWN, runs.c.result, runs.c.result_exact).where(runs.c.id == run_id)
@@ -272,6 +275,7 @@ def backlog(conn: Connection, terms: StatementContext) -> Backlog:
     return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO), stalled)
 
 
+@hot
 def waiting(conn: Connection, run_id: str, terms: StatementContext) -> Waiting | None:
     """Why a run is pending, which place it has, since when. None for one that is not pending."""
     now = read_clock(conn, terms)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
-from semel.db.dialect import Statement, StatementContext
+from semel.db.dialect import Statement, StatementContext, hot, transaction
 from semel.db.schema import quotas, reservations, runs
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
 from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
@@ -142,6 +142,12 @@ def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None
         last_day=row[3],
         spent={period: int(amount) / MICRO for period, amount in zip(starts, row[4:], strict=True)},
     )
+
+
+def usage_and_quota(conn: Connection, person: Person, terms: StatementContext) -> tuple[Usage, Quota | None]:
+    """What a user has in use, and the quota that holds for them."""
+    used = usage(conn, person, read_clock(conn, terms))
+    return used, quotas_of(conn, [person]).get(person)
 
 
 def period_starts(now: int) -> dict[str, int]:
@@ -285,6 +291,7 @@ def consume(conn: Connection, reservation: str, person: Person, job_id: str, now
     raise ReservationLost(f"reservation {reservation!r} was used for another job already")
 
 
+@hot
 def consume_after(
     conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: StatementContext
 ) -> bool:
@@ -293,23 +300,26 @@ def consume_after(
     One that expired is consumed as long as its slot is free: as long as the user's other jobs and reservations leave
     room under the limit with which it was reserved.
     """
-    read_clock(conn, terms)
-    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
-    if row is None:
-        return False
-    whose = (row.tenant, row.user_id)
-    lock(conn, [whose])
-    now = read_clock(conn, terms)  # the wait for the lock may have lasted longer than the reservation
-    row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
-    if row is None:
-        return False
-    if row.consumed:
-        return job_id is None or row.job_id in (None, job_id)
-    job = row.job_id if job_id is None else job_id
-    if row.expires_us < now and not _slot_is_free(conn, row, job, now):
-        return False
-    unused = update(reservations).where(reservations.c.id == row.id, reservations.c.consumed.is_(False))
-    return bool(conn.execute(unused.values(consumed=True, job_id=job)).rowcount)  # it may be released at this moment
+    with transaction(conn):
+        read_clock(conn, terms)
+        row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+        if row is None:
+            return False
+        whose = (row.tenant, row.user_id)
+        lock(conn, [whose])
+        now = read_clock(conn, terms)  # the wait for the lock may have lasted longer than the reservation
+        row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
+        if row is None:
+            return False
+        if row.consumed:
+            return job_id is None or row.job_id in (None, job_id)
+        job = row.job_id if job_id is None else job_id
+        if row.expires_us < now and not _slot_is_free(conn, row, job, now):
+            return False
+        unused = update(reservations).where(reservations.c.id == row.id, reservations.c.consumed.is_(False))
+        return bool(
+            conn.execute(unused.values(consumed=True, job_id=job)).rowcount
+        )  # it may be released at this moment
 
 
 def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> bool:
@@ -343,6 +353,7 @@ def _own(reservation: str, person: tuple[str, str | None]) -> list[ColumnElement
     return own if user is None else [*own, reservations.c.user_id == user]
 
 
+@hot
 def release(conn: Connection, reservation: str, person: tuple[str, str | None]) -> bool:
     """Free the slot at once. False when there was nothing to free: used, released or expired and cleaned before."""
     unused = delete(reservations).where(*_own(reservation, person), reservations.c.consumed.is_(False))

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 from sqlalchemy import Connection, delete, select
 
-from semel.db.dialect import Statement, StatementContext
+from semel.db.dialect import Statement, StatementContext, hot, transaction
 from semel.db.schema import run_keys
 from semel.errors import StoreUnavailable
 from semel.runs.store import quotas
@@ -83,34 +83,38 @@ class StoreKey(Struct, frozen=True, kw_only=True):
     ttl_us: int
 
 
+@hot
 def store_key(conn: Connection, request: StoreKey, terms: StatementContext) -> str:
     """Keep the key unless it is in use. Answers the job that it names from now on: the caller's, or an earlier one."""
-    row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
-    for _ in range(ROUNDS):
-        if TAKE_KEYS.rows(conn, [row], now=terms.now):
-            return request.job_id
-        held = READ_KEYS.rows(conn, [row[:4]], now=terms.now)
-        if held:
-            named: str = held[0][5]
-            return named
-    raise StoreUnavailable(f"the key {request.key!r} changed hands {ROUNDS} times; try again")
+    with transaction(conn):
+        row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
+        for _ in range(ROUNDS):
+            if TAKE_KEYS.rows(conn, [row], now=terms.now):
+                return request.job_id
+            held = READ_KEYS.rows(conn, [row[:4]], now=terms.now)
+            if held:
+                named: str = held[0][5]
+                return named
+        raise StoreUnavailable(f"the key {request.key!r} changed hands {ROUNDS} times; try again")
 
 
+@hot
 def check_key(conn: Connection, person: tuple[str, str | None], key: str, terms: StatementContext) -> KeyEntry | None:
     """The live key, of one user or of anybody's. One that expired is removed on the way."""
-    tenant, user = person
-    now = quotas.read_clock(conn, terms)
-    own = [run_keys.c.tenant == tenant, run_keys.c.kind == "key", run_keys.c.key == key]
-    if user is not None:
-        own.append(run_keys.c.user_id == user)
-    rows = conn.execute(select(run_keys).where(*own).order_by(run_keys.c.created_us)).all()
-    if any(row.expires_us < now for row in rows):
-        conn.execute(delete(run_keys).where(*own, run_keys.c.expires_us < now))
-    live = [row for row in rows if row.expires_us >= now]
-    if not live:
-        return None
-    row = live[0]
-    return KeyEntry(row.key, row.job_id, row.user_id, row.payload_hash, row.created_us, row.expires_us)
+    with transaction(conn):
+        tenant, user = person
+        now = quotas.read_clock(conn, terms)
+        own = [run_keys.c.tenant == tenant, run_keys.c.kind == "key", run_keys.c.key == key]
+        if user is not None:
+            own.append(run_keys.c.user_id == user)
+        rows = conn.execute(select(run_keys).where(*own).order_by(run_keys.c.created_us)).all()
+        if any(row.expires_us < now for row in rows):
+            conn.execute(delete(run_keys).where(*own, run_keys.c.expires_us < now))
+        live = [row for row in rows if row.expires_us >= now]
+        if not live:
+            return None
+        row = live[0]
+        return KeyEntry(row.key, row.job_id, row.user_id, row.payload_hash, row.created_us, row.expires_us)
 
 
 _PURGE_KEYS = Statement(

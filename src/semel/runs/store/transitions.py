@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, text
 
-from semel.db.dialect import Dialect, Statement, StatementContext
+from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.runs.attempt import AttemptResult
 from semel.runs.types import HELD_US, Status, micros
 
@@ -246,8 +246,12 @@ _LOSE = Statement(
 LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
 
 
+@hot
 def end(conn: Connection, endings: Sequence[FinishRequest], terms: StatementContext) -> dict[str, FinishedRun]:
-    """Write the ends of attempts. Answers the runs whose fence still held; the others' attempts count for nothing."""
+    """Write the ends of attempts. Returns the runs whose fence still held; the others' attempts count for nothing.
+
+    A success that was already written under the same fence, its reply lost, is returned as the first time.
+    """
     rows: list[Any] = []
     succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
     if plain := [row[:_PLAIN] for row in succeeded if row[_PLAIN:] == _NO_MORE]:
@@ -256,7 +260,11 @@ def end(conn: Connection, endings: Sequence[FinishRequest], terms: StatementCont
         rows += change(conn, _SUCCEED, terms, more)
     if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
         rows += change(conn, _END, terms, sorted(others))
-    return {row[0]: FinishedRun(*row) for row in rows}
+    over = {row[0]: FinishedRun(*row) for row in rows}
+    if len(over) < len(endings):
+        missing = [each for each in endings if each.run_id not in over and each.ended.kind == "succeeded"]
+        over |= _succeeded_before(conn, missing)
+    return over
 
 
 def _success_row(ending: FinishRequest) -> tuple[Any, ...]:
@@ -297,6 +305,7 @@ def storable(text: str) -> str:
     return text.replace("\0", "\\0").encode("utf-8", "replace").decode()
 
 
+@hot
 def lose_expired(conn: Connection, terms: StatementContext, most: int = 500) -> list[Lost]:
     """Take back the runs whose leases have ended: to be leased again, or FAILED when they were lost too often."""
     return [Lost(*row) for row in change(conn, _LOSE, terms, most=most)]
@@ -314,6 +323,7 @@ JOIN semel_run_events AS k ON k.run_id = in_id AND k.fence = in_fence AND k.step
 )
 
 
+@hot
 def attempts_began(conn: Connection, attempts: Sequence[tuple[str, int]]) -> dict[str, int]:
     """When these attempts (run and fence) began, by run."""
     return dict(tuple(row) for row in _BEGAN.rows(conn, attempts)) if attempts else {}
@@ -332,10 +342,10 @@ WHERE {w.unindexed("k.status")} = 'SUCCEEDED'
 )
 
 
-def succeeded_before(conn: Connection, endings: Sequence[FinishRequest]) -> dict[str, FinishedRun]:
-    """Those whose success was written already under the same fence: only the reply was lost."""
-    asked = [(each.run_id, each.fence) for each in endings if each.ended.kind == "succeeded"]
-    return {row[0]: FinishedRun(*row) for row in _MINE.rows(conn, asked)} if asked else {}
+def _succeeded_before(conn: Connection, endings: Sequence[FinishRequest]) -> dict[str, FinishedRun]:
+    if not endings:
+        return {}
+    return {row[0]: FinishedRun(*row) for row in _MINE.rows(conn, [(each.run_id, each.fence) for each in endings])}
 
 
 _CANCEL = Statement(
@@ -358,6 +368,7 @@ WHERE k.id = held_id AND {w.unindexed("k.status")} IN ('PENDING', 'RUNNING')""",
 )
 
 
+@hot
 def cancel(conn: Connection, ids: Sequence[str], why: str, terms: StatementContext) -> dict[str, Status]:
     """End what is pending, and ask for the end of what is running. Answers those that this changed."""
     return {row[0]: row[1] for row in change(conn, _CANCEL, terms, ids=list(ids), why=storable(why))}

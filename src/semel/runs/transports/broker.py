@@ -30,7 +30,7 @@ from semel.db import blocking
 from semel.errors import AppNotFound, SemelError
 from semel.runs.app import App, apps
 from semel.runs.models.model import MAIN, load
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, maintenance, queries
 from semel.runs.transports import Transport
 from semel.runs.types import checked_id, new_id
 from semel.runs.worker import Worker
@@ -180,7 +180,7 @@ def _draining_on_sigterm(worker: Worker) -> Iterator[None]:
 
 
 async def _say_why_not(ledger: RunStore, run_id: str) -> None:
-    run = (await ledger.get([run_id])).get(run_id)
+    run = (await ledger.read(queries.get, [run_id])).get(run_id)
     if run is None:
         _log.warning("there is no run %s: it was removed, or this worker looks into another database", run_id)
     else:
@@ -189,7 +189,7 @@ async def _say_why_not(ledger: RunStore, run_id: str) -> None:
 
 async def _sweep_once(app: App, ledger: RunStore, holder: str) -> None:
     """One turn, and the role is kept until the next would be due: so many short-lived workers sweep no more often."""
-    if await ledger.lead(ROLE, holder, SWEEP_EVERY):
+    if await ledger.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, ledger.terms):
         transport: Transport = app.transport
         if isinstance(transport, BrokerTransport):  # we cannot know what others told of
             transport = _Notifier(transport, again=True)
@@ -302,7 +302,7 @@ class BrokerTransport(ABC):
             sweeper, ledger, holder = sweeping
             run_sync(sweeper.end())
             try:
-                run_sync(ledger.step_down(ROLE, holder))
+                run_sync(ledger.write(maintenance.release_leadership, ROLE, holder))
             except SemelError as error:
                 _log.debug("the sweeper's role could not be given back, it will run out: %s", error)
             run_sync(ledger.close())

@@ -11,7 +11,7 @@ from semel.errors import ResultStoreError, StoreUnavailable
 from semel.runs.attempt import AttemptResult
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, transitions
 from semel.runs.store.transitions import FinishedRun, FinishRequest
 from semel.runs.types import is_own_work
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
@@ -67,7 +67,9 @@ class Completer:
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
                     await self._book.write([held for held, _ in batch])  # who sees the end finds the whole log
-                    over = await self._ledger.end([ending for _, ending in batch])
+                    over = await self._ledger.write(
+                        transitions.end, [ending for _, ending in batch], self._ledger.terms
+                    )
                 except StoreUnavailable as error:
                     self._log.say(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
                     self._alone = len(batch) if len(batch) > 1 else self._alone  # perhaps one of them is locked
@@ -92,7 +94,7 @@ class Completer:
             results = self._results()
             if isinstance(results, FileResults) and ending.ended.result_ref == flat_ref(ending.run_id):
                 try:
-                    await self._ledger.apart(results.give_name, ending.run_id, ending.fence)
+                    await self._ledger.run_blocking(results.give_name, ending.run_id, ending.fence)
                 except ResultStoreError as error:
                     self._log.say(logging.WARNING, f"a result gets its name when it is first read: {error}")
 

@@ -15,7 +15,7 @@ from semel.errors import SemelError, StoreUnavailable
 from semel.runs.attempt import AttemptResult
 from semel.runs.models.model import Isolation
 from semel.runs.models.registry import Registry
-from semel.runs.store import RunStore
+from semel.runs.store import RETRY_FOR, RunStore, lease, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.worker.active_runs import ActiveRuns
@@ -133,7 +133,7 @@ class Fetcher:
 
     async def _wake(self) -> tuple[int, float | None]:
         try:
-            return await self._ledger.wake()
+            return await self._ledger.write(lease.wake, self._ledger.terms)
         except StoreUnavailable:
             return 0, None
 
@@ -175,8 +175,11 @@ class Fetcher:
         return got, max(got, 1)
 
     async def _lease_some(self, names: list[str], most: int) -> int:
-        try:
-            leased = await self._ledger.lease(LeaseRequest(self._plan.id, self._plan.queues, names, most))
+        store = self._ledger
+        request = LeaseRequest(self._plan.id, self._plan.queues, names, most)
+        try:  # not retried: what the reply to a lease would have named is given back first
+            limit = store.retry_for / 2 or RETRY_FOR
+            leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.terms))
         except SemelError as error:
             if isinstance(error, StoreUnavailable):
                 self._ledger.unavailable(error)
@@ -197,9 +200,9 @@ class Fetcher:
 
     async def give_back_unknown(self) -> None:
         """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
-        held = await self._ledger.held_by(self._plan.id)
+        held = await self._ledger.read(lease.held_by, self._plan.id)
         unknown = {run: fence for run, fence in held.items() if run not in self._holdings}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
         if endings:
-            await self._ledger.end(endings)
+            await self._ledger.write(transitions.end, endings, self._ledger.terms)
         self._doubt = False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from semel._concurrency.periodic import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
 from semel.errors import StoreUnavailable
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, lease, maintenance
 from semel.runs.store.maintenance import WorkerCard
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.worker_logger import WorkerLogger
@@ -115,7 +115,7 @@ class Heartbeat:
         await self._keep_leases(now)
         card = self._card()
         if card != self._shown or now - self._carded >= CARD_EVERY:
-            await self._ledger.worker_seen(card)
+            await self._ledger.write(maintenance.worker_seen, card, self._ledger.terms)
             self._shown, self._carded = card, now
 
     async def _keep_leases(self, now: float) -> None:
@@ -130,19 +130,19 @@ class Heartbeat:
             await self._renew(news, now)
         quiet = [each for each in held if each not in news] if news else held
         if quiet:
-            answer = await self._ledger.watch([(each.leased.id, each.leased.fence) for each in quiet])
+            answer = await self._ledger.read_once(lease.watch, [(each.leased.id, each.leased.fence) for each in quiet])
             self._judge(quiet, answer)
 
     async def _renew(self, held: list[ActiveRun], now: float) -> None:
         beats = [each.beat() for each in held]
-        answer = await self._ledger.renew(beats)
+        answer = await self._ledger.write_once(lease.renew, beats, self._ledger.terms)
         for each, beat in zip(held, beats, strict=True):
             if each.leased.id in answer:
                 each.renewed = now
                 each.written(beat)
         missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
         if missed:  # lost, or somebody else has locked the row for a moment
-            answer |= await self._ledger.watch(missed)
+            answer |= await self._ledger.read_once(lease.watch, missed)
         self._judge(held, answer)
 
     def _judge(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:

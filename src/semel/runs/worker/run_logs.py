@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 
 from semel.errors import StoreUnavailable
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, maintenance
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.worker_logger import WorkerLogger
 
@@ -43,7 +43,7 @@ class RunLogWriter:
         async with self._writing:
             for each in held:
                 while piece := _piece(each):
-                    await self._ledger.log(each.lines[:piece])
+                    await self._ledger.write(maintenance.log, each.lines[:piece])
                     del each.lines[:piece]
 
 

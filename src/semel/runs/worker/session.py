@@ -20,6 +20,7 @@ from semel.runs.attempt import AttemptResult
 from semel.runs.execution import execute_async, run_in_thread
 from semel.runs.execution.child_pool import ChildPool
 from semel.runs.hooks import RunEvent
+from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased
 from semel.runs.store.maintenance import WorkerCard
 from semel.runs.store.transitions import FinishRequest
@@ -121,7 +122,7 @@ class WorkerSession:
             task.cancel()
         await asyncio.wait(self._beating, timeout=DEAF)
         await self._children.close(kill=True)
-        await self._quietly(self._ledger.worker_gone(self._plan.id))
+        await self._quietly(self._ledger.write(maintenance.worker_gone, self._plan.id))
         await self._quietly(self._ledger.close())
 
     def stop(self, *, at_once: bool) -> None:
@@ -154,7 +155,7 @@ class WorkerSession:
                 warming.cancel()
             if self._plan.sweep_every:
                 await self._sweeper.end()
-                await self._quietly(self._ledger.step_down(ROLE, self._plan.id))
+                await self._quietly(self._ledger.write(maintenance.release_leadership, ROLE, self._plan.id))
             self._log.say(logging.INFO, "worker stopped")
 
     def _warn_of_idle_models(self) -> None:
@@ -166,12 +167,14 @@ class WorkerSession:
 
     async def work_on(self, run_id: str) -> bool:
         """See Worker.perform."""
-        leased = await self._ledger.lease_these(self._plan.id, [run_id])
+        leased = await self._ledger.write(lease.lease_these, self._plan.id, [run_id], self._ledger.terms)
         for each in leased:
             if each.model in self._app.registry:
                 self._begin(each)
             else:
-                await self._ledger.end([FinishRequest(each.id, each.fence, RETURNED, returned=True)])
+                await self._ledger.write(
+                    transitions.end, [FinishRequest(each.id, each.fence, RETURNED, returned=True)], self._ledger.terms
+                )
         while len(self._holdings) and not self._stopping:
             self._look.clear()
             await self._look.wait()

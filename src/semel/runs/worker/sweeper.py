@@ -20,7 +20,7 @@ from semel._concurrency.periodic import PeriodicTask
 from semel._concurrency.retry import jittered
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
-from semel.runs.store import RunStore
+from semel.runs.store import RunStore, lease, maintenance, transitions
 from semel.runs.store.maintenance import OutboxEvent
 from semel.runs.store.transitions import Lost
 from semel.runs.transports import Transport
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ROLE = "sweeper"
 TERM = 4.5
 """Seconds for which one is elected: so long, at the most, does nobody do the work of one that died."""
+CLEAN_UP_FOR = 5.0
+"""Seconds that one turn may spend on removing what expired; the next turn removes the rest."""
 
 _log = logging.getLogger("semel.sweeper")
 
@@ -60,8 +62,10 @@ class LeaderTask(PeriodicTask):
         if now >= self._asks_at:
             left = 0.0
             if now >= self._leads_until:
-                left = await self._ledger.term_left(self._role, self._holder)
-            if not left and await self._ledger.lead(self._role, self._holder, self._term):
+                left = await self._ledger.read(maintenance.term_left, self._role, self._holder, self._ledger.terms)
+            if not left and await self._ledger.write(
+                maintenance.acquire_leadership, self._role, self._holder, self._term, self._ledger.terms
+            ):
                 self._leads_until, self._asks_at = now + self._term, now + self._term / 2
             else:
                 self._leads_until, self._asks_at = 0.0, now + min(jittered(self._interval), left + 0.1)
@@ -92,7 +96,7 @@ class Publisher(LeaderTask):
 
     async def work(self) -> None:
         """See Elected. What could not be published stays, and is tried in the next turn."""
-        while await self.elected() and (events := await self._ledger.unpublished()):
+        while await self.elected() and (events := await self._ledger.read(maintenance.unpublished)):
             if not await self.publish(events):
                 return
 
@@ -101,7 +105,7 @@ class Publisher(LeaderTask):
         done: list[OutboxEvent] = []
         try:
             for event in events:
-                await self._ledger.apart(self._publish, event)
+                await self._ledger.run_blocking(self._publish, event)
                 done.append(event)
                 if not await self.elected():
                     return False
@@ -112,7 +116,7 @@ class Publisher(LeaderTask):
             return False
         finally:
             if done:
-                await self._ledger.published(done)
+                await self._ledger.write(maintenance.published, done)
         return True
 
 
@@ -169,19 +173,25 @@ class Sweeper(LeaderTask):
 
     async def _turn(self) -> int:
         self._turns += 1
-        await self._ledger.mend_times()
+        await self._ledger.write(maintenance.repair_times, self._ledger.terms)
         lost = await self._take_back()
-        if self._turns % 12 == 1:
-            removed = await self._ledger.tidy()
-            if removed:
-                _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
+        if self._turns % 12 == 1 and (removed := await self._remove_expired()):
+            _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
         if self._transport.announces:
             await self._announce_again()
         return lost
 
+    async def _remove_expired(self) -> int:
+        total, more = 0, True
+        ends_at = time.monotonic() + CLEAN_UP_FOR
+        while more and time.monotonic() < ends_at:
+            removed, more = await self._ledger.write(maintenance.remove_expired, self._ledger.terms)
+            total += removed
+        return total
+
     async def _take_back(self) -> int:
         total = 0
-        while lost := await self._ledger.lose_expired():
+        while lost := await self._ledger.write(transitions.lose_expired, self._ledger.terms):
             total += len(lost)
             for run in lost:
                 log_run(
@@ -204,17 +214,17 @@ class Sweeper(LeaderTask):
             return
         self._news.tell(RunEvent("stuck", count=len(lost)))
         ended = [run for run in lost if run.status != "PENDING"]
-        began = await self._ledger.attempts_began([(run.id, run.fence) for run in ended])
+        began = await self._ledger.read(transitions.attempts_began, [(run.id, run.fence) for run in ended])
         for run in ended:
             seconds = (run.changed_us - began.get(run.id, run.started_us)) / MICRO
             self._news.tell(RunEvent("ended", run.model, run.status, seconds))
 
     async def _announce_again(self) -> None:
         """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""
-        _, until_next = await self._ledger.wake()
+        _, until_next = await self._ledger.write(lease.wake, self._ledger.terms)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
-        waiting = await self._ledger.due(self._tell_again, 1000)
+        waiting = await self._ledger.read(maintenance.due, self._tell_again, 1000, self._ledger.terms)
         now = time.monotonic()
         self._told = {run.step: self._told[run.step] for run in waiting if run.step in self._told}
         new = [run for run in waiting if run.step not in self._told]
@@ -223,7 +233,7 @@ class Sweeper(LeaderTask):
             if not runs:
                 continue
             named = [(run.id, run.queue) for run in runs]
-            if await self._ledger.apart(partial(self._transport.announce, named, again=again)):
+            if await self._ledger.run_blocking(partial(self._transport.announce, named, again=again)):
                 self._told |= {run.step: now for run in runs}
 
 
@@ -247,7 +257,7 @@ async def _sweep(app: App, every: float, once: bool) -> int:
         sweeper.start()
         await told.wait()
         await sweeper.end()
-        await ledger.step_down(ROLE, holder)
+        await ledger.write(maintenance.release_leadership, ROLE, holder)
     finally:
         await ledger.close()
     return 0

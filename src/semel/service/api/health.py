@@ -81,7 +81,7 @@ class HealthCheck:
 
     async def _transport_answers(self, transport: BrokerTransport) -> Word:
         try:
-            await self._service.store.apart(transport.length, queue_name("default"))
+            await self._service.store.run_blocking(transport.length, queue_name("default"))
         except Exception:  # noqa: BLE001 -- whatever the broker's client raises
             return "unavailable"
         return "ok"
@@ -120,7 +120,7 @@ class HealthCheck:
         word = await store.write(_may_write)
         if store.url.get_backend_name() != "sqlite" or word != "ok":
             return word
-        if not await store.apart(_has_room, store.url.database or ""):
+        if not await store.run_blocking(_has_room, store.url.database or ""):
             return "unavailable"
         if time.monotonic() - self._wrote >= WRITTEN_EVERY:
             self._wrote = -WRITTEN_EVERY  # until it succeeds it is tried every time

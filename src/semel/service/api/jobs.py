@@ -14,6 +14,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from semel.api_types import JobAnswer, JobPage, JobRequest, JobStatus, RemoteConfig, RemoteCosts, RemoteJob
 from semel.errors import InvalidRequest, NotMigrated, ResultStoreError, SemelError, StoreUnavailable
+from semel.runs.store import quotas
 from semel.runs.types import checked_id, checked_name, checked_retention
 from semel.service import jobs
 from semel.service.api.params import TheRequest, root_of
@@ -179,7 +180,7 @@ async def cost_limits(
     """The caller's spending in this day, week, month and year (UTC), against the limits of their quota."""
     _whose(caller, user, "sees what others spend")
     whose = checked_name("user", caller.user if user is None else user, empty=False)
-    used, quota = await service.store.usage((caller.tenant, whose))
+    used, quota = await service.store.read(quotas.usage_and_quota, (caller.tenant, whose), service.store.terms)
     return json(cost_status(whose, used, quota))
 
 

@@ -108,7 +108,7 @@ async def list_quotas(
 ) -> QuotaPage:
     """The quotas of the tenant, by user."""
     whose = tenant_for(caller, tenant)
-    every = await service.store.quotas(whose)
+    every = await service.store.read(quotas.list_quotas, whose)
     found = sorted(user for user in every if after is None or user > after)
     views = [QuotaView(tenant=whose, user=user, quota=_body(every[user])) for user in found[:limit]]
     return QuotaPage(quotas=views, next=found[limit - 1] if len(found) > limit else None)
@@ -144,7 +144,9 @@ async def put_quota(
 ) -> QuotaView:
     """Set a user's quota as a whole; the user `*` is everybody without one. Runs that are under way go on."""
     whose, name = tenant_for(caller, tenant), named(user)
-    await service.store.set_quota((whose, name), Quota(**msgspec.structs.asdict(data)))
+    await service.store.write(
+        quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.terms
+    )
     _log.info("the quota of %r, tenant %r, was set by %r", name, whose, caller.user)
     return QuotaView(tenant=whose, user=name, quota=data)
 
@@ -218,7 +220,7 @@ async def release_reservation(
 ) -> None:
     """Free a slot that nobody has used yet. One whose job was made is freed when the job ends."""
     whose = tenant_for(caller, tenant)
-    if not await service.store.release(checked_name("reservation", reservation), (whose, None)):
+    if not await service.store.write(quotas.release, checked_name("reservation", reservation), (whose, None)):
         raise absent("reservation of that id to be released")
     _log.info("reservation %r, tenant %r, was released by %r", reservation, whose, caller.user)
 

@@ -10,6 +10,7 @@ from litestar.params import QueryParameter
 
 from semel.api_types import LogPage, RemoteModel, RemoteStep, RemoteSummary, RemoteWorker, WaitingAnswer
 from semel.errors import InvalidRequest
+from semel.runs.store import queries
 from semel.runs.types import INTERNAL_PREFIX, LogLine
 from semel.service.api.params import PAGE_BYTES, RunId
 from semel.service.api.responses import json, refusals
@@ -73,7 +74,7 @@ async def logs(
     lines: list[LogLine] = []
     room = PAGE_BYTES
     while room > 0 and len(lines) < limit:
-        some = await service.store.logs(run.id, seen, min(PORTION, limit - len(lines)))
+        some = await service.store.read(queries.logs, run.id, seen, min(PORTION, limit - len(lines)))
         lines += some
         if len(some) < PORTION:
             break

@@ -16,6 +16,7 @@ from litestar.params import HeaderParameter
 
 from semel.api_types import EventView, ProgressView
 from semel.errors import RunNotFound
+from semel.runs.store import queries
 from semel.runs.types import LogLine, Run, Step
 from semel.service import sse
 from semel.service.api.params import RunId
@@ -109,7 +110,7 @@ async def _steps_and_lines(service: ServiceState, run: Run, cursor: EventCursor)
     """Steps and lines after the cursor; the lines of an attempt come between its first step and the others."""
     steps: list[Step] = []
     if run.version > cursor.version:
-        timeline = await to_completion(service.store.timeline(run.id))
+        timeline = await to_completion(service.store.read(queries.timeline, run.id))
         steps = [each for each in timeline if each.version > cursor.version]
     fence = max(run.fence, steps[-1].fence if steps else 0)
     async for line in _lines(service, run, cursor, fence):
@@ -123,7 +124,7 @@ async def _steps_and_lines(service: ServiceState, run: Run, cursor: EventCursor)
 
 async def _lines(service: ServiceState, run: Run, cursor: EventCursor, fence: int) -> AsyncIterator[LogLine]:
     """Lines after the cursor, but none of an attempt after ``fence``, whose first step has not been sent yet."""
-    while lines := await to_completion(service.store.logs(run.id, cursor.line, LINES)):
+    while lines := await to_completion(service.store.read(queries.logs, run.id, cursor.line, LINES)):
         for line in lines:
             if line.fence > fence:
                 return

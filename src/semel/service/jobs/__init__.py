@@ -14,6 +14,7 @@ from semel.api_types import JobStatus
 from semel.db.schema import jobs, runs
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.engine import RunEngine
+from semel.runs.store import run_keys
 from semel.runs.store.queries import STALLED
 from semel.runs.store.submit import JobDetails
 from semel.runs.submission import SubmitOptions
@@ -149,7 +150,7 @@ async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmissio
     config = await configs.look_up(service, caller.tenant, asked.config)
     simulated = config.providers.get(asked.provider, {}).get("simulate") is True
     order = (service.providers["local"] if simulated else provider).order(config)
-    if config.data is not None and not await service.store.apart(Path(config.data).is_dir):
+    if config.data is not None and not await service.store.run_blocking(Path(config.data).is_dir):
         raise InvalidRequest(f"the config {config.name!r} has data, and its folder is not there")
     card = JobDetails(
         provider=asked.provider,
@@ -166,7 +167,9 @@ async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmi
     if asked.key is None:
         return None
     try:
-        entry = await service.store.check_key((caller.tenant, caller.user), asked.key)
+        entry = await service.store.write(
+            run_keys.check_key, (caller.tenant, caller.user), asked.key, service.store.terms
+        )
     except SemelError:
         return None  # what is no key names nothing; of a database that is away the first error tells
     if entry is None or entry.payload_hash != asked.digest:

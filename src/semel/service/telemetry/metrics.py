@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from semel.errors import SemelError
 from semel.metrics.prometheus import ReplayRatio, RunMetrics
+from semel.runs.store import queries
 from semel.runs.types import INTERNAL_QUEUE
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class MetricsPage:
     async def _read(self) -> list[Metric]:
         try:
             async with asyncio.timeout(PATIENCE):
-                backlog = await self._service.store.backlog()
-                workers = await self._service.store.workers()
+                backlog = await self._service.store.read(queries.backlog, self._service.store.terms)
+                workers = await self._service.store.read(queries.list_workers, self._service.store.terms)
         except (SemelError, TimeoutError):
             return [_gauge("semel_database_up", "Whether the database answered", 0)]
         alive = sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE])
