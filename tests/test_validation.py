@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta, Struct
 
-from semel._validation import misfit
+from semel._validation import with_valid_values
 
 
 class Wheel(Struct, forbid_unknown_fields=True):
@@ -38,4 +38,4 @@ class Car(Struct, forbid_unknown_fields=True):
 def test_an_unknown_field_is_named_with_the_nearest(kind: Any, data: Any, end: str) -> None:
     with pytest.raises(msgspec.ValidationError) as wrong:
         msgspec.convert(data, kind)
-    assert misfit(str(wrong.value), kind).endswith(end)
+    assert with_valid_values(str(wrong.value), kind).endswith(end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from semel._validation import checked_bytes, checked_choice, checked_seconds
 from semel.errors import InvalidRequest
 
 InFlightRule = Literal["wait", "conflict", "reference"]
@@ -73,17 +74,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("ttl", "lease", "wait"):
-            seconds(name, getattr(self, name), zero=name == "wait")
+            checked_seconds(name, getattr(self, name), zero=name == "wait")
         for name in ("value_ttl", "purge_every"):
             if getattr(self, name) is not None:
-                seconds(name, getattr(self, name))
-        most: object = self.max_response_bytes
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-            raise InvalidRequest(f"max_response_bytes is {most!r}; it must be a number of bytes, or None")
+                checked_seconds(name, getattr(self, name))
+        checked_bytes("max_response_bytes", self.max_response_bytes)
         for name, words in _WORDS.items():
-            if getattr(self, name) not in get_args(words):
-                choices = ", ".join(repr(word) for word in get_args(words))
-                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be one of {choices}")
+            checked_choice(name, getattr(self, name), get_args(words))
 
     @property
     def collect_interval(self) -> float:
@@ -107,7 +104,7 @@ class Policy:
         """
         return cls(
             ttl=ttl,
-            lease=min(seconds("ttl", ttl), MINUTE),
+            lease=min(checked_seconds("ttl", ttl), MINUTE),
             in_flight="conflict",
             purge_every=10 * MINUTE,
             max_response_bytes=None,
@@ -126,7 +123,7 @@ class Policy:
     @classmethod
     def router(cls, idempotency_ttl_seconds: float = HOUR) -> Policy:
         """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds, which is logged at debug."""
-        return cls(ttl=seconds("idempotency_ttl_seconds", idempotency_ttl_seconds), cleanup_log="debug")
+        return cls(ttl=checked_seconds("idempotency_ttl_seconds", idempotency_ttl_seconds), cleanup_log="debug")
 
     @classmethod
     def processor(cls) -> Policy:
@@ -142,14 +139,3 @@ class Policy:
     def stripe(cls) -> Policy:
         """Stripe's rules: 24 hours, every outcome is kept once the work began, failures too."""
         return cls(in_flight="conflict", on_error="keep", dialect="stripe")
-
-
-def seconds(what: str, value: object, *, zero: bool = False) -> float:
-    """The time, if it can be one: a number, at least a microsecond (or zero, where that has a meaning)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:  # noqa: PLR0124 -- NaN
-        raise InvalidRequest(f"{what} is {value!r}; it must be a number of seconds")
-    if value > 1e10:
-        raise InvalidRequest(f"{what} is over 300 years; give seconds, not milliseconds")
-    if value < 1e-6 and not (zero and value == 0):
-        raise InvalidRequest(f"{what} is {value!r}; it must be {'zero or more' if zero else 'more than zero'} seconds")
-    return value

@@ -196,7 +196,7 @@ def test_threads_share_a_few_connections(urls: StoreUrls, pool: int | None) -> N
 @pytest.mark.parametrize("pool", [0, -1, 1.5, True, "3"])
 def test_a_pool_that_cannot_be_is_refused(urls: StoreUrls, pool: Any) -> None:
     for make in (Once, AsyncOnce, App, JobStore):
-        with pytest.raises(InvalidRequest, match="pool is the number of connections"):
+        with pytest.raises(InvalidRequest, match="pool must be a whole number, 1 or greater"):
             make(urls["postgres"], pool=pool)
 
 

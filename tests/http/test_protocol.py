@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semel import AsyncOnce, InvalidRequest, Once, Outcome, OutcomeGone, Policy, Replay, Response, codec, fingerprint
+from semel._validation import checked_fingerprint, checked_key
 from semel.http.asgi import IdempotencyMiddleware as AsgiMiddleware
 from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
 from semel.http.middleware import MiddlewareCore, Request, ResponseRecorder
@@ -33,7 +34,7 @@ from semel.http.protocol import (
 )
 from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
 from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
-from semel.once.requests import CallRequest, checked_fingerprint, checked_key_name
+from semel.once.requests import CallRequest
 from semel.types import Claim, packed
 
 INTAKE, IETF, STRIPE = DIALECTS["intake"], DIALECTS["ietf"], DIALECTS["stripe"]
@@ -137,7 +138,7 @@ def test_any_header_is_a_valid_key_or_refused(values: list[str]) -> None:
             assert len(shown) <= 255
         else:
             assert dialect.keys.fullmatch(key)
-            assert checked_key_name("key", key) == key
+            assert checked_key("key", key) == key
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=255))
@@ -175,12 +176,12 @@ def test_no_tenant_and_no_path_meets_anothers_keys(one: tuple[Any, str], other: 
     scopes = [scope_of(tenant, operation_of("POST", f"/{path}")) for tenant, path in (one, other)]
     assert (scopes[0] == scopes[1]) == (one == other)
     for scope in scopes:
-        assert checked_key_name("scope", scope) == scope
+        assert checked_key("scope", scope) == scope
 
 
 def test_paths_of_any_bytes_make_scopes() -> None:
     raw = bytes(range(256)).decode("utf-8", "surrogateescape")
-    assert checked_key_name("scope", scope_of(None, operation_of("POST", raw)))
+    assert checked_key("scope", scope_of(None, operation_of("POST", raw)))
     assert operation_of("POST", "/\udcff") != operation_of("POST", "/\udcfe")
     assert operation_of("POST", "/a b") == "POST /a%20b"
     assert operation_of("POST", "/a%20b") == "POST /a%2520b"
@@ -631,8 +632,8 @@ def app(*_: Any) -> Any:
         ({"policy": "ietff"}, "'ietff' is not a preset; there are intake, "),
         ({"policy": {"ttl": 60}}, "a Policy or a preset's name"),
         ({"policy": Policy.jobs()}, 'in_flight="reference" is for jobs and runs'),
-        ({"ttl": 0}, "ttl is 0"),
-        ({"ttl": "1h"}, "ttl is '1h'"),
+        ({"ttl": 0}, "ttl must be more than zero seconds"),
+        ({"ttl": "1h"}, "ttl must be a number of seconds"),
         ({"methods": 7}, "methods= takes a text or several"),
         ({"methods": [b"POST"]}, "methods= takes text"),
         ({"methods": [""]}, "methods= takes text"),

@@ -140,7 +140,7 @@ def test_where_a_function_makes_the_key_numbers_and_uuids_are_written_out(once: 
     assert record is not None
     assert record.status == "completed"
     for ask in (once.claim, once.get):
-        with pytest.raises(InvalidRequest, match="a key is text"):
+        with pytest.raises(InvalidRequest, match="the key must be a text"):
             ask(name)
 
 
@@ -298,13 +298,13 @@ def test_a_patience_that_cannot_be_one_is_refused(retry_for: Any) -> None:
 @pytest.mark.parametrize("field", ["in_flight", "on_error", "on_crash", "store_failure"])
 @pytest.mark.parametrize("word", ["Wait", "", 1, True, ["wait"]])
 def test_a_policy_knows_its_words(field: str, word: Any) -> None:
-    with pytest.raises(InvalidRequest, match=rf"{field} is .* one of '"):
+    with pytest.raises(InvalidRequest, match=rf"{field} must be one of '"):
         Policy(**{field: word})
 
 
 @pytest.mark.parametrize("most", [-1, 1.5, "10MB", True])
 def test_a_policy_with_such_a_size_is_refused(most: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"max_response_bytes is .* number of bytes, or None"):
+    with pytest.raises(InvalidRequest, match=r"max_response_bytes must be a number of bytes, or None"):
         Policy(max_response_bytes=most)
 
 

@@ -45,13 +45,13 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
     """How much there is to remove."""
     from sqlalchemy import and_, func, or_, select
 
+    from semel._validation import TEN_YEARS, checked_number
     from semel.db.schema import keys, removals, reservations, run_keys, runs
     from semel.runs.store.quotas import EXPIRED_KEPT_US, read_clock
     from semel.runs.store.retention import is_old
-    from semel.runs.types import checked_seconds
 
     now = read_clock(conn, terms)
-    over = is_old(now, checked_seconds("older-than", age))
+    over = is_old(now, checked_number("older-than", age, 0, TEN_YEARS))
     outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
     gone = or_(keys.c.state != "claimed", keys.c.lease_until_us <= keys.c.expires_us, outlasted < now)
     wanted = {

@@ -84,7 +84,7 @@ def show(user: str, tenant: str, db: str, as_json: bool) -> None:
 
 
 def _person(tenant: str, user: str) -> Person:
-    from semel.runs.types import checked_name
+    from semel._validation import checked_name
 
     return checked_name("tenant", tenant), checked_name("user", user, empty=False)
 

@@ -8,6 +8,7 @@ from typing import Self
 import httpx
 
 from semel._concurrency.sync import async_method, sync_method
+from semel._validation import checked_int, checked_seconds
 from semel.client.backend import AsyncBackend, HttpBackend, SyncBackend
 from semel.client.details import DetailVerbs
 from semel.client.http import HttpSession
@@ -15,8 +16,6 @@ from semel.client.iteration import awaited_iterated, iterated
 from semel.client.jobs import JobVerbs
 from semel.client.runs import RunVerbs
 from semel.client.sending import line_options
-from semel.client.transport import count
-from semel.policy import seconds
 
 TIMEOUT = 30.0
 RETRIES = 3
@@ -30,9 +29,9 @@ class ClientMethods(RunVerbs, DetailVerbs, JobVerbs):
         self.exchange = HttpSession(
             line,
             place,
-            timeout=seconds("timeout", timeout),
-            retries=count("retries", retries),
-            backoff=seconds("backoff", backoff, zero=True),
+            timeout=checked_seconds("timeout", timeout),
+            retries=checked_int("retries", retries),
+            backoff=checked_seconds("backoff", backoff, zero=True),
         )
 
     async def close(self) -> None:

@@ -19,8 +19,7 @@ import anyio
 import httpx
 
 from semel._concurrency.sync import run_sync
-from semel.errors import InvalidRequest
-from semel.policy import seconds
+from semel._validation import checked_int, checked_seconds
 
 FAILURES = frozenset((500, 502, 503, 504))
 """Statuses after which the same request may succeed."""
@@ -217,13 +216,13 @@ class _Tries:
         new_key: Callable[[], str] = _new_key,
     ) -> None:
         self._line = line
-        self._retries = count("retries", retries)
+        self._retries = checked_int("retries", retries)
         self._methods = frozenset(name.upper() for name in ((methods,) if isinstance(methods, str) else methods))
         self._header = header
-        self._backoff = seconds("backoff", backoff, zero=True)
-        self._longest_wait = seconds("longest_wait", longest_wait, zero=True)
-        self._deadline = inf if deadline is None else seconds("deadline", deadline)
-        self._buffer = count("buffer", buffer)
+        self._backoff = checked_seconds("backoff", backoff, zero=True)
+        self._longest_wait = checked_seconds("longest_wait", longest_wait, zero=True)
+        self._deadline = inf if deadline is None else checked_seconds("deadline", deadline)
+        self._buffer = checked_int("buffer", buffer, 0, None)
         self._new_key = new_key
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
@@ -372,10 +371,3 @@ def _within(left: float, timeout: Any) -> dict[str, float | None]:
     if left == inf:
         return {name: given.get(name) for name in names}
     return {name: left if given.get(name) is None else min(left, given[name]) for name in names}
-
-
-def count(what: str, given: Any) -> int:
-    """A whole number from 0 on, or a clear error."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise InvalidRequest(f"{what}= takes a whole number from 0, not {given!r:.80}")
-    return given

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import URL
 
+from semel._validation import checked_int
 from semel.db import blocking
 from semel.db.postgres import POOL, PostgresDatabase, postgres_engine
 from semel.db.sqlite_file import WatchedFile
-from semel.errors import InvalidRequest
 
 
 def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> blocking.Database:
@@ -28,8 +28,4 @@ def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> blocki
 
 def checked_pool(pool: object) -> int:
     """The number of connections, or the default."""
-    if pool is None:
-        return POOL
-    if isinstance(pool, bool) or not isinstance(pool, int) or pool < 1:
-        raise InvalidRequest(f"pool is the number of connections, 1 or more, not {pool!r}")
-    return pool
+    return POOL if pool is None else checked_int("pool", pool, 1, None)

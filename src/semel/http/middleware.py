@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, quote
 
 from msgspec import Struct
 
+from semel._validation import checked_fingerprint, checked_key
 from semel.errors import InvalidRequest
 from semel.http.body import SpooledBody
 from semel.http.options import (
@@ -45,7 +46,7 @@ from semel.http.protocol import (
 from semel.http.refusals import DIALECTS, Reason, refuse
 from semel.once.client import AsyncOnce, Once
 from semel.once.guard import is_async
-from semel.once.requests import CallRequest, checked_fingerprint, checked_key_name
+from semel.once.requests import CallRequest
 from semel.types import Claim, InFlight, Mismatch, Record, Replay, Response, Unknown, Verdict
 
 AnyOnce = TypeVar("AnyOnce", Once, AsyncOnce)
@@ -118,7 +119,7 @@ class MiddlewareCore(Generic[AnyOnce]):
         self._tenant = function("tenant", options.get("tenant"))
         self._credentials = credential_names(options.get("credentials", ("Authorization",)))
         self._tenant_decides = "credentials" not in options
-        self._scope = checked_key_name("scope", scope) if isinstance(scope, str) else function("scope", scope)
+        self._scope = checked_key("scope", scope) if isinstance(scope, str) else function("scope", scope)
         self._fingerprint = fingerprint
         if is_async(fingerprint):  # type: ignore[arg-type]  # a text is not
             raise InvalidRequest("fingerprint= takes a plain function, not an async one")
@@ -128,7 +129,7 @@ class MiddlewareCore(Generic[AnyOnce]):
             )
         self.covers = matcher(paths, exclude)
         self.everywhere = paths is None and not exclude
-        self._name = checked_key_name("name", options.get("name", "http"))
+        self._name = checked_key("name", options.get("name", "http"))
         self.owned = not isinstance(once, Once | AsyncOnce)
         if self.owned:
             self.once: AnyOnce = face(once, policy=self.policy, on_event=on_event)

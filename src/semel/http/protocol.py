@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from semel._validation import MAX_KEY
 from semel.errors import Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.http.refusals import Reason, RefusalFormat
-from semel.once.requests import LONGEST
 from semel.types import OVERSIZED, Outcome, Response
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -75,10 +75,10 @@ def key_of(values: Sequence[str], dialect: RefusalFormat) -> str:
         return values[0]
     said = ", ".join(values)
     if len(said) > _LONGEST_SAID:
-        raise BadKey(said[:LONGEST])
+        raise BadKey(said[:MAX_KEY])
     found = {_unquoted(part, dialect) for value in values for part in _parts(value)}
     if len(found) != 1 or None in found:
-        raise BadKey(said[:LONGEST])
+        raise BadKey(said[:MAX_KEY])
     return cast("str", found.pop())
 
 
@@ -110,9 +110,9 @@ def _unquoted(value: str, dialect: RefusalFormat) -> str | None:
 def scope_of(tenant: object, name: str) -> str:
     """The scope of a key: the tenant, where there is one, and the operation. No tenant can name another's."""
     scope = name if tenant is None or tenant == "" else f"{quote(str(tenant), safe='', errors='surrogatepass')} {name}"
-    if len(scope) <= LONGEST:
+    if len(scope) <= MAX_KEY:
         return scope
-    return f"{scope[: LONGEST - 65]} {hashlib.sha256(scope.encode()).hexdigest()}"
+    return f"{scope[: MAX_KEY - 65]} {hashlib.sha256(scope.encode()).hexdigest()}"
 
 
 def operation_of(method: str, path: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from semel.policy import MINUTE, seconds
+from semel._validation import checked_seconds
+from semel.policy import MINUTE
 
 SAMPLE_EVERY = MINUTE
 """Seconds between two looks at what the store holds."""
@@ -55,4 +56,4 @@ BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 def interval(sample_every: float | None) -> float | None:
     """Checked; None: the hook does not want to hear of the store."""
-    return None if sample_every is None else seconds("sample_every", sample_every)
+    return None if sample_every is None else checked_seconds("sample_every", sample_every)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overlo
 
 from semel._concurrency.runtime import AsyncioRuntime, ThreadRuntime
 from semel._concurrency.sync import async_method, run_sync, sync_method
+from semel._validation import checked_key, checked_seconds
 from semel.errors import InvalidRequest
 from semel.once.engine import DEFAULT_SCOPE, KeyEngine
 from semel.once.guard import AsyncGuarded, Guarded, GuardSpec, call_async_function, call_function, call_once, is_async
-from semel.once.requests import checked_key_name
 from semel.once.stats import Hook
 from semel.once.store import Clock
 from semel.once.stores import Target, join, open_store
-from semel.policy import Policy, seconds
+from semel.policy import Policy
 from semel.types import Result
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class OnceBase:
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
-        patience = seconds("retry_for", retry_for, zero=True)
+        patience = checked_seconds("retry_for", retry_for, zero=True)
         self._engine = KeyEngine(
             open_store(
                 store, awaited=self._world is AsyncioRuntime, clock=clock, pool=pool, retry_for=patience, **options
@@ -199,7 +199,7 @@ class Once(OnceBase):
         return self._decorator(
             Guarded,
             chosen,
-            scope=checked_key_name("scope", key_type),
+            scope=checked_key("scope", key_type),
             key=key,
             fingerprint=False,
             renew=renew,
@@ -224,7 +224,7 @@ class Once(OnceBase):
         plan = GuardSpec(
             work,
             chosen,
-            scope=checked_key_name("scope", scope),
+            scope=checked_key("scope", scope),
             key=lambda: key,
             fingerprint=lambda: fingerprint,
             renew=renew,
@@ -325,7 +325,7 @@ class AsyncOnce(OnceBase):
         return self._decorator(
             AsyncGuarded,
             chosen,
-            scope=checked_key_name("scope", key_type),
+            scope=checked_key("scope", key_type),
             key=key,
             fingerprint=False,
             renew=renew,
@@ -349,7 +349,7 @@ class AsyncOnce(OnceBase):
         plan = GuardSpec(
             work,
             chosen,
-            scope=checked_key_name("scope", scope),
+            scope=checked_key("scope", scope),
             key=lambda: key,
             fingerprint=lambda: fingerprint,
             renew=renew,

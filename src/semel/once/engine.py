@@ -17,6 +17,7 @@ from semel._concurrency.batching import AsyncioBatcher, Batcher, Unbatched
 from semel._concurrency.periodic import RENEW_AFTER
 from semel._concurrency.retry import Send, with_retry
 from semel._concurrency.runtime import Local, Runtime
+from semel._validation import checked_fingerprint, checked_key, checked_seconds
 from semel.codec import PLAIN, Codec, encode
 from semel.errors import (
     ClaimLost,
@@ -30,15 +31,7 @@ from semel.errors import (
 )
 from semel.once.maintenance import BATCH, Collector, Renewer, Sampler
 from semel.once.pending_writes import PendingWrites
-from semel.once.requests import (
-    CallRequest,
-    Door,
-    as_claim,
-    checked_fingerprint,
-    checked_key_name,
-    codec_for,
-    new_attempt,
-)
+from semel.once.requests import CallRequest, Door, as_claim, codec_for, new_attempt
 from semel.once.stats import Hook, Stats, StatsCounter
 from semel.once.store import (
     ClaimRequest,
@@ -54,7 +47,7 @@ from semel.once.store import (
 )
 from semel.once.stores.memory import MemoryStore
 from semel.once.waiters import Waiters
-from semel.policy import CrashRule, Policy, seconds
+from semel.policy import CrashRule, Policy
 from semel.types import Claim, Granted, InFlight, Kind, Mismatch, Record, Replay, Unknown, Verdict, packed
 
 A = TypeVar("A")
@@ -103,7 +96,7 @@ class KeyEngine:
             StatsCounter(low_replay_rate=low_replay_rate) if bound_to is None else bound_to.counters
         )
         self._runtime = runtime
-        self._retry_for = seconds("retry_for", retry_for, zero=True)
+        self._retry_for = checked_seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None
         self._bell = Waiters()
         together: Batcher[Any, Any] | None = None
@@ -138,7 +131,7 @@ class KeyEngine:
                 self._sampler = Sampler(
                     self._runtime, lambda: self._runtime.within(LONG, self.store.stats()), self.counters
                 )
-            self._sampler.look_every(seconds("sample_every", every))
+            self._sampler.look_every(checked_seconds("sample_every", every))
 
     def _new_behind(self) -> _Behind:
         renewer = Renewer(self._runtime, self.store.renew, self.policy.lease * RENEW_AFTER)
@@ -178,7 +171,7 @@ class KeyEngine:
         request = self._request(key, scope, fingerprint, policy, lease, ttl)
         if wait == 0:
             return self._note(request, await self._ask(request))
-        return self._note(request, await self._settle(request, seconds("wait", wait, zero=True)))
+        return self._note(request, await self._settle(request, checked_seconds("wait", wait, zero=True)))
 
     async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
         """Record the outcome that every later caller gets.
@@ -187,7 +180,7 @@ class KeyEngine:
         exactly: the work is done, so the key is, too, and later callers get :class:`OutcomeGone`.
         """
         claim = as_claim(claim)
-        kept = self.policy.value_ttl if value_ttl is None else seconds("value_ttl", value_ttl)
+        kept = self.policy.value_ttl if value_ttl is None else checked_seconds("value_ttl", value_ttl)
         done, unstored = _done("value", value, kept, codec_for(claim))
         await self._record(claim, done)
         if unstored is not None:
@@ -203,7 +196,7 @@ class KeyEngine:
     async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
         """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
         claim = as_claim(claim)
-        length = seconds("lease", claim.lease if lease is None else lease)
+        length = checked_seconds("lease", claim.lease if lease is None else lease)
         until = await self._renews(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
         if until is None:
             raise _lost(claim, "renew")
@@ -213,7 +206,7 @@ class KeyEngine:
 
     async def get(self, key: str, *, scope: str = DEFAULT_SCOPE) -> Record | None:
         """Look at a key without touching it; None when it is free."""
-        return await self._gets(KeyRef(checked_key_name("scope", scope), checked_key_name("key", key)))
+        return await self._gets(KeyRef(checked_key("scope", scope), checked_key("key", key)))
 
     async def resolve(
         self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None, force: bool = False
@@ -267,7 +260,7 @@ class KeyEngine:
         ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
         """
         step = self._patient(self.store.forget_scope, LONG)
-        request = ForgetScope(checked_key_name("scope", scope), BATCH, force)
+        request = ForgetScope(checked_key("scope", scope), BATCH, force)
         total = 0
         while True:
             forgotten = await step(request)
@@ -305,10 +298,10 @@ class KeyEngine:
             self._collector.start()
         if self._sampler is not None and not self._sampler.running:
             self._sampler.start()
-        ttl_us = self._ttl_us if ttl is None else round(seconds("ttl", ttl) * 1e6)
+        ttl_us = self._ttl_us if ttl is None else round(checked_seconds("ttl", ttl) * 1e6)
         answer = memory.mark(
-            checked_key_name("scope", key_type),
-            checked_key_name("key", message_id),
+            checked_key("scope", key_type),
+            checked_key("key", message_id),
             encode(data),
             ttl_us,
             self._value_ttl_us,
@@ -455,12 +448,12 @@ class KeyEngine:
         if self._sampler is not None and not self._sampler.running:
             self._sampler.start()
         return ClaimRequest(
-            checked_key_name("scope", scope),
-            checked_key_name("key", key),
+            checked_key("scope", scope),
+            checked_key("key", key),
             checked_fingerprint(fingerprint),
             new_attempt(),
-            round(policy.lease * 1e6) if lease is None else round(seconds("lease", lease) * 1e6),
-            round(policy.ttl * 1e6) if ttl is None else round(seconds("ttl", ttl) * 1e6),
+            round(policy.lease * 1e6) if lease is None else round(checked_seconds("lease", lease) * 1e6),
+            round(policy.ttl * 1e6) if ttl is None else round(checked_seconds("ttl", ttl) * 1e6),
             policy.on_crash == "unknown",
         )
 

@@ -14,11 +14,12 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
 from uuid import UUID
 
 from semel._concurrency.sync import run_sync
+from semel._validation import checked_key
 from semel.codec import PLAIN, Codec
 from semel.errors import InvalidRequest, NotDone, OriginalFailed, OutcomeUnknown, SemelError, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.once.engine import KeyEngine
-from semel.once.requests import CallRequest, Door, checked_key_name, current
+from semel.once.requests import CallRequest, Door, current
 from semel.once.return_types import ReturnType, codec_of
 from semel.policy import Policy
 from semel.types import Claim, Kind, Replay, Result
@@ -88,7 +89,7 @@ class GuardSpec(Generic[P, R]):
             raise InvalidRequest(f"fingerprint= is True, False or a function of the arguments, not {fingerprint!r:.80}")
         self.function = function
         self.policy = policy
-        self.scope = checked_key_name("scope", _name(function) if scope is None else scope)
+        self.scope = checked_key("scope", _name(function) if scope is None else scope)
         self.renew = renew
         self.reconcile = reconcile
         self.kind = kind

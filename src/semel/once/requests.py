@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from contextvars import ContextVar
 from itertools import count
@@ -16,12 +15,7 @@ from semel.errors import InvalidRequest
 from semel.policy import Policy
 from semel.types import Claim, Granted, Kind
 
-LONGEST = 255
-"""Characters of a key or a scope: within every store's index, whatever the characters."""
-
 Door: TypeAlias = Literal["function", "message", "http"]
-
-_FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class CallRequest(Struct):
@@ -59,33 +53,6 @@ def as_claim(given: object) -> Claim:
         return given
     hint = "pass its .claim" if isinstance(given, Granted) else "a Granted verdict has it as .claim"
     raise InvalidRequest(f"a claim is needed here, not {type(given).__name__}; {hint}")
-
-
-def checked_key_name(what: str, name: object) -> str:
-    """The key or scope, if it can be one."""
-    if type(name) is str and 0 < len(name) <= LONGEST and name.isprintable():
-        return name
-    if not isinstance(name, str):
-        raise InvalidRequest(f"a {what} is text, not {type(name).__name__}: {name!r:.80}")
-    if not name:
-        raise InvalidRequest(f"the {what} is empty")
-    if len(name) > LONGEST:
-        raise InvalidRequest(f"the {what} has {len(name)} characters; at most {LONGEST} are allowed: {name[:40]!r}…")
-    if found := _FORBIDDEN.search(name):
-        raise InvalidRequest(f"the {what} holds a control character at position {found.start()}: {name!r}")
-    return str(name)
-
-
-def checked_fingerprint(fingerprint: object) -> str:
-    """The fingerprint, if it can be one; empty when there is none."""
-    if fingerprint == "":
-        return ""
-    if not isinstance(fingerprint, str) or len(fingerprint) > 200 or _FORBIDDEN.search(fingerprint):
-        raise InvalidRequest(
-            "a fingerprint is text of at most 200 characters, none of them a control character; "
-            "semel.fingerprint(payload) makes one"
-        )
-    return fingerprint
 
 
 class _Attempts:

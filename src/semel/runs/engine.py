@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from semel._concurrency.sync import run_sync
+from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
@@ -44,8 +45,6 @@ from semel.runs.types import (
     Waiting,
     WorkerInfo,
     checked_id,
-    checked_name,
-    checked_seconds,
 )
 
 R = TypeVar("R")
@@ -229,7 +228,7 @@ class RunEngine:
         ``parameters=False`` leaves them out, and ``max_bytes`` ends a page before it is larger (one run it has).
         ``stalled`` leaves only those whose worker lives and whose progress has not moved for ``stall_after``.
         """
-        checked_limit(limit, 1000)
+        checked_int("limit", limit, 1, 1000)
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
             raise InvalidRequest("cursor is what page.next said")
@@ -357,7 +356,7 @@ class RunEngine:
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
     ) -> list[LogLine]:
         """What the run logged, oldest first; ``after`` is the (fence, line) of the last line seen."""
-        checked_limit(limit, 10_000)
+        checked_int("limit", limit, 1, 10_000)
         return await self.ledger.read(queries.logs, (await self.get(run_id, tenant=tenant)).id, after, limit)
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
@@ -413,7 +412,7 @@ class RunEngine:
         A run that a live key names stays until the key ends. What an earlier purge left behind when it died, or when
         the files could not be reached (``ResultStoreError``), is removed, too.
         """
-        age = checked_seconds("older_than", older_than)
+        age = checked_number("older_than", older_than, 0, TEN_YEARS)
         failed = await self._remove_files()
         total, after = 0, None
         while True:
@@ -486,12 +485,6 @@ def _close_slots(asked: Sequence[Submission], answers: Sequence[Answer]) -> None
 
 def _name_or_none(what: str, value: object) -> str | None:
     return None if value is None else checked_name(what, value, most=1000)
-
-
-def checked_limit(limit: object, most: int) -> None:
-    """A number of things to list, or a clear error."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= most:
-        raise InvalidRequest(f"limit is a whole number from 1 to {most}, not {limit!r}")
 
 
 def _statuses(status: str | Sequence[str]) -> list[str]:

@@ -5,20 +5,12 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from semel._concurrency.sync import async_method, sync_method
+from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number, checked_retention, checked_run_key
 from semel.once.store import Clock
 from semel.runs.store import RETRY_FOR, RunStore, quotas, run_keys
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.run_keys import KeyEntry, StoreKey
-from semel.runs.types import (
-    MICRO,
-    checked_count,
-    checked_key,
-    checked_name,
-    checked_retention,
-    checked_seconds,
-    checked_user,
-    new_id,
-)
+from semel.runs.types import MICRO, checked_user, new_id
 
 _MOST_OPEN = 100
 
@@ -56,8 +48,8 @@ class Jobs:
             id=new_id(),
             tenant=self._tenant,
             user=user,
-            max_concurrent=checked_count("max_concurrent", max_concurrent),
-            ttl_us=round(checked_seconds("ttl_seconds", ttl_seconds) * MICRO),
+            max_concurrent=checked_int("max_concurrent", max_concurrent),
+            ttl_us=round(checked_number("ttl_seconds", ttl_seconds, 0, TEN_YEARS) * MICRO),
         )
         reservation = await self._ledger.reserve(request)
         if reservation is not None:
@@ -94,7 +86,7 @@ class Jobs:
         request = StoreKey(
             tenant=self._tenant,
             user="" if user_id is None else checked_user("user_id", user_id),
-            key=checked_key("key", key),
+            key=checked_run_key("key", key),
             job_id=checked_name("job_id", job_id, empty=False),
             ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
@@ -108,7 +100,7 @@ class Jobs:
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
         """The key with its job, user and times."""
         return await self._ledger.write(
-            run_keys.check_key, self._person(user_id), checked_key("key", key), self._ledger.terms
+            run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._ledger.terms
         )
 
     def _person(self, user_id: str | int | None) -> tuple[str, str | None]:

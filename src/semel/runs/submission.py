@@ -9,7 +9,16 @@ from typing import Any, TypedDict
 import msgspec
 from msgspec import Struct
 
-from semel._validation import nearest
+from semel._validation import (
+    MAX_INT,
+    TEN_YEARS,
+    checked_int,
+    checked_name,
+    checked_number,
+    checked_retention,
+    checked_run_key,
+    nearest,
+)
 from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
 from semel.runs import tracing
 from semel.runs.models.model import Model, refuse_while_loading
@@ -23,10 +32,6 @@ from semel.runs.types import (
     MICRO,
     Run,
     checked_cost,
-    checked_key,
-    checked_name,
-    checked_retention,
-    checked_seconds,
     checked_user,
     micros,
     new_id,
@@ -120,7 +125,7 @@ class SubmissionBuilder:
             user=checked_user("user", options.get("user", "")),
             model=model,
             queue=registered.queue if queue is None else checked_name("queue", queue, empty=False),
-            priority=registered.priority if priority is None else _priority(priority),
+            priority=registered.priority if priority is None else checked_int("priority", priority, -MAX_INT - 1),
             parameters=given,
             payload_hash=payload_hash,
             key=key,
@@ -128,7 +133,7 @@ class SubmissionBuilder:
             key_ttl_us=round(ttl * MICRO),
             own_key=own_key,
             own_ttl_us=round(own_ttl * MICRO),
-            delay_us=round(checked_seconds("delay", options.get("delay", 0.0)) * MICRO),
+            delay_us=round(checked_number("delay", options.get("delay", 0.0), 0, TEN_YEARS) * MICRO),
             cost=micros(checked_cost("cost", registered.cost if cost is None else cost)),
             lease_us=round(registered.lease * MICRO),
             stall_us=None if registered.stall_after is None else round(registered.stall_after * MICRO),
@@ -145,7 +150,7 @@ class SubmissionBuilder:
         """The key by which the submission is recognised, if any, and for how long."""
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
-            key = checked_key("idempotency_key", given)
+            key = checked_run_key("idempotency_key", given)
             return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
         if options.get("dedupe") is not False and self._terms.dedupe_window > 0:
             return payload_hash, "payload", self._terms.dedupe_window
@@ -220,9 +225,3 @@ def _group(model: Model, parameters: str) -> str | None:
         return None
     value = msgspec.json.decode(parameters).get(model.summary)
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
-        raise InvalidRequest(f"priority is a whole number of 32 bits, higher first, not {value!r}")
-    return value

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct, StructMeta
 
-from semel._validation import nearest
+from semel._validation import MAX_INT, checked_choice, checked_int, checked_name, checked_number, nearest
 from semel.errors import InvalidRequest
 from semel.runs.attempt import Artifact
 from semel.types import moment
@@ -273,18 +273,10 @@ class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
     def __post_init__(self) -> None:
         for name in (*COUNTED_LIMITS, *(f"cost_{period}" for period in COST_PERIODS)):
             limit = getattr(self, name)
-            whole = name in COUNTED_LIMITS
-            if limit is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, int if whole else int | float):
-                raise InvalidRequest(f"{name} is a {'whole number' if whole else 'number'}, not {limit!r}")
-            if not 0 <= limit < 2**31:
-                raise InvalidRequest(f"{name} is {limit}, but must be between 0 and {2**31 - 1}")
-        if self.action not in ("block", "warn"):
-            raise InvalidRequest(f"action is 'block' or 'warn', not {self.action!r}")
-        part: object = self.warn_at
-        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-            raise InvalidRequest(f"warn_at is a part of the limit, over 0 and up to 1, not {part!r}")
+            if limit is not None:
+                (checked_int if name in COUNTED_LIMITS else checked_number)(name, limit, 0, MAX_INT)
+        checked_choice("action", self.action, get_args(Action))
+        checked_number("warn_at", self.warn_at, 0, 1, above=True)
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -355,67 +347,13 @@ def checked_id(run_id: object) -> str | None:
     return f"{plain[:8]}-{plain[8:12]}-{plain[12:16]}-{plain[16:20]}-{plain[20:]}"
 
 
-MAX_KEY = 255
-
-
-def checked_key(what: str, key: object) -> str:
-    """An idempotency key of a run or a job: 1 to 255 characters, none of them a control character."""
-    try:
-        return checked_name(what, key, most=MAX_KEY, empty=False)
-    except InvalidRequest as error:
-        named = key if isinstance(key, str) else repr(key)
-        shown = named if len(named) <= MAX_KEY else f"{named[:MAX_KEY]}…"
-        raise InvalidRequest(f"{error}: {shown!r}", idempotency_key=shown) from None
-
-
-def checked_name(what: str, value: object, *, most: int = 200, empty: bool = True) -> str:
-    """A user, tenant or key as text that every store can keep, or a clear error. Numbers are users, too."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**100:
-        value = str(value)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{what} is a text, not a {type(value).__name__}")
-    if not value and not empty:
-        raise InvalidRequest(f"{what} is empty")
-    if len(value) > most:
-        raise InvalidRequest(f"{what} has {len(value)} characters; at most {most} are allowed")
-    if any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in value):
-        raise InvalidRequest(f"{what} holds a control character")
-    if any(0xD800 <= ord(character) < 0xE000 for character in value):
-        raise InvalidRequest(f"{what} holds half of a surrogate pair, which is not text")
-    return value
-
-
-_LONGEST = 10 * 366 * 86400
-
-
-def checked_seconds(what: str, value: object, *, unit: int = 1) -> float:
-    """A time from 0 to ten years, in seconds or units of so many, or a clear error."""
-    most = _LONGEST // unit
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise InvalidRequest(f"{what} is a number from 0 to {most}, not {value!r}")
-    return value
-
-
-def checked_retention(what: str, value: object, *, unit: int = 1) -> float:
-    """How long a key is kept: as checked_seconds, and more than 0."""
-    kept = checked_seconds(what, value, unit=unit)
-    if not kept:
-        raise InvalidRequest(
-            f"{what} is 0, so that the key would be forgotten at once and protect from nothing; give a time above 0, "
-            "or no key"
-        )
-    return kept
-
-
 MAX_COST = 1_000_000
-"""What one run may cost at the most, in whatever currency: more is a mistake in the unit."""
+"""The highest cost of one run. More is most likely a mistake in the unit."""
 
 
 def checked_cost(what: str, value: object) -> float:
-    """An amount of money from 0 to MAX_COST, or a clear error."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COST:  # nor is NaN
-        raise InvalidRequest(f"{what} is an amount from 0 to {MAX_COST:,}, not {value!r}")
-    return value
+    """An amount of money, in any currency."""
+    return checked_number(what, value, 0, MAX_COST)
 
 
 EVERYBODY = "*"
@@ -423,18 +361,11 @@ EVERYBODY = "*"
 
 
 def checked_user(what: str, value: object, *, empty: bool = True) -> str:
-    """As checked_name, for somebody in particular, or for nobody where it may be empty."""
+    """The name of one user, or an empty text for none if ``empty``."""
     user = checked_name(what, value, empty=empty)
     if user == EVERYBODY:
         raise InvalidRequest(f"{what} is {EVERYBODY!r}, which stands for every user in quotas, so it cannot be one")
     return user
-
-
-def checked_count(what: str, value: object) -> int:
-    """A whole number from 0 on, or a clear error."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise InvalidRequest(f"{what} is a whole number from 0 to {2**31 - 1}, not {value!r}")
-    return value
 
 
 def micros(amount: float) -> int:

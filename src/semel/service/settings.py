@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from msgspec import Struct, field
 
+from semel._validation import checked_int, checked_number
 from semel.errors import InvalidRequest
 
 PREFIX = "SEMEL_"
@@ -116,17 +117,15 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _check(settings: Settings) -> None:
-    if not 0 <= settings.port < 65536:
-        raise InvalidRequest(f"port is a number from 0 to 65535, not {settings.port}")
-    for name in ("processes", "max_body", "max_waiting"):  # the worker looks at its own
-        if getattr(settings, name) < 1:
-            raise InvalidRequest(f"{name} is a number from 1 on, not {getattr(settings, name)}")
-    if settings.low_replay_rate is not None and not 0 < settings.low_replay_rate <= 1:
-        raise InvalidRequest(f"low_replay_rate is a share over 0 and up to 1, not {settings.low_replay_rate}")
-    if min(settings.rate, settings.drain, settings.wait_for_database) < 0:
-        raise InvalidRequest("rate, drain and wait_for_database are 0 or more")
-    if min(settings.body_timeout, settings.header_timeout) <= 0:
-        raise InvalidRequest("body_timeout and header_timeout are more than 0")
+    checked_int("port", settings.port, 0, 65535)
+    for name in ("processes", "max_body", "max_waiting"):  # the worker checks its own
+        checked_int(name, getattr(settings, name), 1, None)
+    if settings.low_replay_rate is not None:
+        checked_number("low_replay_rate", settings.low_replay_rate, 0, 1, above=True)
+    for name in ("rate", "drain", "wait_for_database"):
+        checked_number(name, getattr(settings, name))
+    for name in ("body_timeout", "header_timeout"):
+        checked_number(name, getattr(settings, name), above=True)
 
 
 def _written(value: Any) -> str:

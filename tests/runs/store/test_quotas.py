@@ -210,11 +210,11 @@ def test_a_cost_without_sense_is_refused_by_name(grounds: Grounds) -> None:
 
 
 def refuse_a_cost(ground: Ground, cost: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+    with pytest.raises(InvalidRequest, match=r"cost must be a number from 0 to 1,000,000"):
         ground.submit(cost=cost)
-    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+    with pytest.raises(InvalidRequest, match=r"cost must be a number from 0 to 1,000,000"):
         ground.app.submit_many([{"model": "train", "cost": cost}])
-    with pytest.raises(InvalidRequest, match=r"cost is an amount from 0 to 1,000,000"):
+    with pytest.raises(InvalidRequest, match=r"cost must be a number from 0 to 1,000,000"):
         ground.app.model("other", cost=cost)(lambda ctx: None)
 
 
@@ -571,19 +571,19 @@ def test_a_batch_fills_quotas_one_by_one_in_its_order(ground: Ground) -> None:
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        ({"max_concurrent": -1}, "max_concurrent is -1"),
-        ({"max_concurrent": 2**31}, "max_concurrent is 2147483648"),
-        ({"max_concurrent": 2.5}, "max_concurrent is a whole number, not 2.5"),
-        ({"max_concurrent": True}, "max_concurrent is a whole number, not True"),
-        ({"per_hour": "3"}, "per_hour is a whole number, not '3'"),
-        ({"per_day": -5}, "per_day is -5"),
-        ({"cost_daily": "$5"}, "cost_daily is a number"),
-        ({"cost_weekly": -0.01}, "cost_weekly is -0.01"),
-        ({"cost_monthly": float("nan")}, "cost_monthly is nan"),
-        ({"cost_yearly": float("inf")}, "cost_yearly is inf"),
-        ({"cost_yearly": False}, "cost_yearly is a number, not False"),
-        ({"action": "explode"}, "action is 'block' or 'warn', not 'explode'"),
-        ({"action": None}, "action is 'block' or 'warn', not None"),
+        ({"max_concurrent": -1}, "max_concurrent must be .*, not -1"),
+        ({"max_concurrent": 2**31}, "max_concurrent must be .*, not 2147483648"),
+        ({"max_concurrent": 2.5}, "max_concurrent must be a whole number from 0 to 2,147,483,647, not 2.5"),
+        ({"max_concurrent": True}, "max_concurrent must be a whole number from 0 to 2,147,483,647, not True"),
+        ({"per_hour": "3"}, "per_hour must be a whole number from 0 to 2,147,483,647, not '3'"),
+        ({"per_day": -5}, "per_day must be .*, not -5"),
+        ({"cost_daily": "$5"}, "cost_daily must be a number"),
+        ({"cost_weekly": -0.01}, "cost_weekly must be .*, not -0.01"),
+        ({"cost_monthly": float("nan")}, "cost_monthly must be .*, not nan"),
+        ({"cost_yearly": float("inf")}, "cost_yearly must be .*, not inf"),
+        ({"cost_yearly": False}, "cost_yearly must be a number from 0 to 2,147,483,647, not False"),
+        ({"action": "explode"}, "action must be one of 'block', 'warn', not 'explode'"),
+        ({"action": None}, "action must be one of 'block', 'warn', not None"),
         ({"warn_at": 0}, "warn_at .* not 0"),
         ({"warn_at": 80}, "warn_at .* not 80"),
         ({"warn_at": float("nan")}, "warn_at .* not nan"),
@@ -653,7 +653,7 @@ def test_a_job_id_that_cannot_be_is_refused(ground: Ground, job_id: Any) -> None
 
 
 def test_a_key_that_would_be_forgotten_at_once_is_refused(ground: Ground) -> None:
-    with pytest.raises(InvalidRequest, match="ttl_hours is 0, so that the key would be forgotten at once"):
+    with pytest.raises(InvalidRequest, match="ttl_hours is 0, so the key would expire at once"):
         ground.jobs.store_idempotency_key("k", "job-1", ttl_hours=0)
     with pytest.raises(InvalidRequest, match="key_ttl is 0"):
         ground.submit(idempotency_key="k", key_ttl=0)
@@ -684,7 +684,7 @@ def test_numbers_that_cannot_be_are_refused(ground: Ground, number: Any) -> None
 
 
 def test_more_that_cannot_be(ground: Ground) -> None:
-    with pytest.raises(InvalidRequest, match=r"max_concurrent is a whole number .*, not 2\.5"):
+    with pytest.raises(InvalidRequest, match=r"max_concurrent must be a whole number .*, not 2\.5"):
         ground.jobs.reserve_job_slot(42, 2.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="stands for every user"):
         ground.submit("*")

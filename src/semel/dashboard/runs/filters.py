@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from semel._validation import checked_name
 from semel.errors import InvalidRequest
 from semel.runs.store.queries import Filter
-from semel.runs.types import MICRO, STATUSES, checked_id, checked_name
+from semel.runs.types import MICRO, STATUSES, checked_id
 from semel.service.api.params import TheRequest
 from semel.service.auth.middleware import Principal
 from semel.types import time_in

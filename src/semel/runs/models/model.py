@@ -10,18 +10,17 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import msgspec
 
-from semel._validation import nearest
+from semel._validation import MAX_INT, MAX_NAME, checked_choice, checked_int, checked_number, nearest
 from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable
 from semel.fingerprint import canonical
 from semel.runs.models.parameters import Signature
@@ -35,7 +34,6 @@ Isolation: TypeAlias = Literal["process", "thread", "loop"]
 MAIN = "__semel_main__"
 """What the program's main file is called in a child process, so that what it does under ``__main__`` stays undone."""
 
-MAX_NAME = 200
 """Characters that the name of a model or of a queue may have."""
 
 
@@ -276,26 +274,10 @@ def _label(what: str, value: Any) -> str:
     return value
 
 
-def _number(option: str, value: Any, least: float, *, above: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{option} must be a number, not {value!r:.80}")
-    if value < least or (above and value == least):
-        raise ValueError(f"{option} must be {'more than' if above else 'at least'} {least}, not {value}")
-    return value
-
-
-def _count(option: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{option} must be a whole number, not {value!r:.80}")  # noqa: TRY004 (as all the others)
-    if not least <= value < 2**31:
-        raise ValueError(f"{option} must be from {least} to {2**31 - 1}, not {value}")
-    return value
-
-
 def _waits(option: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{option} must be a tuple of seconds such as (5, 20, 60), not {value!r:.80}")
-    return tuple(_number(option, seconds, 0) for seconds in value)
+    return tuple(checked_number(option, seconds) for seconds in value)
 
 
 def _errors(option: str, value: Any) -> tuple[type[BaseException], ...]:
@@ -313,13 +295,6 @@ def _names(option: str, value: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _one_of(option: str, value: Any) -> Isolation:
-    if value not in ("process", "thread", "loop"):
-        raise ValueError(f'{option} is "process", "thread" or "loop", not {value!r:.80}')
-    chosen: Isolation = value
-    return chosen
-
-
 def _name_or_none(option: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{option} takes the name of a parameter, not {value!r:.80}")
@@ -327,19 +302,19 @@ def _name_or_none(option: str, value: Any) -> str | None:
 
 
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
-    "max_attempts": lambda option, value: _count(option, value, 1),
-    "max_lost": lambda option, value: _count(option, value, 0),
+    "max_attempts": lambda option, value: checked_int(option, value, 1),
+    "max_lost": checked_int,
     "backoff": _waits,
-    "lease": lambda option, value: _number(option, value, 0, above=True),
-    "timeout": lambda option, value: None if value is None else _number(option, value, 0, above=True),
-    "stall_after": lambda option, value: None if value is None else _number(option, value, 1),
+    "lease": lambda option, value: checked_number(option, value, 0, above=True),
+    "timeout": lambda option, value: None if value is None else checked_number(option, value, 0, above=True),
+    "stall_after": lambda option, value: None if value is None else checked_number(option, value, 1),
     "queue": _label,
-    "priority": lambda option, value: _count(option, value, -(2**31)),
-    "isolation": lambda option, value: None if value is None else _one_of(option, value),
+    "priority": lambda option, value: checked_int(option, value, -MAX_INT - 1),
+    "isolation": lambda option, value: None if value is None else checked_choice(option, value, get_args(Isolation)),
     "cost": checked_cost,
     "fatal": _errors,
     "exclude": _names,
     "summary": _name_or_none,
-    "grace": lambda option, value: _number(option, value, 0),
+    "grace": checked_number,
 }
 assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for option in fields(Model)}

@@ -28,7 +28,6 @@ from semel.db.opening import open_database
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
-from semel.policy import seconds
 from semel.runs.store import queries, quotas
 from semel.runs.store import submit as store_submit
 from semel.runs.store.quotas import Reserve

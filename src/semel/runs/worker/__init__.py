@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import Any, TypedDict
 
+from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
 from semel.errors import InvalidRequest
 from semel.runs.app import App
 from semel.runs.models.model import refuse_while_loading
-from semel.runs.types import checked_count, checked_name, checked_seconds, new_id
+from semel.runs.types import new_id
 from semel.runs.worker.fetcher import WorkerConfig
 from semel.runs.worker.session import WorkerSession
 
@@ -75,14 +76,18 @@ class Worker:
             name=self.name,
             queues=tuple(checked_name("queue", queue, empty=False) for queue in queues),
             slots={
-                "loop": _slots("concurrency", concurrency),
-                "process": _slots("processes", (os.cpu_count() or 1) if processes is None else processes),
-                "thread": _slots("threads", threads),
+                "loop": checked_int("concurrency", concurrency, 0, 10_000),
+                "process": checked_int(
+                    "processes", (os.cpu_count() or 1) if processes is None else processes, 0, 10_000
+                ),
+                "thread": checked_int("threads", threads, 0, 10_000),
             },
-            max_runs_per_child=None if max_runs_per_child is None else _at_least_one(max_runs_per_child),
-            poll=_seconds("poll", poll),
-            drain=checked_seconds("drain", drain),
-            sweep_every=None if sweep_every is None else _seconds("sweep_every", sweep_every),
+            max_runs_per_child=None
+            if max_runs_per_child is None
+            else checked_int("max_runs_per_child", max_runs_per_child, 1),
+            poll=checked_number("poll", poll, 0.01, TEN_YEARS),
+            drain=checked_number("drain", drain, 0, TEN_YEARS),
+            sweep_every=None if sweep_every is None else checked_number("sweep_every", sweep_every, 0.01, TEN_YEARS),
         )
         if not any(self._plan.slots.values()):
             raise InvalidRequest("a worker needs a slot: concurrency, processes or threads must be over 0")
@@ -200,23 +205,3 @@ def working(worker: Worker) -> Iterator[Worker]:
         thread.join()
     if failed:
         raise failed[0]
-
-
-def _seconds(what: str, value: object) -> float:
-    seconds = checked_seconds(what, value)
-    if seconds < 0.01:
-        raise InvalidRequest(f"{what} is at least 0.01 seconds, not {value!r}")
-    return seconds
-
-
-def _at_least_one(value: object) -> int:
-    count = checked_count("max_runs_per_child", value)
-    if not count:
-        raise InvalidRequest("max_runs_per_child is at least 1, or None")
-    return count
-
-
-def _slots(what: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10_000:
-        raise InvalidRequest(f"{what} is a whole number from 0 to 10000, not {value!r}")
-    return value

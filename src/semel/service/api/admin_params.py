@@ -6,7 +6,7 @@ from typing import Annotated
 
 from litestar.params import QueryParameter
 
-from semel.runs.types import checked_name
+from semel._validation import checked_name
 from semel.service.api.problems import ApiError
 from semel.service.auth.middleware import Principal
 from semel.service.auth.tokens import MAIN

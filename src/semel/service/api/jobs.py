@@ -12,10 +12,11 @@ from litestar import Response, delete, get, post, put
 from litestar.openapi.spec import Example
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
+from semel._validation import checked_name, checked_retention
 from semel.api_types import JobAnswer, JobPage, JobRequest, JobStatus, RemoteConfig, RemoteCosts, RemoteJob
 from semel.errors import InvalidRequest, NotMigrated, ResultStoreError, SemelError, StoreUnavailable
 from semel.runs.store import quotas
-from semel.runs.types import checked_id, checked_name, checked_retention
+from semel.runs.types import checked_id
 from semel.service import jobs
 from semel.service.api.params import TheRequest, root_of
 from semel.service.api.problems import ApiError

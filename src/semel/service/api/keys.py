@@ -13,13 +13,13 @@ from msgspec import Meta, Struct
 from sqlalchemy import Connection, and_, or_, select
 from sqlalchemy import delete as deleting
 
+from semel._validation import checked_key, checked_name
 from semel.db.dialect import StatementContext
 from semel.db.schema import keys, run_keys
 from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
 from semel.http.protocol import scope_of
-from semel.once.requests import checked_key_name
 from semel.runs.store import quotas
-from semel.runs.types import MICRO, checked_name
+from semel.runs.types import MICRO
 from semel.service.api.admin_params import Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals
@@ -166,7 +166,7 @@ async def delete_key(
     """
     full = _full(tenant_for(caller, tenant), within)
     try:
-        forgotten = await service.once.forget(checked_key_name("key", key), scope=full, force=force)
+        forgotten = await service.once.forget(checked_key("key", key), scope=full, force=force)
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
         said = f"somebody works on the key for {left} at least; with force=true it goes"
@@ -213,7 +213,7 @@ async def delete_run_key(
 
 def _full(tenant: str, scope: str) -> str:
     """The scope as it is stored: a tenant's begin with its name, as those of the HTTP door do."""
-    return scope_of(tenant, checked_key_name("scope", scope))
+    return scope_of(tenant, checked_key("scope", scope))
 
 
 def _prefix(tenant: str) -> str:
@@ -221,7 +221,7 @@ def _prefix(tenant: str) -> str:
 
 
 async def _record(service: ServiceState, scope: str, key: str) -> Record:
-    record = await service.once.get(checked_key_name("key", key), scope=scope)
+    record = await service.once.get(checked_key("key", key), scope=scope)
     if record is None:
         raise absent("such key")
     return record

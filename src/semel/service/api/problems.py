@@ -12,7 +12,7 @@ import msgspec.inspect
 from litestar import Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException
 
-from semel._validation import misfit
+from semel._validation import with_valid_values
 from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
@@ -143,7 +143,7 @@ def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None
     fields = request.route_handler.parsed_fn_signature.parameters
     for wrong in error.extra:
         if isinstance(wrong, dict) and wrong.get("key") in fields:
-            wrong["message"] = misfit(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
+            wrong["message"] = with_valid_values(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
 
 
 def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:

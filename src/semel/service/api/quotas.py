@@ -12,11 +12,12 @@ from litestar.params import FromPath, JSONBody, QueryParameter
 from msgspec import Meta, Struct
 from sqlalchemy import Connection, select
 
+from semel._validation import checked_name
 from semel.db.dialect import StatementContext
 from semel.db.schema import quotas as kept
 from semel.db.schema import reservations
 from semel.runs.store import quotas
-from semel.runs.types import MICRO, Action, Quota, Usage, checked_name
+from semel.runs.types import MICRO, Action, Quota, Usage
 from semel.service.api.admin_params import After, Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals

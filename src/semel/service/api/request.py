@@ -13,7 +13,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.params import QueryParameter
 from litestar.types import Empty
 
-from semel._validation import misfit, nearest
+from semel._validation import nearest, with_valid_values
 from semel.runs import strict_json
 from semel.service.api.problems import ApiError
 
@@ -93,7 +93,7 @@ def decoded(body: bytes, kind: Any = Any) -> Any:
     except UnicodeDecodeError:
         raise _refused("the body is not JSON: it is not UTF-8") from None
     except msgspec.ValidationError as error:
-        raise _refused(f"the body does not fit: {misfit(str(error), kind)}") from None
+        raise _refused(f"the body does not fit: {with_valid_values(str(error), kind)}") from None
     except msgspec.DecodeError as error:
         raise _refused(f"the body is not JSON: {error}") from None
 

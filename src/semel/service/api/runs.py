@@ -15,10 +15,11 @@ from litestar import Request, Response, get, post
 from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, PathParameter, QueryParameter
 
+from semel._validation import checked_run_key
 from semel.api_types import BulkAnswer, CancelRequest, RemoteRun, RunPage, RunRequest
 from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.refusals import PROTOCOL_VERSION
-from semel.runs.types import INTERNAL_PREFIX, MICRO, Run, Status, checked_key
+from semel.runs.types import INTERNAL_PREFIX, MICRO, Run, Status
 from semel.service.api import run_details, run_events, run_files
 from semel.service.api.params import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
 from semel.service.api.problems import ApiError, problem_of
@@ -176,7 +177,7 @@ async def submit_many(
     Each answer has its place and a run or a problem. 200 when every one is a run, 207 when some were refused: nothing
     of the others is lost.
     """
-    shared = None if key is None else checked_key("idempotency_key", one_key(key, None))
+    shared = None if key is None else checked_run_key("idempotency_key", one_key(key, None))
     asked: list[dict[str, Any]] = []
     refused: dict[int, SemelError] = {}
     for place, each in enumerate(data):

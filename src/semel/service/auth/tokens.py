@@ -12,11 +12,12 @@ from typing import Literal, TypeAlias, get_args
 from msgspec import Struct
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
+from semel._validation import TEN_YEARS, checked_name, checked_number
 from semel.db.dialect import StatementContext
 from semel.db.schema import tokens
 from semel.errors import InvalidRequest
 from semel.runs.store.quotas import read_clock
-from semel.runs.types import MICRO, checked_name, checked_seconds, checked_user
+from semel.runs.types import MICRO, checked_user
 
 Role: TypeAlias = Literal["submitter", "operator", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -94,7 +95,7 @@ def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issue
     now = read_clock(conn, terms)
     if request.ttl is not None and request.ttl <= 0:
         raise InvalidRequest(f"ttl is a number of seconds over 0, not {request.ttl!r}")
-    ttl = None if request.ttl is None else round(checked_seconds("ttl", request.ttl) * MICRO)
+    ttl = None if request.ttl is None else round(checked_number("ttl", request.ttl, 0, TEN_YEARS) * MICRO)
     secret = secrets.token_urlsafe(32)
     token = Token(
         id=secrets.token_hex(8),
@@ -204,7 +205,7 @@ def rotate(
         return None
     old = found[0]
     now = read_clock(conn, terms)
-    end = now + round(checked_seconds("grace", grace) * MICRO)
+    end = now + round(checked_number("grace", grace, 0, TEN_YEARS) * MICRO)
     until = end if old.expires_us is None else min(end, old.expires_us)
     conn.execute(update(tokens).where(tokens.c.id == token_id).values(expires_us=until))
     ttl = None if old.ttl_us is None else old.ttl_us / MICRO

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from semel._validation import misfit
+from semel._validation import with_valid_values
 from semel.api_types import Name
 from semel.runs import strict_json
 from semel.runs.types import MAX_COST
@@ -71,7 +71,7 @@ def body_of(value: Any) -> ConfigBody:
     try:
         body = msgspec.convert(value, ConfigBody)
     except msgspec.ValidationError as error:
-        raise ValueError(misfit(str(error), ConfigBody)) from error
+        raise ValueError(with_valid_values(str(error), ConfigBody)) from error
     data = strict_json.write([body.parameters, body.providers])  # what could not be kept is found now
     if strict_json.has_nul(data):
         raise ValueError("a text in it holds the character NUL")
