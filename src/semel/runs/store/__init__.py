@@ -21,6 +21,7 @@ from semel._concurrency.batching import LARGEST, Failed, flush_apart
 from semel._concurrency.retry import Outage, with_retry
 from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
 from semel._concurrency.sync import run_sync
+from semel._validation import checked_seconds
 from semel.db import blocking as db_blocking
 from semel.db import migrate
 from semel.db.dialect import StatementContext, is_hot, transaction
@@ -77,7 +78,7 @@ class RunStore:
         self.url = parts
         self.awaited = awaited
         self.runtime: Runtime = AsyncioRuntime() if awaited else ThreadRuntime()
-        self.retry_for = seconds("retry_for", retry_for, zero=True)
+        self.retry_for = checked_seconds("retry_for", retry_for, zero=True)
         self._database = open_database(parts, awaited=awaited, pool=pool)
         self._clock = clock
         self._publish = publish
