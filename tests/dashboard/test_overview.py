@@ -160,7 +160,7 @@ def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: 
 
 
 def scene_of(town: Town, tenant: str) -> feed.OverviewFeed:
-    return feed._caches[town.site].scene(town.site, Audience(tenant), HOUR)
+    return town.site.overview_feeds.feed(Audience(tenant), HOUR)
 
 
 def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
@@ -478,7 +478,7 @@ def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(town: Town) -
     body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": f"rate-{time.time_ns()}"}
     for _ in range(5):
         assert town.root.post("/runs", json=body).status_code in (200, 201)
-    feed._caches[town.site]._tally._at = -1000.0
+    town.site.overview_feeds._tally._at = -1000.0
     eventually(lambda: hits_shown(town) == (before.hit + 4, before.miss + 1))
 
 

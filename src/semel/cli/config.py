@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semel.cli._database import require
 from semel.cli._options import (
@@ -26,10 +26,7 @@ from semel.cli.worker import DEMO
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from semel.runs.store import RunStore
-    from semel.service.jobs.configs import Config, ConfigEntry
-    from semel.service.settings import Settings
-    from semel.service.state import ServiceState
+    from semel.service.jobs.configs import Config, ConfigEntry, Configs
 
 
 class Place(NamedTuple):
@@ -79,7 +76,7 @@ def config() -> None:
 @_at_place
 def list_configs(place: Place, as_json: bool) -> None:
     """List the configs in the database, in the folder and of the demo; FROM is row, file or demo."""
-    found: list[ConfigEntry] = _ask(place, lambda service, site: service.list_all(site, place.tenant))
+    found: list[ConfigEntry] = _ask(place, lambda configs: configs.list_all(place.tenant))
     print_list(
         as_json,
         {"configs": found},
@@ -105,7 +102,7 @@ def _row(entry: ConfigEntry) -> list[object]:
 @_at_place
 def show(place: Place, name: str, as_json: bool) -> None:
     """Show a config as jobs get it."""
-    _print(_ask(place, lambda service, site: service.look_up(site, place.tenant, name)), as_json)
+    _print(_ask(place, lambda configs: configs.find(place.tenant, name)), as_json)
 
 
 def _print(config: Config, as_json: bool) -> None:
@@ -143,15 +140,15 @@ def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> 
     It has a model, parameters, data, queue, priority, cost and providers. What was there under the name is replaced.
     """
 
-    def put(service: Any, site: ServiceState) -> Any:
+    def put(configs: Configs) -> Any:
         from semel.service.auth.middleware import Principal
-        from semel.service.jobs.config_files import body_of
+        from semel.service.jobs.configs import checked_body
 
         try:
-            checked = body_of(body)
+            checked = checked_body(body)
         except ValueError as error:
             raise InvalidRequest(f"this is no config: {error}") from None
-        return service.put(site, Principal(user=_user(), role="admin", tenant=place.tenant), name, checked)
+        return configs.put(Principal(user=_user(), role="admin", tenant=place.tenant), name, checked)
 
     _print(_ask(place, put, create=True), as_json)
 
@@ -172,54 +169,33 @@ def _user() -> str:
 @_at_place
 def delete(place: Place, name: str, as_json: bool) -> None:
     """Remove a config from the database. A file in the folder stays."""
-    _ask(place, lambda service, site: service.remove(site, place.tenant, name))
+    _ask(place, lambda configs: configs.remove(place.tenant, name))
     print_result(as_json, {"removed": name}, f"removed {name}")
 
 
-class _Model(NamedTuple):
-    """What configs need of a model: whether it is the demo's."""
-
-    reference: str
-
-
-class _App(NamedTuple):
-    """What configs need of an app. It is not loaded for that, as it may be on another machine."""
-
-    registry: tuple[_Model, ...]
-
-
-class _Site(NamedTuple):
-    """What configs need of a site."""
-
-    store: RunStore
-    settings: Settings
-    app: _App
-
-
-def _ask(place: Place, question: Callable[[Any, ServiceState], Awaitable[Any]], *, create: bool = False) -> Any:
-    """Call :mod:`semel.service.jobs.configs`, as a server does."""
+def _ask(place: Place, question: Callable[[Configs], Awaitable[Any]], *, create: bool = False) -> Any:
+    """Ask the configs of the place, as a server does."""
     import asyncio
 
     from semel.runs.store import RunStore
 
     with needs_extra("service"):
-        from semel.service.jobs import configs
-        from semel.service.settings import Settings
+        from semel.service.jobs.configs import Configs, UnknownConfig
     if not create:
         require(place.db)
     if place.folder is not None and not Path(place.folder).is_dir():
         note(f"semel: there is no folder {place.folder} (--configs)")
-    app = _App((_Model(os.environ.get("SEMEL_APP") or DEMO),))
+    has_demo = (os.environ.get("SEMEL_APP") or DEMO).startswith("semel.demo:")
 
     async def asked() -> Any:
-        ledger = RunStore(place.db, awaited=True)
-        site = cast("ServiceState", _Site(ledger, Settings(configs=place.folder), app))
+        store = RunStore(place.db, awaited=True)
+        configs = Configs(store, place.folder, lambda: has_demo)
         try:
-            return await question(configs, site)
-        except configs.UnknownConfig as error:
-            raise InvalidRequest(f"{error}; {_known(await configs.list_all(site, place.tenant))}") from None
+            return await question(configs)
+        except UnknownConfig as error:
+            raise InvalidRequest(f"{error}; {_known(await configs.list_all(place.tenant))}") from None
         finally:
-            await ledger.close()
+            await store.close()
 
     return asyncio.run(asked())
 

@@ -108,7 +108,7 @@ def serve(queues: list[str] | None, **options: Any) -> int:
     Every option can be a variable of the environment instead: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT,
     --no-worker is SEMEL_WORKER=false, and so on. An option wins over its variable.
     """
-    from semel.service.server.ports import claim_port
+    from semel.service.server import claim_port
     from semel.service.settings import from_environment
 
     held, settings = claim_port(from_environment(os.environ, queues=",".join(queues) if queues else None, **options))

@@ -15,9 +15,8 @@ from semel.dashboard.templating import page, problem_headers, redirect_with_mess
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.types import Run
 from semel.service.api import keys
-from semel.service.api.admin_params import manages_all, tenant_for
 from semel.service.api.keys import KeyList, KeyView, Resolution, RunKeyView
-from semel.service.api.params import TheRequest
+from semel.service.api.params import TheRequest, manages_all, tenant_for
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState

@@ -17,8 +17,7 @@ from semel.dashboard.templating import page, problem_headers, redirect_with_mess
 from semel.errors import InvalidRequest, SemelError
 from semel.runs.types import EVERYBODY
 from semel.service.api import quotas
-from semel.service.api.admin_params import manages_all, tenant_for
-from semel.service.api.params import TheRequest
+from semel.service.api.params import TheRequest, manages_all, tenant_for
 from semel.service.api.problems import problem_of
 from semel.service.api.quotas import QuotaBody, ReservationPage, Standing
 from semel.service.auth.middleware import Principal, requires

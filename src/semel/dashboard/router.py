@@ -8,6 +8,7 @@ from litestar import Response, Router
 
 from semel.dashboard import keys, overview, quotas, session, sse, static_files, submit
 from semel.dashboard.forms import posted
+from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, run_list
 from semel.dashboard.templating import SECURITY_HEADERS, problem_answer
 from semel.service.api import problems
@@ -31,6 +32,7 @@ HANDLERS = (
 
 def router(service: ServiceState) -> Router:
     """The pages: no form is looked at that is not ours, and no answer leaves without its policy."""
+    service.overview_feeds = FeedCache(service)
 
     async def checked(request: TheRequest) -> None:
         if request.method not in ("GET", "OPTIONS"):

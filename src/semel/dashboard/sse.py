@@ -13,7 +13,7 @@ from litestar import get
 from litestar.response import Stream
 
 from semel.dashboard.overview import WindowName
-from semel.dashboard.overview.feed import OverviewFeed, feed_of
+from semel.dashboard.overview.feed import OverviewFeed
 from semel.dashboard.overview.windows import WINDOWS
 from semel.dashboard.templating import SECURITY_HEADERS
 from semel.errors import StoreUnavailable
@@ -54,7 +54,7 @@ async def overview(
 ) -> Stream:
     """The parts of the overview, at first all of them and then each that has changed."""
     service.wait_slots.check(caller.name)
-    scene = feed_of(service, caller, WINDOWS[window])
+    scene = service.overview_feeds.of(caller, WINDOWS[window])
     await scene.view()
     return stream(_told(service, caller, scene, root_of(request)))
 

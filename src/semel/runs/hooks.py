@@ -35,8 +35,9 @@ class EventHooks:
         self._hooks: list[Hook] = []
 
     def hear(self, hook: Hook) -> None:
-        """Call ``hook`` from now on, from whichever thread it happens in."""
-        self._hooks.append(hook)
+        """Call ``hook`` from now on, from whichever thread it happens in; a hook is added once."""
+        if hook not in self._hooks:
+            self._hooks.append(hook)
 
     def tell(self, event: RunEvent) -> None:
         """Something happened."""

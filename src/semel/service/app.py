@@ -26,7 +26,7 @@ from litestar.routes import HTTPRoute
 from semel.dashboard import router
 from semel.dashboard.session import shown
 from semel.runs.app import App
-from semel.service.api import admin, jobs, ops, runs, webhooks
+from semel.service.api import jobs, keys, ops, quotas, runs, tokens, webhooks
 from semel.service.api.openapi import ResponseSchemas
 from semel.service.api.problems import allow
 from semel.service.api.request import JsonRequest, require_known_query
@@ -34,7 +34,7 @@ from semel.service.auth.middleware import AuthMiddleware, Principal, forbid_cook
 from semel.service.jobs.providers import handlers_of
 from semel.service.settings import Settings
 from semel.service.state import CurrentState, ServiceState
-from semel.service.telemetry.access_log import note_unforeseen, watched
+from semel.service.telemetry.access_log import AccessLogMiddleware, note_unforeseen
 
 
 class _Litestar(Litestar):
@@ -90,7 +90,7 @@ def asgi(app: App, settings: Settings | None = None) -> Any:
 
 
 def build(service: ServiceState) -> Any:
-    """The site as an ASGI application."""
+    """The service as an ASGI application."""
 
     def get_service() -> ServiceState:
         return service
@@ -112,7 +112,9 @@ def build(service: ServiceState) -> Any:
             *runs.HANDLERS,
             *jobs.HANDLERS,
             *handlers_of(service.providers.values()),
-            *admin.HANDLERS,
+            *tokens.HANDLERS,
+            *quotas.HANDLERS,
+            *keys.HANDLERS,
             *webhooks.HANDLERS,
             *ops.HANDLERS,
             router.router(service),
@@ -145,4 +147,5 @@ def build(service: ServiceState) -> Any:
         ),
         request_max_body_size=None,  # the gate looks after that
     )
-    return watched(AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, shown), service)
+    inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, shown)
+    return AccessLogMiddleware(inner, service)

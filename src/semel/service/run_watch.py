@@ -54,7 +54,7 @@ class Waiter:
             self.changed.set_result(None)
 
 
-class Watch:
+class RunWatch:
     """Looks at the runs that somebody waits for, in the server's event loop."""
 
     def __init__(self, store: RunStore) -> None:

@@ -20,7 +20,7 @@ from semel.api_types import RunRequest
 from semel.runs import strict_json
 from semel.service.api import request
 from semel.service.api.problems import ApiError
-from semel.service.jobs import config_files
+from semel.service.jobs import configs as config_files
 from support.service import PATIENCE, Served, made_app, served
 
 JSON = st.recursive(
@@ -156,13 +156,13 @@ def test_large_bodies_are_decoded_in_a_thread(
 
 def test_a_config_is_checked_in_a_thread(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    body_of = config_files.body_of
+    body_of = config_files.checked_body
 
     def noting(given: Any) -> Any:
         seen.append(threading.current_thread().name)
         return body_of(given)
 
-    monkeypatch.setattr(config_files, "body_of", noting)
+    monkeypatch.setattr(config_files, "checked_body", noting)
     with server.client() as client:
         answer = client.put(
             "/api/cloud/configs/large", json={"model": "slow", "parameters": {"how": "x" * request.LARGE}}

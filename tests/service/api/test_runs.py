@@ -391,8 +391,8 @@ def test_logs_are_read_on_from_where_one_was(worked: httpx.Client) -> None:
 def test_a_page_of_logs_is_bounded_in_bytes_and_gone_on_from(
     worked: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("semel.service.api.run_details.PAGE_BYTES", 300)
-    monkeypatch.setattr("semel.service.api.run_details.PORTION", 10)
+    monkeypatch.setattr("semel.service.api.runs.PAGE_BYTES", 300)
+    monkeypatch.setattr("semel.service.api.runs.PORTION", 10)
     run_id = submitted(worked, "talk", {"lines": 100})
     ended(worked, run_id)
     found, after, pages = [], "0-0", 0

@@ -8,8 +8,8 @@ import pytest
 
 from semel import App
 from semel.service import Settings
-from semel.service.jobs import config_files
-from semel.service.jobs.config_files import BrokenConfig
+from semel.service.jobs import configs as config_files
+from semel.service.jobs.configs import BrokenConfig
 from support.jobs import add_models, job_in, submit, token, write_config
 from support.service import Served, made_app, served
 
@@ -103,20 +103,20 @@ def test_a_broken_file_names_its_line_and_spoils_no_other(client: httpx.Client, 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(BrokenConfig) as caught:
-        config_files.read(tmp_path, "a")
+        config_files.read_file(tmp_path, "a")
     assert str(caught.value).startswith(said)
 
 
 def test_a_file_of_strange_bytes_or_of_any_size_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'{\n"model": "\xff"}')
     with pytest.raises(BrokenConfig, match=r"a\.json, line 2: it is not UTF-8"):
-        config_files.read(tmp_path, "a")
+        config_files.read_file(tmp_path, "a")
     (tmp_path / "a.json").write_bytes(b" " * (config_files.MAX_BYTES + 1))
     with pytest.raises(BrokenConfig, match="which is no config"):
-        config_files.read(tmp_path, "a")
+        config_files.read_file(tmp_path, "a")
     (tmp_path / "a.toml").write_text("")
     with pytest.raises(BrokenConfig, match=r"there twice: as a\.json and as a\.toml"):
-        config_files.read(tmp_path, "a")
+        config_files.read_file(tmp_path, "a")
 
 
 TRICKS = [

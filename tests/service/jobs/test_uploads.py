@@ -430,7 +430,7 @@ from support.jobs import SlowStore, add_models
 from semel import App
 from semel.service import Settings
 from semel.service.server.granian import answer
-from semel.service.server.ports import claim_port
+from semel.service.server import claim_port
 
 app = App(url, artifacts=SlowStore(Path(artifacts)))
 add_models(app)

@@ -126,7 +126,7 @@ def test_a_database_that_takes_no_writes_is_alive_but_not_ready(postgres_url: st
 @pytest.fixture
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is given again."""
-    monkeypatch.setattr("semel.service.api.health.FRESH", 0.0)
+    monkeypatch.setattr("semel.service.telemetry.health.FRESH", 0.0)
 
 
 def counting_writes(file: Path) -> sqlite3.Connection:
@@ -167,10 +167,10 @@ def test_a_disk_that_is_full_is_not_ready_until_there_is_room_again(
                 assert client.get("/readyz").json() == expected
             conn.execute("DROP TRIGGER full")
         assert client.get("/readyz").status_code == 200
-        monkeypatch.setattr("semel.service.api.health.ROOM", 1 << 62)
+        monkeypatch.setattr("semel.service.telemetry.health.MIN_FREE", 1 << 62)
         assert client.get("/readyz").json() == expected
         assert client.get("/healthz").status_code == 200
-        monkeypatch.setattr("semel.service.api.health.ROOM", 1)
+        monkeypatch.setattr("semel.service.telemetry.health.MIN_FREE", 1)
         assert client.get("/readyz").status_code == 200
     app.close()
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from litestar import Response, get
 from litestar.params import QueryParameter
 
-from semel.dashboard.overview.feed import feed_of
 from semel.dashboard.overview.windows import WINDOWS
 from semel.dashboard.templating import address, page, redirect
 from semel.service.api.params import TheRequest, root_of
@@ -21,7 +20,7 @@ async def show(
     request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Response[Any]:
     """The page, as it was at most a moment ago: see feed."""
-    view = await feed_of(service, caller, WINDOWS[window]).view()
+    view = await service.overview_feeds.of(caller, WINDOWS[window]).view()
     windows = list(WINDOWS.values())
     return page(request, service, caller, "overview.html", title="Overview", view=view, windows=windows)
 

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 from semel.dashboard.overview import queries
 from semel.dashboard.overview.hits import Hits, Tally
@@ -39,7 +38,6 @@ MOST = 200
 """Scenes that are remembered: those at which nobody looks are forgotten first."""
 
 _log = logging.getLogger("semel.service")
-_caches: WeakKeyDictionary[ServiceState, FeedCache] = WeakKeyDictionary()
 
 
 class RunCounts:
@@ -181,32 +179,29 @@ class OverviewFeed:
 
 
 class FeedCache:
-    """The scenes of a site."""
+    """The overviews of a service. Those that nobody watches are evicted first."""
 
-    def __init__(self, low_replay_rate: float | None) -> None:
-        self._scenes: dict[tuple[Audience, str], OverviewFeed] = {}
-        self._tally = Tally(low_replay_rate)
+    def __init__(self, service: ServiceState) -> None:
+        self._service = service
+        self._feeds: dict[tuple[Audience, str], OverviewFeed] = {}
+        self._tally = Tally(service.settings.low_replay_rate)
 
-    def scene(self, service: ServiceState, whose: Audience, window: Window) -> OverviewFeed:
-        """That one. The rate of hits is of all tenants together, so only the main one's operators see it."""
+    def of(self, caller: Principal, window: Window) -> OverviewFeed:
+        """The overview that the caller sees."""
+        return self.feed(Audience(caller.tenant, caller.visible_user), window)
+
+    def feed(self, whose: Audience, window: Window) -> OverviewFeed:
+        """An overview. The replay rate is of all tenants together, so only operators of the main one see it."""
         key = (whose, window.name)
-        found = self._scenes.pop(key, None)
+        found = self._feeds.pop(key, None)
         if found is None:
-            self._forget()
+            self._evict()
             shared = whose.user is None and not whose.tenant
-            found = OverviewFeed(service, whose, window, self._tally if shared else None)
-        self._scenes[key] = found
+            found = OverviewFeed(self._service, whose, window, self._tally if shared else None)
+        self._feeds[key] = found
         return found
 
-    def _forget(self) -> None:
-        idle = [key for key, scene in self._scenes.items() if not scene.watched]
-        for key in idle[: max(0, len(self._scenes) - MOST + 1)]:
-            del self._scenes[key]
-
-
-def feed_of(service: ServiceState, caller: Principal, window: Window) -> OverviewFeed:
-    """What the caller sees."""
-    stage = _caches.get(service)
-    if stage is None:
-        stage = _caches[service] = FeedCache(service.settings.low_replay_rate)
-    return stage.scene(service, Audience(caller.tenant, caller.visible_user), window)
+    def _evict(self) -> None:
+        idle = [key for key, feed in self._feeds.items() if not feed.watched]
+        for key in idle[: max(0, len(self._feeds) - MOST + 1)]:
+            del self._feeds[key]

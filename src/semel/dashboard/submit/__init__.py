@@ -17,7 +17,7 @@ from semel.dashboard.templating import page, problem_headers, redirect_with_mess
 from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.runs.models.model import Model
 from semel.runs.types import INTERNAL_PREFIX
-from semel.service.api import quotas, run_details, runs
+from semel.service.api import quotas, runs
 from semel.service.api.params import TheRequest
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
@@ -110,7 +110,7 @@ async def _shown(
 
 
 async def _models(service: ServiceState) -> list[RemoteModel]:
-    listed = await run_details.models.fn(service=service)
+    listed = await runs.models.fn(service=service)
     return msgspec.json.decode(listed.content, type=list[RemoteModel])
 
 

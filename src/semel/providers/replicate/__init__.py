@@ -64,6 +64,8 @@ class Replicate:
     def __init__(self, pace: Timing | None = None) -> None:
         self._pace = pace or Timing()
         self._settings: Settings | None = None
+        self.service: ReplicateService | None = None
+        """Set when the provider is installed, if there is a token."""
 
     @staticmethod
     def handlers() -> Sequence[ControllerRouterHandler]:
@@ -106,10 +108,8 @@ class Replicate:
         self._settings = service.settings
         if not service.settings.replicate_token:
             return
-        desk = ReplicateService(service, service.settings.replicate_token, self._pace)
-        others = [part for part in service.components if not isinstance(part, ReplicateService)]
-        service.components = [desk, *others]  # it is there before the worker whose runs need it, and after
-        desk.start_if_late()
+        desk = self.service = ReplicateService(service, service.settings.replicate_token, self._pace)
+        service.components.insert(0, desk)  # it is open while the worker is, whose runs need it
 
         async def follow(  # noqa: PLR0917 -- a model's parameters, which are given by name
             ctx: Context,

@@ -68,7 +68,7 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class ReplicateService:
-    """Works while the server is up; see :class:`~semel.service.state.Part`."""
+    """Runs while the server is up; a :class:`~semel.service.state.Component`."""
 
     api: ReplicateApi
     seen: AsyncOnce
@@ -83,26 +83,10 @@ class ReplicateService:
         self._tasks: list[asyncio.Task[None]] = []
         self._lamented: set[str] = set()
 
-    @staticmethod
-    def of(service: ServiceState) -> ReplicateService | None:
-        """The site's desk, where it deals with Replicate."""
-        return next((part for part in service.components if isinstance(part, ReplicateService)), None)
-
-    def start_if_late(self) -> None:
-        """Begin, if the other parts are being opened already."""
-        with suppress(RuntimeError):
-            asyncio.get_running_loop()
-            self._start()
-
     async def open(self) -> None:
-        """See Part."""
-        self._start()
-
-    def _start(self) -> None:
+        """Start."""
         from semel.providers.replicate.api import ReplicateApi  # a server without Replicate does without httpx
 
-        if self._tasks:
-            return
         self.api = ReplicateApi(self.service.settings.replicate_url, self._token, self.pace.timeout)
         self.seen = AsyncOnce(
             self.service.app.url.replace("postgres://", "postgresql://", 1), clock=self.service.app.clock
@@ -112,7 +96,7 @@ class ReplicateService:
             self._tasks.append(asyncio.create_task(self._listen_forever()))
 
     async def close(self) -> None:
-        """See Part: calls whose answers are on their way are waited for, so that they need not be looked for later."""
+        """Stop: calls whose answers are on their way are waited for, so that they need not be looked for later."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -17,6 +17,7 @@ from litestar import Request, post
 from litestar.params import FromPath
 from msgspec import Struct
 
+from semel.providers.replicate import Replicate
 from semel.providers.replicate import store as rows
 from semel.providers.replicate.service import HOOK, ReplicateService
 from semel.service.api.problems import ApiError
@@ -78,7 +79,8 @@ def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) ->
 )
 async def hear(token: FromPath[str], service: CurrentState, request: Request[Any, Any, Any]) -> Received:
     """Take a webhook of Replicate, signed with the account's secret."""
-    desk, secret = ReplicateService.of(service), service.settings.replicate_webhook_secret
+    provider, secret = service.providers.get("replicate"), service.settings.replicate_webhook_secret
+    desk = provider.service if isinstance(provider, Replicate) else None
     if desk is None or not secret or not desk.webhooks:
         raise ApiError(404, "NOT_FOUND", "this server takes no webhooks of Replicate")
     body = await request.body()

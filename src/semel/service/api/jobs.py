@@ -24,8 +24,8 @@ from semel.service.api.responses import json, refusals
 from semel.service.api.runs import ABOUT_KEY, Key, key_headers, one_key
 from semel.service.api.views import answer_of, config_view, cost_status, entry_view, job_view
 from semel.service.auth.middleware import Principal
-from semel.service.jobs import JobFilter, JobSubmission, configs
-from semel.service.jobs.config_files import ConfigBody
+from semel.service.jobs import JobFilter, JobSubmission
+from semel.service.jobs.configs import ConfigBody
 from semel.service.state import CurrentPrincipal, CurrentState
 
 JobId = Annotated[
@@ -188,7 +188,7 @@ async def cost_limits(
 @get("/api/cloud/configs", tags=_CONFIGS, operation_id="listConfigs", summary="Configs", responses=refusals(400))
 async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteConfig]]:
     """Every config that a job can name. One that cannot be used says why."""
-    return json([entry_view(entry, caller) for entry in await configs.list_all(service, caller.tenant)])
+    return json([entry_view(entry, caller) for entry in await service.configs.list_all(caller.tenant)])
 
 
 @get(
@@ -200,7 +200,7 @@ async def list_configs(service: CurrentState, caller: CurrentPrincipal) -> Respo
 )
 async def show_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> Response[RemoteConfig]:
     """The config that a job of this name would use."""
-    return json(config_view(await configs.look_up(service, caller.tenant, name), caller))
+    return json(config_view(await service.configs.find(caller.tenant, name), caller))
 
 
 @put(
@@ -215,7 +215,7 @@ async def put_config(
 ) -> Response[RemoteConfig]:
     """Make a config, or replace it; for operators. It wins over a file of the same name."""
     _operates(caller)
-    return json(config_view(await configs.put(service, caller, name, data), caller))
+    return json(config_view(await service.configs.put(caller, name, data), caller))
 
 
 @delete(
@@ -228,7 +228,7 @@ async def put_config(
 async def delete_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> None:
     """Remove what was written with PUT; for operators. Jobs that were submitted go on."""
     _operates(caller)
-    await configs.remove(service, caller.tenant, name)
+    await service.configs.remove(caller.tenant, name)
 
 
 def _operates(caller: Principal) -> None:

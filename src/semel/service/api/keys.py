@@ -20,7 +20,7 @@ from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
 from semel.http.protocol import scope_of
 from semel.runs.store import quotas
 from semel.runs.types import MICRO
-from semel.service.api.admin_params import Limit, Tenant, absent, tenant_for
+from semel.service.api.params import Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals
 from semel.service.auth.middleware import requires

@@ -1,4 +1,4 @@
-"""The words that the handlers of runs share: the run's id, the headers, and where the service is mounted."""
+"""What handlers share: their parameters, the tenant that a request is about, and where the service is mounted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Annotated, Any, TypeAlias
 
 from litestar import Request
 from litestar.openapi.spec import Example
-from litestar.params import HeaderParameter, PathParameter
+from litestar.params import HeaderParameter, PathParameter, QueryParameter
 
+from semel._validation import checked_name
+from semel.service.api.problems import ApiError
+from semel.service.auth.middleware import Principal
+from semel.service.auth.tokens import MAIN
 from semel.service.settings import MEBIBYTE
 
 RunId: TypeAlias = Annotated[
@@ -22,9 +26,36 @@ IfNoneMatch: TypeAlias = Annotated[
 PAGE_BYTES = 4 * MEBIBYTE
 """About how large a page of a list may be."""
 TheRequest: TypeAlias = Request[Any, Any, Any]
+Tenant = Annotated[
+    str | None,
+    QueryParameter(description="Another tenant; for admins of the main tenant (the empty one).", max_length=200),
+]
+Limit = Annotated[int, QueryParameter(ge=1, le=1000, description="How many at the most.")]
+After = Annotated[
+    str | None, QueryParameter(max_length=300, description="Those after this one: the last page's `next`.")
+]
 
 
 def root_of(request: TheRequest) -> str:
     """Where the service is mounted, as links begin."""
     root: str = request.scope.get("root_path", "")
     return root
+
+
+def tenant_for(caller: Principal, asked: str | None) -> str:
+    """The tenant that a request is about: the caller's own, unless they may choose."""
+    if asked is None or asked == caller.tenant:
+        return caller.tenant
+    if not manages_all(caller):
+        raise ApiError(403, "FORBIDDEN", "other tenants are managed by admins of the main tenant")
+    return checked_name("tenant", asked)
+
+
+def manages_all(caller: Principal) -> bool:
+    """Whether they manage every tenant."""
+    return caller.tenant == MAIN and caller.may("admin")
+
+
+def absent(what: str) -> ApiError:
+    """There is no such thing, or not one that the caller may know of."""
+    return ApiError(404, "NOT_FOUND", f"there is no {what}")

@@ -18,7 +18,7 @@ from semel.db.schema import quotas as kept
 from semel.db.schema import reservations
 from semel.runs.store import quotas
 from semel.runs.types import MICRO, Action, Quota, Usage
-from semel.service.api.admin_params import After, Limit, Tenant, absent, tenant_for
+from semel.service.api.params import After, Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals
 from semel.service.auth.middleware import requires

@@ -1,4 +1,4 @@
-"""``/runs``: submit, look, wait, fetch, cancel, retry. What else can be asked of runs lies in the modules beside."""
+"""``/runs``: submit, get, wait, list, cancel, retry; their timelines, logs and summary; the models and the workers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,30 @@ from litestar.openapi.spec import Example
 from litestar.params import BodyKwarg, HeaderParameter, JSONBody, PathParameter, QueryParameter
 
 from semel._validation import checked_run_key
-from semel.api_types import BulkAnswer, CancelRequest, RemoteRun, RunPage, RunRequest
+from semel.api_types import (
+    BulkAnswer,
+    CancelRequest,
+    LogPage,
+    RemoteModel,
+    RemoteRun,
+    RemoteStep,
+    RemoteSummary,
+    RemoteWorker,
+    RunPage,
+    RunRequest,
+    WaitingAnswer,
+)
 from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.refusals import PROTOCOL_VERSION
-from semel.runs.types import INTERNAL_PREFIX, MICRO, Run, Status
-from semel.service.api import run_details, run_events, run_files
+from semel.runs.store import queries
+from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Status
+from semel.service.api import run_events, run_files
 from semel.service.api.params import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
-from semel.service.api.views import run_view
+from semel.service.api.views import log_view, model_view, run_view, step_view, summary_view, waiting_view, worker_view
 from semel.service.auth.limits import wait_for_disconnect
-from semel.service.auth.middleware import Principal
+from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 from semel.service.telemetry.access_log import concerns
 
@@ -35,6 +48,8 @@ __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
 MOST_AT_ONCE = 1000
 """Runs in one bulk request."""
 LONGEST_WAIT = 60
+PORTION = 500
+"""Log lines in one query."""
 
 Key = Annotated[
     str | None,
@@ -61,6 +76,7 @@ ABOUT_KEY = [
     header("Idempotency-Expires", "Until when the key names it, as HTTP writes a time"),
 ]
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;(?:[^"]|"(?:[^"\\]|\\.)*")*)?')
+_LOG_CURSOR = re.compile(r"([0-9]{1,18})-([0-9]{1,9})")
 _ESCAPED = re.compile(r"\\(.)")
 
 
@@ -410,6 +426,116 @@ def _next_link(request: Request[Any, Any, Any], cursor: str) -> str:
     return f'<{root_of(request)}/runs?{urlencode([*asked, ("cursor", cursor)])}>; rel="next"'
 
 
+@get(
+    "/runs/{run_id:str}/timeline",
+    tags=_TAG,
+    operation_id="getTimeline",
+    summary="Every step of a run's life",
+    responses=refusals(400, 404),
+)
+async def timeline(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteStep]]:
+    """Oldest first: created, leased, retried, lost, cancelled, succeeded, … with who did it and why."""
+    run = await service.run(run_id, caller)
+    return json([step_view(each) for each in await service.engine.timeline(run.id, tenant=caller.tenant)])
+
+
+@get(
+    "/runs/{run_id:str}/waiting",
+    tags=_TAG,
+    operation_id="getWaiting",
+    summary="Why a run is waiting",
+    responses=refusals(400, 404),
+)
+async def waiting(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[WaitingAnswer]:
+    """Why it is pending, since when, which place it has; ``waiting`` is null when it is not pending."""
+    run = await service.run(run_id, caller)
+    told = await service.engine.waiting(run.id, tenant=caller.tenant)
+    return json(WaitingAnswer(status=run.status, waiting=None if told is None else waiting_view(told)))
+
+
+@get(
+    "/runs/{run_id:str}/logs",
+    tags=_TAG,
+    operation_id="getLogs",
+    summary="What a run logged",
+    responses=refusals(400, 404),
+)
+async def logs(
+    run_id: RunId,
+    service: CurrentState,
+    caller: CurrentPrincipal,
+    after: Annotated[str | None, QueryParameter(description="``next`` of the answer before.")] = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=10_000, description="Lines at the most.")] = 1000,
+) -> Response[LogPage]:
+    """Lines, oldest first. ``next`` is where to go on, now or later.
+
+    An answer of some megabytes ends before ``limit``; only one without lines says that there are no more.
+    """
+    run = await service.run(run_id, caller)
+    seen = line_of(after)
+    lines: list[LogLine] = []
+    room = PAGE_BYTES
+    while room > 0 and len(lines) < limit:
+        some = await service.store.read(queries.logs, run.id, seen, min(PORTION, limit - len(lines)))
+        lines += some
+        if len(some) < PORTION:
+            break
+        room -= sum(len(each.text) for each in some)
+        seen = (some[-1].fence, some[-1].line)
+    last = (lines[-1].fence, lines[-1].line) if lines else seen
+    return json(LogPage(lines=[log_view(each) for each in lines], next=f"{last[0]}-{last[1]}"))
+
+
+def line_of(cursor: str | None) -> tuple[int, int]:
+    """The (fence, line) that a cursor of logs names."""
+    if cursor is None:
+        return 0, 0
+    found = _LOG_CURSOR.fullmatch(cursor)
+    if found is None:
+        raise InvalidRequest("after is what next said, such as 1-42")
+    return int(found[1]), int(found[2])
+
+
+@get(
+    "/summary",
+    tags=_TAG,
+    operation_id="getSummary",
+    summary="How the runs of each model stand",
+    responses=refusals(400),
+)
+async def summary(
+    service: CurrentState,
+    caller: CurrentPrincipal,
+    grouped: Annotated[
+        bool, QueryParameter(description="Also by the parameter that each model is summarised by.")
+    ] = False,
+) -> Response[list[RemoteSummary]]:
+    """Counts by status and the mean duration; of the caller's own runs, to operators of everybody's."""
+    found = await service.engine.summary(tenant=caller.tenant, grouped=grouped, user=caller.visible_user)
+    return json([summary_view(each) for each in found])
+
+
+@get("/models", tags=_TAG, operation_id="listModels", summary="What can be submitted", responses=refusals())
+async def models(service: CurrentState) -> Response[list[RemoteModel]]:
+    """The models of this server, with the JSON Schema of their parameters and how they are run."""
+    registry = service.app.registry
+    return json([model_view(registry[name]) for name in registry.names if not name.startswith(INTERNAL_PREFIX)])
+
+
+@get(
+    "/workers",
+    tags=["operations"],
+    operation_id="listWorkers",
+    summary="Who works",
+    guards=[requires("operator")],
+    responses=refusals(),
+)
+async def workers(service: CurrentState, caller: CurrentPrincipal) -> Response[list[RemoteWorker]]:
+    """The workers that are alive or were until lately. For operators."""
+    whole = not caller.tenant
+    return json([worker_view(each, whole=whole) for each in await service.engine.workers()])
+
+
 HANDLERS = (
     submit,
     submit_many,
@@ -419,7 +545,12 @@ HANDLERS = (
     result_by_ref,
     cancel,
     retry,
-    *run_details.HANDLERS,
+    timeline,
+    waiting,
+    logs,
+    summary,
+    models,
+    workers,
     *run_events.HANDLERS,
     *run_files.HANDLERS,
 )

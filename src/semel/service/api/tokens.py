@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from semel.db.dialect import StatementContext
 from semel.errors import InvalidRequest
-from semel.service.api.admin_params import After, Limit, Tenant, absent, manages_all, tenant_for
+from semel.service.api.params import After, Limit, Tenant, absent, manages_all, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals
 from semel.service.auth import tokens

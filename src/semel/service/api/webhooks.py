@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, field
 
 from semel.errors import InvalidRequest
 from semel.runs.types import checked_id
-from semel.service.api.admin_params import After, Limit, Tenant, absent, tenant_for
+from semel.service.api.params import After, Limit, Tenant, absent, tenant_for
 from semel.service.api.responses import refusals
 from semel.service.auth.middleware import requires
 from semel.service.state import CurrentPrincipal, CurrentState

@@ -19,7 +19,7 @@ from semel.runs.store.queries import STALLED
 from semel.runs.store.submit import JobDetails
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import Run, checked_id
-from semel.service.jobs import configs, uploads
+from semel.service.jobs import uploads
 from semel.service.jobs.providers import RunSpec
 from semel.service.telemetry.access_log import concerns
 
@@ -147,7 +147,7 @@ async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmissio
     provider = service.providers.get(asked.provider)
     if provider is None:
         raise UnknownProvider(f"Unknown provider: {asked.provider[:200]}")
-    config = await configs.look_up(service, caller.tenant, asked.config)
+    config = await service.configs.find(caller.tenant, asked.config)
     simulated = config.providers.get(asked.provider, {}).get("simulate") is True
     order = (service.providers["local"] if simulated else provider).order(config)
     if config.data is not None and not await service.store.run_blocking(Path(config.data).is_dir):

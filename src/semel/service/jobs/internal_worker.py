@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 QUEUE = INTERNAL_QUEUE
 """The queue of the service's own models. Their names begin with ``semel.``"""
 
-_here: ContextVar[InternalWork] = ContextVar("semel_internal_work")
+_here: ContextVar[InternalWorker] = ContextVar("semel_internal_work")
 
 
-class InternalWork:
+class InternalWorker:
     """The worker of the service's own runs, while the server is up."""
 
     def __init__(self, service: ServiceState) -> None:
@@ -47,8 +47,6 @@ class InternalWork:
         if not self._installed:
             self._installed = True
             uploads.install(self.service.app)
-            for provider in self.service.providers.values():
-                provider.install(self.service)
         self.stopping.clear()
         self._worker = Worker(
             _with_own_models(self.service.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
@@ -70,7 +68,7 @@ class InternalWork:
                 await self._task
 
 
-def here() -> InternalWork:
+def here() -> InternalWorker:
     """For the service's own models: the server that this one runs in."""
     return _here.get()
 

@@ -28,7 +28,7 @@ from semel.runs.store import RunStore, retention, transitions
 from semel.runs.types import INTERNAL_QUEUE, TERMINAL
 from semel.runs.worker.sweeper import LeaderTask
 from semel.service.jobs.archive import CannotPack, pack
-from semel.service.jobs.internal_worker import InternalWork, here
+from semel.service.jobs.internal_worker import InternalWorker, here
 
 MODEL = "semel.upload"
 TOLD_EVERY = 0.5
@@ -67,7 +67,7 @@ def _blocking_store(app: App) -> Iterator[RunStore]:
         run_sync(store.close())
 
 
-def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWork, store: RunStore) -> dict[str, Any]:
+def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWorker, store: RunStore) -> dict[str, Any]:
     app = work.service.app
     told = _ProgressReporter(ctx, job_id, work, store)
     with scratch("upload") as place:
@@ -97,7 +97,7 @@ def _is_there(app: App, ref: str, size: int) -> bool:
 class _ProgressReporter:
     """Keeps the job's row informed, and finds out whether anybody still wants the data."""
 
-    def __init__(self, ctx: Context, job_id: str, work: InternalWork, store: RunStore) -> None:
+    def __init__(self, ctx: Context, job_id: str, work: InternalWorker, store: RunStore) -> None:
         self._ctx = ctx
         self._job_id = job_id
         self._work = work

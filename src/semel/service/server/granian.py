@@ -35,7 +35,7 @@ async def _leave(service: ServiceState) -> None:
     """End at once: requests under way are cut off, and the service's own runs are given back."""
     with suppress(Exception):
         async with asyncio.timeout(GIVE_BACK):
-            await service.internal.close()
+            await service.internal_worker.close()
     os._exit(0)
 
 

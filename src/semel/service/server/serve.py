@@ -24,7 +24,7 @@ from semel.service.server.granian import answer
 from semel.service.server.supervisor import UNFIT, Main, SupervisedProcess, Supervisor
 from semel.service.settings import Settings
 from semel.service.telemetry import logs
-from semel.service.telemetry.metrics import count_runs, forget
+from semel.service.telemetry.metrics import forget, run_metrics
 
 _PLACES = frozenset({"SEMEL_DB", "SEMEL_ARTIFACTS", "SEMEL_TRANSPORT", "SEMEL_REDIS"})
 
@@ -103,7 +103,7 @@ class ProcessFactory:
         """Work on runs, or only look after them where RQ's or Celery's workers do the work."""
 
         def begin(app: App) -> int:
-            count_runs(app.news)
+            app.news.hear(run_metrics())
             ready()
             if app.transport.announces:
                 _log.info("runs are worked on by RQ's or Celery's own workers, which you start; here only the sweeper")

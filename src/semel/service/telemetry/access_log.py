@@ -20,7 +20,7 @@ from structlog.contextvars import bound_contextvars
 
 from semel.service.api.problems import problem_of
 from semel.service.telemetry import tracing
-from semel.service.telemetry.metrics import count_runs, http_meters
+from semel.service.telemetry.metrics import http_meters
 
 if TYPE_CHECKING:
     from semel.service.state import ServiceState
@@ -162,12 +162,6 @@ def _log_request(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
         fields["tenant"] = caller.tenant
     fields |= seen.run
     _log.log(level, "%s %s %d", seen.method, route, seen.status, extra=fields)
-
-
-def watched(inner: Any, service: ServiceState) -> AccessLogMiddleware:
-    """The application of a site, watched; and what happens to the app's runs is counted."""
-    count_runs(service.app.news)
-    return AccessLogMiddleware(inner, service)
 
 
 def note_unforeseen(error: Exception, scope: Any) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -25,8 +24,7 @@ from semel.runs.store import queries
 from semel.runs.types import INTERNAL_QUEUE
 
 if TYPE_CHECKING:
-    from semel.runs.hooks import EventHooks
-    from semel.service.state import ServiceState
+    from semel.runs.store import RunStore
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Where the processes count, as prometheus-client calls it."""
@@ -36,14 +34,11 @@ PATIENCE = 3.0
 """Seconds to wait for the database: the other numbers are not kept back by it."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-_counted: WeakSet[EventHooks] = WeakSet()
 
-
-def count_runs(news: EventHooks) -> None:
-    """Count what happens to an app's runs in this process, once."""
-    if news not in _counted:
-        _counted.add(news)
-        news.hear(RunMetrics())
+@cache
+def run_metrics() -> RunMetrics:
+    """The hook that counts what happens to runs in this process."""
+    return RunMetrics()
 
 
 def forget(pid: int) -> None:
@@ -88,13 +83,13 @@ def http_meters() -> HttpMeters:
 class MetricsPage:
     """What ``/metrics`` shows."""
 
-    def __init__(self, service: ServiceState) -> None:
-        self._service = service
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
         self._reading = asyncio.Lock()
         self._read_at = -FRESH
         self._backlog: list[Metric] = []
 
-    async def text(self) -> bytes:
+    async def render(self) -> bytes:
         """Everything, in Prometheus' format."""
         backlog = await self._fresh()
         return await asyncio.to_thread(_shown, backlog)
@@ -109,8 +104,8 @@ class MetricsPage:
     async def _read(self) -> list[Metric]:
         try:
             async with asyncio.timeout(PATIENCE):
-                backlog = await self._service.store.read(queries.backlog, self._service.store.terms)
-                workers = await self._service.store.read(queries.list_workers, self._service.store.terms)
+                backlog = await self._store.read(queries.backlog, self._store.terms)
+                workers = await self._store.read(queries.list_workers, self._store.terms)
         except (SemelError, TimeoutError):
             return [_gauge("semel_database_up", "Whether the database answered", 0)]
         alive = sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE])
