@@ -52,7 +52,7 @@ def waits(client: Face) -> list[float]:
     async def note(duration: float) -> None:
         waits.append(duration)
 
-    client.client._engine.exchange.line.pause = note
+    client.client._engine.session.backend.pause = note
     return waits
 
 

@@ -179,7 +179,7 @@ def note_waits(client: Face, waits: list[float]) -> None:
     async def note(duration: float) -> None:
         waits.append(duration)
 
-    client.client._engine.exchange.line.pause = note
+    client.client._engine.session.backend.pause = note
 
 
 def test_a_server_that_is_not_there_is_named_with_the_way_to_start_one(kind: str) -> None:
@@ -363,5 +363,5 @@ def test_whoever_stops_listening_leaves_no_connection_behind(client: Face) -> No
     events = client.each(client.client.events(run.id))
     assert next(events).data["step"] == "created"
     events.close()
-    pool = client.client._engine.exchange.line._client._transport._pool
+    pool = client.client._engine.session.backend._client._transport._pool
     assert pool.connections == []

@@ -310,7 +310,7 @@ def test_the_token_goes_with_every_request_and_shows_nowhere(
                 shown += [
                     repr(client.client),
                     repr(vars(client.client)),
-                    str(vars(client.client._engine.exchange.line)),
+                    str(vars(client.client._engine.session.backend)),
                 ]
                 server.faults = [faulty_server.reset, saying(500), problem(401, "UNAUTHENTICATED")]
                 with pytest.raises(Unauthenticated) as refused:

@@ -31,7 +31,7 @@ import uvicorn
 
 from semel import InvalidRequest
 from semel.client import AsyncIdempotentTransport, IdempotentTransport
-from semel.client.transport import retry_after
+from semel.client.http import retry_after
 from semel.http.asgi import IdempotencyMiddleware
 
 PATIENCE = 30

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -183,5 +183,37 @@ def async_method(
     @wraps(method)
     async def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return await method(self._engine, *args, **kwargs)
+
+    return call
+
+
+def sync_iterator(
+    method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
+) -> Callable[Concatenate[HasEngine[E], P], Iterator[R]]:
+    """The blocking face of an engine's generator: for ``for``."""
+
+    @wraps(method)
+    def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        source = method(self._engine, *args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield run_sync(source.asend(None))
+                except StopAsyncIteration:
+                    return
+        finally:
+            run_sync(source.aclose())
+
+    return call
+
+
+def async_iterator(
+    method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
+) -> Callable[Concatenate[HasEngine[E], P], AsyncIterator[R]]:
+    """The async face of an engine's generator: for ``async for``."""
+
+    @wraps(method)
+    def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[R]:
+        return method(self._engine, *args, **kwargs)
 
     return call

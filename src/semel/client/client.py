@@ -1,4 +1,4 @@
-"""The clients of a server: one set of verbs, blocking in :class:`Client`, awaited in :class:`AsyncClient`."""
+"""The clients of a server: the same methods, blocking in :class:`Client` and awaited in :class:`AsyncClient`."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from typing import Self
 
 import httpx
 
-from semel._concurrency.sync import async_method, sync_method
+from semel._concurrency.sync import async_iterator, async_method, sync_iterator, sync_method
 from semel._validation import checked_int, checked_seconds
-from semel.client.backend import AsyncBackend, HttpBackend, SyncBackend
-from semel.client.details import DetailVerbs
-from semel.client.http import HttpSession
-from semel.client.iteration import awaited_iterated, iterated
-from semel.client.jobs import JobVerbs
-from semel.client.runs import RunVerbs
-from semel.client.sending import line_options
+from semel.client.http import AsyncClientBackend, ClientBackend, HttpSession, SyncClientBackend, httpx_options
+from semel.client.jobs import JobMethods
+from semel.client.runs import RunMethods
 
 TIMEOUT = 30.0
 RETRIES = 3
 BACKOFF = 1.0
 
 
-class ClientMethods(RunVerbs, DetailVerbs, JobVerbs):
-    """Every verb, over a line."""
+class ClientMethods(RunMethods, JobMethods):
+    """Every method of the clients, over a blocking or an async backend."""
 
-    def __init__(self, line: HttpBackend, place: str, timeout: float, retries: int, backoff: float) -> None:
-        self.exchange = HttpSession(
-            line,
-            place,
+    def __init__(self, backend: ClientBackend, url: str, timeout: float, retries: int, backoff: float) -> None:
+        self.session = HttpSession(
+            backend,
+            url,
             timeout=checked_seconds("timeout", timeout),
             retries=checked_int("retries", retries),
             backoff=checked_seconds("backoff", backoff, zero=True),
@@ -36,15 +32,16 @@ class ClientMethods(RunVerbs, DetailVerbs, JobVerbs):
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.exchange.line.hang_up()
+        await self.session.backend.close()
 
 
 class Client:
-    """A server's runs and jobs: ``Client("http://127.0.0.1:8001")``, or where ``SEMEL_SERVER`` says.
+    """A client of a semel server: ``Client("http://127.0.0.1:8001")``. Without a URL it uses ``SEMEL_SERVER``.
 
-    ``token`` is who one is there (``SEMEL_TOKEN``). ``timeout`` is for one try; one that fails for reasons that may
-    pass is followed by ``retries`` more, after ``backoff`` seconds, twice that, and so on. ``transport`` is httpx's,
-    for certificates and proxies of one's own. Threads may share a client; close it, or use it in ``with``.
+    ``token`` authenticates the caller (default: ``SEMEL_TOKEN``). ``timeout`` is for one attempt. A failed attempt is
+    repeated up to ``retries`` times if it may succeed later, after ``backoff`` seconds, then twice that, and so on.
+    ``transport`` is an httpx transport, for custom certificates and proxies. Threads may share a client; close it, or
+    use it in ``with``.
     """
 
     def __init__(
@@ -57,9 +54,9 @@ class Client:
         backoff: float = BACKOFF,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        options = line_options(base_url, token, transport)
+        options = httpx_options(base_url, token, transport)
         self.base_url = str(options["base_url"]).rstrip("/")
-        self._engine = ClientMethods(SyncBackend(**options), self.base_url, timeout, retries, backoff)
+        self._engine = ClientMethods(SyncClientBackend(**options), self.base_url, timeout, retries, backoff)
 
     submit = sync_method(ClientMethods.submit)
     submit_many = sync_method(ClientMethods.submit_many)
@@ -71,11 +68,11 @@ class Client:
     save_artifact = sync_method(ClientMethods.save_artifact)
     cancel = sync_method(ClientMethods.cancel)
     retry = sync_method(ClientMethods.retry)
-    runs = iterated(ClientMethods.runs)
+    runs = sync_iterator(ClientMethods.runs)
     timeline = sync_method(ClientMethods.timeline)
     waiting = sync_method(ClientMethods.waiting)
-    logs = iterated(ClientMethods.logs)
-    events = iterated(ClientMethods.events)
+    logs = sync_iterator(ClientMethods.logs)
+    events = sync_iterator(ClientMethods.events)
     summary = sync_method(ClientMethods.summary)
     models = sync_method(ClientMethods.models)
     workers = sync_method(ClientMethods.workers)
@@ -83,7 +80,7 @@ class Client:
     set_quota = sync_method(ClientMethods.set_quota)
     submit_job = sync_method(ClientMethods.submit_job)
     job = sync_method(ClientMethods.job)
-    jobs = iterated(ClientMethods.jobs)
+    jobs = sync_iterator(ClientMethods.jobs)
     cancel_job = sync_method(ClientMethods.cancel_job)
     configs = sync_method(ClientMethods.configs)
     costs = sync_method(ClientMethods.costs)
@@ -102,7 +99,7 @@ class Client:
 
 
 class AsyncClient:
-    """As :class:`Client`, for an event loop: what it answers is awaited, or iterated over with ``async for``."""
+    """Same as :class:`Client`, for an event loop: await its methods, or iterate over them with ``async for``."""
 
     def __init__(
         self,
@@ -114,9 +111,9 @@ class AsyncClient:
         backoff: float = BACKOFF,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        options = line_options(base_url, token, transport)
+        options = httpx_options(base_url, token, transport)
         self.base_url = str(options["base_url"]).rstrip("/")
-        self._engine = ClientMethods(AsyncBackend(**options), self.base_url, timeout, retries, backoff)
+        self._engine = ClientMethods(AsyncClientBackend(**options), self.base_url, timeout, retries, backoff)
 
     submit = async_method(ClientMethods.submit)
     submit_many = async_method(ClientMethods.submit_many)
@@ -128,11 +125,11 @@ class AsyncClient:
     save_artifact = async_method(ClientMethods.save_artifact)
     cancel = async_method(ClientMethods.cancel)
     retry = async_method(ClientMethods.retry)
-    runs = awaited_iterated(ClientMethods.runs)
+    runs = async_iterator(ClientMethods.runs)
     timeline = async_method(ClientMethods.timeline)
     waiting = async_method(ClientMethods.waiting)
-    logs = awaited_iterated(ClientMethods.logs)
-    events = awaited_iterated(ClientMethods.events)
+    logs = async_iterator(ClientMethods.logs)
+    events = async_iterator(ClientMethods.events)
     summary = async_method(ClientMethods.summary)
     models = async_method(ClientMethods.models)
     workers = async_method(ClientMethods.workers)
@@ -140,7 +137,7 @@ class AsyncClient:
     set_quota = async_method(ClientMethods.set_quota)
     submit_job = async_method(ClientMethods.submit_job)
     job = async_method(ClientMethods.job)
-    jobs = awaited_iterated(ClientMethods.jobs)
+    jobs = async_iterator(ClientMethods.jobs)
     cancel_job = async_method(ClientMethods.cancel_job)
     configs = async_method(ClientMethods.configs)
     costs = async_method(ClientMethods.costs)

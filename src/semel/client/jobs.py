@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import anyio
@@ -13,10 +12,17 @@ import msgspec
 from msgspec import Struct
 
 from semel.api_types import JobAnswer, JobPage, RemoteConfig, RemoteCosts, RemoteJob
-from semel.client.backend import AsyncBackend
 from semel.client.errors import Answer, refusal
-from semel.client.http import HttpSession, as_json, given, said_by
-from semel.client.sending import automatic_key, line_options, server_url
+from semel.client.http import (
+    AsyncClientBackend,
+    HttpSession,
+    automatic_key,
+    httpx_options,
+    json_body,
+    message_of,
+    server_url,
+    without_none,
+)
 from semel.errors import CostLimitExceeded, QuotaExceeded, RunNotFound, SemelError, ServiceError
 from semel.runs.types import checked_id
 
@@ -57,13 +63,13 @@ PAGE = 200
 def submission(config_name: str, key: str, tracker_run_name: str | None, ttl_hours: float | None) -> dict[str, Any]:
     """A job's submission as a body."""
     fields = {"config_name_to_load": config_name, "idempotency_key": key, "tracker_run_name": tracker_run_name or None}
-    return given({**fields, "ttl_hours": ttl_hours})
+    return without_none({**fields, "ttl_hours": ttl_hours})
 
 
-class JobVerbs:
+class JobMethods:
     """The verbs on jobs."""
 
-    exchange: HttpSession
+    session: HttpSession
 
     async def submit_job(
         self,
@@ -73,7 +79,7 @@ class JobVerbs:
         idempotency_key: str | None = None,
         tracker_run_name: str | None = None,
         ttl_hours: float | None = None,
-        timeout: float = SUBMIT_TIMEOUT,  # noqa: ASYNC109 -- it is the blocking face's, too
+        timeout: float = SUBMIT_TIMEOUT,  # noqa: ASYNC109 -- also the blocking client's
     ) -> SubmittedJob:
         """Submit a job of a named config; the job that is there already, when the key was used before.
 
@@ -83,10 +89,10 @@ class JobVerbs:
         """
         key = automatic_key() if idempotency_key is None else idempotency_key
         body = submission(config_name, key, tracker_run_name, ttl_hours)
-        answer = await self.exchange.ask(
+        answer = await self.session.request(
             "POST", SUBMIT, body=body, key=key, timeout=timeout, params={"provider": provider}
         )
-        said = self.exchange.decoded(answer, JobAnswer, key=key)
+        said = self.session.decode(answer, JobAnswer, key=key)
         if not said.success or not said.job_id:
             raise denial(said.error or "Unknown error", key)
         return SubmittedJob(
@@ -101,9 +107,9 @@ class JobVerbs:
 
     async def job(self, job_id: str) -> RemoteJob:
         """The job as it stands."""
-        return await self.exchange.read(_job_path(job_id), RemoteJob, about_run=True)
+        return await self.session.get(_job_path(job_id), RemoteJob, about_run=True)
 
-    async def jobs(
+    def jobs(
         self,
         *,
         status: str | None = None,
@@ -113,31 +119,23 @@ class JobVerbs:
         limit: int | None = None,
     ) -> AsyncGenerator[RemoteJob, None]:
         """Jobs, newest first, page after page: all of them, or up to ``limit``."""
-        asked = {"status": status, "config": config, "provider": provider, "user": user}
-        left = inf if limit is None else limit
-        cursor = None
-        while left > 0:
-            params = {**asked, "limit": int(min(left, PAGE)), "cursor": cursor}
-            page = await self.exchange.read(JOBS, JobPage, params=params)
-            for job in page.jobs:
-                yield job
-            left -= len(page.jobs)
-            cursor = page.next
-            if cursor is None or not page.jobs:
-                return
+        filters = {"status": status, "config": config, "provider": provider, "user": user}
+        return self.session.paginate(
+            JOBS, JobPage, lambda page: page.jobs, filters=filters, limit=limit, page_size=PAGE
+        )
 
     async def cancel_job(self, job_id: str) -> RemoteJob:
         """End a job that waits or uploads, or ask one that runs to end. Again changes nothing."""
-        answer = await self.exchange.ask("POST", f"{_job_path(job_id)}/cancel", about_run=True)
-        return self.exchange.decoded(answer, RemoteJob)
+        answer = await self.session.request("POST", f"{_job_path(job_id)}/cancel", about_run=True)
+        return self.session.decode(answer, RemoteJob)
 
     async def configs(self) -> list[RemoteConfig]:
         """Every config that a job can name."""
-        return await self.exchange.read("/api/cloud/configs", list[RemoteConfig])
+        return await self.session.get("/api/cloud/configs", list[RemoteConfig])
 
     async def costs(self, user: str | int | None = None) -> RemoteCosts:
         """What one has spent oneself, or, for operators, somebody else, against the limits of the quota."""
-        return await self.exchange.read("/api/cloud/cost-limit/status", RemoteCosts, params={"user": user})
+        return await self.session.get("/api/cloud/cost-limit/status", RemoteCosts, params={"user": user})
 
 
 def _job_path(job_id: object) -> str:
@@ -174,18 +172,18 @@ async def submit_cloud_job(
     the same. ``timeout`` is for the whole of it.
     """
     key = automatic_key() if idempotency_key is None else idempotency_key
-    line = AsyncBackend(**line_options(base_url, token, None))
-    exchange = HttpSession(line, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
+    backend = AsyncClientBackend(**httpx_options(base_url, token, None))
+    session = HttpSession(backend, str(server_url(base_url)), timeout=timeout, retries=0, backoff=0.0)
     try:
         with anyio.fail_after(timeout):
-            body = as_json(submission(config_name, key, tracker_run_name, ttl_hours))
-            answer = await exchange.once("POST", SUBMIT, timeout, params={"provider": provider}, **body)
+            body = json_body(submission(config_name, key, tracker_run_name, ttl_hours))
+            answer = await session.try_once("POST", SUBMIT, timeout, params={"provider": provider}, **body)
         return SubmitResult(**_result(answer), idempotency_key=key)
     except TimeoutError:
         return SubmitResult(success=False, error=TIMED_OUT, idempotency_key=key)
     finally:
         with anyio.CancelScope(shield=True):
-            await line.hang_up()
+            await backend.close()
 
 
 def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
@@ -193,7 +191,7 @@ def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
     if isinstance(answer, httpx.TimeoutException) and not isinstance(answer, httpx.ConnectTimeout):
         raise TimeoutError
     if isinstance(answer, httpx.TransportError):
-        return {"success": False, "error": f"Connection error: {said_by(answer)}"}
+        return {"success": False, "error": f"Connection error: {message_of(answer)}"}
     try:
         said = msgspec.json.decode(answer.content, type=JobAnswer)
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What comes in pieces: a run's events as they happen, and its files."""
+"""Responses that are read piece by piece: a run's events as they happen, and its artifacts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import msgspec
 
 from semel.api_types import RemoteEvent
 from semel.client.errors import Answer
-from semel.client.http import HttpSession, within
-from semel.client.transport import LOST
+from semel.client.http import LOST, HttpSession, httpx_timeout
 from semel.errors import ResultStoreError
 from semel.runs.types import TERMINAL
 
 SILENCE = 45.0
-"""Seconds after which a stream without a sign of life is taken for lost; the server gives one every 15."""
+"""Seconds without a byte after which an event stream counts as lost; the server sends a comment every 15."""
 LONGEST_PAUSE = 10.0
-"""Seconds between two looks for a server that is away, at the most."""
+"""Seconds: the longest pause between two attempts to reach a server that is unavailable."""
 LONGEST_LINE = 1 << 24
-"""Bytes of one line in a stream of events, at the most: no run's news are so long."""
+"""Bytes: the longest line of an event stream."""
 
 
 class EventReader:
-    """Makes events of the bytes of an event stream, however they are cut."""
+    """Parses the bytes of an event stream."""
 
     def __init__(self) -> None:
         self.last_id = ""
@@ -34,25 +33,25 @@ class EventReader:
         self.restart()
 
     def restart(self) -> None:
-        """A new connection begins: what was half told on the last one is told again."""
+        """Drop an incomplete event: a new connection sends it again."""
         self._rest = b""
         self._fields: dict[str, str] = {}
 
-    def feed(self, piece: bytes) -> list[RemoteEvent]:
-        """The events that are whole with this piece."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+    def feed(self, chunk: bytes) -> list[RemoteEvent]:
+        """The events that are complete with this chunk."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
             raise httpx.RemoteProtocolError("a line of the events does not end")
-        told = (self._line(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
-        return [event for event in told if event is not None]
+        events = (self._parse(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
+        return [event for event in events if event is not None]
 
-    def _line(self, line: str) -> RemoteEvent | None:
+    def _parse(self, line: str) -> RemoteEvent | None:
         if line:
             name, _, value = line.partition(":")
             value = value.removeprefix(" ")
             if name == "data" and "data" in self._fields:
                 value = f"{self._fields['data']}\n{value}"
-            self._fields[name] = value  # one without a name is a comment: the server is still there
+            self._fields[name] = value  # a line without a name is a comment, which keeps the connection alive
             return None
         fields, self._fields = self._fields, {}
         self.last_id = fields.get("id", self.last_id)
@@ -72,22 +71,22 @@ def _decoded(text: str) -> Any:
 
 
 class Streams:
-    """Opens streams, and again those that were lost."""
+    """Opens streams, and reopens them when the connection is lost."""
 
-    def __init__(self, exchange: HttpSession) -> None:
-        self._exchange = exchange
-        self._line = exchange.line
+    def __init__(self, session: HttpSession) -> None:
+        self._session = session
+        self._backend = session.backend
 
     async def events(self, path: str) -> AsyncGenerator[RemoteEvent, None]:
-        """Every event of a run, until it is over; a stream that is lost is taken up where it broke off.
+        """Every event of a run, until it has ended; a lost connection is resumed after the last event.
 
-        A server that goes away meanwhile is waited for; one that was never there is not.
+        Once there was an event, a server that becomes unavailable is waited for without limit.
         """
-        reader = EventReader()
+        reader, policy = EventReader(), self._session.retry_policy
         lost, connected = 0, False
         while True:
             headers = {"accept": "text/event-stream"} | ({"last-event-id": reader.last_id} if reader.last_id else {})
-            answer = await self._opened(path, max(self._exchange.timeout, SILENCE), headers)
+            answer = await self._open(path, max(self._session.timeout, SILENCE), headers)
             if isinstance(answer, httpx.Response):
                 async with aclosing(self._read(answer, reader)) as events:
                     async for event in events:
@@ -95,70 +94,62 @@ class Streams:
                         yield event
                 if reader.ended:
                     return
-            elif self._exchange.wait(1, answer) is None or (not connected and lost >= self._exchange.retries):
-                self._exchange.settled(answer, about_run=True)  # raises what is an error; 204: there is no more
+            elif policy.wait(1, answer) is None or (not connected and lost >= policy.retries):
+                self._session.checked(answer, about_run=True)  # raises for an error; 204: no more events
                 return
             lost += 1
-            await self._line.pause(min(self._exchange.pause(lost), LONGEST_PAUSE))
+            await self._backend.pause(min(policy.pause(lost), LONGEST_PAUSE))
 
     async def _read(self, response: httpx.Response, reader: EventReader) -> AsyncGenerator[RemoteEvent, None]:
-        """The events of one connection, for as long as it holds."""
+        """The events of one connection, until it is lost."""
         reader.restart()
-        parts = self._line.parts(response)
+        chunks = self._backend.chunks(response)
         try:
-            while (piece := await self._line.next(parts)) is not None:
-                for event in reader.feed(piece):
+            while (chunk := await self._backend.next(chunks)) is not None:
+                for event in reader.feed(chunk):
                     yield event
         except (*LOST, httpx.DecodingError):
             return
         finally:
-            await self._line.close(response)
+            await self._backend.close_response(response)
 
     async def download(self, path: str, sink: IO[bytes]) -> None:
-        """Pour a file into the sink, from its beginning as often as it takes."""
-        number = 0
-        while True:
-            number += 1
+        """Write an artifact to the sink; each attempt starts from the beginning."""
+
+        async def attempt() -> Answer | httpx.TransportError:
             sink.seek(0)
             sink.truncate()
-            answer: httpx.Response | Answer | httpx.TransportError | None
-            answer = await self._opened(path, self._exchange.timeout, {"accept": "*/*"})
-            if isinstance(answer, httpx.Response):
-                answer = await self._poured(answer, sink)
-            if answer is None:
-                return
-            pause = self._exchange.wait(number, answer) if number <= self._exchange.retries else None
-            if pause is None:
-                raise self._exchange.failure(answer, about_run=True)
-            await self._line.pause(pause)
+            answer = await self._open(path, self._session.timeout, {"accept": "*/*"})
+            return await self._copy(answer, sink) if isinstance(answer, httpx.Response) else answer
 
-    async def _poured(self, response: httpx.Response, sink: IO[bytes]) -> httpx.TransportError | None:
-        parts = self._line.parts(response)
+        outcome = await self._session.with_retries("GET", path, attempt)
+        if not isinstance(outcome, Answer) or outcome.status != 200:
+            raise self._session.error_of(outcome, about_run=True)
+
+    async def _copy(self, response: httpx.Response, sink: IO[bytes]) -> Answer | httpx.TransportError:
+        chunks = self._backend.chunks(response)
         digest = sha256()
         try:
-            while (piece := await self._line.next(parts)) is not None:
-                digest.update(piece)
-                await self._line.apart(sink.write, piece)
+            while (chunk := await self._backend.next(chunks)) is not None:
+                digest.update(chunk)
+                await self._backend.run_blocking(sink.write, chunk)
         except LOST as error:
             return error
         except httpx.DecodingError as error:
             return httpx.RemoteProtocolError(str(error))
-        else:
-            told = response.headers.get("etag", "").removeprefix("W/").strip('"')
-            if len(told) == len(digest.hexdigest()) and told != digest.hexdigest():
-                raise ResultStoreError(
-                    "the artifact that came differs from the one that was stored: its digest is another"
-                )
-            return None
         finally:
-            await self._line.close(response)
+            await self._backend.close_response(response)
+        expected = response.headers.get("etag", "").removeprefix("W/").strip('"')
+        if len(expected) == len(digest.hexdigest()) and expected != digest.hexdigest():
+            raise ResultStoreError("the artifact that came differs from the one that was stored: its digest is another")
+        return Answer(response.status_code, response.headers, b"")
 
-    async def _opened(
+    async def _open(
         self, path: str, seconds: float, headers: dict[str, str]
     ) -> httpx.Response | Answer | httpx.TransportError:
-        """A stream that has begun; else the whole of another answer, or the error that leaves open what happened."""
+        """A response with status 200 whose body is not read yet; any other as a whole, or a connection error."""
         try:
-            response = await self._line.send("GET", path, timeout=within(seconds), headers=headers)
+            response = await self._backend.request("GET", path, timeout=httpx_timeout(seconds), headers=headers)
         except LOST as error:
             return error
-        return response if response.status_code == 200 else await self._exchange.whole(response, seconds)
+        return response if response.status_code == 200 else await self._session.read_all(response, seconds)

@@ -1,34 +1,29 @@
-"""Transports for httpx that give a request its idempotency key, and send it again under the same key until it is
-answered. The rules are written once; a blocking and an awaited line carry them out.
+"""Transports for httpx that give a request an idempotency key, and send it again with that key until the server
+responds.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from math import inf
 from types import TracebackType
-from typing import Any, Protocol, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 from uuid import uuid4
 
-import anyio
 import httpx
+from msgspec.structs import replace
 
 from semel._concurrency.sync import run_sync
 from semel._validation import checked_int, checked_seconds
+from semel.client.http import LOST, AsyncBackend, HttpBackend, RetryPolicy, SyncBackend, send_with_retries
 
 FAILURES = frozenset((500, 502, 503, 504))
 """Statuses after which the same request may succeed."""
 
-LOST = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-"""Errors after which nobody here knows whether the request was carried out."""
-
-_BUSY = frozenset(("IDEMPOTENCY_KEY_PROCESSING", "idempotency_key_in_use"))
-_NEVER = frozenset(("IDEMPOTENCY_KEY_CONFLICT", "idempotency_key_reused"))
+_IN_PROGRESS = frozenset(("IDEMPOTENCY_KEY_PROCESSING", "idempotency_key_in_use"))
+_REUSED = frozenset(("IDEMPOTENCY_KEY_CONFLICT", "idempotency_key_reused"))
 
 _log = logging.getLogger("semel")
 
@@ -38,47 +33,48 @@ def _new_key() -> str:
 
 
 class TransportOptions(TypedDict, total=False):
-    """What a transport can be told."""
+    """The options of the transports."""
 
     retries: int
-    """How many times a request is sent again; 5 without it."""
+    """How many times a request is sent again; 5 by default."""
 
     methods: Iterable[str]
-    """Which requests get a key and are retried; others pass untouched. POST without it."""
+    """The methods whose requests get a key and are retried; POST by default. Others pass unchanged."""
 
     header: str
-    """The header that holds the key."""
+    """The header with the key."""
 
     backoff: float
-    """Seconds before the first retry; each further one waits twice as long, and a random part of it less."""
+    """Seconds before the first retry; doubled for each further one, minus a random part."""
 
     longest_wait: float
-    """Seconds that a wait between two tries never exceeds, whatever ``Retry-After`` asks for."""
+    """Seconds: the longest wait between two attempts, whatever ``Retry-After`` asks for."""
 
     deadline: float | None
-    """Seconds for all tries and waits together; None for no limit but ``retries``."""
+    """Seconds for all attempts and waits together; None for no limit but ``retries``."""
 
     buffer: int
-    """Bytes of a body that are held in memory. A longer upload that cannot be read twice is sent once only; a longer
-    answer, or one without a Content-Length, is passed on while it comes."""
+    """Bytes of a body that are held in memory. A longer upload that cannot be read twice is sent only once; a longer
+    response, or one without a Content-Length, is passed on as it arrives."""
 
     new_key: Callable[[], str]
-    """Makes a key; ``uuid4().hex`` without it."""
+    """Returns a new key; ``uuid4().hex`` by default."""
 
 
 class IdempotentTransport(httpx.BaseTransport):
-    """``httpx.Client(transport=IdempotentTransport())`` sends each POST until it is answered, under one key.
+    """``httpx.Client(transport=IdempotentTransport())`` sends each POST until the server responds, with one key.
 
-    ``inner`` sends the tries; without it an ``httpx.HTTPTransport``. See :class:`Options`.
+    ``inner`` sends each attempt; by default an ``httpx.HTTPTransport``. For the options see
+    :class:`TransportOptions`.
     """
 
     def __init__(self, inner: httpx.BaseTransport | None = None, **options: Unpack[TransportOptions]) -> None:
         self._inner = httpx.HTTPTransport() if inner is None else inner
-        self._tries = _Tries(_SyncBackend(self._inner), **options)
+        self._sender = _KeyedSender(SyncBackend(self._inner.handle_request), **options)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send it as often as it takes; the last answer or error is the caller's."""
-        return run_sync(self._tries.answer(request))
+        """Return the last response, or raise the last error, after all attempts."""
+        return run_sync(self._sender.send(request))
 
     def close(self) -> None:
         """Close the connections."""
@@ -98,15 +94,15 @@ class IdempotentTransport(httpx.BaseTransport):
 
 
 class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
-    """As :class:`IdempotentTransport`, for ``httpx.AsyncClient``."""
+    """Same as :class:`IdempotentTransport`, for ``httpx.AsyncClient``."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport | None = None, **options: Unpack[TransportOptions]) -> None:
         self._inner = httpx.AsyncHTTPTransport() if inner is None else inner
-        self._tries = _Tries(_AsyncBackend(self._inner), **options)
+        self._sender = _KeyedSender(AsyncBackend(self._inner.handle_async_request), **options)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send it as often as it takes; the last answer or error is the caller's."""
-        return await self._tries.answer(request)
+        """Return the last response, or raise the last error, after all attempts."""
+        return await self._sender.send(request)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -125,53 +121,8 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
         await self._inner.__aexit__(exc_type, exc_value, traceback)
 
 
-class _Backend(Protocol):
-    """The way to the server. The blocking one never suspends, so that ``drive`` can run what is written over it."""
-
-    async def send(self, request: httpx.Request) -> httpx.Response: ...
-    async def close(self, response: httpx.Response) -> None: ...
-    async def pause(self, duration: float) -> None: ...
-    def parts(self, stream: Any) -> Any: ...
-    async def next(self, parts: Any) -> bytes | None: ...
-
-
-class _SyncBackend:
-    def __init__(self, inner: httpx.BaseTransport) -> None:
-        self.send_now, self.pause_now = inner.handle_request, time.sleep
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        return self.send_now(request)
-
-    async def close(self, response: httpx.Response) -> None:
-        response.close()
-
-    async def pause(self, duration: float) -> None:
-        self.pause_now(duration)
-
-    def parts(self, stream: httpx.SyncByteStream) -> Iterator[bytes]:
-        return iter(stream)
-
-    async def next(self, parts: Iterator[bytes]) -> bytes | None:
-        return next(parts, None)
-
-
-class _AsyncBackend:
-    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
-        self.send = inner.handle_async_request
-        self.pause = anyio.sleep
-
-    async def close(self, response: httpx.Response) -> None:
-        await response.aclose()
-
-    def parts(self, stream: httpx.AsyncByteStream) -> AsyncIterator[bytes]:
-        return aiter(stream)
-
-    async def next(self, parts: AsyncIterator[bytes]) -> bytes | None:
-        return await anext(parts, None)
-
-
-class _Begun(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A stream whose first part was read already; it can be read once, and says so when it is read again."""
+class _PartlyRead(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A stream whose first part was read already. It can be read once; httpx.StreamConsumed after that."""
 
     def __init__(self, head: bytes, rest: Any, source: Any) -> None:
         self._head: bytes | None = head
@@ -199,12 +150,12 @@ class _Begun(httpx.SyncByteStream, httpx.AsyncByteStream):
         await self._source.aclose()
 
 
-class _Tries:
-    """What is sent again, when, and when not."""
+class _KeyedSender:
+    """Sends a request with its key, again and again."""
 
     def __init__(
         self,
-        line: _Backend,
+        backend: HttpBackend,
         *,
         retries: int = 5,
         methods: Iterable[str] = ("POST",),
@@ -215,75 +166,73 @@ class _Tries:
         buffer: int = 1 << 20,
         new_key: Callable[[], str] = _new_key,
     ) -> None:
-        self._line = line
-        self._retries = checked_int("retries", retries)
+        self._backend = backend
         self._methods = frozenset(name.upper() for name in ((methods,) if isinstance(methods, str) else methods))
         self._header = header
-        self._backoff = checked_seconds("backoff", backoff, zero=True)
-        self._longest_wait = checked_seconds("longest_wait", longest_wait, zero=True)
+        self._policy = RetryPolicy(
+            retries=checked_int("retries", retries),
+            backoff=checked_seconds("backoff", backoff, zero=True),
+            longest_wait=checked_seconds("longest_wait", longest_wait, zero=True),
+            jitter=(0.5, 1),
+            is_retryable=is_retryable_with_key,
+        )
         self._deadline = inf if deadline is None else checked_seconds("deadline", deadline)
         self._buffer = checked_int("buffer", buffer, 0, None)
         self._new_key = new_key
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        """The answer to a request, after as many tries as it takes and the rules allow."""
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """Return the last response, or raise the last error."""
         if request.method not in self._methods:
-            return await self._line.send(request)
+            return await self._backend.send(request)
         if self._header not in request.headers:
             request.headers[self._header] = self._new_key()
         end = time.monotonic() + self._deadline
-        tries = 1 + self._retries if await self._repeatable(request) else 1
-        number = 0
-        while True:
-            number += 1
-            answer = await self._try(request, end)
-            wait = self._wait(number, answer) if number < tries else None
-            if wait is not None and time.monotonic() + wait >= end:
-                wait = None
-            self._say(request, f"try {number} of {tries}", answer, wait)
-            if wait is None:
-                break
-            if isinstance(answer, httpx.Response):
-                await self._line.close(answer)
-            await self._line.pause(wait)
-        if isinstance(answer, httpx.Response):
-            return answer
+        policy = self._policy if await self._repeatable(request) else replace(self._policy, retries=0)
+
+        async def attempt() -> httpx.Response | httpx.TransportError:
+            return await self._try_once(request, end)
+
+        def log(number: int, outcome: httpx.Response | httpx.TransportError, wait: float | None) -> None:
+            self._log_attempt(request, f"try {number} of {policy.retries + 1}", outcome, wait)
+
+        outcome = await send_with_retries(self._backend, policy, attempt, log, end)
+        if isinstance(outcome, httpx.Response):
+            return outcome
         try:
-            raise answer
+            raise outcome
         finally:
-            del answer  # or the error would hold this frame, and the frame the error
+            del outcome  # or the error would hold this frame, and the frame the error
 
     async def _repeatable(self, request: httpx.Request) -> bool:
-        """See that the body can be sent twice: bytes can, and whatever else fits into the buffer."""
+        """Whether the body can be sent twice: bytes can, and a stream that fits into the buffer."""
         if not isinstance(request.stream, httpx.ByteStream):
             request.stream = await self._held(request.stream)
         return isinstance(request.stream, httpx.ByteStream)
 
-    async def _held(self, stream: Any) -> httpx.ByteStream | _Begun:
-        """A stream's bytes, or, where they are more than the buffer holds, the stream as before its first byte."""
-        parts = self._line.parts(stream)
+    async def _held(self, stream: Any) -> httpx.ByteStream | _PartlyRead:
+        """The stream in memory, or the unread stream if it is larger than the buffer."""
+        chunks = self._backend.chunks(stream)
         head = bytearray()
-        while (part := await self._line.next(parts)) is not None:
-            head += part
+        while (chunk := await self._backend.next(chunks)) is not None:
+            head += chunk
             if len(head) > self._buffer:
-                return _Begun(bytes(head), parts, stream)
+                return _PartlyRead(bytes(head), chunks, stream)
         return httpx.ByteStream(bytes(head))
 
-    async def _try(self, request: httpx.Request, end: float) -> httpx.Response | httpx.TransportError:
-        """One try: an answer, or the error that leaves open whether there was one."""
+    async def _try_once(self, request: httpx.Request, end: float) -> httpx.Response | httpx.TransportError:
         left = max(end - time.monotonic(), 0.001)
-        extensions = {**request.extensions, "timeout": _within(left, request.extensions.get("timeout"))}
+        extensions = {**request.extensions, "timeout": _limited_timeouts(left, request.extensions.get("timeout"))}
         copy = httpx.Request(
             request.method, request.url, headers=request.headers, stream=request.stream, extensions=extensions
         )
         try:
-            response = await self._line.send(copy)
+            response = await self._backend.send(copy)
             return await self._received(response) if self._is_short(response) else response
         except LOST as error:
             return error
 
     def _is_short(self, response: httpx.Response) -> bool:
-        """Whether the answer is taken in here, so that a connection that breaks in the midst of it is a failed try."""
+        """Whether the response is read as a whole here, so that a connection lost within it is a failed attempt."""
         length = response.headers.get("content-length", "")
         return (
             response.status_code in FAILURES
@@ -295,60 +244,36 @@ class _Tries:
         try:
             stream = await self._held(response.stream)
         except BaseException:
-            await self._line.close(response)
+            await self._backend.close_response(response)
             raise
         if isinstance(stream, httpx.ByteStream):
-            await self._line.close(response)
+            await self._backend.close_response(response)
         return httpx.Response(
             response.status_code, headers=response.headers, stream=stream, extensions=response.extensions
         )
 
-    def _wait(self, number: int, answer: httpx.Response | httpx.TransportError) -> float | None:
-        """Seconds until the next try; None when the answer is final."""
-        asked = 0.0
-        if isinstance(answer, httpx.Response):
-            if not is_retryable(answer):
-                return None
-            asked = retry_after(answer.headers.get("retry-after", ""))
-        pause = self._backoff * 2.0 ** min(number - 1, 60)
-        pause *= random.uniform(0.5, 1)  # noqa: S311 -- so that clients that failed together do not come back together
-        return min(max(pause, asked), self._longest_wait)
-
-    def _say(self, request: httpx.Request, which: str, answer: object, wait: float | None) -> None:
-        said = answer.status_code if isinstance(answer, httpx.Response) else type(answer).__name__
+    def _log_attempt(self, request: httpx.Request, which: str, outcome: object, wait: float | None) -> None:
+        said = outcome.status_code if isinstance(outcome, httpx.Response) else type(outcome).__name__
         then = "" if wait is None else f"; again in {wait:.2f} s"
         url, key = request.url, request.headers[self._header]
         _log.info("%s %s%s with the key %r, %s: %s%s", request.method, url.host, url.path, key, which, said, then)
 
 
-def is_retryable(response: httpx.Response) -> bool:
-    """Whether the same request may get another answer later.
+def is_retryable_with_key(response: httpx.Response) -> bool:
+    """Whether the same request with the same key may get another response later.
 
-    Yes for the failures of servers, and for a key whose first request is still being carried out. A replayed answer
-    stays what it is.
+    True for server failures, and while the first request with the key is in progress. A replayed response is final.
     """
     if response.headers.get("idempotent-replayed", "").lower() == "true":
         return False
     if response.status_code == 409:
         code, retryable = _refusal(response)
-        return code not in _NEVER and (code in _BUSY or retryable is True)
+        return code not in _REUSED and (code in _IN_PROGRESS or retryable is True)
     return response.status_code in FAILURES and _refusal(response)[1] is not False
 
 
-def retry_after(value: str) -> float:
-    """Seconds that a ``Retry-After`` asks for, as a number or as a date; 0 where it makes no sense."""
-    value = value.strip()
-    if value.isascii() and value.isdigit():
-        return float(value[:20])
-    try:
-        moment = parsedate_to_datetime(value)
-        return max(0.0, (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return 0.0
-
-
 def _refusal(response: httpx.Response) -> tuple[object, object]:
-    """The code of a refusal and whether it says that it is ``retryable``, in whichever dialect it is put."""
+    """The error code and ``retryable`` of a problem, or the code of an error in the style of Stripe."""
     if not isinstance(response.stream, httpx.ByteStream):
         return None, None
     try:
@@ -364,8 +289,8 @@ def _refusal(response: httpx.Response) -> tuple[object, object]:
     return code if isinstance(code, str) else None, problem.get("retryable")
 
 
-def _within(left: float, timeout: Any) -> dict[str, float | None]:
-    """The request's timeouts, none of them beyond what is left of the deadline."""
+def _limited_timeouts(left: float, timeout: Any) -> dict[str, float | None]:
+    """The request's timeouts, none longer than what is left until the deadline."""
     given = timeout or {}
     names = ("connect", "read", "write", "pool")
     if left == inf:

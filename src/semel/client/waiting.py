@@ -24,8 +24,8 @@ Progress: TypeAlias = Callable[[RemoteRun], object]
 class RunWaiter:
     """One who waits for a run to be over, and tells of its progress where somebody wants to know."""
 
-    def __init__(self, exchange: HttpSession, path: str, seconds: float | None, progress: Progress | None) -> None:
-        self._exchange = exchange
+    def __init__(self, session: HttpSession, path: str, seconds: float | None, progress: Progress | None) -> None:
+        self._session = session
         self._path = path
         self._seconds = seconds
         self._end = inf if seconds is None else time.monotonic() + seconds
@@ -40,13 +40,13 @@ class RunWaiter:
             begun = time.monotonic()
             hold = 0.0 if lost else self._hold()
             answer = await self._look(hold)
-            pause = self._exchange.wait(lost + 1, answer)
-            if pause is not None and (self._run is not None or lost < self._exchange.retries):
+            pause = self._session.retry_policy.wait(lost + 1, answer)
+            if pause is not None and (self._run is not None or lost < self._session.retry_policy.retries):
                 lost += 1
                 await self._sleep(min(pause, LONGEST_PAUSE))
                 continue
             lost = 0
-            run = await self._taken(self._exchange.settled(answer, about_run=True))
+            run = await self._taken(self._session.checked(answer, about_run=True))
             if run is not None and run.done:
                 return run
             # A server that answers at once, and tells nothing new, does not hold answers back: it may be about to end.
@@ -62,15 +62,15 @@ class RunWaiter:
     async def _look(self, hold: float) -> Answer | httpx.TransportError:
         headers = {} if self._tag is None else {"if-none-match": self._tag}
         params = {"wait": f"{hold:.3f}"} if hold else {}
-        return await self._exchange.once(
-            "GET", self._path, self._exchange.timeout + hold, params=params, headers=headers
+        return await self._session.try_once(
+            "GET", self._path, self._session.timeout + hold, params=params, headers=headers
         )
 
     async def _taken(self, answer: Answer) -> RemoteRun | None:
         """The run, if it is other than it was."""
         if answer.status == 304:
             return None
-        run = self._exchange.decoded(answer, RemoteRun)
+        run = self._session.decode(answer, RemoteRun)
         if run == self._run:
             return None
         self._run = run
@@ -87,4 +87,4 @@ class RunWaiter:
             how = "not known to be over" if self._run is None else f"still {self._run.status}"
             raise TimeoutError(f"run {self._path.rpartition('/')[2]} is {how} after {self._seconds} seconds")
         if duration:
-            await self._exchange.line.pause(min(duration, left))
+            await self._session.backend.pause(min(duration, left))
