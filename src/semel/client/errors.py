@@ -1,4 +1,4 @@
-"""What a server's refusal means: problem details become the library's own errors, where there is one."""
+"""Converts error responses of a server to semel's exceptions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from semel.errors import (
 )
 
 _SHOWN = 500
-"""Characters of an answer that is no problem's, at the most, that an error repeats."""
+"""Characters of an unknown response that an error message quotes at most."""
 
 
 class Answer(Struct, frozen=True):
-    """What came back, whole."""
+    """A response with its whole body."""
 
     status: int
     headers: httpx.Headers
@@ -43,7 +43,7 @@ class Answer(Struct, frozen=True):
 
     @property
     def problem(self) -> Problem:
-        """What it says of itself; of an answer that is no problem's, nothing."""
+        """The problem details; ``_NO_PROBLEM`` if the body has none."""
         try:
             return msgspec.json.decode(self.content, type=Problem)
         except (msgspec.DecodeError, RecursionError):
@@ -78,15 +78,15 @@ _BY_STATUS: dict[int, type[ServiceError]] = {401: Unauthenticated, 403: Forbidde
 
 
 def is_retryable(answer: Answer) -> bool:
-    """Whether the same request may get another answer later: the server failed, or is too busy."""
+    """Whether the same request may succeed later: the server failed, or is too busy."""
     if answer.status == 429:
         problem = answer.problem
-        return problem is _NO_PROBLEM or problem.retryable  # a quota stays what it is
+        return problem is _NO_PROBLEM or problem.retryable  # not for a quota
     return answer.status >= 500 or answer.status == 408
 
 
 def refusal(answer: Answer, *, key: str | None = None, about_run: bool = False) -> SemelError:
-    """The error behind an answer that is none of success; ``about_run``: a 404 is about a run."""
+    """The exception for an error response; ``about_run``: a 404 means RunNotFound."""
     problem = answer.problem
     if problem.error_code in _KNOWN:
         return _KNOWN[problem.error_code](problem)
@@ -94,17 +94,17 @@ def refusal(answer: Answer, *, key: str | None = None, about_run: bool = False) 
         return RunNotFound(problem.detail)
     kind = _BY_STATUS.get(answer.status, ServiceError)
     code = problem.error_code or f"HTTP_{answer.status}"
-    return kind(answer.status, code, problem.detail or _told(answer), is_retryable(answer), idempotency_key=key)
+    return kind(answer.status, code, problem.detail or _excerpt(answer), is_retryable(answer), idempotency_key=key)
 
 
-def unexpected_response(answer: Answer, place: str, *, key: str | None = None) -> ServiceError:
-    """The error for an answer of success that is not what semel's server says."""
-    said = f"{place} answered with what semel's server does not say; is that its address? {_told(answer)}"
-    return ServiceError(answer.status, "UNEXPECTED_ANSWER", said.strip(), idempotency_key=key)
+def unexpected_response(answer: Answer, url: str, *, key: str | None = None) -> ServiceError:
+    """The exception for a response of success that no semel server sends."""
+    detail = f"the response from {url} is not from a semel server; is the address right? {_excerpt(answer)}"
+    return ServiceError(answer.status, "UNEXPECTED_ANSWER", detail, idempotency_key=key)
 
 
-def _told(answer: Answer) -> str:
+def _excerpt(answer: Answer) -> str:
     if 300 <= answer.status < 400:
-        return f"the server sends this elsewhere, to {answer.headers.get('location', '')[:_SHOWN]!r}; give its address"
+        return f"the server redirects to {answer.headers.get('location', '')[:_SHOWN]!r}; use that address"
     text = " ".join(answer.content[: 4 * _SHOWN].decode(errors="replace").split())
-    return f"it said: {text[:_SHOWN]}" if text else "it said nothing"
+    return f"the response: {text[:_SHOWN]}" if text else "the response is empty"

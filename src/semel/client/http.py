@@ -317,7 +317,7 @@ class HttpSession:
             while (piece := await self.backend.next(chunks)) is not None:
                 pieces.append(piece)
                 if time.monotonic() > end:
-                    return httpx.ReadTimeout("the answer came too slowly")
+                    return httpx.ReadTimeout("the response arrived too slowly")
             return Answer(response.status_code, response.headers, b"".join(pieces))
         except LOST as error:
             return error
@@ -347,14 +347,15 @@ class HttpSession:
 
     def _unreachable(self, error: httpx.TransportError, key: str | None) -> ServerUnreachable:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            said = f"there is no server at {self.url} ({message_of(error)}); `semel serve` starts one"
-            return ServerUnreachable(
-                f"{said}, and SEMEL_SERVER says where it is (or base_url=, or --server)", idempotency_key=key
+            message = (
+                f"there is no server at {self.url} ({message_of(error)}); start one with `semel serve`, or set its "
+                "address with SEMEL_SERVER, base_url= or --server"
             )
-        said = f"no answer came from {self.url} ({message_of(error)})"
+            return ServerUnreachable(message, idempotency_key=key)
+        message = f"no response from {self.url} ({message_of(error)})"
         if key is not None:
-            said += f"; the request may have been carried out: send it again with idempotency_key={key!r} to see"
-        return ServerUnreachable(said, idempotency_key=key)
+            message += f"; the request may have been carried out: repeat it with idempotency_key={key!r} to find out"
+        return ServerUnreachable(message, idempotency_key=key)
 
 
 def message_of(error: httpx.TransportError) -> str:

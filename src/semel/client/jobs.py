@@ -1,4 +1,4 @@
-"""The jobs API for clients: submit with one key over all tries, look, cancel."""
+"""The methods of the clients on jobs, and ``submit_cloud_job``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from semel.errors import CostLimitExceeded, QuotaExceeded, RunNotFound, SemelErr
 from semel.runs.types import checked_id
 
 SUBMIT_TIMEOUT = 120.0
-"""Seconds for one try: the data of a config may have to be uploaded meanwhile."""
+"""Seconds for one attempt, in which the server may have to upload the config's data."""
 TIMED_OUT = "Request timed out - job may have been created, check with same idempotency key"
 
 
 class SubmittedJob(Struct, frozen=True, kw_only=True):
-    """A job that the server has. ``idempotent_hit``: it was there already, under the same key."""
+    """A job that was submitted. ``idempotent_hit``: it existed already, with the same key."""
 
     job_id: str
     status: str
@@ -45,7 +45,7 @@ class SubmittedJob(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class SubmitResult:
-    """What came of :func:`submit_cloud_job`. ``idempotency_key`` is the one to ask with again."""
+    """The result of :func:`submit_cloud_job`. Submit again with ``idempotency_key`` to get the same job."""
 
     success: bool
     job_id: str | None = None
@@ -57,17 +57,17 @@ class SubmitResult:
 JOBS = "/api/cloud/jobs"
 SUBMIT = f"{JOBS}/submit"
 PAGE = 200
-"""Jobs that are asked for at once."""
+"""Jobs per page of a list."""
 
 
 def submission(config_name: str, key: str, tracker_run_name: str | None, ttl_hours: float | None) -> dict[str, Any]:
-    """A job's submission as a body."""
+    """The body of a submission."""
     fields = {"config_name_to_load": config_name, "idempotency_key": key, "tracker_run_name": tracker_run_name or None}
     return without_none({**fields, "ttl_hours": ttl_hours})
 
 
 class JobMethods:
-    """The verbs on jobs."""
+    """The methods on jobs and configs."""
 
     session: HttpSession
 
@@ -81,11 +81,11 @@ class JobMethods:
         ttl_hours: float | None = None,
         timeout: float = SUBMIT_TIMEOUT,  # noqa: ASYNC109 -- also the blocking client's
     ) -> SubmittedJob:
-        """Submit a job of a named config; the job that is there already, when the key was used before.
+        """Submit a job of a named config, or return the job that was submitted with the same key.
 
-        One key, ``py-client-<uuid>`` without one, goes with all tries; it names the job for ``ttl_hours``, a day when
-        they are left out. ``timeout`` is for each of the tries. Raises
-        ``QuotaExceeded`` and ``CostLimitExceeded`` at once: to try again would not help.
+        All attempts carry the same key (``py-client-<uuid>`` by default), which is kept for ``ttl_hours`` (24 by
+        default). ``timeout`` is for each attempt. ``QuotaExceeded`` and ``CostLimitExceeded`` are raised without a
+        retry.
         """
         key = automatic_key() if idempotency_key is None else idempotency_key
         body = submission(config_name, key, tracker_run_name, ttl_hours)
@@ -94,7 +94,7 @@ class JobMethods:
         )
         said = self.session.decode(answer, JobAnswer, key=key)
         if not said.success or not said.job_id:
-            raise denial(said.error or "Unknown error", key)
+            raise _refused(said.error or "Unknown error", key)
         return SubmittedJob(
             job_id=said.job_id,
             status=said.status or "",
@@ -106,7 +106,7 @@ class JobMethods:
         )
 
     async def job(self, job_id: str) -> RemoteJob:
-        """The job as it stands."""
+        """Return the job."""
         return await self.session.get(_job_path(job_id), RemoteJob, about_run=True)
 
     def jobs(
@@ -118,36 +118,34 @@ class JobMethods:
         user: str | int | None = None,
         limit: int | None = None,
     ) -> AsyncGenerator[RemoteJob, None]:
-        """Jobs, newest first, page after page: all of them, or up to ``limit``."""
+        """Iterate over jobs, newest first, up to ``limit``."""
         filters = {"status": status, "config": config, "provider": provider, "user": user}
         return self.session.paginate(
             JOBS, JobPage, lambda page: page.jobs, filters=filters, limit=limit, page_size=PAGE
         )
 
     async def cancel_job(self, job_id: str) -> RemoteJob:
-        """End a job that waits or uploads, or ask one that runs to end. Again changes nothing."""
+        """Cancel a job that is queued or uploading, or request cancellation of a running one. Idempotent."""
         answer = await self.session.request("POST", f"{_job_path(job_id)}/cancel", about_run=True)
         return self.session.decode(answer, RemoteJob)
 
     async def configs(self) -> list[RemoteConfig]:
-        """Every config that a job can name."""
+        """Return the configs."""
         return await self.session.get("/api/cloud/configs", list[RemoteConfig])
 
     async def costs(self, user: str | int | None = None) -> RemoteCosts:
-        """What one has spent oneself, or, for operators, somebody else, against the limits of the quota."""
+        """Return the costs of the caller against the limits of their quota; operators may name another ``user``."""
         return await self.session.get("/api/cloud/cost-limit/status", RemoteCosts, params={"user": user})
 
 
 def _job_path(job_id: object) -> str:
-    """Where the job is. What can be no id is no job."""
     known = checked_id(job_id)
     if known is None:
         raise RunNotFound(f"there is no job {str(job_id)!r:.200}")
     return f"{JOBS}/{known}"
 
 
-def denial(error: str, key: str) -> SemelError:
-    """The error behind an answer of ``success: false``."""
+def _refused(error: str, key: str) -> SemelError:
     if "Quota exceeded" in error:
         return QuotaExceeded(error)
     if "Cost limit" in error:
@@ -166,10 +164,10 @@ async def submit_cloud_job(
     ttl_hours: float | None = None,
     timeout: float = 300.0,  # noqa: ASYNC109 -- part of the call as the document has it
 ) -> SubmitResult:
-    """Submit a job once, with a key, and say what came of it; no error is raised for what the server or the network do.
+    """Submit a job in one attempt. Errors of the server and the network are returned, not raised.
 
-    The key is ``py-client-<uuid>`` without one; the result names it, so that whoever got no answer can ask again with
-    the same. ``timeout`` is for the whole of it.
+    The result has the key (``py-client-<uuid>`` by default): after a timeout, submit again with the same key.
+    ``timeout`` is for the whole call.
     """
     key = automatic_key() if idempotency_key is None else idempotency_key
     backend = AsyncClientBackend(**httpx_options(base_url, token, None))
@@ -187,7 +185,6 @@ async def submit_cloud_job(
 
 
 def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
-    """The fields of a result."""
     if isinstance(answer, httpx.TimeoutException) and not isinstance(answer, httpx.ConnectTimeout):
         raise TimeoutError
     if isinstance(answer, httpx.TransportError):

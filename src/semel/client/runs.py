@@ -139,7 +139,7 @@ class RunMethods:
         ``progress`` is called with the run whenever it changes. If the server becomes unavailable after the first
         response, the wait goes on; before that, only ``retries`` apply.
         """
-        return await RunWaiter(self.session, _run_path(run_id), timeout, progress).ended()
+        return await RunWaiter(self.session, _run_path(run_id), timeout, progress).wait()
 
     async def result(self, run_id: str) -> Any:
         """Return the run's result; raises :class:`~semel.errors.RunNotComplete` unless the run succeeded."""

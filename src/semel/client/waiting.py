@@ -1,4 +1,4 @@
-"""Waiting for a run over HTTP, whatever becomes of the server meanwhile."""
+"""Waiting for a run over HTTP, also while the server is unavailable."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from semel.client.http import HttpSession
 from semel.client.streaming import LONGEST_PAUSE
 
 LONG_POLL = 25.0
-"""Seconds for which the server is asked to hold an answer back until there is something to tell."""
+"""Seconds for which the server may hold the response back until the run changes."""
 
 Progress: TypeAlias = Callable[[RemoteRun], object]
 
 
 class RunWaiter:
-    """One who waits for a run to be over, and tells of its progress where somebody wants to know."""
+    """Waits until a run has ended, and reports its progress."""
 
     def __init__(self, session: HttpSession, path: str, seconds: float | None, progress: Progress | None) -> None:
         self._session = session
@@ -33,41 +33,41 @@ class RunWaiter:
         self._run: RemoteRun | None = None
         self._tag: str | None = None
 
-    async def ended(self) -> RemoteRun:
-        """The run when it is over."""
+    async def wait(self) -> RemoteRun:
+        """Return the run once it has ended."""
         lost = 0
         while True:
             begun = time.monotonic()
             hold = 0.0 if lost else self._hold()
-            answer = await self._look(hold)
+            answer = await self._poll(hold)
             pause = self._session.retry_policy.wait(lost + 1, answer)
             if pause is not None and (self._run is not None or lost < self._session.retry_policy.retries):
                 lost += 1
                 await self._sleep(min(pause, LONGEST_PAUSE))
                 continue
             lost = 0
-            run = await self._taken(self._session.checked(answer, about_run=True))
+            run = await self._changed(self._session.checked(answer, about_run=True))
             if run is not None and run.done:
                 return run
-            # A server that answers at once, and tells nothing new, does not hold answers back: it may be about to end.
+            # A server that is shutting down does not hold responses back: do not poll it in a tight loop.
             early = run is None and time.monotonic() - begun < hold / 2
             await self._sleep(1.0 if early else 0.0)
 
     def _hold(self) -> float:
-        """How long the server may take to answer. Where progress is told, the first answer comes at once."""
+        """How long the server may hold the response back; the first one that reports progress comes at once."""
         if self._progress is not None and self._tag is None:
             return 0.0
         return max(0.0, min(LONG_POLL, self._end - time.monotonic()))
 
-    async def _look(self, hold: float) -> Answer | httpx.TransportError:
+    async def _poll(self, hold: float) -> Answer | httpx.TransportError:
         headers = {} if self._tag is None else {"if-none-match": self._tag}
         params = {"wait": f"{hold:.3f}"} if hold else {}
         return await self._session.try_once(
             "GET", self._path, self._session.timeout + hold, params=params, headers=headers
         )
 
-    async def _taken(self, answer: Answer) -> RemoteRun | None:
-        """The run, if it is other than it was."""
+    async def _changed(self, answer: Answer) -> RemoteRun | None:
+        """The run, if it has changed."""
         if answer.status == 304:
             return None
         run = self._session.decode(answer, RemoteRun)
@@ -76,9 +76,9 @@ class RunWaiter:
         self._run = run
         if self._progress is not None:
             self._tag = answer.headers.get("etag")
-            told = self._progress(run)
-            if isawaitable(told):
-                await told
+            reported = self._progress(run)
+            if isawaitable(reported):
+                await reported
         return run
 
     async def _sleep(self, duration: float) -> None:
