@@ -12,7 +12,7 @@ from semel import App
 from semel.cli import main as semel_command
 from semel.errors import IllegalTransition, InvalidRequest
 from semel.providers.replicate import MODEL, Replicate
-from semel.providers.replicate.service import share_in
+from semel.providers.replicate.service import progress_in
 from semel.service import Settings
 from semel.service.jobs.configs import Config
 from semel.service.state import ServiceState
@@ -377,7 +377,7 @@ def test_a_job_is_submitted_over_http_and_shows_what_became_of_it(
     ],
 )
 def test_progress_is_read_from_the_logs_where_it_can_be_told(logs: str | None, share: float | None) -> None:
-    assert share_in(logs) == share
+    assert progress_in(logs) == share
 
 
 def test_a_job_at_a_provider_is_retried_by_no_entrance(

@@ -184,9 +184,9 @@ def test_an_attempt_that_lost_its_lease_can_write_no_intent_and_no_status(
         terms = StatementContext(time.time_ns() // 1000)
         late: list[Callable[[Connection], object]] = [
             lambda conn: rows.intend(conn, intent, terms),
-            lambda conn: rows.note(conn, hold, "failed", terms),
+            lambda conn: rows.set_status(conn, hold, "failed", terms),
             lambda conn: rows.give_up(conn, hold, before["remote_id"], terms),
-            lambda conn: rows.cancel_asked(conn, hold, terms),
+            lambda conn: rows.cancel_requested(conn, hold, terms),
         ]
         for write in late:
             with pytest.raises(LeaseLost):

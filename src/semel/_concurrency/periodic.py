@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 
 from semel._concurrency.fork import survive_fork
-from semel._concurrency.retry import Outage
+from semel._concurrency.retry import Outage, jittered
 from semel._concurrency.runtime import Runtime, Signal
 from semel.errors import SemelError, StoreUnavailable
 
@@ -29,6 +31,23 @@ a renewal of long ones."""
 def time_for_renewal(left: float) -> float:
     """How long to wait for the reply to a renewal: a third of what is left of the shortest lease."""
     return min(max(left / 3, SHORTEST_TRY), LONGEST_TRY)
+
+
+async def repeat(tick: Callable[[], Awaitable[float]], name: str, after_failure: float) -> None:
+    """Call ``tick`` in this event loop until cancelled; it returns the seconds to sleep before the next call.
+
+    A failure is logged, but not that the store is unavailable, which the store logs itself.
+    """
+    while True:
+        pause = after_failure
+        try:
+            pause = await tick()
+        except StoreUnavailable:
+            pass
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the next call may succeed
+            unforeseen = None if isinstance(error, SemelError) else error
+            _log.warning("%s failed and will be tried again: %s", name, error, exc_info=unforeseen)
+        await asyncio.sleep(jittered(pause))
 
 
 class PeriodicTask(ABC):

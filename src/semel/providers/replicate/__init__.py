@@ -1,11 +1,11 @@
 """The provider ``replicate``: jobs as predictions in Replicate's cloud.
 
-A config says under ``providers.replicate`` what is run::
+A config says under ``providers.replicate`` what runs::
 
     {"version": "…", "input": {"prompt": "a fox"}}              # or "model": "owner/name", for official models
 
-The job becomes a run of the model ``semel.replicate``, on which the server itself works: it asks Replicate once, and
-follows the prediction to its end.
+The job becomes a run of the model ``semel.replicate``, which the server executes itself: it creates one prediction, and
+follows it to its end.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 
 MODEL = "semel.replicate"
 MAX_LOST = 1000
-"""Servers that may vanish under a run: the prediction goes on without them."""
+"""How often a run may lose its server: the prediction continues without one."""
 
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$", max_length=200)]
 _Version = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]+$", max_length=300)]
 
 
 class ReplicateOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a config says for this provider."""
+    """The settings of a config for this provider."""
 
     version: _Version | None = None
     """As ``<id>`` or ``owner/name:<id>``."""
     model: _Name | None = None
     input: dict[str, Any] | None = None
-    """The parameters of the config, unless it is there."""
+    """By default the parameters of the config."""
     retry: bool = False
     """Whether a prediction that failed is tried again."""
     price_per_second: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     token_input: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
-    """An input of the model that takes any text: it gets the job's token, so that its prediction is told for sure."""
+    """An input of the model that takes any text: it is set to the job's token, which identifies its prediction."""
 
 
 class Replicate:
-    """See :class:`~semel.service.jobs.providers.Provider`."""
+    """A :class:`~semel.service.jobs.providers.Provider`."""
 
     name = "replicate"
 
-    def __init__(self, pace: Timing | None = None) -> None:
-        self._pace = pace or Timing()
+    def __init__(self, timing: Timing | None = None) -> None:
+        self._timing = timing or Timing()
         self._settings: Settings | None = None
         self.service: ReplicateService | None = None
         """Set when the provider is installed, if there is a token."""
@@ -75,7 +75,6 @@ class Replicate:
         return HANDLERS
 
     def order(self, config: Config) -> RunSpec:
-        """See Provider."""
         if self._settings is None or not self._settings.replicate_token:
             raise InvalidRequest(
                 "the provider 'replicate' needs a token: set REPLICATE_API_TOKEN (or SEMEL_REPLICATE_TOKEN) and start"
@@ -104,12 +103,11 @@ class Replicate:
         )
 
     def install(self, service: ServiceState) -> None:
-        """See Provider. Without a token there is nothing to install."""
         self._settings = service.settings
         if not service.settings.replicate_token:
             return
-        desk = self.service = ReplicateService(service, service.settings.replicate_token, self._pace)
-        service.components.insert(0, desk)  # it is open while the worker is, whose runs need it
+        replicate = self.service = ReplicateService(service, service.settings.replicate_token, self._timing)
+        service.components.insert(0, replicate)  # open before the worker whose runs need it, and closed after
 
         async def follow(  # noqa: PLR0917 -- a model's parameters, which are given by name
             ctx: Context,
@@ -121,15 +119,15 @@ class Replicate:
             price_per_second: float | None = None,
             token_input: str | None = None,
         ) -> dict[str, Any]:
-            asked = PredictionQuery(version=version, model=model, input=input or {}, token_input=token_input)
-            following = PredictionRun(desk, ctx, asked, retry=retry, price=price_per_second)
-            return await following.to_the_end(rows.new_intent(ctx, config))
+            query = PredictionQuery(version=version, model=model, input=input or {}, token_input=token_input)
+            attempt = PredictionRun(replicate, ctx, query, retry=retry, price=price_per_second)
+            return await attempt.result(rows.new_intent(ctx, config))
 
         service.app.model(
             MODEL,
             queue=QUEUE,
-            lease=self._pace.lease,
-            grace=self._pace.grace,
+            lease=self._timing.lease,
+            grace=self._timing.grace,
             timeout=None,
             max_lost=MAX_LOST,
         )(follow)

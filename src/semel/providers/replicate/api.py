@@ -1,7 +1,7 @@
-"""Replicate's HTTP API, as far as we use it: create, get, cancel, list.
+"""A client of Replicate's HTTP API: create, get, cancel and list predictions.
 
-It knows no idempotency key, so whoever creates must know what became of a call that failed:
-:class:`~semel.providers.replicate.types.Away` says whether the call may have been carried out all the same.
+The API has no idempotency keys, so a failed call may have been executed:
+:class:`~semel.providers.replicate.types.Unavailable` says so.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from semel.providers.replicate.types import PageOfPredictions, Prediction, Repli
 
 _BEFORE_SENDING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 _RESETS_IN = re.compile(r"resets in ~?(\d+(?:\.\d+)?)\s*s")
-MOST_SAID = 1000
+MAX_REASON = 1000
 
 
 class ReplicateApi:
-    """Speaks with Replicate; open while the server is up."""
+    """Open while the server is up."""
 
     def __init__(self, url: str, token: str, timeout: float = 30.0) -> None:
         self._token = token
@@ -33,26 +33,26 @@ class ReplicateApi:
         )
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def create(self, *, version: str | None, model: str | None, body: dict[str, Any]) -> Prediction:
         """Create a prediction of a version, or else of an official model."""
         if version is None:
-            return self._prediction(await self._ask("POST", f"/v1/models/{model}/predictions", json=body))
-        return self._prediction(await self._ask("POST", "/v1/predictions", json={"version": version, **body}))
+            return self._prediction(await self._request("POST", f"/v1/models/{model}/predictions", json=body))
+        return self._prediction(await self._request("POST", "/v1/predictions", json={"version": version, **body}))
 
     async def get(self, prediction_id: str) -> Prediction:
-        """The prediction as it stands."""
-        return self._prediction(await self._ask("GET", f"/v1/predictions/{prediction_id}"))
+        """The prediction."""
+        return self._prediction(await self._request("GET", f"/v1/predictions/{prediction_id}"))
 
     async def cancel(self, prediction_id: str) -> None:
-        """Ask for its end, which may take a while."""
-        await self._ask("POST", f"/v1/predictions/{prediction_id}/cancel")
+        """Request its cancellation, which may take a while."""
+        await self._request("POST", f"/v1/predictions/{prediction_id}/cancel")
 
     async def list(self, cursor: str | None = None) -> PageOfPredictions:
         """A page of the account's predictions, newest first."""
-        answer = await self._ask("GET", "/v1/predictions", params=None if cursor is None else {"cursor": cursor})
+        answer = await self._request("GET", "/v1/predictions", params=None if cursor is None else {"cursor": cursor})
         try:
             found = answer.json()
             results = [msgspec.convert(each, Prediction) for each in found["results"]]
@@ -63,7 +63,7 @@ class ReplicateApi:
             raise Unavailable("Replicate's list of predictions cannot be read", perhaps_done=False) from None
         return PageOfPredictions(results=results, cursor=cursor, now=_date_of(answer))
 
-    async def _ask(self, method: str, path: str, **more: Any) -> httpx.Response:
+    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
             answer = await self._client.request(method, path, **more)
         except _BEFORE_SENDING as error:
@@ -72,16 +72,18 @@ class ReplicateApi:
             raise Unavailable(f"Replicate's answer was lost ({type(error).__name__})", perhaps_done=True) from None
         if answer.is_success:
             return answer
-        raise self._trouble(answer)
+        raise self._error_of(answer)
 
-    def _trouble(self, answer: httpx.Response) -> Unavailable | ReplicateRefusal:
-        status, said = answer.status_code, self._said(answer)
+    def _error_of(self, answer: httpx.Response) -> Unavailable | ReplicateRefusal:
+        status, said = answer.status_code, self._reason(answer)
         if status == 429:
             return Unavailable(
-                f"Replicate asks for patience: {said}", perhaps_done=False, after=_patience(answer, said)
+                f"Replicate asks for patience: {said}", perhaps_done=False, after=_retry_after(answer, said)
             )
         if status >= 500 or status == 408 or answer.is_redirect:
-            return Unavailable(f"Replicate answered {status}: {said}", perhaps_done=True, after=_patience(answer, ""))
+            return Unavailable(
+                f"Replicate answered {status}: {said}", perhaps_done=True, after=_retry_after(answer, "")
+            )
         match status:
             case 401 | 403:
                 return ReplicateRefusal(
@@ -93,15 +95,15 @@ class ReplicateApi:
                 )
         return ReplicateRefusal(status, f"Replicate refused ({status}): {said}")
 
-    def _said(self, answer: httpx.Response) -> str:
-        """What an error's body says in words; never our token, should it be repeated there."""
+    def _reason(self, answer: httpx.Response) -> str:
+        """The reason that an error's body states, without our token, should it be repeated there."""
         try:
             body = answer.json()
             parts = [body.get("title"), body.get("detail")] if isinstance(body, dict) else [body]
             text = ": ".join(str(each) for each in parts if each) or answer.reason_phrase
         except ValueError:
             text = answer.reason_phrase
-        return " ".join(text.replace(self._token, "…").split())[:MOST_SAID] or "without a reason"
+        return " ".join(text.replace(self._token, "…").split())[:MAX_REASON] or "without a reason"
 
     def _prediction(self, answer: httpx.Response) -> Prediction:
         try:
@@ -113,7 +115,7 @@ class ReplicateApi:
         return found
 
 
-def _patience(answer: httpx.Response, said: str) -> float | None:
+def _retry_after(answer: httpx.Response, said: str) -> float | None:
     sent = answer.headers.get("retry-after", "")
     if sent.isdigit():
         return min(float(sent), 3600.0)

@@ -1,7 +1,6 @@
-"""The desk at which a server deals with Replicate: one client, who is waiting for which news, and calls under way.
+"""A server's connection to Replicate: one HTTP client, wake-ups for the runs that follow a prediction, and clean-up.
 
-It also looks after remote jobs whose runs are over, such as one that was cancelled while no attempt was at work: they
-are ended at Replicate, too.
+A prediction whose run is over, such as one that was cancelled while no worker held the run, is cancelled at Replicate.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 from msgspec import Struct
 
-from semel.errors import SemelError, StoreBroken, StoreUnavailable
+from semel._concurrency.periodic import repeat
+from semel._concurrency.retry import Backoff
+from semel.errors import StoreBroken, StoreUnavailable
 from semel.once.client import AsyncOnce
 from semel.providers.replicate import store as rows
-from semel.providers.replicate.matching import Choice, PredictionQuery, Verdict, choose, judge
+from semel.providers.replicate.matching import Candidates, PredictionQuery, Verdict, judge, sort_out
 from semel.providers.replicate.types import Prediction, ReplicateRefusal, Unavailable
 from semel.runs.types import MICRO
 
@@ -35,33 +36,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOOK = "/api/cloud/webhooks/replicate/"
-"""Where Replicate calls back; the token of the run follows."""
-MOST_PAGES = 50
-MOST_DETAILS = 20
-WITHOUT_CLOCK = 300.0
-"""Seconds by which Replicate's clock may differ from ours where it does not say its time."""
-CALLS_END = 5.0
-"""Seconds for which a server that stops waits for the answers to its calls."""
+"""The path of webhooks, without the run's token, which follows."""
+MAX_PAGES = 50
+MAX_DETAILS = 20
+UNKNOWN_CLOCK = 300.0
+"""Seconds by which Replicate's clock may differ from ours, if the response has no date."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds for which a server that stops waits for responses to its calls."""
 
 _log = logging.getLogger("semel.service")
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """How long to wait for what, in seconds."""
+    """Durations, in seconds."""
 
     poll: float = 2.0
     poll_most: float = 30.0
     settle: float = 30.0
-    """A call whose answer was lost may still become a prediction for so long."""
+    """For so long, a call whose response was lost may still become a prediction."""
     margin: float = 60.0
-    """By so much may a prediction seem older than the intent."""
+    """By so much a prediction may seem older than the intent."""
     tick: float = 0.5
-    """Between two looks whether the run is to be cancelled."""
-    ear: float = 1.0
-    """Between two looks for webhooks that another process of the server took."""
+    """Between two checks whether the run is cancelled."""
+    webhook_poll: float = 1.0
+    """Between two checks for webhooks that another process of the server received."""
     tidy: float = 30.0
+    """Between two searches for predictions whose run is over."""
     give_up: float = 86400.0
-    """For so long it is tried to end a remote job whose run is over."""
+    """For so long, it is retried to cancel such a prediction."""
     lease: float = 60.0
     grace: float = 120.0
     timeout: float = 30.0
@@ -73,36 +75,39 @@ class ReplicateService:
     api: ReplicateApi
     seen: AsyncOnce
 
-    def __init__(self, service: ServiceState, token: str, pace: Timing) -> None:
+    def __init__(self, service: ServiceState, token: str, timing: Timing) -> None:
         self.service = service
-        self.pace = pace
+        self.store = service.store
+        self.timing = timing
         self._token = token
-        self._bells: dict[str, asyncio.Event] = {}
+        self._wake_ups: dict[str, asyncio.Event] = {}
         self._heard: dict[str, int] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._lamented: set[str] = set()
+        self._warned: set[str] = set()
 
     async def open(self) -> None:
         """Start."""
         from semel.providers.replicate.api import ReplicateApi  # a server without Replicate does without httpx
 
-        self.api = ReplicateApi(self.service.settings.replicate_url, self._token, self.pace.timeout)
+        self.api = ReplicateApi(self.service.settings.replicate_url, self._token, self.timing.timeout)
         self.seen = AsyncOnce(
             self.service.app.url.replace("postgres://", "postgresql://", 1), clock=self.service.app.clock
         )
-        self._tasks = [asyncio.create_task(self._tidy_forever())]
+        tidy = repeat(self._tidy_all, "the clean-up of predictions", self.timing.tidy)
+        self._tasks = [asyncio.create_task(tidy)]
         if self.webhooks:
-            self._tasks.append(asyncio.create_task(self._listen_forever()))
+            poll = repeat(self._poll_webhooks, "the search for webhooks", self.timing.webhook_poll)
+            self._tasks.append(asyncio.create_task(poll))
 
     async def close(self) -> None:
-        """Stop: calls whose answers are on their way are waited for, so that they need not be looked for later."""
+        """Stop. Pending calls get a moment to finish, so that their predictions need not be searched for later."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         if self._calls:
-            await asyncio.wait(self._calls, timeout=CALLS_END)
+            await asyncio.wait(self._calls, timeout=CLOSE_TIMEOUT)
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -111,18 +116,18 @@ class ReplicateService:
 
     @property
     def webhooks(self) -> bool:
-        """Whether Replicate can call back, and be believed."""
+        """Whether Replicate can reach this server, and its webhooks can be verified."""
         return bool(self.service.settings.public_url and self.service.settings.replicate_webhook_secret)
 
-    def hook(self, token: str) -> dict[str, Any]:
-        """What a prediction is asked for with, so that we hear of it."""
+    def webhook_options(self, token: str) -> dict[str, Any]:
+        """The fields of a new prediction that ask Replicate for webhooks."""
         if not self.webhooks:
             return {}
         address = (self.service.settings.public_url or "").rstrip("/") + HOOK + token
         return {"webhook": address, "webhook_events_filter": ["start", "completed"]}
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Do what must be done to its end, whatever becomes of whoever began it."""
+        """Run the work to its end, even if the run that started it is cancelled."""
         task = asyncio.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._called)
@@ -131,152 +136,144 @@ class ReplicateService:
     def _called(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("a call to Replicate ended: %s", error)
+            _log.debug("a call to Replicate failed: %s", error)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Write, however long the database is away: what Replicate said must not be forgotten."""
+        """Write, and retry until the database is available: what Replicate responded must not be lost."""
         while True:
             try:
-                return await self.service.store.write(work, *args, **kwargs)
+                return await self.store.write(work, *args, **kwargs)
             except StoreBroken:
                 raise
-            except StoreUnavailable:  # which the ledger has reported
+            except StoreUnavailable:  # which the store has logged
                 await asyncio.sleep(1.0)
 
     @contextmanager
-    def attending(self, remote: rows.Remote) -> Iterator[asyncio.Event]:
-        """The bell of a remote job, rung when there is news of it."""
+    def following(self, remote: rows.Remote) -> Iterator[asyncio.Event]:
+        """An event that is set when there is news of the prediction."""
         token = remote.token
-        bell = self._bells[token] = asyncio.Event()
+        wake_up = self._wake_ups[token] = asyncio.Event()
         self._heard[token] = remote.heard_us
         try:
-            yield bell
+            yield wake_up
         finally:
-            if self._bells.get(token) is bell:
-                del self._bells[token]
+            if self._wake_ups.get(token) is wake_up:
+                del self._wake_ups[token]
                 self._heard.pop(token, None)
 
-    def ring(self, token: str, heard_us: int) -> None:
-        """There is news of the token's prediction, since then: rung once for each."""
-        if (bell := self._bells.get(token)) is not None and self._heard.get(token, 0) < heard_us:
+    def notify(self, token: str, heard_us: int) -> None:
+        """Wake up whoever follows the token's prediction, once for each time."""
+        if (wake_up := self._wake_ups.get(token)) is not None and self._heard.get(token, 0) < heard_us:
             self._heard[token] = heard_us
-            bell.set()
+            wake_up.set()
 
-    async def look(self, asked: PredictionQuery, remote: rows.Remote) -> Choice:
-        """Which of the account's predictions may be the remote job."""
+    async def find_prediction(self, query: PredictionQuery, remote: rows.Remote) -> Candidates:
+        """Which of the account's predictions may be the run's."""
         judged: list[tuple[Prediction, Verdict]] = []
         cursor: str | None = None
-        since: float | None = None
-        for _ in range(MOST_PAGES):
+        since, reached = 0.0, False
+        for number in range(MAX_PAGES):
             page = await self.api.list(cursor)
-            if since is None:
+            if not number:
                 since = self._since(remote, page.now)
-            judged += [(each, judge(each, asked, remote.token, since)) for each in page.results]
+            judged += [(each, judge(each, query, remote.token, since)) for each in page.results]
             cursor = page.cursor
-            if cursor is None or any(each.created is not None and each.created < since for each in page.results):
+            reached = cursor is None or any(each.created is not None and each.created < since for each in page.results)
+            if reached:
                 break
-        near = await self._in_detail([each for each in judged if each[1] != "other"], asked, remote.token, since or 0.0)
+        near = await self._in_detail([each for each in judged if each[1] != "other"], query, remote.token, since)
         ids = [each.id for each, _ in near]
-        taken = await self.service.store.read(rows.taken, ids, remote.token) if ids else []
-        choice = choose(near, taken)
-        if cursor is not None and not any(
-            each.created is not None and each.created < (since or 0) for each, _ in judged
-        ):
-            choice.unclear.append("those that are too many to look through")
-        return choice
+        claimed = await self.store.read(rows.claimed_by_others, ids, remote.token) if ids else []
+        candidates = sort_out(near, claimed)
+        if not reached:
+            candidates.unclear.append("those that are too many to look through")
+        return candidates
 
     def _since(self, remote: rows.Remote, now: float | None) -> float:
-        """The intent's time on Replicate's clock."""
+        """The time of the intent on Replicate's clock."""
         ago = (remote.now_us - remote.intended_us) / MICRO
         if now is None:
-            return remote.now_us / MICRO - ago - self.pace.margin - WITHOUT_CLOCK
-        return now - ago - self.pace.margin
+            return remote.now_us / MICRO - ago - self.timing.margin - UNKNOWN_CLOCK
+        return now - ago - self.timing.margin
 
     async def _in_detail(
-        self, near: list[tuple[Prediction, Verdict]], asked: PredictionQuery, token: str, since: float
+        self, near: list[tuple[Prediction, Verdict]], query: PredictionQuery, token: str, since: float
     ) -> list[tuple[Prediction, Verdict]]:
-        """Lists do not show where a prediction calls back; a prediction by itself does."""
+        """Lists do not show a prediction's webhook; the prediction itself does."""
         seen: list[tuple[Prediction, Verdict]] = []
         for place, (each, verdict) in enumerate(near):
-            if verdict == "certain" or place >= MOST_DETAILS:
+            if verdict == "certain" or place >= MAX_DETAILS:
                 seen.append((each, verdict))
                 continue
             with suppress(ReplicateRefusal):
                 found = await self.api.get(each.id)
-                seen.append((found, judge(found, asked, token, since)))
+                seen.append((found, judge(found, query, token, since)))
         return seen
 
-    async def end_stray(self, prediction_id: str, run_id: str) -> None:
-        """A prediction that is one too many: end it, and say so."""
+    async def cancel_duplicate(self, prediction_id: str, run_id: str) -> None:
+        """Cancel a second prediction of a run."""
         _log.error("run %s has a second prediction at Replicate, %s: it is cancelled there", run_id, prediction_id)
-        for tries in range(5):
+        backoff = Backoff(self.timing.poll)
+        for tries in range(1, 6):
             try:
                 await self.api.cancel(prediction_id)
-            except Unavailable as away:
-                await asyncio.sleep(away.after or self.pace.poll * 2**tries)
+            except Unavailable as error:
+                await asyncio.sleep(error.after or backoff.after(tries))
             except ReplicateRefusal as refusal:
                 _log.warning("the prediction %s could not be cancelled: %s", prediction_id, refusal)
                 return
             else:
                 return
-        _log.error("the prediction %s could not be cancelled: please look after it", prediction_id)
+        _log.error("the prediction %s could not be cancelled: cancel it at replicate.com", prediction_id)
 
-    async def _listen_forever(self) -> None:
-        """Webhooks come to any process of the server; what they say is in the rows."""
-        while True:
-            await asyncio.sleep(self.pace.ear)
-            if not self._bells:
-                continue
-            with suppress(SemelError):
-                for token, at in (await self.service.store.read(rows.news, list(self._bells))).items():
-                    self.ring(token, at)
+    async def _poll_webhooks(self) -> float:
+        """Any process of the server may receive a webhook, and stores the time."""
+        if self._wake_ups:
+            for token, at in (await self.store.read(rows.heard_times, list(self._wake_ups))).items():
+                self.notify(token, at)
+        return self.timing.webhook_poll
 
-    async def _tidy_forever(self) -> None:
-        while True:
-            try:
-                for orphan in await self.service.store.read(rows.orphans, 100, self.service.store.terms):
-                    await self._tidy(orphan)
-            except SemelError as error:
-                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
-                    _log.warning("remote jobs could not be looked after: %s", error)
-            except Exception:  # noqa: BLE001 -- one that cannot be looked after must not end it for the others
-                _log.exception("remote jobs could not be looked after")
-            await asyncio.sleep(self.pace.tidy)
+    async def _tidy_all(self) -> float:
+        for orphan in await self.store.read(rows.orphans, 100, self.store.terms):
+            await self._tidy(orphan)
+        return self.timing.tidy
 
     async def _tidy(self, orphan: rows.Orphan) -> None:
-        """End the remote job of a run that is over, and write how it ended."""
+        """Cancel the prediction of a run that is over, and store how it ended."""
         remote = orphan.remote
         try:
-            status = await self._status_of(orphan) if remote.id is None else await self._ended(remote.id)
-        except (Unavailable, ReplicateRefusal) as trouble:
+            status = await self._search(orphan) if remote.id is None else await self._cancel(remote.id)
+        except (Unavailable, ReplicateRefusal) as error:
             status = None
-            if remote.token not in self._lamented:
-                self._lamented.add(remote.token)
-                _log.warning("the remote job of run %s, which is over, could not be ended: %s", remote.run_id, trouble)
-        if status is None and orphan.over_us > self.pace.give_up * MICRO:
+            if remote.token not in self._warned:
+                self._warned.add(remote.token)
+                _log.warning(
+                    "the prediction of run %s, which is over, could not be cancelled: %s", remote.run_id, error
+                )
+        if status is None and orphan.over_us > self.timing.give_up * MICRO:
             status = "unknown"
         if status == "unknown":
-            _log.error("run %s is over, and whether its remote job is cannot be told: please look", remote.run_id)
+            _log.error("run %s is over, but its prediction may not be: look for it at replicate.com", remote.run_id)
         if status is not None:
-            self._lamented.discard(remote.token)
-            await self.service.store.write(rows.close, remote.token, status)
+            self._warned.discard(remote.token)
+            await self.store.write(rows.set_status_of, remote.token, status)
 
-    async def _status_of(self, orphan: rows.Orphan) -> str | None:
-        """Of a run that ended between its intent and an answer: find the prediction, and leave it to the next round."""
+    async def _search(self, orphan: rows.Orphan) -> str | None:
+        """Find the prediction of a run that ended before the response came; the next round cancels it."""
         remote = orphan.remote
-        if orphan.over_us < self.pace.settle * MICRO:
+        if orphan.over_us < self.timing.settle * MICRO:
             return None
-        choice = await self.look(asked_in(orphan.parameters), remote)
-        found = choice.certain or choice.alike
+        query = msgspec.json.decode(orphan.parameters, type=PredictionQuery)
+        candidates = await self.find_prediction(query, remote)
+        found = candidates.certain or candidates.alike
         if len(found) == 1:
             with suppress(rows.AlreadyClaimed):
-                await self.service.store.write(
-                    rows.record, remote.token, found[0], "starting", self.service.store.terms
-                )
+                await self.store.write(rows.record, remote.token, found[0], "starting", self.store.terms)
             return None
-        return "unknown" if found or choice.unclear else "absent"
+        return "unknown" if found or candidates.unclear else "absent"
 
-    async def _ended(self, prediction_id: str) -> str | None:
+    async def _cancel(self, prediction_id: str) -> str | None:
+        """Cancel it; returns its final status, None if it has not ended yet."""
         try:
             found = await self.api.get(prediction_id)
             if not found.ended:
@@ -289,16 +286,11 @@ class ReplicateService:
         return found.status if found.ended else None
 
 
-def asked_in(parameters: str) -> PredictionQuery:
-    """What the parameters of a run ask of Replicate."""
-    return msgspec.json.decode(parameters, type=PredictionQuery)
+_PERCENTAGE = re.compile(r"(?:^|[^\d.])(\d{1,3}(?:\.\d+)?)%")
 
 
-_SHARE = re.compile(r"(?:^|[^\d.])(\d{1,3}(?:\.\d+)?)%")
-
-
-def share_in(logs: str | None) -> float | None:
-    """How far the work is, by the last percentage that the logs' last lines have, as progress bars write it."""
-    found = _SHARE.findall((logs or "")[-2000:])
+def progress_in(logs: str | None) -> float | None:
+    """The last percentage in the last lines of the logs, as progress bars write it, as a number from 0 to 1."""
+    found = _PERCENTAGE.findall((logs or "")[-2000:])
     share = float(found[-1]) / 100 if found else None
     return share if share is not None and share <= 1 else None

@@ -1,8 +1,8 @@
-"""What is known of a run's remote job, in its row of ``semel_jobs``.
+"""What is known of a run's prediction, in its row of ``semel_jobs``.
 
-The **intent** is written before Replicate is called, under the run's fence. That a token became a certain prediction is
-a fact, whoever learns it (the caller, a later attempt, a webhook): it is written once for each token and never
-overwritten, so of two predictions only one is followed, and the other is known to be too much.
+The **intent** is stored before Replicate is called, under the run's fence. Which prediction a token became is stored
+once, by whoever learns it first (the caller, a later attempt, a webhook), and never overwritten: of two predictions one
+is followed, and the other is known to be a duplicate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from semel.runs.execution.context import Context
 from semel.runs.store.quotas import read_clock
 
 OPEN = ("asked", "starting", "processing")
-"""Statuses of a remote job that may still be at work."""
+"""Statuses of a prediction that may still run."""
 PROVIDER = "replicate"
 
 Recorded: TypeAlias = Literal["ours", "another", "taken", "gone"]
@@ -31,11 +31,11 @@ Recorded: TypeAlias = Literal["ours", "another", "taken", "gone"]
 
 
 class AlreadyClaimed(Exception):
-    """The prediction is another run's by now."""
+    """The prediction belongs to another run."""
 
 
 class Remote(Struct, frozen=True, kw_only=True):
-    """A run's remote job as we know it."""
+    """What is known of a run's prediction."""
 
     run_id: str
     token: str
@@ -46,11 +46,11 @@ class Remote(Struct, frozen=True, kw_only=True):
     now_us: int
     heard_us: int = 0
     fresh: bool = False
-    """The intent was written just now: nobody can have called Replicate under this token."""
+    """The intent is new: Replicate cannot have been called with this token yet."""
 
 
 class LeaseRef(Struct, frozen=True):
-    """An attempt that holds a run, and the token under which the run asks."""
+    """An attempt's lease on a run, and the token of the run's prediction."""
 
     run_id: str
     fence: int
@@ -58,7 +58,7 @@ class LeaseRef(Struct, frozen=True):
 
 
 class Intent(Struct, frozen=True, kw_only=True):
-    """That a run's attempt is about to ask Replicate, and the token under which it will, if there is none yet."""
+    """That an attempt is about to call Replicate, with this token if the run has none yet."""
 
     run_id: str
     fence: int
@@ -69,7 +69,7 @@ class Intent(Struct, frozen=True, kw_only=True):
 
 
 class Orphan(Struct, frozen=True, kw_only=True):
-    """A remote job whose run is over."""
+    """A prediction whose run is over."""
 
     remote: Remote
     parameters: str
@@ -90,7 +90,7 @@ def new_intent(ctx: Context, config: str) -> Intent:
 
 
 def intend(conn: Connection, intent: Intent, terms: StatementContext) -> Remote:
-    """Write the intent, once: where there is one already, it is answered. A prediction given up is followed no more."""
+    """Store the intent, once; returns the one that exists, unless its prediction was given up."""
     now = read_clock(conn, terms)
     _require_fence(conn, intent.run_id, intent.fence)
     _make_row(conn, intent, now)
@@ -115,18 +115,18 @@ def intend(conn: Connection, intent: Intent, terms: StatementContext) -> Remote:
     )
 
 
-def still_mine(conn: Connection, hold: LeaseRef, terms: StatementContext) -> Remote:
-    """Right before a call: the lease still holds. Answers what is known by now."""
+def require_lease(conn: Connection, lease: LeaseRef, terms: StatementContext) -> Remote:
+    """Check that the lease still holds; returns what is known by now."""
     now = read_clock(conn, terms)
-    _require_fence(conn, hold.run_id, hold.fence)
-    known = _found(conn, jobs.c.remote_token == hold.token, now)
+    _require_fence(conn, lease.run_id, lease.fence)
+    known = _found(conn, jobs.c.remote_token == lease.token, now)
     if known is None:
-        raise LeaseLost(f"run {hold.run_id} asks Replicate under another token by now")
+        raise LeaseLost(f"run {lease.run_id} asks Replicate under another token by now")
     return known
 
 
 def record(conn: Connection, token: str, prediction_id: str, status: str, terms: StatementContext) -> Recorded:
-    """Write that the token became this prediction, unless it is known to have become another."""
+    """Store that the token became this prediction, unless it is known to have become another."""
     now = read_clock(conn, terms)
     try:
         changed = conn.execute(
@@ -141,58 +141,55 @@ def record(conn: Connection, token: str, prediction_id: str, status: str, terms:
     return "gone" if _found(conn, jobs.c.remote_token == token, now) is None else "another"
 
 
-def note(conn: Connection, hold: LeaseRef, status: str, terms: StatementContext) -> None:
-    """Write how the remote job stands, under the run's fence."""
-    still_mine(conn, hold, terms)
-    close(conn, hold.token, status)
+def set_status(conn: Connection, lease: LeaseRef, status: str, terms: StatementContext) -> None:
+    """Store the status of the remote job, under the run's fence."""
+    require_lease(conn, lease, terms)
+    set_status_of(conn, lease.token, status)
 
 
-def close(conn: Connection, token: str, status: str) -> None:
-    """Write how the remote job stands, for a run that nobody works on any more."""
+def set_status_of(conn: Connection, token: str, status: str) -> None:
+    """Store the status of the remote job of a run that no worker holds."""
     conn.execute(update(jobs).where(jobs.c.remote_token == token).values(remote_status=status))
 
 
-def give_up(conn: Connection, hold: LeaseRef, prediction_id: str, terms: StatementContext) -> None:
-    """The prediction failed, and the next attempt is to ask for another."""
-    known = still_mine(conn, hold, terms)
+def give_up(conn: Connection, lease: LeaseRef, prediction_id: str, terms: StatementContext) -> None:
+    """Store that the prediction failed: the next attempt creates another."""
+    known = require_lease(conn, lease, terms)
     past = ",".join(dict.fromkeys([*known.past, prediction_id]))
-    conn.execute(update(jobs).where(jobs.c.remote_token == hold.token).values(remote_status="failed", remote_past=past))
+    conn.execute(
+        update(jobs).where(jobs.c.remote_token == lease.token).values(remote_status="failed", remote_past=past)
+    )
 
 
-def cancel_asked(conn: Connection, hold: LeaseRef, terms: StatementContext) -> bool:
-    """Whether the run is to be cancelled; asked by the attempt that holds it."""
-    still_mine(conn, hold, terms)
-    query = select(runs.c.cancel_us.is_not(None)).where(runs.c.id == hold.run_id)
+def cancel_requested(conn: Connection, lease: LeaseRef, terms: StatementContext) -> bool:
+    """Whether the run is to be cancelled; for the attempt that holds it."""
+    require_lease(conn, lease, terms)
+    query = select(runs.c.cancel_us.is_not(None)).where(runs.c.id == lease.run_id)
     return bool(conn.execute(query).scalar_one())
 
 
-def with_status(remote: Remote, status: str) -> Remote:
-    """The remote job with another status."""
-    return msgspec.structs.replace(remote, status=status)
-
-
-def known_by(conn: Connection, token: str, terms: StatementContext) -> Remote | None:
+def find_by_token(conn: Connection, token: str, terms: StatementContext) -> Remote | None:
     """The remote job of a token."""
     return _found(conn, jobs.c.remote_token == token, read_clock(conn, terms))
 
 
-def heard(conn: Connection, token: str, terms: StatementContext) -> int:
-    """There is news of the remote job: whoever follows it, in whichever process, is to look. Answers since when."""
+def mark_heard(conn: Connection, token: str, terms: StatementContext) -> int:
+    """Store that there is news of the remote job, for the process that follows it; returns the time."""
     now = read_clock(conn, terms)
     conn.execute(update(jobs).where(jobs.c.remote_token == token).values(remote_heard_us=now))
     return now
 
 
-def news(conn: Connection, tokens: list[str]) -> dict[str, int]:
-    """When each of the remote jobs was last heard of."""
+def heard_times(conn: Connection, tokens: list[str]) -> dict[str, int]:
+    """When there was last news of each of the remote jobs."""
     query = select(jobs.c.remote_token, jobs.c.remote_heard_us).where(
         jobs.c.remote_token.in_(tokens), jobs.c.remote_heard_us.is_not(None)
     )
     return {row.remote_token: row.remote_heard_us for row in conn.execute(query)}
 
 
-def taken(conn: Connection, ids: list[str], token: str) -> list[str]:
-    """Those predictions that are, or were, another remote job's than the token's."""
+def claimed_by_others(conn: Connection, ids: list[str], token: str) -> list[str]:
+    """Those of the predictions that are, or were, another job's than the token's."""
     query = select(jobs.c.remote_id, jobs.c.remote_past, jobs.c.remote_token).where(
         or_(jobs.c.remote_id.in_(ids), and_(jobs.c.provider == PROVIDER, jobs.c.remote_past.is_not(None)))
     )
@@ -204,8 +201,8 @@ def taken(conn: Connection, ids: list[str], token: str) -> list[str]:
     return sorted(found.intersection(ids))
 
 
-def rivals(conn: Connection, token: str, payload_hash: str) -> int:
-    """How many other runs ask for exactly the same and do not know their predictions either."""
+def count_rivals(conn: Connection, token: str, payload_hash: str) -> int:
+    """How many other runs asked for exactly the same, and do not know their predictions either."""
     query = (
         select(func.count())
         .select_from(jobs.join(runs, runs.c.id == jobs.c.run_id))
@@ -217,7 +214,7 @@ def rivals(conn: Connection, token: str, payload_hash: str) -> int:
 
 
 def orphans(conn: Connection, most: int, terms: StatementContext) -> list[Orphan]:
-    """Remote jobs that may still be at work although their runs are over."""
+    """Predictions that may still run although their runs are over."""
     now = read_clock(conn, terms)
     query = (
         _columns(runs.c.parameters, runs.c.payload_hash, runs.c.finished_us)

@@ -1,4 +1,4 @@
-"""What Replicate tells us: of a prediction, of many, and that it cannot or will not."""
+"""What Replicate responds: a prediction, a page of predictions, an error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from msgspec import Struct
 
 ENDED = frozenset({"succeeded", "failed", "canceled", "aborted"})
-"""The statuses that a prediction does not leave again."""
+"""Final statuses."""
 
 
 class Unavailable(Exception):
-    """No useful answer came. ``perhaps_done``: the call may have been carried out; ``after``: when to ask again."""
+    """No useful response came. ``perhaps_done``: the call may have been executed; ``after``: seconds before a retry."""
 
     def __init__(self, reason: str, *, perhaps_done: bool, after: float | None = None) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class ReplicateRefusal(Exception):
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """A prediction as Replicate tells of it. ``webhook`` is not in every answer."""
+    """A prediction. ``webhook`` is not in every response."""
 
     id: str
     status: str = "starting"
@@ -49,7 +49,7 @@ class Prediction(Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """Whether its status is final."""
         return self.status in ENDED
 
     @property
@@ -59,7 +59,7 @@ class Prediction(Struct, frozen=True, kw_only=True):
 
 
 class PageOfPredictions(Struct, frozen=True, kw_only=True):
-    """Some predictions, newest first, and where the next ones are. ``now`` is Replicate's time, where it says it."""
+    """A page of predictions, newest first. ``now`` is Replicate's time, if the response has a date."""
 
     results: list[Prediction]
     cursor: str | None
@@ -76,6 +76,6 @@ def _moment(text: str) -> float | None:
 
 
 def iso(seconds: float) -> str:
-    """A time as Replicate takes it."""
+    """A time in ISO 8601."""
     whole, part = divmod(round(seconds * 1000), 1000)
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{part:03d}Z"

@@ -27,7 +27,7 @@ from semel.service.state import CurrentState
 RECENT = 300.0
 """Seconds by which a webhook's time may differ from ours."""
 REMEMBERED = 86400.0
-"""Seconds for which a webhook's id is remembered: far longer than it would be taken again by its time."""
+"""Seconds for which a webhook's id is remembered, to refuse it the second time."""
 SCOPE = "semel.replicate.webhook"
 
 
@@ -37,8 +37,8 @@ class Received(Struct, frozen=True):
     status: Literal["heard", "ignored"]
 
 
-class Told(Struct, frozen=True, kw_only=True):
-    """What is read of a webhook."""
+class WebhookBody(Struct, frozen=True, kw_only=True):
+    """The fields of a webhook that are read."""
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
     status: str = "starting"
@@ -57,7 +57,7 @@ def signed(secret: str, webhook_id: str, timestamp: str, body: bytes) -> str:
 
 
 def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) -> bool:
-    """Whether Replicate sent it, and lately. Every signature is compared, in a time that tells nothing."""
+    """Whether Replicate sent it recently. Every signature is compared, in constant time."""
     webhook_id, timestamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp", "")
     if not webhook_id or len(webhook_id) > 200 or not timestamp.isascii() or not timestamp.isdigit():
         return False
@@ -80,37 +80,37 @@ def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) ->
 async def hear(token: FromPath[str], service: CurrentState, request: Request[Any, Any, Any]) -> Received:
     """Take a webhook of Replicate, signed with the account's secret."""
     provider, secret = service.providers.get("replicate"), service.settings.replicate_webhook_secret
-    desk = provider.service if isinstance(provider, Replicate) else None
-    if desk is None or not secret or not desk.webhooks:
+    replicate = provider.service if isinstance(provider, Replicate) else None
+    if replicate is None or not secret or not replicate.webhooks:
         raise ApiError(404, "NOT_FOUND", "this server takes no webhooks of Replicate")
     body = await request.body()
     headers = {name: value for name, value in request.headers.items() if name.startswith("webhook-")}
     if not is_genuine(secret, headers, body, time.time()):
         raise ApiError(403, "FORBIDDEN", "the webhook's signature or time is not right")
     try:
-        told = msgspec.json.decode(body, type=Told)
+        sent = msgspec.json.decode(body, type=WebhookBody)
     except msgspec.MsgspecError:
         raise ApiError(400, "INVALID_REQUEST", "the webhook's body is no prediction") from None
-    if await desk.seen.check_and_mark(SCOPE, headers["webhook-id"], ttl=REMEMBERED) == "seen":
+    if await replicate.seen.check_and_mark(SCOPE, headers["webhook-id"], ttl=REMEMBERED) == "seen":
         return Received("ignored")
-    return await _heard(desk, token, told)
+    return await _accept(replicate, token, sent)
 
 
-async def _heard(desk: ReplicateService, token: str, told: Told) -> Received:
-    """The signed body says which prediction calls back for the token: so it is found even if no answer ever came."""
-    store = desk.service.store
-    known = await store.read(rows.known_by, token, store.terms)
-    if known is None or told.id in known.past:
+async def _accept(replicate: ReplicateService, token: str, body: WebhookBody) -> Received:
+    """The signed body names the token's prediction, so it is found even if the response to its creation was lost."""
+    store = replicate.store
+    known = await store.read(rows.find_by_token, token, store.terms)
+    if known is None or body.id in known.past:
         return Received("ignored")
     if known.id is None:
         try:
-            await store.write(rows.record, token, told.id, "starting", store.terms)
+            await store.write(rows.record, token, body.id, "starting", store.terms)
         except rows.AlreadyClaimed:
             return Received("ignored")
-    elif known.id != told.id:
-        desk.spawn(desk.end_stray(told.id, known.run_id))
+    elif known.id != body.id:
+        replicate.spawn(replicate.cancel_duplicate(body.id, known.run_id))
         return Received("heard")
-    desk.ring(token, await store.write(rows.heard, token, store.terms))
+    replicate.notify(token, await store.write(rows.mark_heard, token, store.terms))
     return Received("heard")
 
 
