@@ -206,11 +206,12 @@ class _Call(Generic[A, B]):
 
 
 class ThreadBatcher(Generic[A, B]):
-    """Coalesces the threads of a process: the first caller carries the calls of those who come meanwhile.
+    """Coalesces the calls of a process's threads. A caller who is alone flushes its own call at once.
 
-    A leader flushes one batch, which holds its own call, so no thread works for the others forever. Then those it
-    served wake one another, and the last of them hands the lead to the first who waits by then: a new leader at work
-    among the waking would be one more to fight for the interpreter, and its batch would be small.
+    Those who come meanwhile wait, and the first of them then leads: it flushes one batch, which holds its own call, so
+    no thread works for the others forever. Those it served wake one another, and the last of them hands the lead to the
+    first who waits by then: a new leader at work among the waking would be one more to fight for the interpreter, and
+    its batch would be small.
     """
 
     def __init__(self, flush: Flush[A, B]) -> None:
@@ -225,15 +226,20 @@ class ThreadBatcher(Generic[A, B]):
         self._led = False
 
     async def __call__(self, request: A, /) -> B:
-        call: _Call[A, B] = _Call(request)
+        call: _Call[A, B] | None = None
         with self._lock:
             if self._led:
+                call = _Call(request)
                 call.gate.acquire()
                 self._waiting.append(call)
-            else:
-                self._led = call.leads = True
-        if not call.leads:
-            self._await_turn(call)
+            self._led = True
+        if call is None:
+            try:
+                return (await self._flush((request,), time.monotonic()))[0]
+            finally:
+                with self._lock:
+                    self._hand_over()
+        self._await_turn(call)
         if call.leads:
             self._lead(call)
         if call.error is not None:

@@ -73,7 +73,7 @@ def with_retry(
     *,
     longest: float | None = None,
     took: Callable[[float], None] | None = None,
-    is_new: Callable[[], bool] = lambda: False,
+    is_new: Callable[[], bool] | None = None,
 ) -> Send[A, B]:
     """The verb, retried with growing pauses for ``retry_for`` seconds. Every verb may be sent twice.
 
@@ -88,7 +88,7 @@ def with_retry(
         failures = 0
         while True:
             try:
-                least = _CREATING_TABLES if is_new() else 0.0
+                least = _CREATING_TABLES if is_new is not None and is_new() else 0.0
                 limit = longest or max(least, time_for_try(retry_for, ends - time.monotonic()))
                 answer = await runtime.within(limit, verb(requests))
             except StoreBroken:

@@ -16,7 +16,7 @@ from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
 from semel.db.blocking import COMMITS, abandoned_connections, missing
-from semel.db.errors import translate_errors
+from semel.db.errors import DATABASE_ERRORS, translate, translate_errors
 from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, Kept, Shelf, is_broken, plan
 
 P = ParamSpec("P")
@@ -95,23 +95,29 @@ class AsyncPostgresDatabase:
         self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         pool = self._pools.here()
-        async with pool.places:
-            with translate_errors():
-                kept = await self._take(pool, hot)
-                try:
-                    answer = await kept.conn.run_sync(work, *args, **kwargs)
-                except Exception:
-                    await self._after_error(pool, kept)
-                    raise
-                except BaseException:  # cancelled: who knows what the connection was about to say
-                    await self._drop(pool, kept)
-                    raise
-                if not pool.shelf.put(kept):
-                    await _discard(kept.conn)
-                return answer
+        await pool.places.acquire()
+        try:
+            kept = pool.shelf.take(hot=hot)
+            if kept is None or kept.hot is not hot:
+                kept = await self._prepare(pool, kept, hot)
+            try:
+                answer = await kept.conn.run_sync(work, *args, **kwargs)
+            except Exception:
+                await self._after_error(pool, kept)
+                raise
+            except BaseException:  # cancelled: the connection may be in the middle of a reply
+                await self._drop(pool, kept)
+                raise
+            if not pool.shelf.put(kept):
+                await _discard(kept.conn)
+        except DATABASE_ERRORS as error:
+            raise translate(error) from error
+        else:
+            return answer
+        finally:
+            pool.places.release()
 
-    async def _take(self, pool: _LoopPool, hot: bool) -> Kept[AsyncConnection]:
-        kept = pool.shelf.take(hot=hot)
+    async def _prepare(self, pool: _LoopPool, kept: Kept[AsyncConnection] | None, hot: bool) -> Kept[AsyncConnection]:
         if kept is None:
             generation = pool.shelf.generation
             kept = Kept(await pool.engine.connect(), generation)

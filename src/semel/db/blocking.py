@@ -206,12 +206,15 @@ def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Se
     if not conn.get_execution_options().get(COMMITS):
         return conn.execute(statement, values).all()
     sql, names = _compiled(statement, conn.dialect)
-    cursor = conn.connection.cursor()
+    dbapi: Any = conn.connection.dbapi_connection
     try:
-        cursor.execute(sql, values if names is None else tuple(values[name] for name in names))
+        if names is not None:  # asyncpg wants its values in order, and its statements are cached by itself
+            return _fetch_asyncpg(dbapi, sql, [values[name] for name in names])
+        cursor = dbapi.cursor()
+        cursor.execute(sql, values)
         return list(cursor.fetchall())
     except conn.dialect.loaded_dbapi.Error as error:
-        lost = conn.dialect.is_disconnect(error, conn.connection.dbapi_connection, cursor)
+        lost = conn.dialect.is_disconnect(error, dbapi, None)
         if lost:
             conn.invalidate(error)
         raise exc.DBAPIError.instance(
@@ -223,6 +226,14 @@ def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Se
             connection_invalidated=lost,
             dialect=conn.dialect,
         ) from error
+
+
+def _fetch_asyncpg(dbapi: Any, sql: str, values: list[Any]) -> list[Any]:
+    try:
+        return list(dbapi.run_async(lambda driver: driver.fetch(sql, *values)))
+    except Exception as error:
+        dbapi._handle_exception(error)
+        raise
 
 
 _texts: dict[tuple[TextClause, str], tuple[str, list[str] | None]] = {}

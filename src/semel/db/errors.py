@@ -26,17 +26,26 @@ _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf
 _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
 
 
+DATABASE_ERRORS = (exc.TimeoutError, exc.DBAPIError, OSError)
+"""What a database raises; OSError, since asyncpg does not wrap the failure to connect."""
+
+
 @contextmanager
 def translate_errors(file: str = "") -> Iterator[None]:
-    """Raise semel's errors for the database's. ``file``: the one of SQLite, for those who have to mend it."""
+    """Raise semel's errors for the database's. ``file`` is the path of a SQLite database, for the message."""
     try:
         yield
-    except exc.TimeoutError as error:
-        raise StoreUnavailable(f"the connection pool ran dry: {error}") from error
-    except exc.DBAPIError as error:
-        raise _to_semel_error(error, file) from error
-    except OSError as error:  # asyncpg lets the failure to connect through as it is
-        raise StoreUnavailable(f"the database cannot be reached: {error}") from error
+    except DATABASE_ERRORS as error:
+        raise translate(error, file) from error
+
+
+def translate(error: BaseException, file: str = "") -> Exception:
+    """semel's error for one of ``DATABASE_ERRORS``."""
+    if isinstance(error, exc.TimeoutError):
+        return StoreUnavailable(f"the connection pool ran dry: {error}")
+    if isinstance(error, exc.DBAPIError):
+        return _of_driver(error, file)
+    return StoreUnavailable(f"the database cannot be reached: {error}")
 
 
 def sqlstate(error: exc.DBAPIError) -> str | None:
@@ -59,7 +68,7 @@ def _way_out(said: str) -> str:
     )
 
 
-def _to_semel_error(error: exc.DBAPIError, file: str) -> Exception:
+def _of_driver(error: exc.DBAPIError, file: str) -> Exception:
     said = str(error.orig).strip().split("\n")[0]
     state = sqlstate(error)
     if state == "42P01" or "no such table" in said:

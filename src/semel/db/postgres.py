@@ -16,7 +16,7 @@ from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, 
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import seconds_left
 from semel.db.blocking import COMMITS, abandoned_connections, missing
-from semel.db.errors import translate_errors
+from semel.db.errors import DATABASE_ERRORS, translate
 from semel.errors import StoreUnavailable
 
 P = ParamSpec("P")
@@ -80,26 +80,30 @@ class Shelf(Generic[C]):
     def __init__(self) -> None:
         self.generation = 0
         self._free: list[Kept[C]] = []
+        self._lock = threading.Lock()
 
     def take(self, *, hot: bool) -> Kept[C] | None:
         """One of the kind, else any, else None."""
-        for at in range(len(self._free) - 1, -1, -1):
-            if self._free[at].hot is hot:
-                return self._free.pop(at)
-        return self._free.pop() if self._free else None
+        with self._lock:
+            for at in range(len(self._free) - 1, -1, -1):
+                if self._free[at].hot is hot:
+                    return self._free.pop(at)
+            return self._free.pop() if self._free else None
 
     def put(self, kept: Kept[C]) -> bool:
-        """Keep it for the next call; False when it is to be closed."""
-        if kept.generation != self.generation:
-            return False
-        self._free.append(kept)
-        return True
+        """Keep it for the next call; False when it must be closed."""
+        with self._lock:
+            if kept.generation != self.generation:
+                return False
+            self._free.append(kept)
+            return True
 
     def clear(self) -> list[C]:
-        """Begin a new generation; answers what is to be closed of the old one."""
-        self.generation += 1
-        free, self._free = self._free, []
-        return [kept.conn for kept in free]
+        """Begin a new generation; returns the connections of the old one, to be closed."""
+        with self._lock:
+            self.generation += 1
+            free, self._free = self._free, []
+            return [kept.conn for kept in free]
 
 
 def is_broken(conn: Connection) -> bool:
@@ -118,32 +122,29 @@ def plan(conn: Connection, *, hot: bool) -> None:
 
 
 class PostgresDatabase:
-    """See Database. Blocking; the calls of all threads share a few connections."""
+    """A :class:`~semel.db.blocking.Database` for threads, which share a few connections."""
 
     def __init__(self, engine: Engine, pool: int = POOL) -> None:
         self._engine = engine
         self._size = pool
         self._shelf: Shelf[Connection] = Shelf()
-        self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(pool)
         survive_fork(self)
 
     def after_fork(self) -> None:
         """The parent's connections are the parent's: leave them open there and connect anew here."""
-        abandoned_connections.extend(self._shelf.clear())
+        free, self._shelf = self._shelf._free, Shelf()
+        abandoned_connections.extend(kept.conn for kept in free)
         self._engine.dispose(close=False)
-        self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(self._size)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return self._run(True, work, *args, **kwargs)
 
     look_and_write = write
     read = write
 
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return self._run(False, work, *args, **kwargs)
 
     write_many = survey
@@ -153,26 +154,29 @@ class PostgresDatabase:
         if not places.acquire(blocking=False) and not places.acquire(timeout=seconds_left(60.0)):
             raise all_in_use(self._size)
         try:
-            with translate_errors():
-                kept = self._take(hot)
-                try:
-                    answer = work(kept.conn, *args, **kwargs)
-                except Exception:
-                    self._after_error(kept)
-                    raise
-                except BaseException:  # an interrupt: who knows what the connection was about to say
-                    _discard(kept.conn)
-                    raise
-                self._put_back(kept)
-                return answer
+            kept = self._shelf.take(hot=hot)
+            if kept is None or kept.hot is not hot:
+                kept = self._prepare(kept, hot)
+            try:
+                answer = work(kept.conn, *args, **kwargs)
+            except Exception:
+                self._after_error(kept)
+                raise
+            except BaseException:  # an interrupt: the connection may be in the middle of a reply
+                _discard(kept.conn)
+                raise
+            if not self._shelf.put(kept):
+                _discard(kept.conn)
+        except DATABASE_ERRORS as error:
+            raise translate(error) from error
+        else:
+            return answer
         finally:
             places.release()
 
-    def _take(self, hot: bool) -> Kept[Connection]:
-        with self._lock:
-            kept = self._shelf.take(hot=hot)
-            generation = self._shelf.generation
+    def _prepare(self, kept: Kept[Connection] | None, hot: bool) -> Kept[Connection]:
         if kept is None:
+            generation = self._shelf.generation
             kept = Kept(self._engine.connect(), generation)
         if kept.hot is not hot:
             try:
@@ -183,30 +187,20 @@ class PostgresDatabase:
             kept.hot = hot
         return kept
 
-    def _put_back(self, kept: Kept[Connection]) -> None:
-        with self._lock:
-            stays = self._shelf.put(kept)
-        if not stays:
-            _discard(kept.conn)
-
     def _after_error(self, kept: Kept[Connection]) -> None:
         if is_broken(kept.conn):
             self._condemn(kept.conn)
-        else:
-            self._put_back(kept)
+        elif not self._shelf.put(kept):
+            _discard(kept.conn)
 
     def _condemn(self, conn: Connection) -> None:
         """Where one connection broke or fell silent, the others may have, too: close all that are idle."""
-        with self._lock:
-            others = self._shelf.clear()
-        for each in (conn, *others):
+        for each in (conn, *self._shelf.clear()):
             _discard(each)
 
     async def close(self) -> None:
-        """See Database. A connection that is in use is closed when its call ends."""
-        with self._lock:
-            free = self._shelf.clear()
-        for conn in free:
+        """Close the idle connections. One that is in use is closed when its call ends."""
+        for conn in self._shelf.clear():
             _discard(conn)
 
 

@@ -136,7 +136,7 @@ def granted(request: ClaimRequest, previous: Record | None, reason: Reason, fenc
         request.key,
         fence,
         request.attempt,
-        fingerprint_for(request, previous, reason),
+        request.fingerprint if previous is None else fingerprint_for(request, previous, reason),
         request.lease_us / 1e6,
         now + request.lease_us,
         now + request.ttl_us,

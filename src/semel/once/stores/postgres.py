@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sqlalchemy import URL, Connection, TextClause, exc, text
 
@@ -34,7 +34,6 @@ from semel.once.store import (
     ForgetScope,
     KeyRef,
     OnReleased,
-    OutcomeData,
     Owned,
     Release,
     Renew,
@@ -337,63 +336,43 @@ class PostgresStore:
         twin._ready = self._ready
         return twin
 
-    def _terms(self) -> Terms:
-        now = None if self._clock is None else self._clock()
-        return {"now": now, "patience": self._patience}
-
     async def open(self) -> None:
         """See the contract. Migrations are the operator's decision, so this only checks."""
         await self._database.read(migrate.require)
         self._ready = True
 
-    async def _prepare(self) -> None:
+    async def _run(self, run: Callable[..., Awaitable[Any]], work: Callable[..., Any], *args: Any) -> Any:
         if not self._ready:
             await self.open()
+        terms: Terms = {"now": None if self._clock is None else self._clock(), "patience": self._patience}
+        return await run(work, *args, terms)
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write(_claim, requests, self._terms())
+        return cast("list[Verdict]", await self._run(self._database.write, _claim, requests))
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write(_renew, requests, self._terms())
+        return cast("list[int | None]", await self._run(self._database.write, _renew, requests))
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write(_complete, requests, self._terms())
+        return cast("list[bool]", await self._run(self._database.write, _complete, requests))
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write(_release, requests, self._terms())
+        return cast("list[bool]", await self._run(self._database.write, _release, requests))
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write(_forget, requests, self._terms())
+        return cast("list[bool]", await self._run(self._database.write, _forget, requests))
 
     async def forget_scope(self, request: ForgetScope) -> int:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write_many(_forget_scope, request, self._terms())
+        return cast("int", await self._run(self._database.write_many, _forget_scope, request))
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.read(_get, refs, self._terms())
+        return cast("list[Record | None]", await self._run(self._database.read, _get, refs))
 
     async def purge(self, limit: int) -> int:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.write_many(_purge, limit, self._terms())
+        return cast("int", await self._run(self._database.write_many, _purge, limit))
 
     async def stats(self) -> Held:
-        """See the contract."""
-        await self._prepare()
-        return await self._database.survey(_stats, self._terms())
+        return cast("Held", await self._run(self._database.survey, _stats))
 
     def watch(self, ring: OnReleased) -> None:
         """LISTEN on a connection of its own."""
@@ -478,14 +457,16 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
     if not requests:
         return {}
     try:
-        asked = _columns(requests, [request.fingerprint for request in requests])
-        alone = len(requests) == 1
-        rows = fetch(conn, _INSERT_ONE if alone else _INSERT, terms | (_scalars(asked) if alone else asked))
+        if len(requests) == 1:
+            rows = fetch(conn, _INSERT_ONE, terms | _row(requests[0]))
+        else:
+            rows = fetch(conn, _INSERT, terms | _columns(requests, [request.fingerprint for request in requests]))
     except exc.DBAPIError as error:
         if sqlstate(error) != LOCK_TIMEOUT:
             raise
         return _insert_around(conn, requests, terms)
-    return _granted({request.attempt: (request, None, "absent") for request in requests}, rows)
+    asked = {request.attempt: request for request in requests}
+    return {attempt: granted(asked[attempt], None, "absent", fence, created) for attempt, fence, created in rows}
 
 
 def _insert_around(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> dict[str, Verdict]:
@@ -511,20 +492,27 @@ def _take(conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]
         "was_state": [record.state for _, record, _ in wanted],
         "was_until": [record.lease_until_us for _, record, _ in wanted],
     }
-    rows = conn.execute(_TAKE, terms | _columns([request for request, _, _ in wanted], fingerprints) | seen).all()
-    return _granted({request.attempt: (request, record, reason) for request, record, reason in wanted}, rows)
+    rows = conn.execute(_TAKE, terms | _columns([request for request, _, _ in wanted], fingerprints) | seen)
+    asked = {request.attempt: (request, record, reason) for request, record, reason in wanted}
+    return {attempt: granted(*asked[attempt], fence, created) for attempt, fence, created in rows}
 
 
-def _granted(asked: dict[str, tuple[ClaimRequest, Record | None, Reason]], rows: Iterable[Any]) -> dict[str, Verdict]:
-    won: dict[str, Verdict] = {}
-    for attempt, fence, created in rows:
-        request, previous, reason = asked[attempt]
-        won[attempt] = granted(request, previous, reason, fence, created)
-    return won
-
-
-def _scalars(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    return {name: column[0] for name, column in columns.items()}
+def _row(request: ClaimRequest) -> dict[str, Any]:
+    """The columns of a claim that is alone."""
+    done = request.done
+    return {
+        "scope": request.scope,
+        "key": request.key,
+        "fingerprint": request.fingerprint,
+        "attempt": request.attempt,
+        "unknown": request.unknown,
+        "lease": request.lease_us,
+        "ttl": request.ttl_us,
+        "state": "claimed" if done is None else "completed",
+        "kind": "" if done is None else done.kind,
+        "value": None if done is None else done.data,
+        "value_ttl": None if done is None else done.value_ttl_us,
+    }
 
 
 def _columns(requests: Sequence[ClaimRequest], fingerprints: list[str]) -> dict[str, list[Any]]:
@@ -535,19 +523,10 @@ def _columns(requests: Sequence[ClaimRequest], fingerprints: list[str]) -> dict[
         "unknown": [request.unknown for request in requests],
         "lease": [request.lease_us for request in requests],
         "ttl": [request.ttl_us for request in requests],
-        **_outcomes([request.done for request in requests]),
-    }
-
-
-def _outcomes(dones: list[OutcomeData | None]) -> dict[str, list[Any]]:
-    if not any(dones):
-        many = len(dones)
-        return {"state": ["claimed"] * many, "kind": [""] * many, "value": [None] * many, "value_ttl": [None] * many}
-    return {
-        "state": ["claimed" if done is None else "completed" for done in dones],
-        "kind": ["" if done is None else done.kind for done in dones],
-        "value": [None if done is None else done.data for done in dones],
-        "value_ttl": [None if done is None else done.value_ttl_us for done in dones],
+        "state": ["claimed" if request.done is None else "completed" for request in requests],
+        "kind": ["" if request.done is None else request.done.kind for request in requests],
+        "value": [None if request.done is None else request.done.data for request in requests],
+        "value_ttl": [None if request.done is None else request.done.value_ttl_us for request in requests],
     }
 
 
@@ -572,7 +551,7 @@ def _fenced(
     """Run a fenced change, in the order of the keys; answer whose fence held, and what the statement answered."""
     values: dict[str, Any] = {**_places(requests), "fence": [each.fence for each in requests], **columns}
     if statement is _COMPLETE and len(requests) == 1:
-        statement, values = _COMPLETE_ONE, _scalars(values)
+        statement, values = _COMPLETE_ONE, {name: column[0] for name, column in values.items()}
     elif len(requests) > 1:
         order = sorted(range(len(requests)), key=lambda at: (requests[at].scope, requests[at].key))
         values = {name: [column[at] for at in order] for name, column in values.items()}
