@@ -226,10 +226,10 @@ class Doorway:
         if self.kind == "wsgi":
             middleware = wsgi.IdempotencyMiddleware(validator(wsgi_app(handler)), self.space.url, **options)
             self._closing.callback(middleware.close)
-            return self._wsgi(middleware, middleware._door.once)
+            return self._wsgi(middleware, middleware._core.once)
         app = asgi.IdempotencyMiddleware(asgi_app(handler), self.space.url, **options)
         self._closing.enter_context(lifespan(app, self._loop))
-        return self._asgi(app, app._door.once)
+        return self._asgi(app, app._core.once)
 
     def _asgi(self, app: Any, once: Once | AsyncOnce) -> Service:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://intake")

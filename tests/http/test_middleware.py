@@ -27,7 +27,7 @@ from semel.errors import StoreUnavailable
 from semel.http import body, protocol, wsgi
 from semel.http import middleware as http_middleware
 from semel.http.asgi import IdempotencyMiddleware
-from semel.http.protocol import print_of_json
+from semel.http.protocol import fingerprint_of_json
 from semel.once.store import ClaimRequest, Complete, Release
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
@@ -447,10 +447,10 @@ def test_a_large_request_touches_no_disk_in_the_event_loop(monkeypatch: pytest.M
 
     def parse(*args: Any) -> str:
         touched["print"].add(threading.get_ident())
-        return print_of_json(*args)
+        return fingerprint_of_json(*args)
 
     monkeypatch.setattr(body, "TemporaryFile", lambda **options: Watched(TemporaryFile(**options)))  # noqa: SIM115 -- closed by the body
-    monkeypatch.setattr(http_middleware, "print_of_json", parse)
+    monkeypatch.setattr(http_middleware, "fingerprint_of_json", parse)
     content = json.dumps({"x": "y" * 300_000}).encode()
     read = []
 

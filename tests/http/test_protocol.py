@@ -21,16 +21,16 @@ from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
 from semel.http.middleware import MiddlewareCore, Request, ResponseRecorder
 from semel.http.protocol import (
     BadKey,
+    add_credentials,
     codings_for_app,
     expires_header,
-    kept_headers,
+    fingerprint_of_bytes,
+    fingerprint_of_json,
     key_of,
     operation_of,
-    print_by,
-    print_of_bytes,
-    print_of_json,
     replay,
     scope_of,
+    stored_headers,
 )
 from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
 from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
@@ -204,11 +204,13 @@ def digest(body: bytes) -> bytes:
 
 
 def test_the_fingerprint_of_a_body_is_its_sha_256() -> None:
-    assert print_of_bytes(digest(b"abc"), b"") == f"0:{hashlib.sha256(b'abc').hexdigest()}"
+    assert fingerprint_of_bytes(digest(b"abc"), b"") == f"0:{hashlib.sha256(b'abc').hexdigest()}"
 
 
 def test_the_query_makes_another_fingerprint() -> None:
-    prints = [print_of_bytes(digest(body), query) for body in (b"", b"a", b"b") for query in (b"", b"a", b"b", b"a b")]
+    prints = [
+        fingerprint_of_bytes(digest(body), query) for body in (b"", b"a", b"b") for query in (b"", b"a", b"b", b"a b")
+    ]
     assert len(set(prints)) == 12
     assert all(re.fullmatch("0:[0-9a-f]{64}", each) for each in prints)
     assert all(checked_fingerprint(each) == each for each in prints)
@@ -217,17 +219,17 @@ def test_the_query_makes_another_fingerprint() -> None:
 @pytest.mark.parametrize("query", [b"", b"a=1"])
 def test_json_is_fingerprinted_by_its_content(query: bytes) -> None:
     def of(body: bytes) -> str:
-        return print_of_json(body, digest(body), query)
+        return fingerprint_of_json(body, digest(body), query)
 
     assert of(b'{"a": 1, "b": [true, null]}') == of(b'\n{"b":[true,null],"a":1.0}')
     assert of(b'{"a": 1}') != of(b'{"a": 2}')
     assert of(b"[1, 2]") != of(b"[2, 1]")
-    assert of(b"{}") != print_of_json(b"{}", digest(b"{}"), b"other")
+    assert of(b"{}") != fingerprint_of_json(b"{}", digest(b"{}"), b"other")
     assert re.fullmatch("1:[0-9a-f]{64}", of(b"{}"))
 
 
 def test_json_without_a_query_has_the_fingerprint_of_its_content() -> None:
-    assert print_of_json(b'{"a": 1}', digest(b'{"a": 1}'), b"") == fingerprint({"a": 1})
+    assert fingerprint_of_json(b'{"a": 1}', digest(b'{"a": 1}'), b"") == fingerprint({"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -237,14 +239,14 @@ def test_json_without_a_query_has_the_fingerprint_of_its_content() -> None:
 )
 def test_what_is_not_plain_json_is_fingerprinted_by_its_bytes(body: bytes) -> None:
     def of(body: bytes) -> str:
-        return print_of_json(body, digest(body), b"")
+        return fingerprint_of_json(body, digest(body), b"")
 
     assert checked_fingerprint(of(body)) == of(body) != of(body + b" ")
 
 
 @given(st.binary(max_size=200), st.binary(max_size=50))
 def test_every_body_and_query_has_a_fingerprint(body: bytes, query: bytes) -> None:
-    for each in (print_of_bytes(digest(body), query), print_of_json(body, digest(body), query)):
+    for each in (fingerprint_of_bytes(digest(body), query), fingerprint_of_json(body, digest(body), query)):
         assert checked_fingerprint(each) == each
 
 
@@ -265,13 +267,13 @@ def test_kept_headers_are_lower_case_in_order_and_belong_to_no_connection() -> N
         (b"Server", b"s"),
         (b"Set-Cookie2", b"kept, as nobody sends it"),
     ]
-    assert kept_headers(headers) == [
+    assert stored_headers(headers) == [
         (b"content-type", b"text/plain"),
         (b"link", b"</2>"),
         (b"link", b"</1>"),
         (b"set-cookie2", b"kept, as nobody sends it"),
     ]
-    assert kept_headers([]) == []
+    assert stored_headers([]) == []
 
 
 def test_the_end_of_a_key_is_told_as_http_tells_time() -> None:
@@ -593,17 +595,17 @@ def test_a_recorder_cannot_tell_without_a_length() -> None:
         noted = recorder()
         noted.begin(200, headers)
         assert not any([noted.add(b"abc"), noted.add(b"def")])
-        assert noted.response == Response(200, kept_headers(headers), b"abcdef")
+        assert noted.response == Response(200, stored_headers(headers), b"abcdef")
 
 
 def test_a_recorder_keeps_nothing_of_what_is_over_the_limit() -> None:
     noted = recorder(4)
     noted.begin(200, [])
     noted.add(b"abcd")
-    assert not noted.over
+    assert not noted.too_large
     assert noted.response.body == b"abcd"
     noted.add(b"e")
-    assert noted.over
+    assert noted.too_large
     assert noted.response == Response(200, [], None)
 
 
@@ -649,10 +651,10 @@ def app(*_: Any) -> Any:
         ({"scope": "a\nb"}, "control character"),
         ({"fingerprint": "sha1"}, 'fingerprint= is "body", "json" or a function'),
         ({"fingerprint": None}, 'fingerprint= is "body", "json" or a function'),
-        ({"max_response_bytes": -1}, "max_response_bytes= takes a number of bytes"),
-        ({"max_response_bytes": "1MB"}, "max_response_bytes= takes a number of bytes"),
-        ({"max_response_bytes": True}, "max_response_bytes= takes a number of bytes"),
-        ({"max_request_bytes": "1MB"}, "max_request_bytes= takes a number of bytes"),
+        ({"max_response_bytes": -1}, "max_response_bytes must be a number of bytes"),
+        ({"max_response_bytes": "1MB"}, "max_response_bytes must be a number of bytes"),
+        ({"max_response_bytes": True}, "max_response_bytes must be a number of bytes"),
+        ({"max_request_bytes": "1MB"}, "max_request_bytes must be a number of bytes"),
         ({"credentials": "a b"}, "credentials= takes names"),
         ({"credentials": "cookie:"}, "credentials= takes text"),
         ({"credentials": [b"x"]}, "credentials= takes text"),
@@ -663,7 +665,7 @@ def app(*_: Any) -> Any:
         ({"docs_url": "see the wiki"}, "docs_url= takes a URL"),
         ({"docs_url": "https://docs/<x>"}, "docs_url= takes a URL"),
         ({"docs_url": ""}, "docs_url= takes text"),
-        ({"body_in_memory": 1.5}, "body_in_memory= takes a number of bytes"),
+        ({"body_in_memory": 1.5}, "body_in_memory must be a number of bytes"),
         ({"name": ""}, "the name is empty"),
         ({"name": "x" * 256}, "the name has 256 characters"),
     ],
@@ -748,7 +750,7 @@ def test_a_preset_is_named_by_its_name(preset: str) -> None:
 )
 def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None:
     door = MiddlewareCore(Once, "memory://", {"policy": policy})
-    assert {status: door.keeps(status) for status in kept} == kept
+    assert {status: door.is_final(status) for status in kept} == kept
 
 
 @pytest.mark.parametrize("policy", ["intake", "ietf", "stripe"])
@@ -766,7 +768,7 @@ def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None
 def test_which_responses_are_kept_is_a_choice(policy: Any, keep: Any, kept: dict[int, bool], failures: str) -> None:
     """It replaces all of the policy's rule; an exception is a 500."""
     door = MiddlewareCore(Once, "memory://", {"policy": policy, "keep": keep})
-    assert {status: door.keeps(status) for status in kept} == kept
+    assert {status: door.is_final(status) for status in kept} == kept
     assert (door.policy.on_error, door.releasing.on_error) == (failures, "release")
 
 
@@ -786,7 +788,7 @@ def test_what_counts_as_credentials(given: Any, names: tuple[str, ...]) -> None:
 
 def test_fingerprints_tell_callers_apart_and_say_nothing_of_them() -> None:
     def of(credentials: bytes, key: str = "k", print_: str = "0:" + "a" * 64) -> str:
-        return checked_fingerprint(print_by(print_, credentials, "scope", key))
+        return checked_fingerprint(add_credentials(print_, credentials, "scope", key))
 
     assert of(b"") == "0:" + "a" * 64
     assert len({of(b""), of(b"a"), of(b"b"), of(b"a", "l")}) == 4

@@ -1,24 +1,24 @@
-"""The middleware for ASGI apps: Starlette, FastAPI, Litestar, Django and every other."""
+"""The middleware for ASGI apps: Starlette, FastAPI, Litestar, Django and others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
-from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack
+from typing import Any, TypeAlias, Unpack
 from urllib.parse import unquote_to_bytes
 
-from semel.errors import ClaimLost, InvalidRequest, SemelError, StoreBroken, StoreUnavailable
+from semel.errors import SemelError, StoreBroken, StoreUnavailable
 from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
-from semel.http.middleware import CLAIM_KEY, MiddlewareCore, Request, ResponseRecorder
+from semel.http.middleware import CLAIM_KEY, ClaimedExchange, MiddlewareCore, Request
 from semel.http.options import MiddlewareOptions
 from semel.http.protocol import codings_for_app
 from semel.once.client import AsyncOnce
 from semel.once.guard import current_claim_set
 from semel.once.requests import CallRequest
 from semel.once.stores import Target
-from semel.types import Claim, Granted, Replay, Response, Verdict
+from semel.types import Claim, Response
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -26,108 +26,66 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_LARGE = 1 << 16
-"""Bytes whose hash, decoding or parsing would keep the event loop from its other work for a noticeable time."""
+_NOT_RECORDABLE = frozenset(("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers"))
+"""Extensions that send bytes past the middleware. An app that is not offered them sends the bytes as messages."""
 _log = logging.getLogger("semel")
 
 
 class IdempotencyMiddleware:
-    """Every request with an idempotency key is carried out once; whoever repeats it gets the first one's response.
+    """Executes each request with an idempotency key once; a repetition gets the response of the first.
 
-    ``once`` is a store's URL or an :class:`AsyncOnce`. Without the key, and for other methods than ``methods``,
-    nothing changes. See :class:`~semel.http.options.Options`.
+    ``once`` is the URL of a store, or an :class:`AsyncOnce`. Requests without a key, and with other methods than
+    ``methods``, pass unchanged. The options are those of :class:`~semel.http.options.MiddlewareOptions`.
     """
 
     def __init__(self, app: App, once: AsyncOnce | Target, **options: Unpack[MiddlewareOptions]) -> None:
         self.app = app
-        self._door = MiddlewareCore(AsyncOnce, once, options)
-        self._header = self._door.header.lower().encode("ascii")
+        self._core = MiddlewareCore(AsyncOnce, once, options)
+        self._header = self._core.header.lower().encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        door = self._door
+        core = self._core
         if scope["type"] == "http":
-            if door.status_path is not None and await self._tell_status(scope, send):
+            if core.status_path is not None and (status := await core.status_response(_request(scope))) is not None:
+                await _send_response(send, status)
                 return
-            if scope["method"] in door.methods:
+            if scope["method"] in core.methods:
                 header = self._header
                 values = [value for name, value in scope["headers"] if name == header]
-                if (values or door.required) and (door.everywhere or self._covers(scope)):
+                if (values or core.required) and (
+                    core.everywhere or core.covers(scope["path"], scope.get("root_path", ""))
+                ):
                     await self._serve(values, scope, receive, send)
                     return
-        elif scope["type"] == "lifespan" and door.owned:
-            await self._live(scope, receive, send)
+        elif scope["type"] == "lifespan" and core.owned:
+            await self._serve_lifespan(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _covers(self, scope: Scope) -> bool:
-        return self._door.covers(scope["path"], scope.get("root_path", ""))
-
     async def _serve(self, values: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        door = self._door
-        key = door.key([value.decode("latin-1") for value in values]) if values else door.refuse("missing", None)
+        core = self._core
+        key = core.key([value.decode("latin-1") for value in values])
         if isinstance(key, Response):
-            await _answer(send, key)
+            await _send_response(send, key)
             return
-        body = SpooledBody(door.body_in_memory, door.max_request_bytes)
+        body = SpooledBody(core.body_in_memory, core.max_request_bytes)
         try:
-            admitted = await self._admit(key, scope, receive, body)
-            if isinstance(admitted, Response):
-                await _answer(send, admitted)
-            elif isinstance(admitted, _Exchange):
-                await admitted.run(self.app, scope, send)
-            elif admitted:
-                await self.app(scope, _Upload(body, receive), send)
+            admission = await core.admit(key, _request(scope), body, partial(_read, body, scope, receive))
+            if isinstance(admission, Response):
+                await _send_response(send, admission)
+            elif admission is None:
+                await self.app(scope, _BodyReplay(body, receive), send)
+            else:
+                await _AsgiExchange(core, admission, _BodyReplay(body, receive), send).run(self.app, scope)
+        except _ClientDisconnected:
+            pass  # the request is incomplete, and nobody waits for a response
         finally:
             body.close()
 
-    async def _admit(self, key: str, scope: Scope, receive: Receive, body: SpooledBody) -> Response | _Exchange | bool:
-        """The answer to the request, or how to carry it out; True: without protection, False: not at all."""
-        door = self._door
-        request = _request(scope)
-        try:
-            if body.limit is not None and _length(request) > body.limit:
-                return door.refuse("too_large", key)
-            if not await _read(body, receive):
-                return False  # the client left before its request was whole, and nobody is there to be told
-            print_ = await _off_loop(door.reads_bodies and body.size > _LARGE, door.print_of, request, body)
-            asking = door.ask(key, request, print_)
-            if door.within(request, asking):
-                return True
-            verdict = await door.engine.admit(asking)
-        except (StoreUnavailable, OSError) as error:  # OSError: no room on the disk for a large body
-            _log.warning("a request with the key %r was refused: %s", key, error)
-            return door.unavailable(key)
-        except BodyTooLarge:
-            return door.refuse("too_large", key)
-        if verdict is None:
-            return True
-        if isinstance(verdict, Granted):
-            return _Exchange(door, verdict.claim, asking, _Upload(body, receive))
-        return await _off_loop(_is_work(verdict), door.answer, verdict, asking, request)
-
-    async def _tell_status(self, scope: Scope, send: Send) -> bool:
-        door = self._door
-        request = _request(scope)
-        asked = door.status_asked(request)
-        if asked is None:
-            return False
-        where, key = asked
-        try:
-            record = await door.once.get(key, scope=where)
-            await _answer(send, door.status(record, key, request))
-        except StoreUnavailable:
-            await _answer(send, door.unavailable(key))
-        except InvalidRequest:
-            await _answer(send, door.refuse("invalid", key))
-        return True
-
-    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app's life: open our store when it starts, close it when it ends."""
-        once = self._door.once
+    async def _serve_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open the store when the app starts, and close it when the app ends."""
+        once = self._core.once
         first: list[Message] = [await receive()]
         try:
             await once.open()
@@ -135,84 +93,93 @@ class IdempotencyMiddleware:
             if not isinstance(error, StoreUnavailable) or isinstance(error, StoreBroken):
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
-            _log.warning("the store of idempotency keys is away: %s", error)
+            _log.warning("the store of idempotency keys is unavailable: %s", error)
 
-        async def hear() -> Message:
+        async def receive_again() -> Message:
             return first.pop() if first else await receive()
 
-        async def say(message: Message) -> None:
+        async def send_after_close(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
                 await once.close()
             await send(message)
 
-        await self.app(scope, hear, say)
+        await self.app(scope, receive_again, send_after_close)
 
 
-class _Upload:
-    """The body again, for the app. Then it waits, and hears that the client left when ``over`` is set."""
+class _ClientDisconnected(Exception):
+    """The client disconnected before it had sent the whole body."""
+
+
+class _BodyReplay:
+    """The app's ``receive``: the recorded body, then the server's messages.
+
+    With ``hide_disconnect`` the app hears of a disconnect only once that event is set.
+    """
 
     def __init__(self, body: SpooledBody, receive: Receive) -> None:
         self._body = body
         self._at = 0
         self._receive = receive
-        self.sent = False
-        self.hidden: asyncio.Event | None = None
+        self._done = False
+        self.hide_disconnect: asyncio.Event | None = None
 
     async def __call__(self) -> Message:
-        if not self.sent:
-            size = CHUNK if self._body.on_disk else self._body.size
-            chunk = await _off_loop(self._body.on_disk, self._body.read, self._at, size)
+        if not self._done:
+            body = self._body
+            size = CHUNK if body.on_disk else body.size
+            chunk = await asyncio.to_thread(body.read, self._at, size) if body.on_disk else body.read(self._at, size)
             self._at += len(chunk)
-            self.sent = self._at >= self._body.size or not chunk
-            return {"type": "http.request", "body": chunk, "more_body": not self.sent}
-        if self.hidden is not None:
-            await self.hidden.wait()
+            self._done = self._at >= body.size or not chunk
+            return {"type": "http.request", "body": chunk, "more_body": not self._done}
+        if self.hide_disconnect is not None:
+            await self.hide_disconnect.wait()
         return await self._receive()
 
 
-class _Exchange:
-    """One request that is carried out under a claim.
+class _AsgiExchange(ClaimedExchange):
+    """The app is called with a ``send`` that records what it sends."""
 
-    The response passes through while it is noted. What would tell the client that it is complete (the last byte of a
-    known length, or the end of the stream) is held back until the outcome is stored. A client that leaves does not
-    stop the app: its retry gets the response. A response that is too large to be kept is an outcome from the byte on
-    that is one too many, and from then on whatever happens to it is between the app and its client.
-    """
-
-    def __init__(self, door: MiddlewareCore[AsyncOnce], claim: Claim, asking: CallRequest, upload: _Upload) -> None:
-        self._door, self._claim, self._asking, self._upload = door, claim, asking, upload
-        self._recorder = ResponseRecorder(door, claim)
+    def __init__(
+        self, core: MiddlewareCore[AsyncOnce], admitted: tuple[Claim, CallRequest], body: _BodyReplay, send: Send
+    ) -> None:
+        super().__init__(core, *admitted)
+        self._body, self._send = body, send
         self._held: list[Message] = []
-        self._passed = self._settled = self._ended = self._deaf = False
+        self._client_gone = False
 
-    async def run(self, app: App, scope: Scope, send: Send) -> None:
-        """Call the app, and see that its claim is settled, whatever it does."""
-        self._send = send
-        self._upload.hidden = asyncio.Event()
+    async def run(self, app: App, scope: Scope) -> None:
+        """Call the app. The claim is settled when this returns or raises."""
+        disconnect_visible = self._body.hide_disconnect = asyncio.Event()
+        self._prepare(scope)
+        try:
+            with current_claim_set(self._claim):
+                await app(scope, self._body, self._on_message)
+        except BaseException as error:
+            self._ended = True
+            failed = await self._store_failure(error)
+            if failed is not None:
+                self._held = _messages(failed)
+                await self._flush()
+            raise
+        finally:
+            disconnect_visible.set()
+        if not self._settled:
+            self._ended = True
+            await self._store_failure(RuntimeError("the app ended without a whole response"))
+            await self._flush()
+
+    def _prepare(self, scope: Scope) -> None:
+        """Change the scope in place, as an outer middleware may read from it what the app writes into it."""
         scope[CLAIM_KEY] = self._claim
         codings = _header(scope, "accept-encoding")
         if codings is not None:
             own = (b"accept-encoding", codings_for_app(codings).encode("latin-1"))
             scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != own[0]), own]
-        if scope.get("extensions"):  # in place: what the app notes in the scope is for those outside, too
-            scope["extensions"] = {name: each for name, each in scope["extensions"].items() if name not in _BYPASSES}
-        engine = self._door.engine
-        try:
-            with current_claim_set(self._claim):
-                await app(scope, self._upload, self._pass)
-        except BaseException as error:
-            if not self._settled and await engine.fail(self._claim, self._asking, error) and not self._passed:
-                self._held = list(_messages(self._door.failed(self._claim)))
-                await self._forward()
-            raise
-        finally:
-            self._reveal()
-        if not self._settled:
-            await engine.fail(self._claim, self._asking, RuntimeError("the app ended without a whole response"))
-            await self._forward()
+        if scope.get("extensions"):
+            extensions = scope["extensions"].items()
+            scope["extensions"] = {name: each for name, each in extensions if name not in _NOT_RECORDABLE}
 
-    async def _pass(self, message: Message) -> None:
-        """What the app sends."""
+    async def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "http.response.start":
                 if self._recorder.status:
@@ -225,59 +192,38 @@ class _Exchange:
                 self._held.append(message)
                 complete = self._recorder.add(message.get("body", b""))
                 self._ended = not message.get("more_body", False)
-                if not self._settled and (self._ended or (self._recorder.over and self._recorder.kept)):
+                if not self._settled and (self._ended or (self._recorder.too_large and self._recorder.is_outcome)):
                     await self._settle()
-                    self._reveal()
                 if self._settled or not complete:
-                    await self._forward()
+                    await self._flush()
             case _:
                 await self._send(message)
 
-    def _reveal(self) -> None:
-        """From now on the app may hear that the client left."""
-        if self._upload.hidden is not None:
-            self._upload.hidden.set()
-
     async def _settle(self) -> None:
-        """Store the outcome, before the end leaves. What cannot be stored is not said to be done."""
-        engine, key, response = self._door.engine, self._asking.key, self._recorder.response
-        self._settled = True
-        if not self._recorder.kept:
-            if self._recorder.whole:
-                self._asking.policy = self._door.releasing
-            await engine.fail(self._claim, self._asking, RuntimeError(f"status {response.status}"))
-            return
-        try:
-            await engine.finish(self._claim, self._asking, response)
-        except (StoreUnavailable, ClaimLost) as error:
-            _log.warning("the response of the request with the key %r is withheld: %s", key, error)
-            if self._passed:
-                raise  # half of it is with the client; the server breaks the connection, which says enough
-            answer = self._door.lost(key) if isinstance(error, ClaimLost) else self._door.unavailable(key)
-            self._held = list(_messages(answer))
-            await self._forward()
-            self._deaf = True  # to the rest of what the app sends, if there is more
+        instead = await self._store_outcome()
+        if instead is not None:
+            self._held = _messages(instead)
+            await self._flush()
+            self._client_gone = True  # what the app sends from now on is dropped
+        if self._body.hide_disconnect is not None:
+            self._body.hide_disconnect.set()
 
-    async def _forward(self) -> None:
+    async def _flush(self) -> None:
         held, self._held = self._held, []
         for message in held:
-            self._passed = True
-            if not self._deaf:
+            self._started = True
+            if not self._client_gone:
                 try:
                     await self._send(message)
                 except OSError:
-                    self._deaf = True  # the client left
+                    self._client_gone = True
                     if self._settled and not self._ended:
-                        raise  # there is no reason to finish for nobody what will not be kept
-
-
-_BYPASSES = frozenset(("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers"))
-"""Ways to send a response that pass no bytes through here; without them, apps send the bytes."""
+                        raise  # the rest of the response would be neither sent nor stored
 
 
 def _request(scope: Scope) -> Request:
     path = scope["path"]
-    if "\ufffd" in path and scope.get("raw_path"):  # the server could not decode it: tell such paths apart all the same
+    if "\ufffd" in path and scope.get("raw_path"):  # the server could not decode it, and such paths must stay distinct
         path = unquote_to_bytes(scope["raw_path"]).decode("utf-8", "surrogateescape")
     mount, header = scope.get("root_path", ""), partial(_header, scope)
     return Request(scope["method"], path, scope.get("query_string", b""), scope, mount, header)
@@ -289,39 +235,32 @@ def _header(scope: Scope, name: str) -> str | None:
     return (";" if name == "cookie" else ",").join(values) if values else None
 
 
-def _length(request: Request) -> int:
-    said = request.header("content-length") or ""
-    return int(said) if said.isascii() and said.isdigit() and len(said) < 19 else 0
-
-
-def _is_work(verdict: Verdict) -> bool:
-    """Whether to make an answer of it takes long: a response is large, or would be once it is decompressed."""
-    data = verdict.outcome.data if isinstance(verdict, Replay) else None
-    return data is not None and (len(data) > _LARGE or b"content-encoding" in data)
-
-
-async def _off_loop(blocks: bool, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call it: in a thread, if it would block the event loop."""
-    return await asyncio.to_thread(work, *args, **kwargs) if blocks else work(*args, **kwargs)
-
-
-async def _read(body: SpooledBody, receive: Receive) -> bool:
-    """Take in the whole body; False when the client left before the end."""
+async def _read(body: SpooledBody, scope: Scope, receive: Receive) -> bool:
+    """Read the whole body."""
+    length = _header(scope, "content-length") or ""
+    known = length.isascii() and length.isdigit() and len(length) < 19
+    if known and body.limit is not None and int(length) > body.limit:
+        raise BodyTooLarge  # before the body is read
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return False
+            raise _ClientDisconnected
         chunk = message.get("body", b"")
-        await _off_loop(body.spills(len(chunk)), body.add, chunk)
+        if body.spills(len(chunk)):
+            await asyncio.to_thread(body.add, chunk)
+        else:
+            body.add(chunk)
         if not message.get("more_body", False):
             return True
 
 
-def _messages(response: Response) -> Iterator[Message]:
-    yield {"type": "http.response.start", "status": response.status, "headers": response.headers}
-    yield {"type": "http.response.body", "body": response.body or b""}
+def _messages(response: Response) -> list[Message]:
+    return [
+        {"type": "http.response.start", "status": response.status, "headers": response.headers},
+        {"type": "http.response.body", "body": response.body or b""},
+    ]
 
 
-async def _answer(send: Send, response: Response) -> None:
+async def _send_response(send: Send, response: Response) -> None:
     for message in _messages(response):
         await send(message)

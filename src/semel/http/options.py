@@ -207,10 +207,3 @@ def url_of(what: str, given: Any) -> str | None:
     if given is not None and not _URL.fullmatch(_text(what, given)):
         raise InvalidRequest(f"{what}= takes a URL, not {given!r:.80}")
     return None if given is None else str(given)
-
-
-def size(what: str, given: Any) -> int | None:
-    """A number of bytes, or None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise InvalidRequest(f"{what}= takes a number of bytes, not {given!r:.80}")
-    return given

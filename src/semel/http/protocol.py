@@ -120,12 +120,12 @@ def operation_of(method: str, path: str) -> str:
     return f"{method} {quote(path, safe='/:@!$&()*+,;=~', errors='surrogatepass')}"
 
 
-def print_of_bytes(digest: bytes, query: bytes) -> str:
+def fingerprint_of_bytes(digest: bytes, query: bytes) -> str:
     """Version 0 of a fingerprint: SHA-256 of the body as it came, with the query where there is one."""
     return f"0:{_with_query(digest, query).hex()}"
 
 
-def print_of_json(body: bytes, digest: bytes, query: bytes) -> str:
+def fingerprint_of_json(body: bytes, digest: bytes, query: bytes) -> str:
     """The fingerprint of the content whatever its layout; of the bytes, where they are not plain JSON."""
     try:
         content = json.loads(body, parse_constant=_not_json, object_pairs_hook=_named_once)
@@ -140,12 +140,12 @@ def _with_query(digest: bytes, query: bytes) -> bytes:
     return hashlib.blake2b(digest + query, digest_size=32).digest() if query else digest
 
 
-def print_at(print_: str, operation: str) -> str:
+def add_operation(print_: str, operation: str) -> str:
     """The fingerprint of a request at one of the endpoints that share their keys."""
     return _hashed(print_, f"{print_} {operation}")
 
 
-def print_by(print_: str, credentials: bytes, scope: str, key: str) -> str:
+def add_credentials(print_: str, credentials: bytes, scope: str, key: str) -> str:
     """The fingerprint of a request by whoever has these credentials; as it was, where there are none.
 
     What is stored of the credentials is a hash of its own for every key, so that no two records show who made both.
@@ -155,7 +155,7 @@ def print_by(print_: str, credentials: bytes, scope: str, key: str) -> str:
     return (print_ if len(print_) <= 160 else _hashed(print_, print_)) + _mark_of(credentials, scope, key)
 
 
-def shown_to(print_: str, credentials: bytes, scope: str, key: str) -> bool:
+def is_visible_to(print_: str, credentials: bytes, scope: str, key: str) -> bool:
     """Whether a key with this fingerprint may be spoken of to whoever has these credentials."""
     mark = print_[-33:]
     return not _SUFFIX.fullmatch(mark) or (credentials != b"" and mark == _mark_of(credentials, scope, key))
@@ -191,7 +191,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def stored_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """What of a response's headers is stored: not what belongs to one connection, one moment or one client."""
     pairs = [(bytes(name).lower(), bytes(value)) for name, value in headers]
     dropped = {
@@ -219,16 +219,16 @@ def replay(outcome: Outcome, accept_encoding: str | None, most: int | None = Non
     if response.body is None:
         return "not_kept"
     if response.status in _BODILESS:
-        return Response(response.status, kept_headers(response.headers) + replay_marks(outcome))
-    recorded = Response(response.status, kept_headers(response.headers), response.body)
+        return Response(response.status, stored_headers(response.headers) + replay_headers(outcome))
+    recorded = Response(response.status, stored_headers(response.headers), response.body)
     readable = _readable(recorded, accept_encoding, most)
     if readable is None:
         return "not_acceptable"
     length = (b"content-length", b"%d" % len(readable.body or b""))
-    return Response(readable.status, [*readable.headers, *replay_marks(outcome), length], readable.body)
+    return Response(readable.status, [*readable.headers, *replay_headers(outcome), length], readable.body)
 
 
-def replay_marks(outcome: Outcome) -> list[tuple[bytes, bytes]]:
+def replay_headers(outcome: Outcome) -> list[tuple[bytes, bytes]]:
     """The headers that every answer about a finished request has."""
     return [REPLAYED, expires_header(outcome.expires_us)]
 

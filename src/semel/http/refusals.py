@@ -139,7 +139,7 @@ class RefusalFormat(Struct, frozen=True):
     """One way to speak: which keys are valid, which responses are kept, and how a refusal is put.
 
     ``fails_from`` is the first status of a failed request, kept where the policy keeps failures. A status of
-    ``not_begun`` means that the work did not begin, and is never kept. ``whole_scope``: keys belong to all endpoints
+    ``not_begun`` means that the work did not begin, and is never kept. ``shared_scope``: keys belong to all endpoints
     together, and using one at a second endpoint is a conflict.
     """
 
@@ -150,7 +150,7 @@ class RefusalFormat(Struct, frozen=True):
     not_begun: frozenset[int] = frozenset()
     methods: tuple[str, ...] = ("POST",)
     parameters: bool = False
-    whole_scope: bool = False
+    shared_scope: bool = False
     statuses: dict[Reason, int] = {}
     details: dict[Reason, str] = {}
 
@@ -212,7 +212,7 @@ DIALECTS = {
         _BARE,
         500,
         not_begun=frozenset((400, 401, 403, 409, 422, 429)),  # 400 and 422: failed validation
-        whole_scope=True,
+        shared_scope=True,
         statuses={"conflict": 400},
         details={"invalid": _ANY_KEY, "conflict": _ANOTHER_REQUEST},
     ),
