@@ -161,7 +161,7 @@ def test_a_server_logs_an_outage_when_it_begins_and_when_it_ends(
     line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the one that delivers events, looks after uploads, and is asked by somebody meanwhile."""
-    monkeypatch.setattr(dispatcher, "TURN", 0.05)
+    monkeypatch.setattr(dispatcher, "POLL", 0.05)
     cut, url = line
     cut.up()
     app = app_of(url, tmp_path)

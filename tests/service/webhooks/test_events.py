@@ -39,8 +39,8 @@ OPEN = Settings(private_webhooks=True)
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "TURN", 0.02)
-    monkeypatch.setattr(dispatcher, "IDLE_TURN", 0.02)
+    monkeypatch.setattr(dispatcher, "POLL", 0.02)
+    monkeypatch.setattr(dispatcher, "IDLE_POLL", 0.02)
 
 
 class House:
@@ -523,7 +523,7 @@ from semel import App
 from semel.service import Settings
 from semel.service.webhooks import dispatcher as deliverer
 from support.service import served
-deliverer.TURN = deliverer.IDLE_TURN = 0.02
+deliverer.POLL = deliverer.IDLE_POLL = 0.02
 app = App(url, artifacts=folder, dedupe_window=0)
 with served(app, Settings(private_webhooks=True)) as service:
     tell((os.getpid(), service.address))

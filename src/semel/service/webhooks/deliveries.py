@@ -1,13 +1,13 @@
-"""Deliveries: events on their way to subscriptions, each until it has arrived or is given up.
+"""Deliveries: one event for one subscription, until it is delivered or given up.
 
     fan out            lease                    settle
-  ──────────▶ waiting ──────▶ waiting, later ──┬─ it arrived ──▶ delivered
-                 ▲                             ├─ try again ───▶ waiting, after a pause
-                 └───────── resend ────────────└─ give up ─────▶ dead
+  ──────────▶ waiting ──────▶ waiting, later ──┬─ 2xx ───────────▶ delivered
+                 ▲                             ├─ error ─────────▶ waiting, after a pause
+                 └───────── resend ────────────└─ last attempt ──▶ dead
 
-A lease moves a delivery to a later time and counts the try. It is short and renewed while the event is sent; what a
-dead process has not settled is tried again by another. So an event may come twice, under the same id, and is never
-lost. The steps of a run are leased one after the other: the next one when the first try of those before it has ended.
+A lease moves a delivery to a later time and counts the attempt. It is short, and renewed while the event is sent; the
+deliveries of a dead process are leased by another. So an event may be sent twice, with the same id, but is never lost.
+The events of a run are leased in order: the next one after the first attempt of those before it has ended.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ State: TypeAlias = Literal["waiting", "delivered", "dead"]
 STATES: tuple[State, ...] = get_args(State)
 
 TIMEOUT = 10.0
-"""Seconds within which a receiver must have answered, with everything that this takes."""
+"""Seconds for a receiver to respond, including name resolution and connecting."""
 KEPT = {"delivered": 3 * 86400, "dead": 30 * 86400}
-"""Seconds for which what is over can be looked at."""
+"""Seconds for which a finished delivery is kept."""
 FANNED_OUT = 200
 """Events in one transaction."""
 
@@ -62,7 +62,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class Ping(Struct, frozen=True, kw_only=True):
-    """An event about nothing, by which a receiver can be tried."""
+    """A test event."""
 
     id: str
     name: Literal["Ping"] = "Ping"
@@ -71,8 +71,8 @@ class Ping(Struct, frozen=True, kw_only=True):
 
 
 def body_of(event: OutboxEvent) -> str:
-    """The event as it is sent: the same at every try."""
-    told = Event(
+    """The body of the event, which is the same at every attempt."""
+    content = Event(
         id=event.id,
         name=event.name,
         run_id=event.run_id,
@@ -86,7 +86,7 @@ def body_of(event: OutboxEvent) -> str:
         fence=event.fence,
         note=event.note,
     )
-    return msgspec.json.encode(told).decode()
+    return msgspec.json.encode(content).decode()
 
 
 class Delivery(Struct, frozen=True, kw_only=True):
@@ -104,12 +104,12 @@ class Delivery(Struct, frozen=True, kw_only=True):
 
     @property
     def event_id(self) -> str:
-        """The id under which the receiver knows it."""
+        """The id that the receiver sees."""
         return f"{self.run_id}/{self.version}"
 
 
 class Pending(Struct, frozen=True):
-    """What there is to do: events to be handed on, and subscriptions for which something is due."""
+    """Whether there are events to fan out, and the subscriptions with deliveries that are due."""
 
     now_us: int
     subscribed: bool
@@ -117,8 +117,8 @@ class Pending(Struct, frozen=True):
     due: list[Subscription]
 
 
-def agenda(conn: Connection, terms: StatementContext) -> Pending:
-    """Look, without changing anything."""
+def read_pending(conn: Connection, terms: StatementContext) -> Pending:
+    """What there is to do now."""
     active = subscriptions.active(conn)
     now = read_clock(conn, terms)
     waits = deliveries.c.subscription_id == subscription_table.c.id, deliveries.c.state == "waiting"
@@ -151,7 +151,7 @@ ON CONFLICT (run_id, version, subscription_id) DO NOTHING
 
 
 def fan_out(conn: Connection, terms: StatementContext) -> bool:
-    """Make deliveries of the oldest events for all that want them. True when there may be more."""
+    """Make deliveries of the oldest events, for each subscription that wants them. True if there may be more."""
     events = maintenance.unsent(conn, FANNED_OUT)
     active = subscriptions.active(conn)
     made = [
@@ -194,7 +194,7 @@ _LEASE = Statement(_leasing)
 
 
 def lease(conn: Connection, subscription_id: str, most: int, seconds: float, terms: StatementContext) -> list[Delivery]:
-    """Take what is due for a subscription, and count the try; nothing for one that has ended, whatever still waits."""
+    """Lease what is due for a subscription, and count the attempt; nothing if the subscription has ended."""
     values: dict[str, Any] = {"subscription": subscription_id, "most": most, "lease": round(seconds * MICRO)}
     rows = _LEASE.rows(conn, now=terms.now, **values)
     found = [Delivery(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
@@ -230,29 +230,29 @@ _RENEW = Statement(_renewing, _RENEW_COLUMNS)
 def renew(
     conn: Connection, held: Sequence[Delivery], seconds: float, terms: StatementContext
 ) -> dict[tuple[str, str], int]:
-    """Keep what is being sent. Returns, by subscription and event, when the leases end now.
+    """Extend the leases of deliveries in progress. Returns their new ends, by subscription and event.
 
-    A delivery that was settled or taken over meanwhile is missing from it: its time is not the one that we know.
+    A delivery that was settled or taken over meanwhile is not among them.
     """
     asked = [(each.subscription_id, each.run_id, each.version, each.attempts, each.due_us) for each in held]
     rows = _RENEW.rows(conn, asked, now=terms.now, lease=round(seconds * MICRO))
     return {(row[0], f"{row[1]}/{row[2]}"): row[3] for row in rows}
 
 
-class Answered(Struct, frozen=True):
-    """What became of a try: the status of the answer, or why there is none."""
+class SendResult(Struct, frozen=True):
+    """The result of an attempt: the status of the response, or why there is none."""
 
     status: int | None
     error: str | None
 
     @property
     def good(self) -> bool:
-        """Whether the receiver has it."""
+        """Whether the receiver accepted it."""
         return self.status is not None and 200 <= self.status < 300
 
 
 class DeliveryResult(Struct, frozen=True, kw_only=True):
-    """How a try went. ``delay`` is the pause in seconds before the next one, of what is still waiting."""
+    """The state of a delivery after an attempt. ``delay``: seconds until the next one, if it is still waiting."""
 
     delivery: Delivery
     state: State
@@ -260,13 +260,13 @@ class DeliveryResult(Struct, frozen=True, kw_only=True):
     status: int | None = None
     error: str | None = None
     forget: bool = False
-    """It has arrived, and nobody will ask how."""
+    """Delete it: it was delivered to the stream, which is not listed."""
     disable: bool = False
-    """The receiver wants no more."""
+    """End the subscription, as the receiver asked."""
 
 
 def settle(conn: Connection, settled: Sequence[DeliveryResult], terms: StatementContext) -> None:
-    """Write how tries went; of one that was taken over by another meanwhile, nothing."""
+    """Store the results of attempts; a delivery that another process took over is left as it is."""
     now = read_clock(conn, terms)
     for each in settled:
         ours = (*_one(each.delivery), deliveries.c.attempts == each.delivery.attempts, deliveries.c.state == "waiting")
@@ -282,7 +282,7 @@ def settle(conn: Connection, settled: Sequence[DeliveryResult], terms: Statement
 
 
 def give_back(conn: Connection, unused: Sequence[Delivery], terms: StatementContext) -> None:
-    """These were leased and not tried."""
+    """Undo leases whose event was not sent."""
     now = read_clock(conn, terms)
     for each in unused:
         ours = (*_one(each), deliveries.c.attempts == each.attempts, deliveries.c.state == "waiting")
@@ -332,11 +332,15 @@ def listed(
 
 
 def resend(conn: Connection, tenant: str, place: tuple[str, str, int], terms: StatementContext) -> Delivery:
-    """Let what is at the place (subscription, run, version) be sent once more, now, whatever became of it."""
+    """Send the event of (subscription, run, version) once more, now, whatever its state."""
     subscription_id, run_id, version = place
     found = subscriptions.find(conn, subscription_id, tenant)
     if found.disabled_us is not None:
-        raise ApiError(409, "SUBSCRIPTION_DISABLED", "the receiver wants no more: make a new subscription")
+        raise ApiError(
+            409,
+            "SUBSCRIPTION_DISABLED",
+            "the receiver ended this subscription (410): create a new one",
+        )
     this = (
         deliveries.c.run_id == run_id,
         deliveries.c.version == version,
@@ -359,11 +363,11 @@ UPDATE semel_deliveries SET due_us = {w.now} + wait_us WHERE state = 'waiting' A
 
 
 def shorten_waits(conn: Connection, terms: StatementContext) -> int:
-    """A wait that ends later than a new one would began before the clock was put back: let it end in time."""
+    """After the clock was set back: end every wait as soon as one of the same length would that begins now."""
     return _SHORTEN.count(conn, now=terms.now)
 
 
-def _forgetting(which: str) -> Statement:
+def _deletion(which: str) -> Statement:
     return Statement(
         lambda w: (
             f"""
@@ -375,15 +379,15 @@ DELETE FROM semel_deliveries WHERE (run_id, version, subscription_id) IN (
     )
 
 
-_FORGET_OLD = _forgetting("p.state = :state AND p.due_us < {now} - :kept")
-_FORGET_ORPHANS = _forgetting("p.subscription_id NOT IN (SELECT id FROM semel_subscriptions)")
+_DELETE_OLD = _deletion("p.state = :state AND p.due_us < {now} - :kept")
+_DELETE_ORPHANS = _deletion("p.subscription_id NOT IN (SELECT id FROM semel_subscriptions)")
 
 
 def tidy(conn: Connection, terms: StatementContext, most: int = 1000) -> bool:
-    """Forget what has been over for long, and what belongs to no subscription. True when there may be more."""
+    """Delete old finished deliveries, and those of deleted subscriptions. True if there may be more."""
     removed = [
-        _FORGET_OLD.count(conn, state=state, kept=seconds * MICRO, most=most, now=terms.now)
+        _DELETE_OLD.count(conn, state=state, kept=seconds * MICRO, most=most, now=terms.now)
         for state, seconds in KEPT.items()
     ]
-    removed += [_FORGET_ORPHANS.count(conn, most=most), subscriptions.bury(conn, terms, most)]
+    removed += [_DELETE_ORPHANS.count(conn, most=most), subscriptions.fail_disabled(conn, terms, most)]
     return max(removed) >= most

@@ -1,7 +1,7 @@
-"""Where webhooks may go: to hosts of the outside, not to what is private to the network that this server is in.
+"""Where webhooks may go: to public hosts, not to private addresses of the server's network (SSRF).
 
-A name is looked up once, every address that it has is judged, and the connection goes to one of just these: whoever
-changes the name in between has gained nothing.
+A name is resolved once, all of its addresses are checked, and the connection goes to one of these: changing the DNS
+record in between (DNS rebinding) has no effect.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import httpx
 from semel.service.api.problems import ApiError
 from semel.service.webhooks.subscriptions import LONGEST_URL
 
-LONGEST_LOOK_UP = 5.0
-"""Seconds within which a name must have been found."""
+RESOLVE_TIMEOUT = 5.0
+"""Seconds to resolve a name."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _INSIDE_4 = (
@@ -41,7 +41,7 @@ _INSIDE_4 = (
     "224.0.0.0/3",  # multicast, reserved, broadcast
 )
 _OUTSIDE_6 = "2000::/3"
-"""The one part of IPv6 that is the public internet; IPv4 in other clothes (mapped, NAT64) lies elsewhere."""
+"""The public part of IPv6; mapped IPv4 addresses and NAT64 are outside of it."""
 _INSIDE_6 = (
     "2001::/23",  # with Teredo
     "2001:db8::/32",
@@ -51,7 +51,7 @@ _INSIDE_6 = (
 
 
 def is_public(address: str) -> bool:
-    """Whether that is a host of the public internet, as far as an address tells."""
+    """Whether the address is in the public internet."""
     inside_4, outside_6, inside_6 = _networks()
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
@@ -69,47 +69,47 @@ def _networks() -> tuple[list[ipaddress.IPv4Network], ipaddress.IPv6Network, lis
 
 
 def target_of(url: str) -> httpx.URL:
-    """The URL, if a webhook can go there at all."""
+    """The URL, parsed; refused if no webhook can be sent there."""
     if len(url) > LONGEST_URL:
         raise _refused(f"the URL has {len(url):,} characters, and {LONGEST_URL:,} is the most")
     try:
         target = httpx.URL(url)
         host = host_of(target)
     except (httpx.InvalidURL, ValueError):
-        raise _refused("that is no URL") from None
+        raise _refused("this is not a URL") from None
     if target.scheme not in ("http", "https") or not host:
-        raise _refused("a webhook goes to http://… or https://…")
+        raise _refused("the URL of a webhook begins with http:// or https://")
     if not _HOST.fullmatch(host) or not 0 <= (target.port or 0) < 65536:
-        raise _refused("that is no URL: its host or its port cannot be one")
+        raise _refused("this is not a URL: the host or the port is invalid")
     if target.userinfo:
-        raise _refused("a URL with a name or a password in it is not taken: the signature says who calls")
+        raise _refused("the URL must not contain a user name or a password: requests are signed instead")
     if target.port == 0:
-        raise _refused("port 0 is nobody's")
+        raise _refused("port 0 cannot be used")
     return target
 
 
 def host_of(target: httpx.URL) -> str:
-    """The host as it is looked up, asked for and checked: in ASCII, in one spelling."""
+    """The host in ASCII, as it is resolved, sent and checked."""
     return target.raw_host.decode("ascii")
 
 
 async def addresses_of(target: httpx.URL, *, private: bool) -> Sequence[str]:
-    """The addresses to connect to; refused when one of them is private and that is not allowed."""
+    """The addresses to connect to; refused if one of them is private and that is not allowed."""
     host = host_of(target)
     try:
-        async with asyncio.timeout(LONGEST_LOOK_UP):
-            found = await _look_up(host, target.port or (443 if target.scheme == "https" else 80))
+        async with asyncio.timeout(RESOLVE_TIMEOUT):
+            found = await _resolve(host, target.port or (443 if target.scheme == "https" else 80))
     except (OSError, ValueError):
         found = []
     if not found:
-        raise _refused(f"the host {host!r} is not known here")
+        raise _refused(f"the host {host!r} cannot be resolved")
     if not private and not all(map(is_public, found)):
         raise _refused(f"the host {host!r} has a private address; SEMEL_PRIVATE_WEBHOOKS=true allows that")
     return found
 
 
-async def _look_up(host: str, port: int) -> Sequence[str]:
-    """The addresses as this machine's resolver tells them. Threads of its own: a slow one holds up webhooks only."""
+async def _resolve(host: str, port: int) -> Sequence[str]:
+    """Resolve in threads of its own: a slow resolver delays only webhooks."""
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(_threads(), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(each[4][0]) for each in found))

@@ -1,4 +1,4 @@
-"""Events to a stream in Redis, for consumer groups. Each entry has the event's id, by which a second one is known."""
+"""Events in a Redis stream, for consumer groups. Each entry has the event's id, which identifies duplicates."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from redis.exceptions import RedisError
 from semel.errors import InvalidRequest
 
 LONGEST = 100_000
-"""Entries that are kept, about."""
-PATIENCE = 10.0
-"""Seconds within which Redis must answer."""
+"""The approximate number of entries that are kept."""
+TIMEOUT = 10.0
+"""Seconds for Redis to respond."""
 
 
-class Stream:
-    """A stream of events; a connection is made when it is first needed."""
+class RedisStream:
+    """Connects when it is first used."""
 
     def __init__(self, url: str, name: str) -> None:
         self._name = name
         try:
             self._redis = redis.asyncio.Redis.from_url(
-                url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE, max_connections=4
+                url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, max_connections=4
             )
         except ValueError:
             raise InvalidRequest("SEMEL_EVENTS is no URL of a Redis, as redis://host:6379/0") from None
 
     async def add(self, events: Sequence[tuple[str, str, str]]) -> str | None:
-        """Add events (id, name, body), all of them in one transaction. Answers why that was not possible, or None."""
+        """Add events (id, name, body) in one transaction; returns an error message, or None."""
         try:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 for event_id, name, body in events:
@@ -40,5 +40,5 @@ class Stream:
         return None
 
     async def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         await self._redis.aclose()

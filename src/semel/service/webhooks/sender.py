@@ -1,6 +1,6 @@
-"""Webhooks: an event as a signed POST, by the rules of Standard Webhooks (standardwebhooks.com).
+"""Webhooks: an event as a signed POST, as Standard Webhooks (standardwebhooks.com) specifies.
 
-``webhook-id`` is the event's and the same at every try; ``webhook-signature`` is ``v1,`` and the base64 of the
+``webhook-id`` is the event's, the same at every attempt; ``webhook-signature`` is ``v1,`` and the base64 of the
 HMAC-SHA256 of ``id.timestamp.body`` with the subscription's secret.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import base64
 import hmac
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from ssl import SSLContext
@@ -20,29 +19,28 @@ from typing import Self
 import httpx
 
 from semel.service.api.problems import ApiError
-from semel.service.webhooks.deliveries import TIMEOUT, Answered
+from semel.service.webhooks.deliveries import TIMEOUT, SendResult
 from semel.service.webhooks.egress import addresses_of, host_of, target_of
 from semel.service.webhooks.subscriptions import Subscription, key_of
 
-MOST_READ = 4096
-"""Bytes that are read of an answer; only its status matters."""
-DRAINED_FOR = 1.0
-"""Seconds for which they are waited for."""
+MAX_READ = 4096
+"""Bytes of the response that are read, for the connection to be reused; only the status matters."""
+DRAIN_TIMEOUT = 1.0
 
 
 def signature(secret: str, event_id: str, timestamp: int, body: bytes) -> str:
-    """What ``webhook-signature`` says."""
+    """The value of ``webhook-signature``."""
     signed = b"%s.%d.%s" % (event_id.encode(), timestamp, body)
     return "v1," + base64.b64encode(hmac.digest(key_of(secret), signed, "sha256")).decode()
 
 
 class WebhookSender:
-    """Sends to one receiver; connections are kept while it is open."""
+    """Sends to one receiver, and reuses its connections."""
 
     def __init__(self, subscription: Subscription, *, private: bool) -> None:
         self._subscription = subscription
         self._private = private
-        # No proxy of the environment: the address that was judged is the one that is connected to.
+        # No proxy of the environment: the connection goes to the address that was checked.
         self._client = httpx.AsyncClient(verify=_trust(), trust_env=False, follow_redirects=False, timeout=TIMEOUT)
 
     async def __aenter__(self) -> Self:
@@ -53,30 +51,27 @@ class WebhookSender:
     ) -> None:
         await self._client.aclose()
 
-    async def send(self, event_id: str, body: str) -> Answered:
-        """Try once. Whatever goes wrong is an answer, not an error."""
+    async def send(self, event_id: str, body: str) -> SendResult:
+        """Send once; an error is returned as a result, never raised."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await self._send(event_id, body.encode())
         except TimeoutError:
-            return Answered(None, f"no answer within {TIMEOUT:g} seconds")
+            return SendResult(None, f"no answer within {TIMEOUT:g} seconds")
         except ApiError as error:
-            return Answered(None, f"refused: {error}")
+            return SendResult(None, f"refused: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError) as error:
-            return Answered(None, f"{type(error).__name__}: {error}"[:500])
+            return SendResult(None, f"{type(error).__name__}: {error}"[:500])
 
-    async def _send(self, event_id: str, body: bytes) -> Answered:
+    async def _send(self, event_id: str, body: bytes) -> SendResult:
         target = target_of(self._subscription.target)
         addresses = await addresses_of(target, private=self._private)
-        for last, address in _with_last(addresses):
-            try:
+        for address in addresses[:-1]:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
                 return await self._post(target, address, event_id, body)
-            except (httpx.ConnectError, httpx.ConnectTimeout):
-                if last:
-                    raise
-        raise AssertionError("unreachable")
+        return await self._post(target, addresses[-1], event_id, body)
 
-    async def _post(self, target: httpx.URL, address: str, event_id: str, body: bytes) -> Answered:
+    async def _post(self, target: httpx.URL, address: str, event_id: str, body: bytes) -> SendResult:
         now = int(time.time())
         headers = {
             "host": target.netloc.decode(),
@@ -95,27 +90,22 @@ class WebhookSender:
             extensions={"sni_hostname": host_of(target)},
         )
         response = await self._client.send(request, stream=True)
-        with suppress(httpx.HTTPError, httpx.StreamError, TimeoutError):  # the status has said it all
+        with suppress(httpx.HTTPError, httpx.StreamError, TimeoutError):  # the status is known
             try:
-                async with asyncio.timeout(DRAINED_FOR):
+                async with asyncio.timeout(DRAIN_TIMEOUT):
                     await _drain(response)
             finally:
                 await response.aclose()
         status = response.status_code
-        return Answered(status, None if 200 <= status < 300 else f"answered {status}")
+        return SendResult(status, None if 200 <= status < 300 else f"answered {status}")
 
 
 async def _drain(response: httpx.Response) -> None:
-    """Read so much that a small answer is complete, and its connection can be used again."""
     read = 0
     async for part in response.aiter_raw():
         read += len(part)
-        if read > MOST_READ:
+        if read > MAX_READ:
             return
-
-
-def _with_last(addresses: Sequence[str]) -> list[tuple[bool, str]]:
-    return [(place == len(addresses), address) for place, address in enumerate(addresses, 1)]
 
 
 @cache

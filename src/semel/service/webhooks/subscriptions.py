@@ -1,4 +1,4 @@
-"""Subscriptions: who is told of what happens to runs. One kind goes to a URL, the other to a stream in Redis."""
+"""Subscriptions to the events of runs: a webhook's URL, or a Redis stream."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ EventName: TypeAlias = Literal["RunCreated", "RunStarted", "RunChanged", "RunCom
 EVENT_NAMES: tuple[EventName, ...] = get_args(EventName)
 
 STREAM_ID = "stream"
-"""The one subscription of the stream, which the setting ``events`` makes."""
+"""The subscription of the Redis stream, which the setting ``events`` creates."""
 STREAM = "semel:events"
 MOST = 100
-"""Webhooks of a tenant: each has its own way, so that none waits for another."""
+"""Webhooks of a tenant: each is delivered by a task of its own."""
 LONGEST_URL = 2000
 _EVERYTHING = "*"
 _MARK = "whsec_"
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
-    """Where events go: to everybody's of a tenant, or, of the stream, to those of all tenants."""
+    """Where the events of a tenant go; for the stream, those of all tenants."""
 
     id: str
     tenant: str
@@ -48,17 +48,17 @@ class Subscription(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """The events that it wants."""
+        """The names of its events."""
         return self.events.split()
 
     def wants(self, name: str, tenant: str) -> bool:
-        """Whether it is to be told of such an event."""
+        """Whether it gets this event."""
         whose = self.kind == "stream" or self.tenant == tenant
         return whose and (self.events == _EVERYTHING or name in self.names)
 
 
 def written(names: Sequence[str]) -> str:
-    """The names as they are kept: each once, in order; and all of them as a star."""
+    """The names as they are stored: each once, in order; all of them as ``*``."""
     wanted = set(EVENT_NAMES) if not names or _EVERYTHING in names else set(names)
     if wanted >= set(EVENT_NAMES):
         return _EVERYTHING
@@ -71,12 +71,12 @@ def new_secret() -> str:
 
 
 def key_of(secret: str) -> bytes:
-    """The bytes that sign."""
+    """The key of the signature."""
     return base64.b64decode(secret.removeprefix(_MARK))
 
 
 def create(conn: Connection, tenant: str, target: str, names: Sequence[str], terms: StatementContext) -> Subscription:
-    """Make a subscription of a webhook."""
+    """Subscribe a webhook."""
     active = (
         subscriptions.c.tenant == tenant,
         subscriptions.c.kind == "webhook",
@@ -106,7 +106,7 @@ def listed(conn: Connection, tenant: str) -> list[Subscription]:
 
 
 def active(conn: Connection) -> list[Subscription]:
-    """All that are to be told of something."""
+    """The subscriptions that are not disabled."""
     rows = conn.execute(select(subscriptions).where(subscriptions.c.disabled_us.is_(None))).mappings()
     return [Subscription(**row) for row in rows]
 
@@ -121,20 +121,20 @@ def find(conn: Connection, subscription_id: str, tenant: str) -> Subscription:
 
 
 def remove(conn: Connection, subscription_id: str, tenant: str) -> None:
-    """End it: what was on its way is not sent any more, and removed by deliveries.tidy."""
+    """Delete it: nothing more is sent, and its deliveries are deleted by deliveries.tidy."""
     if find(conn, subscription_id, tenant).kind == "stream":
         raise ApiError(409, "STREAM_IS_A_SETTING", "the stream ends when the server starts without SEMEL_EVENTS")
     conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id))
 
 
 def disable(conn: Connection, subscription_id: str, terms: StatementContext) -> None:
-    """Send it nothing any more; what was waiting is dead, and can be seen."""
+    """Send it nothing more; its waiting deliveries are dead, and stay listed."""
     now = read_clock(conn, terms)
     conn.execute(update(subscriptions).where(subscriptions.c.id == subscription_id).values(disabled_us=now))
-    bury(conn, terms)
+    fail_disabled(conn, terms)
 
 
-_BURY = Statement(
+_FAIL_DISABLED = Statement(
     lambda w: (
         f"""
 UPDATE semel_deliveries SET state = 'dead', due_us = {w.now}, last_error = 'the subscription was disabled'
@@ -148,9 +148,9 @@ WHERE (run_id, version, subscription_id) IN (
 )
 
 
-def bury(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
-    """Let deliveries to webhooks that were disabled be dead; returns how many, of which there may be more."""
-    return _BURY.count(conn, most=most, now=terms.now)
+def fail_disabled(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
+    """Mark the waiting deliveries of disabled webhooks as dead, up to ``most``; returns how many."""
+    return _FAIL_DISABLED.count(conn, most=most, now=terms.now)
 
 
 _KEEP_STREAM = Statement(
@@ -164,7 +164,7 @@ VALUES (:id, '', 'stream', :target, :events, {w.now}) ON CONFLICT (id) DO UPDATE
 
 
 def keep_stream(conn: Connection, wanted: bool, terms: StatementContext) -> None:
-    """Make the stream's subscription, or put it to rest: what waits for it then waits until it is wanted again."""
+    """Create or enable the stream's subscription, or disable it: its deliveries wait until it is enabled again."""
     if wanted:
         _KEEP_STREAM.count(conn, id=STREAM_ID, target=STREAM, events=_EVERYTHING, now=terms.now)
         return
