@@ -587,6 +587,30 @@ def test_what_a_wsgi_app_writes_leaves_at_once_when_it_is_too_large_to_be_kept()
     assert record.kind == "oversized"
 
 
+def test_a_wsgi_body_is_read_to_its_length_and_without_one_only_where_it_ends_by_itself() -> None:
+    """A server's input may be the connection itself, with the next request behind the body."""
+    read: list[bytes] = []
+
+    def app(environ: Any, start: Any) -> list[bytes]:
+        read.append(environ["wsgi.input"].read())
+        start("201 Created", [])
+        return []
+
+    stated: list[tuple[dict[str, Any], bytes, bytes]] = [
+        ({"CONTENT_LENGTH": "5"}, b"12345", b"POST /next"),
+        ({"CONTENT_LENGTH": ""}, b"", b"12345POST /next"),
+        ({"CONTENT_LENGTH": "", "wsgi.input_terminated": True}, b"12345POST /next", b""),
+        ({"wsgi.input_terminated": True}, b"12345POST /next", b""),
+    ]
+    with Once("memory://") as once:
+        middleware = wsgi.IdempotencyMiddleware(app, once=once)
+        for number, (said, expected, left) in enumerate(stated):
+            stream = io.BytesIO(b"12345POST /next")
+            environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": f"k{number}"}
+            list(middleware({**environ, "wsgi.input": stream, **said}, lambda *_: None))
+            assert (read[-1], stream.read()) == (expected, left)
+
+
 @pytest.mark.parametrize("again", [{"type": "http.response.start", "status": 202}, {"type": "http.response.body"}])
 def test_what_an_app_sends_after_the_end_is_its_own_error(again: Any) -> None:
     """It is not forwarded, and the response stands."""
