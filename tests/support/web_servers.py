@@ -1,6 +1,6 @@
 """Real web servers for tests: uvicorn, granian and gunicorn, each in processes of its own on a port of the loopback.
 
-    with web_server("uvicorn", "support.apps.asgi_app:app", workers=4, env={"STORE": url}) as server:
+    with web_server("uvicorn", "support.apps.http_asgi:app", workers=4, env={"STORE": url}) as server:
         httpx.get(server.url)
         server.kill_worker()
         server.stop()  # SIGTERM, and everything has ended
