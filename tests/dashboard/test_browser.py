@@ -89,7 +89,7 @@ def test_tab_goes_through_the_page_in_its_order_and_can_skip_the_frame(visit: Vi
     for _ in range(6):
         page.keyboard.press("Tab")
         names.append(page.evaluate("document.activeElement.textContent.trim()"))
-    assert names == ["Skip to the content", "semel", "Overview", "Runs", "Submit", "Quotas"]
+    assert names == ["Skip to content", "semel", "Overview", "Runs", "Submit", "Quotas"]
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus can be seen"
 
 
@@ -169,8 +169,8 @@ def test_what_does_not_fit_the_signature_is_said_beside_the_field_and_nothing_is
     page.locator("#p-a").fill("1001")
     page.locator("#p-b").fill("many")
     page.get_by_role("button", name="Submit", exact=True).click()
-    expect(page.locator("#about-p-a .fault")).to_be_visible()
-    expect(page.locator("#about-p-b .fault")).to_be_visible()
+    expect(page.locator("#about-p-a .field-error")).to_be_visible()
+    expect(page.locator("#about-p-b .field-error")).to_be_visible()
     expect(page.locator("#p-b")).to_have_value("many")
     assert alice.get("/runs").json()["runs"] == []
     page.locator("#p-a").fill("40")
@@ -194,7 +194,7 @@ def test_a_failing_model_shows_its_error_and_its_traceback_and_is_retried(visit:
     expect(page.locator("#run-outcome")).to_contain_text("ValueError: no memory left")
     expect(page.locator("#run-traceback pre")).to_contain_text("raise ValueError(text)")
     page.get_by_role("button", name="Retry").click()
-    expect(page.get_by_role("status").first).to_contain_text(f"This is the retry of {run_id}")
+    expect(page.get_by_role("status").first).to_contain_text(f"This is a retry of {run_id}")
     expect(state(page)).to_contain_text("A retry of")
     assert run_id not in page.url
 
@@ -208,7 +208,7 @@ def test_a_run_is_cancelled_from_its_page_once_that_is_confirmed(visit: Visit, s
     visitor.pardon("dialog: Cancel this run?")
     page.get_by_role("button", name="Cancel").click()
     assert scene.root.get(f"/runs/{run_id}").json()["cancel_requested"] is False, "no was the answer"
-    visitor.agree("Cancel this run? It is running: it will be asked to stop, and gets time to clean up.")
+    visitor.agree("Cancel this run? It is running: it is asked to stop, and has time to clean up.")
     page.get_by_role("button", name="Cancel").click()
     expect(state(page)).to_contain_text("CANCELLED")
     expect(page.get_by_role("button", name="Retry")).to_be_visible()
@@ -220,16 +220,16 @@ def test_many_runs_are_cancelled_and_retried_at_once(visit: Visit, scene: Scene)
         scene.submit(alice, "add", {"a": number}, delay=3600)
     visitor = scene.enter(visit, alice)
     page = visitor.go("/ui/runs?status=PENDING")
-    page.get_by_label("all on this page").check()
+    page.get_by_label("Select all on this page").check()
     expect(page.locator("input[name=run]:checked")).to_have_count(3)
-    visitor.agree("Cancel the selected runs? Those that are running will be asked to stop, and get time to clean up.")
+    visitor.agree("Cancel the selected runs? Runs that are running are asked to stop, and have time to clean up.")
     page.get_by_role("button", name="Cancel", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Cancel: 3 of 3 done")
     page.get_by_role("link", name="Back to the runs").click()
-    expect(page.get_by_text("No run fits.")).to_be_visible()
+    expect(page.get_by_text("No runs match.")).to_be_visible()
     page.get_by_label("PENDING").uncheck()
     page.get_by_label("CANCELLED").check()
-    page.get_by_role("button", name="Show").click()
+    page.get_by_role("button", name="Search").click()
     expect(page.locator("[data-row]")).to_have_count(3)
     page.locator("input[name=run]").first.check()
     page.get_by_role("button", name="Retry").click()
@@ -262,16 +262,16 @@ def test_a_quota_that_is_full_says_why_nothing_is_submitted_and_the_form_keeps_w
     visitor = scene.enter(visit, alice)
     visitor.pardon("answered 429: POST .*/ui/submit")
     page = visitor.go("/ui/submit?model=add")
-    expect(page.locator(".warned")).to_contain_text("1 of 1")
+    expect(page.locator(".warning")).to_contain_text("1 of 1")
     page.locator("#p-a").fill("7")
     page.get_by_role("button", name="Submit", exact=True).click()
-    expect(page.get_by_role("alert")).to_contain_text("Your quota is used up for now")
+    expect(page.get_by_role("alert")).to_contain_text("You have reached your quota")
     expect(page.get_by_role("alert")).to_contain_text("QUOTA_EXCEEDED")
     expect(page.locator("#p-a")).to_have_value("7")
     visitor.look("quota-full")
-    page.get_by_role("alert").get_by_role("link", name="See what you use").click()
-    expect(page.locator("#use")).to_contain_text("1 of 1")
-    expect(page.locator("#use")).to_contain_text("full")
+    page.get_by_role("alert").get_by_role("link", name="Your quota").click()
+    expect(page.locator("#usage")).to_contain_text("1 of 1")
+    expect(page.locator("#usage")).to_contain_text("full")
     alice.post(f"/runs/{held}/cancel")
     scene.ended(held)
     page = visitor.go("/ui/submit?model=add")
@@ -290,15 +290,15 @@ def test_a_run_that_waits_says_why(visit: Visit, scene: Scene) -> None:
 def test_an_admin_edits_a_quota_and_an_operator_cannot(visit: Visit, scene: Scene) -> None:
     name = scene.name_of(scene.newcomer())
     page = scene.enter(visit, scene.newcomer("admin")).go(f"/ui/quotas?user={name}")
-    page.get_by_label("At once").fill("4")
-    page.get_by_label("A month").fill("12.5")
-    page.get_by_role("button", name="Save the quota").click()
-    expect(page.get_by_role("status").first).to_contain_text(f"The quota of {name} was set")
+    page.get_by_label("Concurrent").fill("4")
+    page.get_by_label("Per month").fill("12.5")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("status").first).to_contain_text(f"Saved the quota of {name}")
     quota = scene.root.get(f"/admin/quotas/{name}").json()["quota"]
     assert (quota["max_concurrent"], quota["cost_monthly"], quota["per_day"]) == (4, 12.5, None)
     page = scene.enter(visit, scene.newcomer("operator")).go(f"/ui/quotas?user={name}")
-    expect(page.locator("#use")).to_contain_text("0 of 4")
-    expect(page.get_by_role("button", name="Save the quota")).to_have_count(0)
+    expect(page.locator("#usage")).to_contain_text("0 of 4")
+    expect(page.get_by_role("button", name="Save")).to_have_count(0)
 
 
 def test_an_unknown_outcome_is_found_and_resolved(visit: Visit, scene: Scene) -> None:
@@ -306,11 +306,11 @@ def test_an_unknown_outcome_is_found_and_resolved(visit: Visit, scene: Scene) ->
     page = scene.enter(visit, scene.newcomer("admin")).go("/ui/keys")
     page.locator("#unresolved").get_by_role("link", name="payment-1").click()
     expect(page.locator("#claim")).to_contain_text("unknown")
-    page.get_by_label("happened: later callers get the value below").check()
+    page.get_by_label("was done: later calls replay the value below").check()
     page.get_by_label("Value as JSON").fill('{"paid": true}')
     page.get_by_role("button", name="Resolve").click()
     expect(page.locator("#claim")).to_contain_text("completed")
-    expect(page.locator("#unresolved")).to_contain_text("There are none")
+    expect(page.locator("#unresolved")).to_contain_text("No keys with unknown outcomes")
 
 
 def test_two_runs_are_compared(visit: Visit, scene: Scene) -> None:
@@ -378,7 +378,7 @@ def test_what_users_write_is_shown_as_text_wherever_it_comes_up(visit: Visit, sc
 def test_what_users_write_is_text_also_in_what_arrives_while_the_page_is_open(visit: Visit, scene: Scene) -> None:
     """And a carriage return, which progress bars write, does not end a line of the stream."""
     alice = scene.newcomer()
-    hostile = f"{HOSTILE}\rdata: forged\r\revent: over\r\r end"
+    hostile = f"{HOSTILE}\rdata: forged\r\revent: end\r\r end"
     visitor = scene.enter(visit, alice)
     page = visitor.go("/")
     stay(page)

@@ -60,18 +60,18 @@ def test_a_key_in_flight_shows_its_owner_its_lease_its_expiry_and_its_fingerprin
     assert claim.claim.attempt in text
     assert f"Fence {claim.claim.fence:,}" in text
     assert "1:abc" in text
-    assert re.search("Lease left (1 h|5. m)", text), text
-    assert "nothing yet" in text
+    assert re.search("Lease expires in (1 h|5. min)", text), text
+    assert "none yet" in text
     once.complete(claim.claim, {"total": 9})
     text = root.open("/ui/keys", params={"scope": "orders", "key": "shown"}).one(id="claim").text
     assert "completed" in text
-    assert "an outcome (value), 8 B" in text
+    assert "value, 8 B" in text
     assert "none: the work is done" in text
 
 
 def test_a_key_that_is_not_there_is_said_to_be_not_there(root: Browser) -> None:
-    assert "There is no such key" in root.open("/ui/keys", params={"scope": "orders", "key": "free"}).text
-    assert "No run was submitted with this key" in root.open("/ui/keys", params={"key": "free"}).text
+    assert "This key does not exist" in root.open("/ui/keys", params={"scope": "orders", "key": "free"}).text
+    assert "No run has this key" in root.open("/ui/keys", params={"key": "free"}).text
 
 
 @pytest.mark.parametrize("key", ["a\x00b", "x" * 256, "a\nb"])
@@ -84,11 +84,11 @@ def test_a_key_that_cannot_be_is_refused_on_the_page(root: Browser, key: str) ->
 def test_a_key_of_runs_points_to_the_run_of_each_user_who_has_it(town: Town, root: Browser) -> None:
     first, other = submitted(town.admit("mona"), "shared"), submitted(town.admit("ned"), "shared")
     page = root.open("/ui/keys", params={"key": "shared"})
-    rows = page.one(id="pointers").one("table")
+    rows = page.one(id="key-runs").one("table")
     assert {link["href"] for link in rows.all("a", class_="id")} == {f"/ui/runs/{first}", f"/ui/runs/{other}"}
     assert sorted(row[2] for row in rows.rows()) == ["mona", "ned"]
-    assert all("PENDING" in row[1] and row[3] == "the client's own" for row in rows.rows())
-    one = root.open("/ui/keys", params={"key": "shared", "user": "ned"}).one(id="pointers").one("table").rows()
+    assert all("PENDING" in row[1] and row[3] == "client's key" for row in rows.rows())
+    one = root.open("/ui/keys", params={"key": "shared", "user": "ned"}).one(id="key-runs").one("table").rows()
     assert [row[2] for row in one] == ["ned"]
 
 
@@ -98,14 +98,14 @@ def test_a_key_of_runs_is_deleted_after_a_second_question_and_then_makes_a_new_r
     where = {"key": "gone", "user": "otto", "kind": "key"}
     asked = root.open("/ui/keys/delete", params=where)
     assert "Delete this key?" in asked.text
-    assert "The same submission makes a new run" in asked.text
+    assert "creates a new run" in asked.text
     assert "Delete this key?" in root.send("/ui/keys/delete", where).text, "without a yes it is asked, and stays"
     assert (
         otto.post("/runs", json={"model": "add", "parameters": {"a": 1}, "idempotency_key": "gone"}).json()["run_id"]
         == first
     )
     done = root.send("/ui/keys/delete", {**where, "sure": "yes"})
-    assert (done.path, "The key gone was deleted." in done.text) == ("/ui/keys", True)
+    assert (done.path, "Deleted the key gone." in done.text) == ("/ui/keys", True)
     assert submitted(otto, "gone") != first
     assert root.send("/ui/keys/delete", {**where, "key": "never", "sure": "yes"}).status == 404
 
@@ -113,10 +113,10 @@ def test_a_key_of_runs_is_deleted_after_a_second_question_and_then_makes_a_new_r
 def test_a_key_that_somebody_works_on_is_deleted_only_when_that_is_said_too(root: Browser, once: Once) -> None:
     assert isinstance(once.claim("busy", scope="orders", lease=600), Granted)
     where = {"scope": "orders", "key": "busy"}
-    assert "Somebody works on it" in root.open("/ui/keys/delete", params=where).text
+    assert "The work is in flight" in root.open("/ui/keys/delete", params=where).text
     refused = root.send("/ui/keys/delete", {**where, "sure": "yes"})
     assert (refused.status, "KEY_IN_FLIGHT" in refused.text) == (409, True)
-    assert refused.one("button", name="force", value="yes").text == "Delete although somebody works on it"
+    assert refused.one("button", name="force", value="yes").text == "Delete although it is in flight"
     assert once.get("busy", scope="orders") is not None
     assert root.send("/ui/keys/delete", {**where, "sure": "yes", "force": "yes"}).path == "/ui/keys"
     assert once.get("busy", scope="orders") is None
@@ -132,7 +132,7 @@ def test_an_unknown_outcome_is_listed_and_resolved(root: Browser, once: Once, do
     assert root.open(link["href"]).one("form", action="/ui/keys/resolve").all("input", name="done")
     form = {"scope": "orders", "key": key, "done": done, "value": '{"n": [1.5, null, "é"]}'}
     said = root.send("/ui/keys/resolve", form)
-    assert (said.status, f"The key {key} was resolved as" in said.text) == (200, True)
+    assert (said.status, f"Resolved the key {key} as" in said.text) == (200, True)
     record = once.get(key, scope="orders")
     if done == "yes":
         assert record is not None
@@ -145,7 +145,7 @@ def test_an_unknown_outcome_is_listed_and_resolved(root: Browser, once: Once, do
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"done": "yes", "value": "{no"}, "This is not JSON"), ({"value": "1"}, "Say whether the work happened.")],
+    [({"done": "yes", "value": "{no"}, "Must be JSON"), ({"value": "1"}, "Select whether the work was done.")],
 )
 def test_a_resolution_that_cannot_be_read_is_shown_with_what_was_typed(
     root: Browser, once: Once, given: dict[str, str], said: str
@@ -153,7 +153,7 @@ def test_a_resolution_that_cannot_be_read_is_shown_with_what_was_typed(
     key = f"unread-{len(given)}"
     lose(once, key)
     page = root.send("/ui/keys/resolve", {"scope": "orders", "key": key, **given})
-    assert (page.status, said in page.one(id="resolve-fault").text) == (422, True)
+    assert (page.status, said in page.one(id="resolve-error").text) == (422, True)
     assert page.one("textarea", name="value").text == given["value"]
     record = once.get(key, scope="orders")
     assert record is not None
@@ -195,15 +195,15 @@ def test_a_tenant_has_its_own_keys_and_the_main_tenant_asks_for_them(town: Town,
         page = wile.open("/ui/keys", params={"scope": "orders", "key": "inside"})
         assert "unknown" in page.one(id="claim").text
         assert "outside" not in page.text
-        assert "There is no such key" in wile.open("/ui/keys", params={"scope": "orders", "key": "outside"}).text
+        assert "This key does not exist" in wile.open("/ui/keys", params={"scope": "orders", "key": "outside"}).text
         assert wile.open("/ui/keys", params={"key": "beep"}).one("a", class_="id")["href"] == f"/ui/runs/{run}"
         assert wile.open("/ui/keys", params={"key": "beep", "tenant": "beta"}).status == 403
         gone = {"scope": "orders", "key": "outside", "sure": "yes", "tenant": ""}
         assert wile.send("/ui/keys/delete", gone).status == 403
-    assert "No run was submitted" in root.open("/ui/keys", params={"key": "beep"}).text
+    assert "No run has this key" in root.open("/ui/keys", params={"key": "beep"}).text
     there = root.open("/ui/keys", params={"key": "beep", "tenant": "acme"})
-    assert run in there.one(id="pointers").text
-    assert not there.one(id="pointers").all("a", class_="id"), "runs of another tenant are shown to nobody"
+    assert run in there.one(id="key-runs").text
+    assert not there.one(id="key-runs").all("a", class_="id"), "runs of another tenant are shown to nobody"
     form = {"scope": "orders", "key": "inside", "tenant": "acme", "done": "no"}
     assert root.send("/ui/keys/resolve", form).path == "/ui/keys"
     assert once.get("inside", scope=scope_of("acme", "orders")) is None

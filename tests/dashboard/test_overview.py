@@ -14,14 +14,14 @@ from semel import App
 from semel._concurrency.sync import run_sync
 from semel.dashboard import sse
 from semel.dashboard.overview import chart, feed, queries
-from semel.dashboard.overview.feed import RunCounts
-from semel.dashboard.overview.hits import Hits
+from semel.dashboard.overview.chart import DAY, HOUR, WEEK, WINDOWS, Window
+from semel.dashboard.overview.feed import StepCounts
 from semel.dashboard.overview.queries import Audience
-from semel.dashboard.overview.windows import DAY, HOUR, WEEK, WINDOWS, Window, id_at
+from semel.dashboard.overview.view import ReplayRate, percentile
 from semel.db.dialect import StatementContext
 from semel.runs.store import quotas
 from semel.runs.store.maintenance import acquire_leadership
-from semel.runs.types import Quota, new_id
+from semel.runs.types import Quota, id_at, new_id
 from semel.service.auth import tokens
 from support.auth import BOTH, Person, Town, eventually, shared_town, town_on
 from support.pages import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
@@ -53,7 +53,7 @@ def tenant() -> str:
 @pytest.fixture(autouse=True)
 def _pages_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page may be shown again for two seconds, which these tests need not wait for."""
-    monkeypatch.setattr(feed, "EVERY", 0.0)
+    monkeypatch.setattr(feed, "REFRESH_EVERY", 0.0)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def operator(town: Town, tenant: str) -> Iterator[Browser]:
 def figures(page: Page | Event) -> dict[str, str]:
     """The figures by their names."""
     place = page.root.one(id="figures")
-    return {each.one("dt").text: each.one("dd").text for each in place.all("div", class_="figure")}
+    return {each.one("dt").text: each.one("dd").text for each in place.all("div", class_="stat")}
 
 
 def table(page: Page | Event, part: str) -> list[list[str]]:
@@ -108,7 +108,7 @@ def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
     assert (shown["Pending"], shown["Running"]) == ("1", "1")
     assert [shown[name].split()[0] for name in ("Succeeded", "Failed", "Cancelled")] == ["3", "2", "1"]
     picture = page.one(id="chart").one("svg", role="img")
-    said = "Runs of the last hour by state: 3 succeeded, 2 failed, 1 cancelled, 1 running, 1 pending"
+    said = "Runs of the last hour by status: 3 succeeded, 2 failed, 1 cancelled, 1 running, 1 pending"
     assert picture.one("title", id=picture["aria-labelledby"]).text == said
     (bar,) = picture.all("g")
     assert bar.one("title").text.endswith(": 3 succeeded, 2 failed, 1 cancelled, 1 running, 1 pending")
@@ -137,7 +137,7 @@ def live_parts(looker: Browser) -> Iterator[str]:
     """The parts of the page that say that they change, in their order in the stream."""
     page = looker.open("/")
     there = {each["id"] for each in page.one(id="overview").all("section")}
-    for part in ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "uses"):
+    for part in ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "quotas"):
         assert part in there
         yield part
 
@@ -160,13 +160,13 @@ def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: 
 
 
 def scene_of(town: Town, tenant: str) -> feed.OverviewFeed:
-    return town.site.overview_feeds.feed(Audience(tenant), HOUR)
+    return town.site.overview_feeds.get(Audience(tenant), HOUR)
 
 
 def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
     town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "EVERY", 1.0)
+    monkeypatch.setattr(feed, "REFRESH_EVERY", 1.0)
     people = [town.admit(f"olga{number}", "operator", tenant) for number in range(3)]
     with (
         browser(town, people[0]) as one,
@@ -179,22 +179,22 @@ def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
         lines = (first, second, third)
         assert [len(next(each).ids) for each in lines] == [8, 8, 8]
         scene = scene_of(town, tenant)
-        begun, looks = time.monotonic(), scene.looks
-        eventually(lambda: scene.looks >= looks + 2)
-        assert scene.looks - looks <= 1 + (time.monotonic() - begun) / feed.EVERY
+        begun, looks = time.monotonic(), scene.refreshes
+        eventually(lambda: scene.refreshes >= looks + 2)
+        assert scene.refreshes - looks <= 1 + (time.monotonic() - begun) / feed.REFRESH_EVERY
         put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
         heard = [until_event(each, lambda event: event.text("figures")) for each in lines]
         assert [figures(each)["Pending"] for each in heard] == ["1"] * 3
-    eventually(lambda: not scene.watched and scene._task is not None and scene._task.done())
+    eventually(lambda: not scene.is_watched and scene._task is not None and scene._task.done())
 
 
 def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "CHECKED_EVERY", 0.1)
+    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
     person = town.admit("brief", "operator", tenant)
     with browser(town, person) as brief, listening(brief.client, "/ui/live") as events:
-        assert next(events).kind == "parts"
+        assert next(events).kind == "replace"
         revoke(town, person)
-        assert until_event(events, lambda each: each.kind == "bye").html == ""
+        assert until_event(events, lambda each: each.kind == "signed-out").html == ""
         assert next(events, None) is None
         town.site.auth.forget()
         assert brief.client.get("/ui/live", follow_redirects=False).headers["location"] == "/ui/sign-in"
@@ -214,12 +214,12 @@ def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str
             scene = scene_of(town, tenant)
             drive_quota(town.app, tenant, "root")
             put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
-            looks = scene.looks
-            eventually(lambda: scene.looks >= looks + 2)
+            looks = scene.refreshes
+            eventually(lambda: scene.refreshes >= looks + 2)
         finally:
             write(town.app, "ALTER TABLE semel_reservations_away RENAME TO semel_reservations")
         event = until_event(events, lambda each: each.text("figures") and figures(each)["Pending"] == "1")
-        assert "uses" in event.ids
+        assert "quotas" in event.ids
 
 
 def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
@@ -259,7 +259,7 @@ def test_percentiles_are_of_the_runs_that_ended_in_the_window(town: Town, tenant
     made.append(made_run(5000, tenant=tenant, due=100, started=4999, finished=90))  # a retry has moved its time
     put_runs(town.app, made)
     rows = table(operator.open("/"), "latency")
-    assert rows == [["5.0 s", "9.5 s", "9.9 s", "101"], ["51.0 s", "1 m 36 s", "1 m 40 s", "101"]]
+    assert rows == [["5.0 s", "9.5 s", "9.9 s", "101"], ["51.0 s", "1 min 36 s", "1 min 40 s", "101"]]
 
 
 def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
@@ -273,7 +273,7 @@ def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
     # 500 succeeded in the last (1200 - 50 = 1150 to 19 min 20 s) and six failed in the hour.
     rate = float(figures(page)["Throughput"].removeprefix("about ").split()[0])
     assert queries.SAMPLE / 20.2 + 0.09 <= rate <= queries.SAMPLE / 19.1 + 0.11
-    assert "the newest of those" in page.one(id="latency").text
+    assert "From the newest runs" in page.one(id="latency").text
 
 
 def test_numbers_that_are_taken_from_the_newest_runs_say_so(town: Town, tenant: str, operator: Browser) -> None:
@@ -283,7 +283,7 @@ def test_numbers_that_are_taken_from_the_newest_runs_say_so(town: Town, tenant: 
     put_runs(town.app, made)
     page = operator.open("/")
     assert figures(page)["Throughput"].startswith("about ")
-    assert "the newest of those" in page.one(id="latency").text
+    assert "From the newest runs" in page.one(id="latency").text
 
 
 def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(
@@ -314,7 +314,7 @@ def test_runs_that_do_not_get_on_are_found_with_the_reason(town: Town, tenant: s
     page = operator.open("/")
     rows = table(page, "stuck")
     assert [row[:2] for row in rows] == [[lost[-12:], "train"], [late[-12:], "add"]]
-    assert "its lease ended" in rows[0][3]
+    assert "lease expired" in rows[0][3]
     assert "held by gone" in rows[0][3]
     assert rows[1][3].endswith("no live worker serves the queue 'nobody-serves'")
     shown = page.one(id="stuck").text
@@ -333,7 +333,7 @@ def test_the_latest_failures_come_first_with_their_errors(town: Town, tenant: st
     put_runs(town.app, made)
     rows = table(operator.open("/"), "failures")
     assert [row[4] for row in rows[:3]] == [
-        "it left no error",
+        "no error recorded",
         "ValueError: 11 after 11 attempts",
         "ValueError: 10 after 10 attempts",
     ]
@@ -364,7 +364,7 @@ def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(to
     assert "house, 7" in rows["alive"][0]
     assert sum(each[-12:] in rows["alive"][4] for each in held) == 6
     assert rows["alive"][4].endswith("and 2 more")
-    assert rows["silent"][4] == "nothing"
+    assert rows["silent"][4] == "none"
 
 
 def test_what_a_worker_holds_of_other_tenants_is_counted_and_not_named(town: Town) -> None:
@@ -385,11 +385,11 @@ def test_quota_use_is_shown_most_used_first(town: Town, tenant: str, operator: B
     active = [("ann", 4), ("bob", 3), ("cid", 3), ("eve", 5)]
     made = [made_run(20, tenant=tenant, status="PENDING", user_id=user) for user, many in active for _ in range(many)]
     put_runs(town.app, [*made, made_run(20, tenant=tenant, user_id="dan"), made_run(20, tenant=tenant, user_id="fay")])
-    rows = table(operator.open("/"), "uses")
+    rows = table(operator.open("/"), "quotas")
     assert [row[0] for row in rows] == ["cid", "ann", "dan", "bob", "eve"]
-    assert rows[0][2] == "150 % over At once: 3 of 2"
-    assert rows[1][2] == "100 % full At once: 4 of 4"
-    assert rows[3][1:] == ["3", "30 % At once: 3 of 10"]
+    assert rows[0][2] == "150 % over Concurrent: 3 of 2"
+    assert rows[1][2] == "100 % full Concurrent: 4 of 4"
+    assert rows[3][1:] == ["3", "30 % Concurrent: 3 of 10"]
     assert rows[4][1:] == ["5", "no limit"]
 
 
@@ -421,7 +421,7 @@ def test_a_submitter_sees_their_own_runs_and_nothing_of_others(town: Town, tenan
         shown = figures(seen)
         assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("1", "1", "1")
         assert [row[2] for row in table(seen, "stuck")] == ["sue", "sue"]
-        assert [row[0] for row in table(seen, "uses")] == ["sue"]
+        assert [row[0] for row in table(seen, "quotas")] == ["sue"]
         assert "hidden" in seen.root.one(id="workers").attributes
         assert "Replay rate" not in shown
         for word in ("maxim", "theirs", "secret-model", "w-hidden", f"w-{tenant}"):
@@ -443,7 +443,7 @@ def test_tenants_do_not_learn_of_each_other(town: Town, tenant: str, operator: B
     assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("0", "0", "0")
     assert "Replay rate" not in shown, "it is of all tenants together"
     (row,) = [row for row in table(page, "workers") if row[0] == f"n-{tenant}"]
-    assert row[4] == "nothing"
+    assert row[4] == "none"
     for word in ("theirs", "hidden-host", *(each[-12:] for each in theirs)):
         assert word not in page.answer.text
 
@@ -474,18 +474,18 @@ def test_what_users_write_is_shown_as_text(town: Town, tenant: str, operator: Br
 
 
 def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(town: Town) -> None:
-    before = Hits(*hits_shown(town))
+    before = ReplayRate(*hits_shown(town))
     body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": f"rate-{time.time_ns()}"}
     for _ in range(5):
         assert town.root.post("/runs", json=body).status_code in (200, 201)
-    town.site.overview_feeds._tally._at = -1000.0
-    eventually(lambda: hits_shown(town) == (before.hit + 4, before.miss + 1))
+    town.site.overview_feeds.replay_counter._read_at = -1000.0
+    eventually(lambda: hits_shown(town) == (before.replayed + 4, before.created + 1))
 
 
 def hits_shown(town: Town) -> tuple[int, int]:
     with browser(town, town.root) as root:
         said = figures(root.open("/"))["Replay rate"]
-    found = re.search(r"([\d,]+) found, ([\d,]+) made since the start", said)
+    found = re.search(r"([\d,]+) replayed, ([\d,]+) created since the server started", said)
     assert found, said
     return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
 
@@ -508,7 +508,7 @@ def hits_shown(town: Town) -> tuple[int, int]:
 def test_a_replay_rate_is_good_above_80_percent_and_a_warning_only_below_what_the_operator_calls_low(
     hit: int, miss: int, low: float | None, verdict: str
 ) -> None:
-    assert Hits(hit, miss, low).verdict == verdict
+    assert ReplayRate(hit, miss, low).verdict == verdict
 
 
 @pytest.mark.parametrize("window", [HOUR, DAY, WEEK])
@@ -524,16 +524,16 @@ def test_the_steps_of_a_window_stand_still_until_one_is_over(window: Window) -> 
 
 def test_steps_whose_runs_are_all_over_are_counted_once() -> None:
     starts = HOUR.starts(1_800_000_000_000_000)
-    counts = RunCounts()
-    assert counts.todo(starts, HOUR) == starts
+    counts = StepCounts()
+    assert counts.outdated(starts, HOUR) == starts
     counted = {start: {"SUCCEEDED": 1} for start in starts} | {starts[5]: {"SUCCEEDED": 1, "RUNNING": 1}}
-    counts.add(counted, over_us=starts[-4])
-    assert counts.todo(starts, HOUR) == [], "a moment ago"
+    counts.add(counted, settled_us=starts[-4])
+    assert counts.outdated(starts, HOUR) == [], "a moment ago"
     counts._counted_at = -1000.0
-    assert counts.todo(starts, HOUR) == [starts[5], *starts[-3:]]
+    assert counts.outdated(starts, HOUR) == [starts[5], *starts[-3:]]
     later = [*starts[1:], starts[-1] + MINUTE]
-    assert counts.todo(later, HOUR) == [starts[5], *later[-4:]]
-    counts.add({start: {"FAILED": 2} for start in [starts[5], *later[-4:]]}, over_us=later[-4])
+    assert counts.outdated(later, HOUR) == [starts[5], *later[-4:]]
+    counts.add({start: {"FAILED": 2} for start in [starts[5], *later[-4:]]}, settled_us=later[-4])
     assert counts.of(later)[4] == {"FAILED": 2}
     assert counts.of(later)[0] == {"SUCCEEDED": 1}
 
@@ -544,7 +544,7 @@ def test_an_axis_ends_at_a_round_number(most: int, top: int) -> None:
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
-    assert chart.percentile([], 0.5) is None
-    assert chart.percentile([7.0], 0.99) == 7.0
+    assert percentile([], 0.5) is None
+    assert percentile([7.0], 0.99) == 7.0
     values = [float(number) for number in range(1, 101)]
-    assert [chart.percentile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert [percentile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]

@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semel.dashboard.runs.differences import NOTHING, differences
-from semel.dashboard.runs.run_detail import ROOM, ROOM_FOR_JSON, boxed, truncate_head
-from semel.dashboard.runs.timeline import LEFT, RIGHT, WIDTH, attempts_of, picture
+from semel.dashboard.runs.compare import MISSING, differences
+from semel.dashboard.runs.detail import MAX_HTML, MAX_JSON, preview_json, truncate_head
+from semel.dashboard.runs.timeline import LEFT, RIGHT, WIDTH, attempts_of, draw_timeline
 from semel.runs.types import MICRO, Run, Step
 
 JSON = st.recursive(
@@ -75,7 +75,7 @@ def test_a_difference_names_its_path_and_says_on_which_side_something_is() -> No
         ("only", "only in A", "true", None),
         ("new", "only in B", None, "null"),
     ]
-    assert NOTHING not in (each.a for each in found)
+    assert MISSING not in (each.a for each in found)
 
 
 def test_values_that_are_nested_without_end_or_differ_everywhere_are_cut() -> None:
@@ -118,11 +118,11 @@ def test_a_picture_stays_within_its_frame_whatever_happened(middle: list[str], l
     if last is not None:
         steps += ["leased"] if last == "leased" else ["leased", last]
     run, lived = _run(*steps)
-    drawn = picture(run, lived, now)
+    drawn = draw_timeline(run, lived, now)
     assert 1 <= len(drawn.lanes) <= 12
     assert 1 <= len(drawn.ticks) <= 7
     for lane in drawn.lanes:
-        assert lane.word
+        assert lane.outcome
         for bar in lane.bars:
             assert bar.width > 0
             assert bar.x >= LEFT
@@ -134,10 +134,10 @@ def test_a_picture_stays_within_its_frame_whatever_happened(middle: list[str], l
 
 
 def test_json_is_laid_out_while_there_is_room_and_else_left_to_a_download() -> None:
-    assert boxed('{"a":[1]}').text == '{\n  "a": [\n    1\n  ]\n}'
-    assert boxed(json.dumps(["<" * (ROOM // 4)])).text is None  # each takes four letters in HTML
-    large = boxed(json.dumps("x" * ROOM_FOR_JSON))
-    assert (large.text, large.size) == (None, ROOM_FOR_JSON + 2)
+    assert preview_json('{"a":[1]}').text == '{\n  "a": [\n    1\n  ]\n}'
+    assert preview_json(json.dumps(["<" * (MAX_HTML // 4)])).text is None  # each takes four letters in HTML
+    large = preview_json(json.dumps("x" * MAX_JSON))
+    assert (large.text, large.size) == (None, MAX_JSON + 2)
 
 
 def test_of_a_long_text_the_end_is_kept() -> None:

@@ -51,7 +51,7 @@ def reserve(town: Town, user: str) -> str:
 
 
 def bar(page: Page, label: str) -> Node:
-    return next(each for each in page.one(id="use").all("div", class_="bar") if each.text.startswith(label))
+    return next(each for each in page.one(id="usage").all("div", class_="bar") if each.text.startswith(label))
 
 
 def test_a_submitter_sees_the_own_use_limits_and_reservations_and_nobody_elses(town: Town) -> None:
@@ -63,8 +63,8 @@ def test_a_submitter_sees_the_own_use_limits_and_reservations_and_nobody_elses(t
     held, others = reserve(town, "kate"), reserve(town, "other")
     with browser(town, kate) as browsing:
         page = browsing.open("/ui/quotas")
-        assert bar(page, "At once").text == "At once 4 of 5 (80 %) nearly full"
-        assert bar(page, "At once").one("progress").classes == ["near"]
+        assert bar(page, "Concurrent").text == "Concurrent 4 of 5 (80 %) nearly full"
+        assert bar(page, "Concurrent").one("progress").classes == ["near"]
         assert bar(page, "Spent today").text == "Spent today $3.75 of $10.00 (38 %)"
         assert bar(page, "Last hour").text == "Last hour 3, no limit"
         assert held in page.one(id="reservations").text
@@ -82,12 +82,12 @@ def test_what_is_full_and_what_is_over_is_marked_in_words(town: Town, root: Brow
     spend(lou, 1.0)
     spend(lou)
     page = root.open("/ui/quotas", params={"user": "lou"})
-    assert bar(page, "At once").text == "At once 2 of 1 (200 %) over the limit"
+    assert bar(page, "Concurrent").text == "Concurrent 2 of 1 (200 %) over the limit"
     assert bar(page, "Spent this month").text == "Spent this month $1.00 of $0.50 (200 %) over the limit"
     assert bar(page, "Spent this month").one("progress")["value"] == "1.0"
     town.app.set_quota("lou", Quota(max_concurrent=2, per_day=0))
     page = root.open("/ui/quotas", params={"user": "lou"})
-    assert bar(page, "At once").text == "At once 2 of 2 (100 %) full"
+    assert bar(page, "Concurrent").text == "Concurrent 2 of 2 (100 %) full"
     assert "over the limit" in bar(page, "Last 24 hours").text
 
 
@@ -112,7 +112,7 @@ def test_an_admin_sets_a_quota_changes_it_and_takes_it_away(town: Town, root: Br
     page = root.open("/ui/quotas", params={"user": "frank"})
     assert page.one("input", name="max_concurrent")["value"] == ""
     page = root.send("/ui/quotas/set", {"user": "frank", **LIMITS})
-    assert (page.path, "The quota of frank was set." in page.text) == ("/ui/quotas", True)
+    assert (page.path, "Saved the quota of frank." in page.text) == ("/ui/quotas", True)
     expected = Quota(
         max_concurrent=2,
         per_hour=10,
@@ -132,7 +132,7 @@ def test_an_admin_sets_a_quota_changes_it_and_takes_it_away(town: Town, root: Br
     root.send("/ui/quotas/set", {"user": "frank", **LIMITS, "per_hour": "", "warn_at": "", "action": "block"})
     assert (town.app.quotas()["frank"].per_hour, town.app.quotas()["frank"].warn_at) == (None, 0.8)
     page = root.send("/ui/quotas/remove", {"user": "frank"})
-    assert "The quota of frank was taken away." in page.text
+    assert "Removed the quota of frank." in page.text
     assert "frank" not in town.app.quotas()
     assert root.send("/ui/quotas/remove", {"user": "frank"}).status == 404
 
@@ -142,9 +142,9 @@ def test_the_default_quota_is_set_shown_and_taken_away(town: Town, root: Browser
         root.send("/ui/quotas/set", {"user": "*", "max_concurrent": "77"})
         assert town.app.quotas()["*"] == Quota(max_concurrent=77)
         page = root.open("/ui/quotas")
-        assert "At once 77" in page.text
-        assert "At once 0 of 77 (0 %)" in root.open("/ui/quotas", params={"user": "somebody"}).text
-        assert "The default quota holds." in root.open("/ui/quotas", params={"user": "somebody"}).text
+        assert "Concurrent 77" in page.text
+        assert "Concurrent 0 of 77 (0 %)" in root.open("/ui/quotas", params={"user": "somebody"}).text
+        assert "The default quota applies." in root.open("/ui/quotas", params={"user": "somebody"}).text
     finally:
         root.send("/ui/quotas/remove", {"user": "*"})
     assert "*" not in town.app.quotas()
@@ -170,9 +170,9 @@ def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: To
         field = page.one("input", name=name)
         assert field["value"] == text
         about = page.one(id=f"about-{name}")
-        assert bool(about.all(class_="fault")) is (name != "cost_yearly"), about.text
+        assert bool(about.all(class_="field-error")) is (name != "cost_yearly"), about.text
         assert (field.get("aria-invalid") == "true") is (name != "cost_yearly")
-    assert "This is no number." in page.one(id="about-per_day").text
+    assert "Must be a number." in page.one(id="about-per_day").text
     assert page.one("select", name="action")["aria-invalid"] == "true"
 
 
@@ -198,13 +198,13 @@ def test_a_reservation_shows_its_countdown_and_is_released(town: Town, root: Bro
     held = reserve(town, "liam")
     page = root.open("/ui/quotas", params={"user": "liam"})
     (countdown,) = [each for each in page.one(id="reservations").all("time") if each.get("data-countdown") is not None]
-    assert countdown.text.startswith("in 4 m") or countdown.text == "in 5 m"
-    assert bar(page, "At once").text == "At once 1, no limit"
+    assert countdown.text.startswith("in 4 min") or countdown.text == "in 5 min"
+    assert bar(page, "Concurrent").text == "Concurrent 1, no limit"
     done = root.send("/ui/quotas/release", {"reservation": held, "back": "liam"})
-    assert f"The reservation {held} was released." in done.text
-    assert "No slot is held at the moment." in done.text
+    assert f"Released the reservation {held}." in done.text
+    assert "No reservations." in done.text
     again = root.send("/ui/quotas/release", {"reservation": held, "back": "liam"})
-    assert (again.status, "That slot is not held any more" in again.text) == (200, True)
+    assert (again.status, "That reservation is no longer held" in again.text) == (200, True)
 
 
 def test_a_tenant_sees_its_own_and_the_main_tenant_manages_all(town: Town, root: Browser) -> None:
@@ -219,7 +219,7 @@ def test_a_tenant_sees_its_own_and_the_main_tenant_manages_all(town: Town, root:
         assert held not in page.answer.text
         assert wile.open("/ui/quotas", params={"tenant": ""}).status == 403
         assert wile.send("/ui/quotas/set", {"user": "x", "per_day": "1", "tenant": "beta"}).status == 403
-        assert "That slot is not held" in wile.send("/ui/quotas/release", {"reservation": held}).text
+        assert "That reservation is no longer held" in wile.send("/ui/quotas/release", {"reservation": held}).text
         wile.send("/ui/quotas/set", {"user": "inner", "per_day": "9"})
     assert town.app.quotas(tenant="acme")["inner"] == Quota(per_day=9)
     assert "inner" not in town.app.quotas()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from semel.dashboard.wording import DASH
+from semel.dashboard.templating import DASH
 from support.apps.dashboard_app import SQUARE
 from support.auth import BOTH, Town
 from support.dashboard_runs import TRICKS, ended, hand, idle, runs_town, submitted
@@ -39,7 +39,7 @@ def steps(page: Page) -> list[str]:
 
 def words(node: Node) -> list[str]:
     """What the lanes of a picture say of their attempts, without the times."""
-    return [each.text.partition(",")[0] for each in node.one("svg", role="img").all("text", class_="word")]
+    return [each.text.partition(",")[0] for each in node.one("svg", role="img").all("text", class_="outcome")]
 
 
 def test_the_page_tells_everything_about_a_run(town: Town, operator: Browser) -> None:
@@ -104,7 +104,7 @@ def test_the_picture_tells_of_every_attempt(town: Town, operator: Browser) -> No
         worker.take(run_id)
         town.app.cancel(run_id, why="enough")
         page = operator.open(path)
-        assert words(page.one("section", id="run-timeline")) == ["lost", "snoozed", "retried", "ending"]
+        assert words(page.one("section", id="run-timeline")) == ["lost", "snoozed", "retried", "cancelling"]
         assert len(page.one("svg", role="img").all("line", class_="mark-cancel")) == 1
         worker.end(run_id, "cancelled", "enough")
     page = operator.open(path)
@@ -135,7 +135,7 @@ def test_a_picture_of_very_many_attempts_stays_small(town: Town, operator: Brows
     lanes = words(page.one("section", id="run-timeline"))
     assert len(lanes) == 12
     assert lanes[-1] == "waiting"
-    assert "29 earlier attempts are not in the picture" in page.text
+    assert "29 earlier attempts are not shown" in page.text
     assert "The last 60 of 81 steps" in page.text
     assert len(page.answer.content) < 100_000
 
@@ -264,7 +264,7 @@ def test_what_is_large_is_downloaded_and_the_page_stays_light(town: Town, operat
     ended(town, run_id)
     page = operator.open(f"/ui/runs/{run_id}")
     assert len(page.answer.content) < 150_000
-    assert "too much to show here" in page.one("section", id="run-outcome").text
+    assert "too large to show here" in page.one("section", id="run-outcome").text
     for what, kind in (("result", "application/json"), ("parameters", "application/json"), ("log", "text/plain")):
         answer = operator.client.get(f"/ui/runs/{run_id}/{what}")
         assert answer.headers["Content-Type"].startswith(kind)
@@ -309,22 +309,22 @@ def test_two_runs_are_compared_by_what_differs(town: Town, operator: Browser) ->
         ended(town, run_id)
     page = operator.open(f"/ui/compare?a={one}&b={other}")
     tables = page.all("table")
-    marked = {row.all("td")[0].text for row in tables[0].all("tr", class_="differs")}
+    marked = {row.all("td")[0].text for row in tables[2].all("tr", class_="differs")}
     assert "Payload hash differs" in marked
     assert not {each for each in marked if each.startswith(("Status", "Model", "User", "Attempts"))}
-    assert tables[1].rows() == [["text", "changed", '"one"', '"other"']]
-    assert tables[2].rows() == [
+    assert tables[0].rows() == [["text", "changed", '"one"', '"other"']]
+    assert tables[1].rows() == [
         ["said", "changed", '"one"', '"other"'],
         ["one", "only in A", '"said"', DASH],
         ["other", "only in B", DASH, '"said"'],
     ]
     assert len([each for each in page.all("svg") if each.get("role") == "img"]) == 2
     page = operator.open(f"/ui/compare?a={one}&b={bad}")
-    marked = {row.all("td")[0].text for row in page.all("table")[0].all("tr", class_="differs")}
+    marked = {row.all("td")[0].text for row in page.all("table")[-1].all("tr", class_="differs")}
     assert {"Status differs", "Model differs", "Error differs"} <= marked
     assert "B has no result." in page.text
     same = operator.open(f"/ui/compare?a={one}&b={one}")
-    assert same.text.count("They are equal.") == 2
+    assert same.text.count("Equal.") == 2
     assert [each.text for each in same.all("tr", class_="differs")] == []
 
 

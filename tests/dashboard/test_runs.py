@@ -8,12 +8,11 @@ import pytest
 
 from semel import StoreUnavailable
 from semel._concurrency.sync import run_sync
-from semel.dashboard.overview.windows import id_at
 from semel.dashboard.runs import queries, run_list
 from semel.dashboard.runs.queries import IdRange, scan
 from semel.runs.store import RunStore
 from semel.runs.store.queries import Filter
-from semel.runs.types import STATUSES
+from semel.runs.types import STATUSES, id_at
 from support.auth import BOTH, Town
 from support.dashboard_runs import IDLE, TRICKS, ended, hand, idle, runs_town, submitted
 from support.pages import Browser, Page, browser, made_run, put_runs
@@ -134,7 +133,7 @@ def test_a_run_is_found_by_its_id_its_key_and_its_payload(town: Town, operator: 
     assert listed(operator, q=payload) == [run_id]
     assert listed(operator, q=payload.upper(), status="FAILED") == []
     assert listed(operator, q="order 42") == []
-    assert "No run fits" in operator.open("/ui/runs", params={"q": "order 42"}).text
+    assert "No runs match" in operator.open("/ui/runs", params={"q": "order 42"}).text
 
 
 def test_a_key_that_has_expired_still_finds_its_run(town: Town, operator: Browser) -> None:
@@ -166,14 +165,14 @@ def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
 ) -> None:
     oldest = submitted(town, "train", user="hank", queue=IDLE)
     town.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": "hank", "queue": IDLE} for n in range(40)])
-    monkeypatch.setattr(queries, "PATIENCE", -1.0)
+    monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 15)
     page = operator.open("/ui/runs?model=train&user=hank")
     seen = 0
     while not ids(page):
-        assert "Looked back to" in page.text
+        assert "Searched back to" in page.text
         (onward,) = page.all("a", rel="next")
-        assert onward.text == "Look further back"
+        assert onward.text == "Search further back"
         page = operator.open(onward["href"])
         seen += 1
         assert seen < 100
@@ -186,7 +185,7 @@ def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
 ) -> None:
     mine = submitted(town, "train", user="ivy", queue=IDLE)
     theirs = put_runs(town.app, [made_run(0.5 + n / 100, tenant="elsewhere") for n in range(40)])
-    monkeypatch.setattr(queries, "PATIENCE", -1.0)
+    monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 7)
     page = operator.open("/ui/runs?model=nothing")
     (onward,) = page.all("a", rel="next")
@@ -194,13 +193,13 @@ def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
     with browser(town, town.admit("ivy")) as ivy:
         own = ivy.open("/ui/runs")
         assert ids(own) == [mine], "their own runs are walked, not everybody's"
-        assert "Looked back to" not in own.text
+        assert "Searched back to" not in own.text
 
 
 def test_a_payload_is_found_however_often_others_have_it(
     town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "SAME_PAYLOAD", 5)
+    monkeypatch.setattr(queries, "MAX_SAME_PAYLOAD", 5)
     digest = f"{time.time_ns():064x}"
     put_runs(town.app, [made_run(5 + n, tenant="elsewhere", payload_hash=digest) for n in range(30)])
     (own,) = put_runs(town.app, [made_run(2, payload_hash=digest)])
@@ -227,12 +226,12 @@ def test_a_walk_finds_what_the_engine_lists_whatever_its_windows(
         for status in (None, ["SUCCEEDED"], ["PENDING", "SUCCEEDED"], ["RUNNING", "FAILED", "SUCCEEDED"]):
             for model in (None, "train"):
                 wanted = Filter(status=status, model=model, user=user)
-                monkeypatch.setattr(queries, "PATIENCE", 60.0)
+                monkeypatch.setattr(queries, "SCAN_SECONDS", 60.0)
                 found = run_sync(ledger.read(scan, wanted, stretch, 100))
                 there = [run.id for run in town.app.runs(status=status, model=model, user=user).runs]
                 assert found.ids == (there if down else there[::-1])
                 assert found.reached is None
-                monkeypatch.setattr(queries, "PATIENCE", -1.0)
+                monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
                 assert _by_steps(ledger, wanted, stretch) == found.ids
     finally:
         run_sync(ledger.close())
@@ -344,10 +343,10 @@ def test_a_form_without_the_secret_changes_nothing(town: Town, operator: Browser
 def test_a_form_without_ticks_or_with_too_many_says_so(town: Town, operator: Browser) -> None:
     page = operator.send("/ui/runs/cancel", {"user": "nobody"})
     assert page.path == "/ui/runs"
-    assert "No run was ticked" in page.text
-    page = operator.send("/ui/runs/cancel", {"run": [f"x{n}" for n in range(run_list.MOST_AT_ONCE + 1)]})
+    assert "No runs selected" in page.text
+    page = operator.send("/ui/runs/cancel", {"run": [f"x{n}" for n in range(run_list.MAX_SELECTED + 1)]})
     assert page.status == 400
-    assert f"at most {run_list.MOST_AT_ONCE}" in page.text
+    assert f"at most {run_list.MAX_SELECTED}" in page.text
 
 
 def test_two_ticked_runs_are_compared(town: Town, operator: Browser) -> None:
@@ -357,7 +356,7 @@ def test_two_ticked_runs_are_compared(town: Town, operator: Browser) -> None:
     assert dict(page.answer.url.params) == {"a": first, "b": second}
     page = operator.send("/ui/runs/compare", {"run": [first], "user": "duo"})
     assert (page.path, page.answer.url.params["user"]) == ("/ui/runs", "duo")
-    assert "Tick two runs" in page.text
+    assert "Select two runs" in page.text
 
 
 @pytest.mark.parametrize("trick", TRICKS)

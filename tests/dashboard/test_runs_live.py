@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from semel.dashboard import sse
 from semel.dashboard.runs import detail as run_page
 from semel.dashboard.runs import run_list
 from support.auth import BOTH, Town, eventually
@@ -34,7 +35,7 @@ def test_an_open_list_follows_its_rows_and_counts_newer_ones(
     with operator.client.stream("GET", place) as answer, hand(town) as worker:
         told = events(answer.iter_lines())
         name, html = next(told)
-        assert name == "parts"
+        assert name == "replace"
         assert "PENDING" in html
         assert run_id in html
         worker.take(run_id)
@@ -49,7 +50,7 @@ def test_an_open_list_follows_its_rows_and_counts_newer_ones(
 
 def _until(told: Iterator[tuple[str, str]], text: str) -> str:
     for name, html in told:
-        assert name == "parts"
+        assert name == "replace"
         if text in html:
             return html
     raise AssertionError(f"the stream ended without {text!r}")
@@ -63,19 +64,19 @@ def test_an_open_list_shows_nobody_elses_rows(town: Town, role: str, tenant: str
         spy.client.stream("GET", f"/ui/live/runs?run={other}&first=1") as answer,
     ):
         name, html = next(events(answer.iter_lines()))
-        assert name == "parts"
+        assert name == "replace"
         assert other not in html
 
 
 def test_an_open_list_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
-    monkeypatch.setattr(run_list, "CHECKED_EVERY", 0.1)
+    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
     person = town.admit("temp")
     with browser(town, person) as temp, temp.client.stream("GET", "/ui/live/runs") as answer:
         told = events(answer.iter_lines())
-        assert next(told)[0] == "parts"
+        assert next(told)[0] == "replace"
         assert town.root.delete(f"/admin/tokens/{person.id}").status_code == 204
-        assert [name for name, _ in told][-1] == "bye"
+        assert [name for name, _ in told][-1] == "signed-out"
 
 
 def test_a_stream_takes_a_place_and_gives_it_back(town: Town) -> None:
@@ -84,7 +85,7 @@ def test_a_stream_takes_a_place_and_gives_it_back(town: Town) -> None:
     with browser(town, person) as seat:
         with seat.client.stream("GET", "/ui/live/runs") as answer:
             told = events(answer.iter_lines())
-            assert next(told)[0] == "parts"
+            assert next(told)[0] == "replace"
             assert taken[person.id] == 1
         eventually(lambda: taken[person.id] == 0)
 
@@ -100,9 +101,9 @@ def test_an_open_page_follows_the_run_to_its_end(
     with operator.client.stream("GET", place) as answer:
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         for name, html in events(answer.iter_lines()):
-            if name == "over":
+            if name == "end":
                 break
-            assert name == "parts"
+            assert name == "replace"
             tree = parsed(html)
             shown |= {each["id"]: each.text for each in tree.children if isinstance(each, Node)}
             if "40 %" in shown["run-state"] and "waits for" in shown["run-log"]:
@@ -123,16 +124,16 @@ def test_the_stream_of_a_run_that_is_over_says_so_at_once(town: Town, operator: 
     run_id = submitted(town, "add", {"a": 1})
     ended(town, run_id)
     answer = operator.client.get(f"/ui/live/runs/{run_id}")
-    assert [name for name, _ in events(iter(answer.text.split("\n")))] == ["parts", "over"]
+    assert [name for name, _ in events(iter(answer.text.split("\n")))] == ["replace", "end"]
 
 
 def test_an_open_page_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_page, "QUEUE_EVERY", 0.1)
-    monkeypatch.setattr(run_page, "CHECKED_EVERY", 0.1)
+    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
     person = town.admit("brief")
     run_id = idle(town, "brief")
     with browser(town, person) as brief, brief.client.stream("GET", f"/ui/live/runs/{run_id}") as answer:
         told = events(answer.iter_lines())
-        assert next(told)[0] == "parts"
+        assert next(told)[0] == "replace"
         assert town.root.delete(f"/admin/tokens/{person.id}").status_code == 204
-        assert [name for name, _ in told][-1] == "bye"
+        assert [name for name, _ in told][-1] == "signed-out"

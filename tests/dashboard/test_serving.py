@@ -36,7 +36,7 @@ def stayed(page: Page) -> bool:
 
 
 def figure(page: Page, name: str) -> Locator:
-    return page.locator("#figures .figure", has=page.get_by_text(name, exact=True)).locator("dd")
+    return page.locator("#figures .stat", has=page.get_by_text(name, exact=True)).locator("dd")
 
 
 def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
         expect(page.locator("#run-state")).to_contain_text("attempt 1")
         expect(page.locator("#run-log")).to_contain_text("waits for")
         os.kill(worker, signal.SIGKILL)
-        expect(page.locator("#run-facts")).to_contain_text("lost 1 of 5")
+        expect(page.locator("#run-facts")).to_contain_text("lost: 1 of 5")
         expect(page.locator("#run-timeline svg[role=img]")).to_contain_text("lost")
         expect(page.locator("#run-state")).to_contain_text("attempt 2")
         visitor.look("run-recovered")
@@ -75,7 +75,7 @@ def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
         expect(figure(page, "Succeeded")).to_have_text(re.compile("^1 "))
         expect(page.locator("#workers")).to_contain_text("alive")
         port = serving.address.rpartition(":")[2]
-    expect(page.locator(".live")).to_have_text("no connection")
+    expect(page.locator(".live")).to_have_text("offline")
     with Serving(tmp_path, APP, "--db", sqlite_url, "--port", port) as serving:
         expect(page.locator(".live")).to_have_text("live")
         serving.submit("add", {"a": 2})
@@ -98,7 +98,7 @@ def test_below_a_prefix_every_link_form_and_stream_of_the_pages_stays_below_it(
         expect(page.locator("#run-state")).to_contain_text("SUCCEEDED")
         run_url = page.url
         assert "/below/ui/runs/" in run_url
-        page.get_by_role("link", name="Submit again with other parameters").click()
+        page.get_by_role("link", name="Submit with other parameters").click()
         expect(page.locator("#p-a")).to_have_value("3")
         page.get_by_role("link", name="Quotas").click()
         page.get_by_role("link", name="Keys").click()

@@ -12,7 +12,6 @@ from starlette.routing import Mount
 
 from semel import dashboard
 from semel._concurrency.sync import run_sync
-from semel.dashboard import router
 from semel.dashboard.templating import POLICY
 from semel.service import Settings, asgi
 from semel.service.auth import middleware, tokens
@@ -79,7 +78,7 @@ def example(path: str) -> str:
 
 def routes(method: str) -> list[str]:
     """Every path of the dashboard that takes the method."""
-    found = {path for handler in router.HANDLERS if method in handler.http_methods for path in handler.paths}
+    found = {path for handler in dashboard.HANDLERS if method in handler.http_methods for path in handler.paths}
     return sorted(found)
 
 
@@ -91,7 +90,7 @@ def test_without_a_session_a_page_leads_to_the_sign_in_and_from_there_back(town:
     assert form.one("input", name="next")["value"] == "/?window=day"
     page = stranger.sign_in(town.root.secret, form.one("input", name="next")["value"])
     assert (page.status, str(page.answer.url)) == (200, f"{town.address}/?window=day")
-    assert "root" in page.one("span", class_="person").text
+    assert "root" in page.one("div", class_="account").text
 
 
 def test_the_cookies_are_for_this_site_alone_and_not_for_scripts(town: Town, stranger: Browser) -> None:
@@ -298,7 +297,7 @@ def test_every_form_of_the_dashboard_is_refused_without_its_secret(root: Browser
         answer = root.client.post(example(path), data={"x": "1"}, follow_redirects=False)
         assert answer.status_code == 403, (path, answer.text)
         assert Page(answer).one("code").text == "CSRF", path
-    methods = {method for handler in router.HANDLERS for method in handler.http_methods}
+    methods = {method for handler in dashboard.HANDLERS for method in handler.http_methods}
     assert methods == {"GET", "POST"}, "what changes something is a POST"
 
 
@@ -386,10 +385,10 @@ def test_refusals_are_pages_for_people(town: Town, root: Browser) -> None:
 
 
 def test_what_a_form_did_is_told_once_and_only_by_us(root: Browser) -> None:
-    root.client.cookies.set("semel_said", "%3Cb%3Edone%3C%2Fb%3E", domain="127.0.0.1", path="/")
+    root.client.cookies.set("semel_flash", "%3Cb%3Edone%3C%2Fb%3E", domain="127.0.0.1", path="/")
     page = root.open("/")
     assert page.one(role="status").text == "<b>done</b>"
-    assert "Max-Age=0" in cookies_of(page.answer)["semel_said"]
+    assert "Max-Age=0" in cookies_of(page.answer)["semel_flash"]
 
 
 def test_the_theme_is_one_of_two_whatever_the_cookie_says(root: Browser) -> None:
@@ -423,7 +422,7 @@ def test_without_tokens_the_machine_itself_needs_no_sign_in(local: Served) -> No
     with browser(local) as somebody:
         page = somebody.open("/")
         assert page.status == 200
-        assert page.one("span", class_="person").text == "local admin"
+        assert page.one("div", class_="account").text == "Theme local admin"
         assert not page.all("form", action="/ui/sign-out")
         assert somebody.open("/ui/sign-in").path == "/"
         somebody.client.cookies.set("semel_session", "semel_of_another_server", domain="127.0.0.1", path="/")

@@ -134,10 +134,10 @@ def test_the_models_are_listed_with_what_they_take_and_without_the_services_own(
 def test_the_form_has_a_field_of_its_kind_for_each_parameter(root: Browser) -> None:
     page = root.open("/ui/submit", params={"model": "every"})
     assert page.one("input", name="text.text").get("required") is not None
-    assert about(page, "text") == "What is said. text, characters, at most 400"
+    assert about(page, "text") == "What is said. text, at most 400 characters"
     assert page.one("input", name="number.count")["inputmode"] == "decimal"
     assert "whole number, at least 0, at most 1000" in about(page, "count")
-    assert "number, more than 0" in about(page, "share")
+    assert "number, greater than 0" in about(page, "share")
     assert "default: 0.5" in about(page, "share")
     choices = {
         name: [each["value"] for each in page.one("select", name=f"choice.{name}").all("option")]
@@ -199,11 +199,11 @@ def test_a_required_parameter_that_may_be_null_is_null_when_it_is_empty(town: To
 
 def test_other_parameters_are_written_as_an_object(town: Town, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "kwargs"}))
-    run = submitted(root, {**form, "number.first": "2", "more": '{"second": 3}'})
+    run = submitted(root, {**form, "number.first": "2", "extra": '{"second": 3}'})
     assert seen(town, run["run_id"])["parameters"] == {"first": 2, "second": 3}
-    page = root.send("/ui/submit", {**form, "more": "[1]", "key": "other"})
-    assert (page.status, "This is no JSON object" in page.one(id="about-more").text) == (400, True)
-    page = root.send("/ui/submit", {**form, "more": '{"second": "three"}', "key": "other"})
+    page = root.send("/ui/submit", {**form, "extra": "[1]", "key": "other"})
+    assert (page.status, "Must be a JSON object" in page.one(id="about-extra").text) == (400, True)
+    page = root.send("/ui/submit", {**form, "extra": '{"second": "three"}', "key": "other"})
     assert (page.status, "INVALID_PARAMETERS" in page.one(class_="problem").text) == (422, True)
     assert "'second'" in page.one(class_="problem").text
 
@@ -230,14 +230,14 @@ def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: To
         widget, _, plain = name.partition(".")
         wrong = text != ""
         place = f"about-p-{plain}" if plain else f"about-o-{name}"
-        assert bool(page.one(id=place).all(class_="fault")) is wrong, name
+        assert bool(page.one(id=place).all(class_="field-error")) is wrong, name
         if widget in ("number", "text") or not plain:
             assert page.one("input", name=name)["value"] == text
         elif widget == "json":
             assert text_of(page.one("textarea", name=name)) == text
-    assert "This is no number." in about(page, "share")
+    assert "Must be a number." in about(page, "share")
     assert "At [1]: expected int, got str." in about(page, "numbers")
-    assert "This is not JSON" in about(page, "point")
+    assert "Must be JSON" in about(page, "point")
     assert page.one("details", id="options").get("open") is not None
     assert len(town.root.get("/runs", params={"model": "every", "limit": 1000}).json()["runs"]) == before
 
@@ -250,7 +250,7 @@ def test_what_only_the_model_finds_wrong_is_shown_at_its_field_too(root: Browser
     assert page.one("input", name="text.text")["aria-invalid"] == "true"
     assert page.one("textarea", name="json.point").get("aria-invalid") is None
     page = root.send("/ui/submit", {**form, "number.count": "1"})
-    assert "This is needed." in about(page, "text")
+    assert "This field is required." in about(page, "text")
 
 
 def test_a_form_that_is_sent_twice_makes_one_run(town: Town, root: Browser) -> None:
@@ -261,7 +261,7 @@ def test_a_form_that_is_sent_twice_makes_one_run(town: Town, root: Browser) -> N
     assert [run["run_id"] for run in found] == [first["run_id"]]
     assert form["key"] != filled(root.open("/ui/submit", params={"model": "add"}))["key"]
     root.send("/ui/submit", form, follow_redirects=False)
-    assert "This run was there already" in root.open("/ui/submit").text
+    assert "This run already existed" in root.open("/ui/submit").text
 
 
 def test_a_key_that_has_another_run_is_refused_and_a_new_one_is_offered(town: Town, root: Browser) -> None:
@@ -269,19 +269,19 @@ def test_a_key_that_has_another_run_is_refused_and_a_new_one_is_offered(town: To
     first = submitted(root, form)["run_id"]
     page = root.send("/ui/submit", {**form, "number.a": "2"})
     assert (page.status, "IDEMPOTENCY_KEY_CONFLICT" in page.text) == (409, True)
-    assert "This key has a run already" in page.one(id="about-key").text
+    assert "This key already has a run" in page.one(id="about-key").text
     again = filled(page)
     assert (again["key"], again["number.a"]) == (form["key"], "2")
-    second = submitted(root, {**again, "renew": "yes"})["run_id"]
-    assert submitted(root, {**again, "renew": "yes"})["run_id"] == second != first
-    assert seen(town, second)["idempotency_key"] == again["fresh"]
+    second = submitted(root, {**again, "use_new_key": "yes"})["run_id"]
+    assert submitted(root, {**again, "use_new_key": "yes"})["run_id"] == second != first
+    assert seen(town, second)["idempotency_key"] == again["new_key"]
 
 
 @pytest.mark.parametrize("key", ["k" * 256, "a\x07b"])
 def test_a_key_that_cannot_be_is_said_to_be_so_at_its_field(root: Browser, key: str) -> None:
     page = root.send("/ui/submit", {"model": "add", "number.a": "1", "key": key})
     assert page.status == 400
-    assert page.one(id="about-key").all(class_="fault")
+    assert page.one(id="about-key").all(class_="field-error")
 
 
 def test_options_are_taken_and_those_left_out_are_the_models(town: Town, root: Browser) -> None:
@@ -340,17 +340,17 @@ def test_a_run_fills_the_form_with_its_parameters(town: Town, root: Browser) -> 
 def test_the_parameters_can_be_written_as_one_object_and_back(town: Town, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "every"})) | {"text.text": "t", "number.count": "5"}
     page = root.send("/ui/submit/form", {**form, "shape": "json"})
-    assert json.loads(text_of(page.one("textarea", name="whole"))) == {"text": "t", "count": 5}
+    assert json.loads(text_of(page.one("textarea", name="all_json"))) == {"text": "t", "count": 5}
     whole = filled(page)
     assert whole["key"] == form["key"]
-    back = root.send("/ui/submit/form", {**whole, "whole": '{"text": "", "count": 6}', "shape": "fields"})
+    back = root.send("/ui/submit/form", {**whole, "all_json": '{"text": "", "count": 6}', "shape": "fields"})
     assert (filled(back)["json.text"], filled(back)["number.count"]) == ('""', "6")
-    wrong = root.send("/ui/submit", {**whole, "whole": '{"text": 5, "count": "x"}'})
+    wrong = root.send("/ui/submit", {**whole, "all_json": '{"text": 5, "count": "x"}'})
     assert wrong.status == 422
-    assert "text: Expected str, got int." in wrong.one(id="about-whole").text
-    assert "count: Expected int, got str." in wrong.one(id="about-whole").text
-    assert root.send("/ui/submit", {**whole, "whole": "{"}).status == 400
-    run = seen(town, submitted(root, {**whole, "whole": '{"text": "", "count": 6}'})["run_id"])
+    assert "text: Expected str, got int." in wrong.one(id="about-all_json").text
+    assert "count: Expected int, got str." in wrong.one(id="about-all_json").text
+    assert root.send("/ui/submit", {**whole, "all_json": "{"}).status == 400
+    run = seen(town, submitted(root, {**whole, "all_json": '{"text": "", "count": 6}'})["run_id"])
     assert run["parameters"] == {"text": "", "count": 6}
 
 
@@ -381,7 +381,7 @@ def test_a_plain_key_goes_into_the_header_and_the_line_is_for_the_address_that_w
     words = shlex.split(text_of(page.one(id="curl")))
     assert f"Idempotency-Key: {filled(page)['key']}" in words
     assert words[2] == f"{town.address}/runs"
-    assert page.one("button", data_copy=text_of(page.one(id="curl"))).text == "Copy the curl line"
+    assert page.one("button", data_copy=text_of(page.one(id="curl"))).text == "Copy curl command"
 
 
 def test_the_semel_line_submits_the_same_run_from_a_shell(town: Town, root: Browser) -> None:
@@ -410,9 +410,9 @@ def test_a_full_quota_is_said_kindly_and_what_was_typed_stays(town: Town) -> Non
         page = browsing.send("/ui/submit", form, follow_redirects=False)
         assert page.status == 303
         near = browsing.open("/ui/submit", params={"model": "add"})
-        assert "Mind your quota: 1 of 1 concurrent jobs in use" in near.text
-        assert "At once: 1 of 1" in near.one(class_="warned").text
-        assert near.one(class_="warned").one("a")["href"] == "/ui/quotas"
+        assert "Quota warning: 1 of 1 concurrent jobs in use" in near.text
+        assert "Concurrent: 1 of 1" in near.one(class_="warning").text
+        assert near.one(class_="warning").one("a")["href"] == "/ui/quotas"
         page = browsing.send("/ui/submit", {**filled(near), "number.a": "22"})
         assert (page.status, "QUOTA_EXCEEDED" in page.text) == (429, True)
         box = page.one(class_="problem")
@@ -468,7 +468,7 @@ def test_html_in_models_defaults_and_parameters_is_text(town: Town, root: Browse
         root.open("/ui/submit", params={"from": origin}),
         root.send("/ui/submit/form", {"model": "hostile", "text.text": attack, "key": attack, "queue": attack}),
         root.send("/ui/submit", {**wrong, "queue": attack, "priority": attack}),
-        root.send("/ui/submit/form", {"model": "every", "whole": attack}),
+        root.send("/ui/submit/form", {"model": "every", "all_json": attack}),
     ):
         assert SCRIPT not in shown.answer.text
         assert attack in shown.answer.text.replace("&lt;", "<").replace("&gt;", ">").replace("&#34;", '"')

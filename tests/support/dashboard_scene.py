@@ -93,8 +93,8 @@ def scene_on(url: str, folder: Path) -> Iterator[Scene]:
 def _looking_often() -> Iterator[None]:
     """Open pages are told sooner than they need to be, so that tests wait less."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed, "EVERY", 0.3)
-        patch.setattr(sse, "CHECKED_EVERY", 0.5)
+        patch.setattr(feed, "REFRESH_EVERY", 0.3)
+        patch.setattr(sse, "RECHECK_EVERY", 0.5)
         patch.setattr(run_list, "BUSY_PAUSE", 0.3)
         patch.setattr(run_list, "QUIET_PAUSE", 0.3)
         yield

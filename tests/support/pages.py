@@ -11,9 +11,8 @@ from sqlalchemy import Connection, Table, insert
 
 from semel import App
 from semel._concurrency.sync import run_sync
-from semel.dashboard.overview.windows import id_at
 from semel.db.schema import runs, workers
-from semel.runs.types import MICRO, TERMINAL, new_id
+from semel.runs.types import MICRO, TERMINAL, id_at, new_id
 from support.auth import Person
 from support.service import Served
 

@@ -1,4 +1,4 @@
-"""``/ui/keys``: how a key stands, what it points to, and what became of work whose owner vanished."""
+"""``/ui/keys``: look a key up, resolve one whose outcome is unknown, delete one."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from litestar.params import QueryParameter
 from msgspec import Struct
 
 from semel.api_types import Problem
-from semel.dashboard.forms import Form, form_of
-from semel.dashboard.submit import typed
-from semel.dashboard.templating import page, problem_headers, redirect_with_message
+from semel.dashboard.forms import FieldError, Form, form_of, parse_json
+from semel.dashboard.templating import page, redirect_with_message
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.types import Run
-from semel.service.api import keys
+from semel.service.api import keys as api
 from semel.service.api.keys import KeyList, KeyView, Resolution, RunKeyView
 from semel.service.api.params import TheRequest, manages_all, tenant_for
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
-PLACE = "/ui/keys"
-MOST = 100
-"""Keys of one list."""
-LONGEST = 1000
-"""Characters that are looked at before it is said that a key is too long."""
+PATH = "/ui/keys"
+MAX_KEYS = 100
+"""Keys in one table."""
+MAX_LENGTH = 1000
+"""Longer queries are refused unread; what is too long for a key gets a message of its own."""
 
-Text = Annotated[str, QueryParameter(max_length=LONGEST)]
-Whose = Annotated[str | None, QueryParameter(max_length=LONGEST)]
+Text = Annotated[str, QueryParameter(max_length=MAX_LENGTH)]
+OptionalText = Annotated[str | None, QueryParameter(max_length=MAX_LENGTH)]
+ScopeText = Annotated[str, QueryParameter(name="scope", max_length=MAX_LENGTH)]
 
 
 class KeyQuery(Struct, frozen=True, kw_only=True):
-    """Which key is meant. Without a scope it is one of runs; the tenant is None where it is the caller's own."""
+    """Identifies a key. Without a scope it is the key of a run; the tenant is None where it is the caller's own."""
 
     key: str = ""
     scope: str = ""
@@ -41,90 +41,85 @@ class KeyQuery(Struct, frozen=True, kw_only=True):
     kind: str = ""
 
 
-class Pointer(Struct, frozen=True, kw_only=True):
-    """A key of runs, with the run that it points to where the caller may see it."""
+class RunOfKey(Struct, frozen=True, kw_only=True):
+    """A key of runs, and its run where the caller may see it."""
 
     key: RunKeyView
     run: Run | None
 
 
-class FoundKey(Struct, frozen=True, kw_only=True):
-    """What a look-up came to."""
+class KeyLookup(Struct, frozen=True, kw_only=True):
+    """What was found for a query."""
 
     claim: KeyView | None = None
-    pointers: list[Pointer] = []
+    runs: list[RunOfKey] = []
     problem: Problem | None = None
 
 
-@get(PLACE, guards=[requires("operator")])
+@get(PATH, guards=[requires("operator")])
 async def show(
     *,
     request: TheRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     key: Text = "",
-    within: Annotated[str, QueryParameter(name="scope", max_length=LONGEST)] = "",
-    user: Whose = None,
-    tenant: Whose = None,
+    within: ScopeText = "",
+    user: OptionalText = None,
+    tenant: OptionalText = None,
 ) -> Response[Any]:
-    """Look a key up, in its scope and among those of runs; and the keys that wait for a decision."""
+    """Look a key up, in its scope and among those of runs; and list the keys with unknown outcomes."""
     tenant = tenant if tenant_for(caller, tenant) != caller.tenant else None
-    asked = KeyQuery(key=key, scope=within, user=user or None, tenant=tenant)
-    return await _shown(request, service, caller, asked)
+    query = KeyQuery(key=key, scope=within, user=user or None, tenant=tenant)
+    return await _lookup_page(request, service, caller, query)
 
 
-async def _shown(
+async def _lookup_page(
     request: TheRequest,
     service: ServiceState,
     caller: Principal,
-    asked: KeyQuery,
+    query: KeyQuery,
     *,
-    typed_before: Form | None = None,
-    fault: str = "",
+    form: Form | None = None,
+    error: str = "",
 ) -> Response[Any]:
-    found = await _found(service, caller, asked)
-    unresolved: KeyList = await keys.unresolved.fn(service=service, caller=caller, tenant=asked.tenant, limit=MOST)
-    failed = found.problem
-    status = 422 if fault else 200 if failed is None else failed.status
+    found = await _look_up(service, caller, query)
+    unresolved: KeyList = await api.unresolved.fn(service=service, caller=caller, tenant=query.tenant, limit=MAX_KEYS)
     return page(
         request,
         service,
         caller,
-        "keys.html",
-        status=status,
-        headers=None if failed is None else problem_headers(failed),
+        "keys/page.html",
+        status=422 if error else 200,
+        problem=found.problem,
         title="Keys",
-        asked=asked,
+        query=query,
         found=found,
         unresolved=unresolved.keys,
-        most=MOST,
-        chooses=manages_all(caller),
-        done="" if typed_before is None else typed_before.get("done"),
-        value="" if typed_before is None else typed_before.get("value"),
-        fault=fault,
+        max_keys=MAX_KEYS,
+        chooses_tenant=manages_all(caller),
+        done="" if form is None else form.get("done"),
+        value="" if form is None else form.get("value"),
+        error=error,
     )
 
 
-async def _found(service: ServiceState, caller: Principal, asked: KeyQuery) -> FoundKey:
-    if not asked.key:
-        return FoundKey()
+async def _look_up(service: ServiceState, caller: Principal, query: KeyQuery) -> KeyLookup:
+    if not query.key:
+        return KeyLookup()
+    about = {"key": query.key, "service": service, "caller": caller, "tenant": query.tenant}
+    claim: KeyView | None = None
     try:
-        claim = await _claim(service, caller, asked)
-        listed = await keys.show_run_keys.fn(
-            key=asked.key, service=service, caller=caller, tenant=asked.tenant, user=asked.user
-        )
+        if query.scope:
+            claim = await _claim(query.scope, about)
+        listed = await api.show_run_keys.fn(user=query.user, **about)
     except InvalidRequest as error:
-        return FoundKey(problem=problem_of(error))
-    return FoundKey(claim=claim, pointers=[await _pointer(service, caller, each) for each in listed.keys[:MOST]])
+        return KeyLookup(problem=problem_of(error))
+    return KeyLookup(claim=claim, runs=[await _run_of(service, caller, each) for each in listed.keys[:MAX_KEYS]])
 
 
-async def _claim(service: ServiceState, caller: Principal, asked: KeyQuery) -> KeyView | None:
-    if not asked.scope:
-        return None
+async def _claim(scope: str, about: dict[str, Any]) -> KeyView | None:
     try:
-        claim: KeyView = await keys.show_key.fn(
-            within=asked.scope, key=asked.key, service=service, caller=caller, tenant=asked.tenant
-        )
+        claim: KeyView = await api.show_key.fn(within=scope, **about)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -132,114 +127,96 @@ async def _claim(service: ServiceState, caller: Principal, asked: KeyQuery) -> K
     return claim
 
 
-async def _pointer(service: ServiceState, caller: Principal, key: RunKeyView) -> Pointer:
-    """A key may name a job of another system, or a run of another tenant, which nobody else is shown."""
+async def _run_of(service: ServiceState, caller: Principal, key: RunKeyView) -> RunOfKey:
+    """The key's run; None for a job of another system, or for a run of another tenant."""
     try:
-        return Pointer(key=key, run=await service.run(key.run_id, caller))
+        return RunOfKey(key=key, run=await service.run(key.run_id, caller))
     except (RunNotFound, InvalidRequest):
-        return Pointer(key=key, run=None)
+        return RunOfKey(key=key, run=None)
 
 
 @post("/ui/keys/resolve", status_code=303, guards=[requires("admin")])
 async def resolve(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """Say what became of the work: it happened, with this value, or it did not."""
+    """Record whether the work of a key with an unknown outcome was done, and with which value."""
     form = form_of(request)
-    asked = _asked(form)
+    query = _query_of(form)
     done = form.get("done")
     try:
-        value = _value(done, form.get("value"))
-    except typed.FieldError as fault:
-        return await _shown(request, service, caller, asked, typed_before=form, fault=str(fault))
-    resolution = Resolution(scope=asked.scope, key=asked.key, done=done == "yes", value=value)
-    await keys.resolve_key.fn(data=resolution, service=service, caller=caller, tenant=asked.tenant)
-    became = "done: later callers get the value" if done == "yes" else "not done: the work may run again"
-    said = f"The key {asked.key} was resolved as {became}."
-    return redirect_with_message(
-        request, service, PLACE, said=said, scope=asked.scope, key=asked.key, tenant=asked.tenant
-    )
+        value = _resolved_value(done, form.get("value"))
+    except FieldError as error:
+        return await _lookup_page(request, service, caller, query, form=form, error=str(error))
+    resolution = Resolution(scope=query.scope, key=query.key, done=done == "yes", value=value)
+    await api.resolve_key.fn(data=resolution, service=service, caller=caller, tenant=query.tenant)
+    effect = "done: later calls replay the value" if done == "yes" else "not done: the work may run again"
+    message = f"Resolved the key {query.key} as {effect}."
+    return redirect_with_message(request, service, PATH, message, scope=query.scope, key=query.key, tenant=query.tenant)
 
 
-def _value(done: str, text: str) -> Any:
-    """What later callers get: null where nothing was written."""
+def _resolved_value(done: str, text: str) -> Any:
     if done not in ("yes", "no"):
-        raise typed.FieldError("Say whether the work happened.")
-    return typed.json_value(text) if done == "yes" and text.strip() else None
+        raise FieldError("Select whether the work was done.")
+    return parse_json(text) if done == "yes" and text.strip() else None
 
 
 @get("/ui/keys/delete", guards=[requires("admin")])
-async def question(
+async def confirm_delete(
     *,
     request: TheRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     key: Text,
-    within: Annotated[str, QueryParameter(name="scope", max_length=LONGEST)] = "",
-    user: Whose = None,
+    within: ScopeText = "",
+    user: OptionalText = None,
     kind: Text = "",
-    tenant: Whose = None,
+    tenant: OptionalText = None,
 ) -> Response[Any]:
-    """Ask whether the key is really to be forgotten, and say what that means."""
-    asked = KeyQuery(key=key, scope=within, user=user, tenant=tenant, kind=kind)
-    return await _questioned(request, service, caller, asked, None)
+    """Ask for confirmation, and explain what deleting the key does."""
+    query = KeyQuery(key=key, scope=within, user=user, tenant=tenant, kind=kind)
+    return await _confirmation_page(request, service, caller, query)
 
 
-async def _questioned(
-    request: TheRequest, service: ServiceState, caller: Principal, asked: KeyQuery, problem: Problem | None
+async def _confirmation_page(
+    request: TheRequest, service: ServiceState, caller: Principal, query: KeyQuery, problem: Problem | None = None
 ) -> Response[Any]:
-    found = await _found(service, caller, asked)
+    found = await _look_up(service, caller, query)
     if found.problem is not None:
         raise InvalidRequest(found.problem.detail)
-    pointers = [each for each in found.pointers if (each.key.user, each.key.kind) == (asked.user, asked.kind)]
-    if (found.claim if asked.scope else pointers or None) is None:
-        raise ApiError(404, "NOT_FOUND", "there is no such key (any more)")
-    return page(
-        request,
-        service,
-        caller,
-        "keys_delete.html",
-        status=200 if problem is None else problem.status,
-        title="Delete a key",
-        asked=asked,
-        claim=found.claim,
-        pointers=pointers,
-        problem=problem,
-    )
+    runs = [each for each in found.runs if (each.key.user, each.key.kind) == (query.user, query.kind)]
+    if (found.claim is None) if query.scope else (not runs):
+        raise ApiError(404, "NOT_FOUND", "the key does not exist, or no longer exists")
+    data: dict[str, Any] = {"title": "Delete a key", "query": query, "claim": found.claim, "runs": runs}
+    return page(request, service, caller, "keys/delete.html", problem=problem, **data)
 
 
 @post("/ui/keys/delete", status_code=303, guards=[requires("admin")])
 async def delete(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """Forget the key; of one that somebody works on only when that was asked, too."""
+    """Delete the key once that was confirmed; one that is in flight only with ``force``."""
     form = form_of(request)
-    asked = _asked(form)
+    query = _query_of(form)
     if form.get("sure") != "yes":
-        return await _questioned(request, service, caller, asked, None)
+        return await _confirmation_page(request, service, caller, query)
+    about = {"key": query.key, "service": service, "caller": caller, "tenant": query.tenant}
     try:
-        await _delete(service, caller, asked, force=form.get("force") == "yes")
+        if query.scope:
+            await api.delete_key.fn(within=query.scope, force=form.get("force") == "yes", **about)
+        else:
+            await api.delete_run_key.fn(user=query.user or "", kind=query.kind or "key", **about)
     except SemelError as error:
         problem = problem_of(error)
         if problem.status != 409:
             raise
-        return await _questioned(request, service, caller, asked, problem)
-    said = f"The key {asked.key} was deleted."
-    return redirect_with_message(request, service, PLACE, said=said, tenant=asked.tenant)
+        return await _confirmation_page(request, service, caller, query, problem)
+    return redirect_with_message(request, service, PATH, f"Deleted the key {query.key}.", tenant=query.tenant)
 
 
-async def _delete(service: ServiceState, caller: Principal, asked: KeyQuery, *, force: bool) -> None:
-    about = {"key": asked.key, "service": service, "caller": caller, "tenant": asked.tenant}
-    if asked.scope:
-        await keys.delete_key.fn(within=asked.scope, force=force, **about)
-    else:
-        await keys.delete_run_key.fn(user=asked.user or "", kind=asked.kind or "key", **about)
-
-
-def _asked(form: Form) -> KeyQuery:
+def _query_of(form: Form) -> KeyQuery:
     return KeyQuery(
         key=form.get("key"),
         scope=form.get("scope"),
-        user=form.get("user") if "user" in form else None,
-        tenant=form.get("tenant") if "tenant" in form else None,
+        user=form.optional("user"),
+        tenant=form.optional("tenant"),
         kind=form.get("kind"),
     )
 
 
-HANDLERS = (show, resolve, question, delete)
+HANDLERS = (show, resolve, confirm_delete, delete)

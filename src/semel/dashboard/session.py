@@ -1,7 +1,7 @@
 """Signing in with a token, and out again.
 
-The token that is pasted becomes the cookie of the session: what it may, and until when, is looked up with every
-request, as for the API, so a token that was revoked opens no page either.
+The pasted token becomes the session cookie. As for the API, every request looks up what the token may do and whether it
+is still valid, so a revoked token opens no page.
 """
 
 from __future__ import annotations
@@ -29,73 +29,70 @@ from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import SESSION, SIGN_IN, ErrorPage, path_of
 from semel.service.state import CurrentState
 
-LONGEST = 2000
-"""Characters of the place to go on to."""
-_LOCAL = re.compile(r"/(?![/\\])[!-\[\]-~]*")
-"""Printable, without the backslash, which browsers take for a slash."""
-Next = Annotated[str, QueryParameter(name="next", max_length=LONGEST)]
+MAX_NEXT = 2000
+"""Characters of the path to go to after the sign-in."""
+_LOCAL_PATH = re.compile(r"/(?![/\\])[!-\[\]-~]*")
+"""Printable, without backslashes, which browsers read as slashes; ``//host`` would be another host."""
+NextPath = Annotated[str, QueryParameter(name="next", max_length=MAX_NEXT)]
 
 
-def local(root: str, place: str) -> str:
-    """The place to go on to, if it is a path of ours; else the overview. A browser takes ``//host`` for a host."""
-    if _LOCAL.fullmatch(place) and len(place) <= LONGEST and place.startswith(f"{root}/"):
-        return place
+def local_path(root: str, path: str) -> str:
+    """The path to go to after the sign-in, if it is one of this service; else the overview."""
+    if _LOCAL_PATH.fullmatch(path) and len(path) <= MAX_NEXT and path.startswith(f"{root}/"):
+        return path
     return f"{root}/"
 
 
 @get(SIGN_IN)
-async def ask(request: TheRequest, service: CurrentState, onward: Next = "") -> Response[Any]:
-    """The form for the token. Without tokens there is nothing to sign in to."""
-    onward = local(root_of(request), onward)
+async def show(request: TheRequest, service: CurrentState, onward: NextPath = "") -> Response[Any]:
+    """The sign-in form. A service without tokens has no sign-in."""
+    onward = local_path(root_of(request), onward)
     if not await service.auth.guarded():
         return redirect(onward)
-    return page(request, service, None, "sign_in.html", title="Sign in", onward=onward, problem=None)
+    return page(request, service, None, "sign_in.html", title="Sign in", onward=onward)
 
 
 @post(SIGN_IN, status_code=303)
 async def sign_in(request: TheRequest, service: CurrentState) -> Response[Any]:
-    """Take the token for the cookie, if it is good."""
+    """Check the token, and set it as the session cookie."""
     form = form_of(request)
-    onward = local(root_of(request), form.get("next"))
+    onward = local_path(root_of(request), form.get("next"))
     if not await service.auth.guarded():
         return redirect(onward)
-    secret = form.get("token").strip()
+    token = form.get("token").strip()
     try:
-        await service.auth.signed_in(secret, request.scope)
+        await service.auth.signed_in(token, request.scope)
     except ApiError as error:
-        problem = problem_of(error)
-        headers = problem_headers(problem)
-        told = {"title": "Sign in", "onward": onward, "problem": problem}
-        return page(request, service, None, "sign_in.html", status=problem.status, headers=headers, **told)
-    cookies = [cookie_for(request, service, SESSION, secret), cookie_for(request, service, CSRF, new_secret())]
+        return page(request, service, None, "sign_in.html", problem=problem_of(error), title="Sign in", onward=onward)
+    cookies = [cookie_for(request, service, SESSION, token), cookie_for(request, service, CSRF, new_secret())]
     return redirect(onward, cookies)
 
 
 @post("/ui/sign-out", status_code=303)
 async def sign_out(request: TheRequest, service: CurrentState) -> Response[Any]:
-    """Forget the token in this browser; it stays good elsewhere."""
+    """Remove the token from this browser; it stays valid elsewhere."""
     return redirect(address(root_of(request), SIGN_IN), [cookie_for(request, service, SESSION, "", seconds=0)])
 
 
-def shown(error: Exception, scope: Any) -> ErrorPage:
-    """A refusal of the gate: the way to sign in for who has to, else a page that says why."""
+def error_page(error: Exception, scope: Any) -> ErrorPage:
+    """The response to a refused request for a page: for 401 a redirect to the sign-in, else a page with the error."""
     problem = problem_of(error)
     if problem.status == 401:
-        return 303, [*SECURITY_HEADERS.items(), ("Location", _way_in(scope)), ("Content-Length", "0")], b""
+        return 303, [*SECURITY_HEADERS.items(), ("Location", _sign_in_url(scope)), ("Content-Length", "0")], b""
     content = problem_page(scope, problem)
     fields = [*problem_headers(problem).items(), ("Content-Type", HTML), ("Content-Length", str(len(content)))]
     return problem.status, fields, content
 
 
-def _way_in(scope: Any) -> str:
-    """The sign-in, which goes on to the page that was asked for; a form is not sent again."""
+def _sign_in_url(scope: Any) -> str:
+    """The sign-in, which returns to the requested page; not to a form, which would be sent again."""
     root: str = scope.get("root_path", "")
     path = path_of(scope)
     if scope["method"] != "GET" or path.startswith("/ui/live"):
         return address(root, SIGN_IN)
     query = scope.get("query_string", b"").decode("latin-1")
-    place = quote(f"{root}{path}", errors="replace") + (f"?{query}" if query else "")
-    return address(root, SIGN_IN, next=place if place != f"{root}/" and len(place) <= LONGEST else None)
+    target = quote(f"{root}{path}", errors="replace") + (f"?{query}" if query else "")
+    return address(root, SIGN_IN, next=target if target != f"{root}/" and len(target) <= MAX_NEXT else None)
 
 
-HANDLERS = (ask, sign_in, sign_out)
+HANDLERS = (show, sign_in, sign_out)

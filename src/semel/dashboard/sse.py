@@ -1,91 +1,78 @@
-"""Parts of pages that change while somebody looks: server-sent events that carry HTML.
+"""Live pages: server-sent events that carry HTML.
 
-An event ``parts`` holds elements with ids; the script puts each in the place of the element that has its id.
+A ``replace`` event holds elements with ids; the page's script puts each in place of the element with the same id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
 
-from litestar import get
 from litestar.response import Stream
 
-from semel.dashboard.overview import WindowName
-from semel.dashboard.overview.feed import OverviewFeed
-from semel.dashboard.overview.windows import WINDOWS
 from semel.dashboard.templating import SECURITY_HEADERS
 from semel.errors import StoreUnavailable
-from semel.service.api.params import TheRequest, root_of
 from semel.service.auth.middleware import Principal
-from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
+from semel.service.state import ServiceState
+
+R = TypeVar("R")
 
 MEDIA_TYPE = "text/event-stream"
 HEARTBEAT = 15.0
-"""Seconds after which a silent stream says that it is alive."""
-CHECKED_EVERY = 5.0
-"""Seconds between two looks whether who listens would still be let in."""
-ALIVE = b": still here\n\n"
-SIGNED_OUT = b"event: bye\ndata:\n\n"
-"""They would not: the browser asks for the page anew, and is sent to sign in."""
+"""Seconds of silence after which a comment is sent, so that proxies keep the connection."""
+RECHECK_EVERY = 5.0
+"""Seconds between two checks that the caller's token is still valid."""
+NO_UPDATE = b""
+ALIVE = b": alive\n\n"
+END_EVENT = b"event: end\ndata:\n\n"
+"""Nothing will change any more: the browser does not reconnect."""
+SIGNED_OUT = b"event: signed-out\ndata:\n\n"
+"""The token is no longer valid: the browser reloads the page, and is redirected to the sign-in."""
 
 
 def replace_event(html: str) -> bytes:
-    """The event that replaces these elements. A user's carriage return would end a line of it, and forge others."""
+    """The event that replaces these elements. Carriage returns are escaped: they would end a line of the event."""
     lines = html.replace("\r", "&#13;").split("\n")
-    return b"event: parts\n" + b"".join(b"data: %s\n" % line.encode("utf-8", "replace") for line in lines) + b"\n"
+    return b"event: replace\n" + b"".join(b"data: %s\n" % line.encode("utf-8", "replace") for line in lines) + b"\n"
 
 
-def end_event() -> bytes:
-    """The event after which nothing more will change: the browser does not come back."""
-    return b"event: over\ndata:\n\n"
-
-
-def stream(events: AsyncIterator[bytes]) -> Stream:
-    """The events as an answer that no proxy keeps back."""
-    headers = {**SECURITY_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return Stream(events, media_type=MEDIA_TYPE, headers=headers)
-
-
-@get("/ui/live")
-async def overview(
-    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
-) -> Stream:
-    """The parts of the overview, at first all of them and then each that has changed."""
+def live_stream(service: ServiceState, caller: Principal, updates: AsyncGenerator[bytes]) -> Stream:
+    """A response that sends the updates until they end. ``updates`` yields ``NO_UPDATE`` when nothing has changed."""
     service.wait_slots.check(caller.name)
-    scene = service.overview_feeds.of(caller, WINDOWS[window])
-    await scene.view()
-    return stream(_told(service, caller, scene, root_of(request)))
+    headers = {**SECURITY_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return Stream(_events(service, caller, updates), media_type=MEDIA_TYPE, headers=headers)
 
 
-async def _told(service: ServiceState, caller: Principal, scene: OverviewFeed, root: str) -> AsyncIterator[bytes]:
-    sent: dict[str, str] = {}
-    spoken = checked = time.monotonic()
-    with service.wait_slots.hold(caller.name), scene.looked_at():
-        while not service.watch.ending:
-            drawn = scene.drawn(root)
-            if changed := [html for part, html in drawn.items() if sent.get(part) != html]:
-                yield replace_event("\n".join(changed))
-                sent = drawn
-                spoken = time.monotonic()
-            await scene.change(CHECKED_EVERY)
-            if time.monotonic() - checked >= CHECKED_EVERY:
-                if not await still(service, caller):
-                    yield SIGNED_OUT
+async def _events(service: ServiceState, caller: Principal, updates: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """Sends a comment after a long silence; ends with the server, and when the caller's token becomes invalid."""
+    with service.wait_slots.hold(caller.name):
+        async with aclosing(updates):
+            yield ALIVE  # opens the stream before the first query
+            sent = checked = time.monotonic()
+            async for update in updates:
+                if service.watch.ending:
                     return
-                checked = time.monotonic()
-            if time.monotonic() - spoken >= HEARTBEAT:
-                yield ALIVE
-                spoken = time.monotonic()
+                if time.monotonic() - checked >= RECHECK_EVERY:
+                    if not await _still_valid(service, caller):
+                        yield SIGNED_OUT
+                        return
+                    checked = time.monotonic()
+                if update or time.monotonic() - sent >= HEARTBEAT:
+                    yield update or ALIVE
+                    sent = time.monotonic()
 
 
-async def still(service: ServiceState, caller: Principal) -> bool:
-    """Whether they would be let in now, too. A database that is away for a moment ends no stream."""
+async def _still_valid(service: ServiceState, caller: Principal) -> bool:
+    """Whether the caller's token is still valid. A short outage of the database ends no stream."""
     try:
-        return await asyncio.shield(asyncio.create_task(service.auth.is_still_valid(caller)))
+        return await shielded(service.auth.is_still_valid(caller))
     except StoreUnavailable:
         return True
 
 
-HANDLERS = (overview,)
+async def shielded(query: Coroutine[Any, Any, R]) -> R:
+    """Runs the query in a task of its own: cancelling it with the request would break its database connection."""
+    return await asyncio.shield(asyncio.create_task(query))

@@ -1,4 +1,4 @@
-"""The dashboard's stylesheet, script and sign, served from the package: no page asks another site for anything."""
+"""The stylesheet, scripts and icon of the dashboard, served from the package: no page loads anything from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,41 +15,32 @@ from semel.service.api.problems import ApiError
 from semel.service.api.responses import matches
 
 FOLDER = Path(__file__).parent / "static"
-KINDS = {
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-FOREVER = "public, max-age=31536000, immutable"
-"""Of a file that is asked for by its version: another content has another address."""
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+IMMUTABLE = "public, max-age=31536000, immutable"
+"""For files requested by their version: other content has another address."""
 
 
-class File(Struct, frozen=True):
-    """A file as it is sent."""
+class StaticFile(Struct, frozen=True):
+    """A file as it is sent; its version is a hash of the content."""
 
     content: bytes
-    kind: str
+    media_type: str
     version: str
-
-    @property
-    def tag(self) -> str:
-        """Its ETag."""
-        return f'"{self.version}"'
 
 
 @cache
-def files() -> dict[str, File]:
-    """All of them by name, read once."""
-    return {path.name: _read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS}
+def files() -> dict[str, StaticFile]:
+    """All files by name, read once."""
+    return {path.name: _read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES}
 
 
-def _read(path: Path) -> File:
+def _read(path: Path) -> StaticFile:
     content = path.read_bytes()
-    return File(content, KINDS[path.suffix], blake2b(content, digest_size=8).hexdigest())
+    return StaticFile(content, MEDIA_TYPES[path.suffix], blake2b(content, digest_size=8).hexdigest())
 
 
 def address(name: str) -> str:
-    """Where the file is, below the root, under its version."""
+    """The path of a file below the root, with its version."""
     return f"/ui/static/{name}?v={files()[name].version}"
 
 
@@ -59,14 +50,15 @@ async def show(
     version: Annotated[str | None, QueryParameter(name="v", max_length=64)] = None,
     known: Annotated[str | None, HeaderParameter(name="If-None-Match")] = None,
 ) -> Response[bytes | None]:
-    """The file; for ever where it was asked for by its version."""
+    """A file; cached for ever where it was requested by its version."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, "NOT_FOUND", "there is no such file")
-    headers = {"ETag": file.tag, "Cache-Control": FOREVER if version == file.version else "no-cache"}
-    if matches(known, file.tag):
+    tag = f'"{file.version}"'
+    headers = {"ETag": tag, "Cache-Control": IMMUTABLE if version == file.version else "no-cache"}
+    if matches(known, tag):
         return Response(None, status_code=304, headers=headers)
-    return Response(file.content, headers=headers, media_type=file.kind)
+    return Response(file.content, headers=headers, media_type=file.media_type)
 
 
 HANDLERS = (show,)

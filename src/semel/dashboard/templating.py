@@ -1,14 +1,17 @@
-"""Pages from templates: every value is text unless a template says otherwise, and none does.
+"""Renders pages from Jinja templates, with autoescaping always on.
 
-    return page(request, site, caller, "runs.html", title="Runs", runs=found)
+    return page(request, service, caller, "runs/list.html", title="Runs", runs=found)
 
-Templates know ``url``, ``static``, ``caller``, ``csrf`` and what the handler gives them; see templates/parts.html for
-the pieces that pages are made of.
+Every template can use ``url``, ``static``, ``caller`` and ``csrf``, and the filters at the end of this module.
+templates/macros.html holds the elements that pages share.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import cache, partial
 from http import HTTPStatus
 from pathlib import Path
@@ -20,7 +23,7 @@ from litestar.datastructures import Cookie
 from msgspec import Struct
 
 from semel.api_types import Problem
-from semel.dashboard import static_files, wording
+from semel.dashboard import static_files
 from semel.dashboard.forms import CSRF, new_secret, secret_of
 from semel.service.api.params import TheRequest, root_of
 from semel.service.api.problems import allow_of, problem_of
@@ -28,6 +31,7 @@ from semel.service.auth.cookies import cookie, is_https, made_cookie
 from semel.service.auth.middleware import Principal, path_of
 from semel.service.auth.tokens import Role
 from semel.service.state import ServiceState
+from semel.types import moment
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -42,19 +46,20 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "same-origin",  # with no-referrer a browser would not say where a form comes from
+    "Referrer-Policy": "same-origin",  # with no-referrer, browsers would send forms with "Origin: null"
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""What every answer of the dashboard carries."""
-FLASH_COOKIE = "semel_said"
-"""The cookie by which a page tells what the form before it did."""
-LONGEST_SAID = 500
+FLASH_COOKIE = "semel_flash"
+"""Carries a form's confirmation to the page that the browser is redirected to."""
+MAX_MESSAGE = 500
 THEME = "semel_theme"
 THEMES = ("light", "dark")
+DASH = "\u2013"
+_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class NavigationEntry(Struct, frozen=True):
-    """A page in the navigation, for those who have that role."""
+    """A link of the navigation bar, shown to callers who have the role."""
 
     path: str
     label: str
@@ -72,7 +77,7 @@ NAVIGATION = (
 
 @cache
 def environment() -> Environment:
-    """Where the templates are; jinja2 is imported with the first page."""
+    """Jinja's environment; jinja2 is imported with the first page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     made = Environment(
@@ -83,7 +88,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(wording.FILTERS)
+    made.filters.update(FILTERS)
     return made
 
 
@@ -94,73 +99,78 @@ def page(
     template: str,
     *,
     status: int = 200,
-    headers: dict[str, str] | None = None,
+    problem: Problem | None = None,
     **data: Any,
 ) -> Response[bytes]:
-    """The template as an answer, in the frame of all pages."""
+    """The template as a whole page. With a problem the page has its status, and the template shows it."""
     scope = request.scope
     secret = secret_of(scope)
     cookies = []
     if secret is None:
         secret = new_secret()
         cookies.append(cookie_for(request, service, CSRF, secret))
-    said = cookie(scope, FLASH_COOKIE)
-    if said:
+    flash = cookie(scope, FLASH_COOKIE)
+    if flash:
         cookies.append(cookie_for(request, service, FLASH_COOKIE, "", seconds=0))
-    content = _rendered(scope, caller, template, csrf=secret, said=unquote(said or "")[:LONGEST_SAID], **data)
+    message = unquote(flash or "")[:MAX_MESSAGE]
+    content = _render(scope, caller, template, csrf=secret, message=message, problem=problem, **data)
     return Response(
         content.encode("utf-8", "replace"),
-        status_code=status,
-        headers={**SECURITY_HEADERS, "Cache-Control": "no-store", **(headers or {})},
+        status_code=status if problem is None else problem.status,
+        headers=problem_headers(problem),
         cookies=cookies,
         media_type="text/html",  # Litestar adds the charset
     )
 
 
 def render_part(request: TheRequest, caller: Principal, template: str, **data: Any) -> str:
-    """A template without a frame: parts of a page, which replace those of the same ids while the page is open."""
-    return _rendered(request.scope, caller, template, csrf=secret_of(request.scope) or "", said="", **data)
+    """A part of an open page: its elements replace those that have the same ids."""
+    return _render(request.scope, caller, template, csrf=secret_of(request.scope) or "", **data)
+
+
+def render_shared(root: str, template: str, **data: Any) -> str:
+    """A part that looks the same for every caller, so that it can be cached: no forms, no ``caller``."""
+    return environment().get_template(template).render(_links(root) | data)
 
 
 def redirect_with_message(
-    request: TheRequest, service: ServiceState, path: str, *, said: str = "", **query: Any
+    request: TheRequest, service: ServiceState, path: str, message: str, **query: Any
 ) -> Response[bytes]:
-    """303 to the path (below the root), as the answer to a form; the page there tells what was done."""
-    told = quote(said[:LONGEST_SAID], safe="", errors="replace")
-    cookies = [cookie_for(request, service, FLASH_COOKIE, told, seconds=60)] if said else []
-    return redirect(address(root_of(request), path, **query), cookies)
+    """Redirects (303) to a path below the root; the page there shows the message once."""
+    text = quote(message[:MAX_MESSAGE], safe="", errors="replace")
+    flash = cookie_for(request, service, FLASH_COOKIE, text, seconds=60)
+    return redirect(address(root_of(request), path, **query), [flash])
 
 
-def redirect(place: str, cookies: list[Cookie] | None = None) -> Response[bytes]:
-    """303 to an address of ours."""
-    headers = {**SECURITY_HEADERS, "Location": place, "Cache-Control": "no-store"}
+def redirect(location: str, cookies: list[Cookie] | None = None) -> Response[bytes]:
+    """Redirects (303) to an address of this service."""
+    headers = {**SECURITY_HEADERS, "Location": location, "Cache-Control": "no-store"}
     return Response(b"", status_code=303, headers=headers, cookies=cookies or [], media_type="text/plain")
 
 
 def cookie_for(
     request: TheRequest, service: ServiceState, name: str, value: str, *, seconds: int | None = None
 ) -> Cookie:
-    """A cookie of this place."""
+    """A cookie for the paths of this service; Secure where the browser came over HTTPS."""
     secure = is_https(request.scope, service.settings)
     return made_cookie(name, value, root=root_of(request), secure=secure, seconds=seconds)
 
 
 def address(root: str, path: str, **query: Any) -> str:
-    """The address of a path below the root; what is None is left out of the query, lists are repeated."""
-    asked = urlencode({name: value for name, value in query.items() if value is not None}, doseq=True)
-    return quote(root) + quote(path, safe="/?&=:,;@%~+-") + (f"?{asked}" if asked else "")
+    """The URL of a path below the root. Leaves out query parameters that are None; repeats those that are lists."""
+    encoded = urlencode({name: value for name, value in query.items() if value is not None}, doseq=True)
+    return quote(root) + quote(path, safe="/?&=:,;@%~+-") + (f"?{encoded}" if encoded else "")
 
 
 def problem_page(scope: Any, problem: Problem) -> bytes:
-    """A refusal, for people."""
+    """The page that shows a problem and nothing else."""
     caller: Principal | None = scope.get("state", {}).get("caller")
-    csrf = secret_of(scope) or ""
     data = {"title": HTTPStatus(problem.status).phrase, "problem": problem}
-    return _rendered(scope, caller, "problem.html", csrf=csrf, said="", **data).encode("utf-8", "replace")
+    return _render(scope, caller, "problem.html", csrf=secret_of(scope) or "", **data).encode("utf-8", "replace")
 
 
-def problem_answer(request: TheRequest, error: Exception) -> Response[bytes]:
-    """An error as a page."""
+def problem_response(request: TheRequest, error: Exception) -> Response[bytes]:
+    """The response to a request for a page that raised an error."""
     problem = problem_of(error)
     return Response(
         problem_page(request.scope, problem),
@@ -170,15 +180,10 @@ def problem_answer(request: TheRequest, error: Exception) -> Response[bytes]:
     )
 
 
-def problem_headers(problem: Problem) -> dict[str, str]:
-    """What goes with it."""
-    wait = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
+def problem_headers(problem: Problem | None) -> dict[str, str]:
+    """The headers of a page, with Retry-After where the problem has one."""
+    wait = {} if problem is None or problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
     return {**SECURITY_HEADERS, "Cache-Control": "no-store", **wait}
-
-
-def render_shared(root: str, template: str, **data: Any) -> str:
-    """A template that is the same for all who see it: it knows nobody, and has no forms."""
-    return environment().get_template(template).render(_links(root) | data)
 
 
 def _links(root: str) -> dict[str, Any]:
@@ -188,14 +193,99 @@ def _links(root: str) -> dict[str, Any]:
     }
 
 
-def _rendered(scope: Any, caller: Principal | None, template: str, **data: Any) -> str:
+def _render(scope: Any, caller: Principal | None, template: str, **data: Any) -> str:
     theme = cookie(scope, THEME)
     frame = {
         **_links(scope.get("root_path", "")),
         "caller": caller,
         "navigation": [each for each in NAVIGATION if caller is not None and caller.may(each.role)],
-        "here": path_of(scope) or "/",
+        "path": path_of(scope) or "/",
         "theme": theme if theme in THEMES else "",
-        "served_us": time.time_ns() // 1000,
+        "now_us": time.time_ns() // 1000,
+        "message": "",
     }
     return environment().get_template(template).render(frame | data)
+
+
+def duration(seconds: float | None) -> str:
+    """For example 480 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h."""
+    if seconds is None:
+        return DASH
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit} {rest} {smaller_unit}" if rest else f"{whole // size} {unit}"
+    raise AssertionError("unreachable")
+
+
+def number(value: float | None) -> str:
+    """With commas between thousands, and two decimals where it is not whole."""
+    if value is None:
+        return DASH
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.2f}"
+
+
+def percent(part: float | None) -> str:
+    """For example 83 %."""
+    return DASH if part is None else f"{part * 100:.0f} %"
+
+
+def size(count: int | None) -> str:
+    """A number of bytes, for example 12.3 KB."""
+    if count is None:
+        return DASH
+    amount, unit = float(count), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    return f"{amount:.0f} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
+
+
+def utc(when: datetime | int) -> datetime:
+    """A time in UTC; integers are the database's microseconds."""
+    return moment(when) if isinstance(when, int) else when.astimezone(UTC)
+
+
+def iso(when: datetime | int) -> str:
+    """For machines: 2026-01-31T12:00:00.000000Z."""
+    return utc(when).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def plain_time(when: datetime | int) -> str:
+    """For people: 2026-01-31 12:00:00, in UTC."""
+    return utc(when).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def pretty(value: Any) -> str:
+    """A value as indented JSON. A text that is JSON is indented; any other text is returned as it is."""
+    if isinstance(value, str | bytes):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    except RecursionError:
+        return str(value)
+
+
+def short(text: str, most: int = 60) -> str:
+    """The first characters of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def short_id(run_id: str) -> str:
+    """The end of an id: ids made within the same second begin alike."""
+    return run_id[-12:]
+
+
+FILTERS: Mapping[str, Callable[..., str]] = {
+    each.__name__: each for each in (duration, number, percent, size, iso, plain_time, pretty, short, short_id)
+}

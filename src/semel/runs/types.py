@@ -331,6 +331,12 @@ def new_id() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
+def id_at(at_us: int) -> str:
+    """The smallest id that a run submitted at that time can have: ids begin with the time in milliseconds."""
+    digits = f"{min(max(0, at_us // 1000), 2**48 - 1):012x}"
+    return f"{digits[:8]}-{digits[8:]}-0000-0000-000000000000"
+
+
 RESULT_SCHEME = "semel:"
 """How the ``result_ref`` of a result begins that is kept in the database."""
 _RESULT_FILE = re.compile(r"/[0-9]+/result\.json|\.json")

@@ -23,8 +23,8 @@ from litestar.openapi.spec import Components, SecurityScheme
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.routes import HTTPRoute
 
-from semel.dashboard import router
-from semel.dashboard.session import shown
+from semel import dashboard
+from semel.dashboard.session import error_page
 from semel.runs.app import App
 from semel.service.api import jobs, keys, ops, quotas, runs, tokens, webhooks
 from semel.service.api.openapi import ResponseSchemas
@@ -117,14 +117,14 @@ def build(service: ServiceState) -> Any:
             *keys.HANDLERS,
             *webhooks.HANDLERS,
             *ops.HANDLERS,
-            router.router(service),
+            dashboard.router(service),
         ],
         dependencies={
             "service": Provide(get_service, sync_to_thread=False),
             "caller": Provide(get_caller, sync_to_thread=False),
         },
         guards=[forbid_cookie_on_api],
-        exception_handlers={Exception: router.answer},
+        exception_handlers={Exception: dashboard.handle_error},
         after_exception=[note_unforeseen],
         request_class=JsonRequest,
         before_request=require_known_query,
@@ -147,5 +147,5 @@ def build(service: ServiceState) -> Any:
         ),
         request_max_body_size=None,  # the gate looks after that
     )
-    inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, shown)
+    inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, error_page)
     return AccessLogMiddleware(inner, service)

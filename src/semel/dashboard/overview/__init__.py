@@ -1,13 +1,17 @@
-"""The overview: what runs, what is stuck, why it failed."""
+"""The overview: what is running, what is stuck, and what failed."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal, TypeAlias
 
 from litestar import Response, get
 from litestar.params import QueryParameter
+from litestar.response import Stream
 
-from semel.dashboard.overview.windows import WINDOWS
+from semel.dashboard import sse
+from semel.dashboard.overview.chart import WINDOWS
+from semel.dashboard.overview.feed import OverviewFeed
 from semel.dashboard.templating import address, page, redirect
 from semel.service.api.params import TheRequest, root_of
 from semel.service.state import CurrentPrincipal, CurrentState
@@ -19,16 +23,38 @@ WindowName: TypeAlias = Annotated[Literal["hour", "day", "week"], QueryParameter
 async def show(
     request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Response[Any]:
-    """The page, as it was at most a moment ago: see feed."""
+    """The page, at most two seconds old."""
     view = await service.overview_feeds.of(caller, WINDOWS[window]).view()
     windows = list(WINDOWS.values())
-    return page(request, service, caller, "overview.html", title="Overview", view=view, windows=windows)
+    return page(request, service, caller, "overview/page.html", title="Overview", view=view, windows=windows)
 
 
 @get("/ui", status_code=303)
-async def home(request: TheRequest) -> Response[Any]:
-    """The overview is at the root; who guesses finds it, too."""
+async def redirect_home(request: TheRequest) -> Response[Any]:
+    """Redirects to the overview."""
     return redirect(address(root_of(request), "/"))
 
 
-HANDLERS = (show, home)
+@get("/ui/live")
+async def live(
+    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
+) -> Stream:
+    """The parts of the page: first all of them, then each that changes."""
+    feed = service.overview_feeds.of(caller, WINDOWS[window])
+    updates = sse.live_stream(service, caller, _updates(feed, root_of(request)))
+    await feed.view()
+    return updates
+
+
+async def _updates(feed: OverviewFeed, root: str) -> AsyncGenerator[bytes]:
+    sent: dict[str, str] = {}
+    with feed.watched():
+        while True:
+            parts = feed.render(root)
+            changed = [html for name, html in parts.items() if sent.get(name) != html]
+            yield sse.replace_event("\n".join(changed)) if changed else sse.NO_UPDATE
+            sent = parts
+            await feed.wait_for_change(sse.RECHECK_EVERY)
+
+
+HANDLERS = (show, redirect_home, live)

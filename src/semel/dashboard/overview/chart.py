@@ -1,32 +1,66 @@
-"""Where things go in a picture. The templates draw them: here are only numbers and words."""
+"""The chart of the overview: windows of time, and where each bar, tick and label stands. The template draws it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 
 from msgspec import Struct
 
-from semel.dashboard.overview.windows import Window
+from semel.runs.types import MICRO
 from semel.types import moment
 
 WIDTH, HEIGHT = 960, 200
 LEFT, RIGHT, TOP, BOTTOM = 40, 8, 8, 20
 GAP = 0.15
-"""The part of a step that is left free between two bars."""
+"""The share of a step that is left free between two bars."""
 TICKS = 4
 
 
-class Block(Struct, frozen=True):
-    """A piece of a bar."""
+class Window(Struct, frozen=True):
+    """The time that the overview covers: a number of steps of equal length, up to now."""
 
-    kind: str
+    name: str
+    label: str
+    last: str
+    """Completes the phrase "in the last …"."""
+    step: int
+    """Seconds."""
+    steps: int
+    recount_every: float
+    """Seconds between two counts of its runs: long steps hold many runs, and a few more make no visible difference."""
+
+    @property
+    def seconds(self) -> int:
+        """The length of the window."""
+        return self.step * self.steps
+
+    def starts(self, now_us: int) -> list[int]:
+        """When each step begins. Steps are aligned, so they stay the same until the last one is over."""
+        size = self.step * MICRO
+        last = now_us // size * size
+        return [last - (self.steps - 1 - place) * size for place in range(self.steps)]
+
+    def label_of(self, start_us: int) -> str:
+        """The beginning of a step, with its day where the window is longer than one."""
+        return moment(start_us).strftime("%H:%M" if self.seconds <= 86400 else "%a %d %b %H:%M")
+
+
+HOUR = Window("hour", "1 hour", "hour", 60, 60, 2.0)
+DAY = Window("day", "24 hours", "24 hours", 3600, 24, 10.0)
+WEEK = Window("week", "7 days", "7 days", 6 * 3600, 28, 30.0)
+WINDOWS = {each.name: each for each in (HOUR, DAY, WEEK)}
+
+
+class Block(Struct, frozen=True):
+    """The part of a bar that stands for one status."""
+
+    status: str
     y: float
     height: float
 
 
 class ChartBar(Struct, frozen=True):
-    """One step: its pieces, one on the other, and what it says."""
+    """One step: its blocks from bottom to top, its label and its numbers."""
 
     x: float
     width: float
@@ -36,52 +70,54 @@ class ChartBar(Struct, frozen=True):
 
 
 class ChartTick(Struct, frozen=True):
-    """A mark of an axis."""
+    """A label on an axis."""
 
     at: float
     label: str
 
 
 class Chart(Struct, frozen=True, kw_only=True):
-    """Bars over time, in a picture of that size."""
+    """A stacked bar chart, in the coordinates of its SVG."""
 
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
-    base: int = HEIGHT - BOTTOM
     right: int = WIDTH - RIGHT
     bars: list[ChartBar]
     levels: list[ChartTick]
     times: list[ChartTick]
     totals: dict[str, int]
-    """Of each kind, in all bars together; kinds that do not occur are left out."""
+    """Runs of the whole window by status; a status without runs is left out."""
 
 
-def stacked(window: Window, starts: Sequence[int], counts: Sequence[Mapping[str, int]], kinds: Sequence[str]) -> Chart:
-    """A bar for each step; the kinds lie on each other in their order, the first at the bottom."""
+def stacked_chart(
+    window: Window, starts: Sequence[int], counts: Sequence[Mapping[str, int]], statuses: Sequence[str]
+) -> Chart:
+    """A bar for each step, with the statuses stacked in their order, the first at the bottom."""
     top = ceiling(max((sum(each.values()) for each in counts), default=0))
     scale = (HEIGHT - TOP - BOTTOM) / top
     pitch = (WIDTH - LEFT - RIGHT) / len(starts)
     bars = []
     for place, (start, each) in enumerate(zip(starts, counts, strict=True)):
-        there = {kind: each[kind] for kind in kinds if each.get(kind)}
+        present = {status: each[status] for status in statuses if each.get(status)}
         x = round(LEFT + pitch * (place + GAP / 2), 2)
-        bars.append(ChartBar(x, round(pitch * (1 - GAP), 2), _blocks(there, scale), _label(window, start), there))
-    totals = {kind: total for kind in kinds if (total := sum(each.get(kind, 0) for each in counts))}
+        width = round(pitch * (1 - GAP), 2)
+        bars.append(ChartBar(x, width, _blocks(present, scale), window.label_of(start), present))
+    totals = {status: total for status in statuses if (total := sum(each.get(status, 0) for each in counts))}
     return Chart(bars=bars, levels=_levels(top, scale), times=_times(window, starts, pitch), totals=totals)
 
 
-def _blocks(there: Mapping[str, int], scale: float) -> list[Block]:
+def _blocks(counts: Mapping[str, int], scale: float) -> list[Block]:
     blocks = []
     y = float(HEIGHT - BOTTOM)
-    for kind, count in there.items():
+    for status, count in counts.items():
         y -= count * scale
-        blocks.append(Block(kind, round(y, 2), round(count * scale, 2)))
+        blocks.append(Block(status, round(y, 2), round(count * scale, 2)))
     return blocks
 
 
 def ceiling(most: int) -> int:
-    """The end of the axis: a round number from that on, and of a few runs not less than four."""
+    """The top of the axis: a round number that is not below ``most``, and at least 4."""
     size = 1
     while True:
         for step in (1, 2, 4, 5):
@@ -97,25 +133,9 @@ def _levels(top: int, scale: float) -> list[ChartTick]:
 
 def _times(window: Window, starts: Sequence[int], pitch: float) -> list[ChartTick]:
     every = max(1, len(starts) // 6)
+    shape = "%H:%M" if window.seconds <= 86400 else "%a %H:%M"
     return [
-        ChartTick(round(LEFT + pitch * place, 2), _short(window, moment(start)))
+        ChartTick(round(LEFT + pitch * place, 2), moment(start).strftime(shape))
         for place, start in enumerate(starts)
         if place % every == 0
     ]
-
-
-def _short(window: Window, at: datetime) -> str:
-    return at.strftime("%H:%M" if window.seconds <= 86400 else "%a %H:%M")
-
-
-def _label(window: Window, start_us: int) -> str:
-    at = moment(start_us)
-    return at.strftime("%H:%M" if window.seconds <= 86400 else "%a %d %b %H:%M")
-
-
-def percentile(values: Sequence[float], part: float) -> float | None:
-    """The least of the values (which are in order) that so large a part of them does not exceed."""
-    if not values:
-        return None
-    place = -int(-part * len(values) // 1)  # rounded up
-    return values[max(0, min(len(values), place) - 1)]

@@ -1,6 +1,6 @@
-"""What the overview asks the database. Every question has an end: a window of time, or a number of rows.
+"""The SQL of the overview. Every query is bounded, by a window of time or by a number of rows.
 
-Ids grow with time, so a window of time is a range of them; and of each state the newest are found by an index.
+Run ids grow with time, so a window of time is a range of ids; an index finds the newest runs of each status.
 """
 
 from __future__ import annotations
@@ -13,49 +13,48 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import BindParameter, Connection, Select, bindparam, func, literal, select
 
-from semel.dashboard.overview.windows import Window, id_at
 from semel.db.dialect import StatementContext
 from semel.db.schema import runs
 from semel.runs.store import queries, quotas
 from semel.runs.store.queries import Filter
-from semel.runs.types import MICRO, Quota, Usage, WorkerInfo
+from semel.runs.types import MICRO, Quota, Usage, WorkerInfo, id_at
 
-MOST_COUNTED = 10_000
-"""Runs that wait or run are counted up to here: a backlog may be of any length."""
+MAX_COUNTED = 10_000
+"""Pending and running runs are counted up to this number: a backlog can be of any length."""
 SAMPLE = 500
-"""Runs of each end from which percentiles are taken: the newest."""
-LONGEST = 7 * 86400
-"""Seconds before the window in which a run may have been submitted to be among them."""
+"""The newest runs of each final status, from which percentiles are computed."""
+MAX_AGE = 7 * 86400
+"""Seconds before the window in which the runs of the sample may have been submitted."""
 LATE = 60
-"""Seconds after which a run that is due, and that nobody has begun, is shown as stuck."""
-STUCK = 10
-"""Stuck runs that are shown, of each kind."""
-EXPLAINED = 3
-"""Kinds of waiting runs of which it is found out why they wait."""
-RUNNING = 200
-"""Running runs of which it is shown who holds them."""
+"""Seconds after which a run that is due but was not started is shown as stuck."""
+MAX_STUCK = 10
+"""Stuck runs shown, of each kind."""
+MAX_EXPLAINED = 3
+"""Late runs for which the reason is looked up, one of each queue and model."""
+MAX_RUNNING = 200
+"""Running runs that are read to show which worker holds them."""
 FAILURES = 8
 FAILED_WITHIN = 7 * 86400
 """Seconds for which a failure is shown."""
-NAMES = 200
-"""Users who are asked for a quota: those with the most active runs, and the latest; of so many"""
-PEOPLE = 30
-"""the use is looked at, first of those who have one."""
-ENDS = ("SUCCEEDED", "FAILED", "CANCELLED")
+MAX_USERS = 200
+"""Users whose quotas are read: the busiest and the latest."""
+MAX_USAGES = 30
+"""Users whose usage is computed, those with a quota first."""
+FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 class Audience(Struct, frozen=True):
-    """Whose runs are looked at: a tenant's, or only those of one user in it."""
+    """Whose runs are shown: those of a tenant, or of one user of it."""
 
     tenant: str
     user: str | None = None
 
     def filter(self, *status: str) -> Filter:
-        """These, of these states; of any where none is named."""
+        """Their runs, of these statuses; of any status where none is given."""
         return Filter(tenant=self.tenant, user=self.user, status=status or None)
 
     def newest(self, query: Select[Any], status: str, since_us: int) -> Select[Any]:
-        """The newest of one state, submitted since then. Of a state, and of a user, there is an index in that order."""
+        """Their runs of one status submitted since then, newest first. Each of the two orders has an index."""
         found = query.where(*self.filter(status).conditions())
         if self.user is None:
             return found.where(runs.c.id >= id_at(since_us)).order_by(runs.c.id.desc())
@@ -63,7 +62,7 @@ class Audience(Struct, frozen=True):
 
 
 class EndedRun(Struct, frozen=True):
-    """A run that is over, as far as percentiles need it."""
+    """A run that has ended, with what percentiles need."""
 
     status: str
     user: str
@@ -74,7 +73,7 @@ class EndedRun(Struct, frozen=True):
 
     @property
     def lag(self) -> float | None:
-        """Seconds that it waited once it was due; a retry has moved that time, then they count from the submission."""
+        """Seconds from when it was due to its first start. A retry moves the due time: then from its submission."""
         if self.started_us is None:
             return None
         due = self.due_us if self.due_us <= self.started_us else self.created_us
@@ -82,12 +81,12 @@ class EndedRun(Struct, frozen=True):
 
     @property
     def seconds(self) -> float | None:
-        """From the beginning of its first attempt to its end."""
+        """From the start of its first attempt to its end."""
         return None if self.started_us is None else max(0, self.finished_us - self.started_us) / MICRO
 
 
 class StuckRun(Struct, frozen=True):
-    """A run that does not get on. ``lease_until_us``: that of one whose worker is silent; else it is due and waits."""
+    """A lost run, whose lease has expired (``lease_until_us``), or a late one, which is due and was not started."""
 
     id: str
     model: str
@@ -96,11 +95,11 @@ class StuckRun(Struct, frozen=True):
     worker: str | None
     due_us: int
     lease_until_us: int | None
-    why: str = ""
+    reason: str = ""
 
 
-class Stalled(Struct, frozen=True):
-    """A run whose worker lives, and whose progress has not moved since then."""
+class StalledRun(Struct, frozen=True):
+    """A run whose worker is alive, but whose progress has not moved since then."""
 
     id: str
     model: str
@@ -111,7 +110,7 @@ class Stalled(Struct, frozen=True):
 
 
 class RunningRun(Struct, frozen=True):
-    """A run that somebody works on."""
+    """A run that a worker holds."""
 
     id: str
     model: str
@@ -122,7 +121,7 @@ class RunningRun(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """A run that failed, and with what."""
+    """A run that failed, with its error."""
 
     id: str
     model: str
@@ -133,7 +132,7 @@ class Failure(Struct, frozen=True):
 
 
 class QuotaUse(Struct, frozen=True, kw_only=True):
-    """What a user uses of what they may."""
+    """A user's active runs, and what they use of their quota."""
 
     user: str
     active: int
@@ -142,161 +141,157 @@ class QuotaUse(Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything that the overview shows of the present."""
+    """The present state of the audience's runs."""
 
     pending: int
     running: int
     oldest_due_us: int | None
     ended: list[EndedRun]
-    cut: frozenset[str]
-    """The ends of which only the newest runs were looked at."""
-    stuck: list[StuckRun]
+    sampled: frozenset[str]
+    """The final statuses of which only the newest runs were read."""
+    lost: list[StuckRun]
     late: list[StuckRun]
-    stalled: list[Stalled]
-    held: list[RunningRun]
+    stalled: list[StalledRun]
+    running_runs: list[RunningRun]
     failures: list[Failure]
-    uses: list[QuotaUse]
+    quotas: list[QuotaUse]
     workers: list[WorkerInfo]
 
 
-def counts(conn: Connection, whose: Audience, starts: Sequence[int], step_us: int) -> dict[int, dict[str, int]]:
-    """How the runs stand that were submitted in each of these steps, by the time at which it starts.
+def count_runs(conn: Connection, audience: Audience, starts: Sequence[int], step_us: int) -> dict[int, dict[str, int]]:
+    """The runs submitted in each of these steps by status; keys are the steps' starts.
 
-    One question for each: of a range that is given as values every planner knows the index, of a joined one not.
+    One query for each step: planners use the index for a range given as values, but not for a joined one.
     """
     low: BindParameter[Any] = bindparam("low")
     high: BindParameter[Any] = bindparam("high")
-    query = select(runs.c.status, func.count()).where(*whose.filter().conditions()).group_by(runs.c.status)
-    if whose.user is None:
+    query = select(runs.c.status, func.count()).where(*audience.filter().conditions()).group_by(runs.c.status)
+    if audience.user is None:
         query = query.where(runs.c.id >= low, runs.c.id < high)
     else:
         query = query.where(runs.c.user_id != "", runs.c.created_us >= low, runs.c.created_us < high)
     found: dict[int, dict[str, int]] = {}
     for start in starts:
-        ends = (start, start + step_us)
-        first, last = ends if whose.user is not None else (id_at(ends[0]), id_at(ends[1]))
-        rows = conn.execute(query, {"low": first, "high": last})
+        end = start + step_us
+        bounds = (id_at(start), id_at(end)) if audience.user is None else (start, end)
+        rows = conn.execute(query, {"low": bounds[0], "high": bounds[1]})
         found[start] = {row.status: row[1] for row in rows}
     return found
 
 
-def take_snapshot(conn: Connection, whose: Audience, window: Window, now_us: int, terms: StatementContext) -> Snapshot:
-    """All else, by the database's clock; ``now_us`` is the clock of ids. Workers only for who sees everybody's runs."""
+def take_snapshot(
+    conn: Connection, audience: Audience, since_us: int, now_us: int, terms: StatementContext
+) -> Snapshot:
+    """The present state, and the runs that ended since ``since_us``.
+
+    ``now_us`` is the hosts' clock, which ids are made from; leases are judged by the database's. Workers are listed
+    only for callers who see everybody's runs.
+    """
     now = quotas.read_clock(conn, terms)
-    ended, cut = _ended(conn, whose, window, now_us)
-    pending, running = _users(conn, whose, "PENDING"), _users(conn, whose, "RUNNING")
-    late = _late(conn, whose, now)
+    ended, sampled = _ended(conn, audience, since_us)
+    pending, running = _count_by_user(conn, audience, "PENDING"), _count_by_user(conn, audience, "RUNNING")
     return Snapshot(
         pending=pending.total(),
         running=running.total(),
-        oldest_due_us=_oldest_due(conn, whose, now),
+        oldest_due_us=_oldest_due(conn, audience, now),
         ended=ended,
-        cut=cut,
-        stuck=_lost(conn, whose, now),
-        late=_explained(conn, late, terms),
-        stalled=_stalled(conn, whose),
-        held=_held(conn, whose),
-        failures=_failures(conn, whose, now_us),
-        uses=_uses(conn, whose, pending + running, ended, now),
-        workers=queries.list_workers(conn, terms) if whose.user is None else [],
+        sampled=sampled,
+        lost=_lost(conn, audience, now),
+        late=_late(conn, audience, now, terms),
+        stalled=_stalled(conn, audience),
+        running_runs=_running(conn, audience),
+        failures=_failures(conn, audience, now_us),
+        quotas=_quotas(conn, audience, pending + running, ended, now),
+        workers=queries.list_workers(conn, terms) if audience.user is None else [],
     )
 
 
-def _users(conn: Connection, whose: Audience, status: str) -> Counter[str]:
-    """How many runs in that state each user has, among the first of them; their order names the index."""
-    query = select(runs.c.user_id).where(*whose.filter(status).conditions())
-    first = query.order_by(runs.c.id).limit(MOST_COUNTED + 1).subquery()
+def _count_by_user(conn: Connection, audience: Audience, status: str) -> Counter[str]:
+    """Runs of the status by user, among the first ``MAX_COUNTED``; the order makes the planner use the index."""
+    query = select(runs.c.user_id).where(*audience.filter(status).conditions())
+    first = query.order_by(runs.c.id).limit(MAX_COUNTED + 1).subquery()
     rows = conn.execute(select(first.c.user_id, func.count()).group_by(first.c.user_id))
     return Counter({row.user_id: row[1] for row in rows})
 
 
-def _oldest_due(conn: Connection, whose: Audience, now: int) -> int | None:
-    """When the run became due that waits longest, among the first that wait."""
-    query = select(runs.c.due_us).where(*whose.filter("PENDING").conditions(), runs.c.due_us <= now)
-    some = query.order_by(runs.c.id).limit(STUCK).subquery()
+def _oldest_due(conn: Connection, audience: Audience, now: int) -> int | None:
+    """When the longest waiting of the oldest pending runs became due."""
+    query = select(runs.c.due_us).where(*audience.filter("PENDING").conditions(), runs.c.due_us <= now)
+    some = query.order_by(runs.c.id).limit(MAX_STUCK).subquery()
     oldest: int | None = conn.scalar(select(func.min(some.c.due_us)))
     return oldest
 
 
-def _ended(conn: Connection, whose: Audience, window: Window, now_us: int) -> tuple[list[EndedRun], frozenset[str]]:
-    """Of the newest runs of each end those that ended in the window; and the ends of which there are more."""
-    start = window.starts(now_us)[0]
+def _ended(conn: Connection, audience: Audience, since_us: int) -> tuple[list[EndedRun], frozenset[str]]:
+    """The newest runs of each final status that ended since then; and the statuses of which there are more."""
     names = ("status", "user_id", "created_us", "due_us", "started_us", "finished_us")
     query = select(*(runs.c[name] for name in names))
     found: list[EndedRun] = []
-    cut: set[str] = set()
-    for status in ENDS:
-        newest = conn.execute(whose.newest(query, status, start - LONGEST * MICRO).limit(SAMPLE)).all()
-        found += [EndedRun(*row) for row in newest if row.finished_us >= start]
+    sampled: set[str] = set()
+    for status in FINAL:
+        newest = conn.execute(audience.newest(query, status, since_us - MAX_AGE * MICRO).limit(SAMPLE)).all()
+        found += [EndedRun(*row) for row in newest if row.finished_us >= since_us]
         if len(newest) == SAMPLE:
-            cut.add(status)
-    return found, frozenset(cut)
+            sampled.add(status)
+    return found, frozenset(sampled)
 
 
 _STUCK = [runs.c[name] for name in ("id", "model", "user_id", "queue", "worker", "due_us", "lease_until_us")]
 
 
-def _lost(conn: Connection, whose: Audience, now: int) -> list[StuckRun]:
-    """Runs whose lease is over: their worker is silent, and nobody has taken them back yet."""
-    over = select(*_STUCK).where(*whose.filter("RUNNING").conditions(), runs.c.lease_until_us < now)
-    return _stuck(conn, over.order_by(runs.c.lease_until_us))
+def _lost(conn: Connection, audience: Audience, now: int) -> list[StuckRun]:
+    """Runs whose lease has expired, and which no sweeper has taken back yet."""
+    query = select(*_STUCK).where(*audience.filter("RUNNING").conditions(), runs.c.lease_until_us < now)
+    return [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.lease_until_us).limit(MAX_STUCK))]
 
 
-def _late(conn: Connection, whose: Audience, now: int) -> list[StuckRun]:
-    """Runs that have been due for long, and that nobody has begun."""
-    due = select(*_STUCK).where(*whose.filter("PENDING").conditions(), runs.c.due_us < now - LATE * MICRO)
-    return _stuck(conn, due.order_by(runs.c.id))
-
-
-def _stalled(conn: Connection, whose: Audience) -> list[Stalled]:
-    columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "progress", "progress_us")]
-    query = select(*columns).where(*whose.filter("RUNNING").conditions(), queries.STALLED)
-    return [Stalled(*row) for row in conn.execute(query.order_by(runs.c.progress_us).limit(STUCK))]
-
-
-def _stuck(conn: Connection, query: Select[Any]) -> list[StuckRun]:
-    return [StuckRun(*row) for row in conn.execute(query.limit(STUCK))]
-
-
-def _explained(conn: Connection, late: Sequence[StuckRun], terms: StatementContext) -> list[StuckRun]:
-    """Why they wait; it is asked of the first of each queue and model."""
+def _late(conn: Connection, audience: Audience, now: int, terms: StatementContext) -> list[StuckRun]:
+    """Runs that have been due for long; the first of each queue and model with the reason why it waits."""
+    query = select(*_STUCK).where(*audience.filter("PENDING").conditions(), runs.c.due_us < now - LATE * MICRO)
+    late = [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.id).limit(MAX_STUCK))]
     reasons: dict[tuple[str, str], str] = {}
     for each in late:
         kind = (each.queue, each.model)
-        if kind not in reasons and len(reasons) < EXPLAINED:
-            told = queries.waiting(conn, each.id, terms)
-            reasons[kind] = "" if told is None else told.reason
-    return [msgspec.structs.replace(each, why=reasons.pop((each.queue, each.model), "")) for each in late]
+        if kind not in reasons and len(reasons) < MAX_EXPLAINED:
+            waiting = queries.waiting(conn, each.id, terms)
+            reasons[kind] = "" if waiting is None else waiting.reason
+    return [msgspec.structs.replace(each, reason=reasons.pop((each.queue, each.model), "")) for each in late]
 
 
-def _held(conn: Connection, whose: Audience) -> list[RunningRun]:
+def _stalled(conn: Connection, audience: Audience) -> list[StalledRun]:
+    columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "progress", "progress_us")]
+    query = select(*columns).where(*audience.filter("RUNNING").conditions(), queries.STALLED)
+    return [StalledRun(*row) for row in conn.execute(query.order_by(runs.c.progress_us).limit(MAX_STUCK))]
+
+
+def _running(conn: Connection, audience: Audience) -> list[RunningRun]:
     columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "started_us", "progress")]
-    query = select(*columns).where(*whose.filter("RUNNING").conditions())
-    return [RunningRun(*row) for row in conn.execute(query.order_by(runs.c.id).limit(RUNNING))]
+    query = select(*columns).where(*audience.filter("RUNNING").conditions())
+    return [RunningRun(*row) for row in conn.execute(query.order_by(runs.c.id).limit(MAX_RUNNING))]
 
 
-def _failures(conn: Connection, whose: Audience, now_us: int) -> list[Failure]:
+def _failures(conn: Connection, audience: Audience, now_us: int) -> list[Failure]:
     query = select(*(runs.c[name] for name in ("id", "model", "user_id", "finished_us", "attempts", "last_error")))
-    lately = (
+    recent = (
         runs.c.status == literal("FAILED", literal_execute=True),
         runs.c.finished_us >= now_us - FAILED_WITHIN * MICRO,
     )
-    latest = query.where(*whose.filter().conditions(), *lately).order_by(runs.c.finished_us.desc())
+    latest = query.where(*audience.filter().conditions(), *recent).order_by(runs.c.finished_us.desc())
     return [Failure(*row) for row in conn.execute(latest.limit(FAILURES))]
 
 
-def _uses(
-    conn: Connection, whose: Audience, active: Counter[str], ended: Sequence[EndedRun], now: int
+def _quotas(
+    conn: Connection, audience: Audience, active: Counter[str], ended: Sequence[EndedRun], now: int
 ) -> list[QuotaUse]:
-    """What users use of their quotas: of those who are at work, and of those who were lately."""
-    busy = [user for user, _ in active.most_common(PEOPLE)]
-    lately = dict.fromkeys(each.user for each in ended)
-    people = [user for user in dict.fromkeys([whose.user or "", *busy, *lately]) if user][:NAMES]
-    held = quotas.quotas_of(conn, [(whose.tenant, user) for user in people])
-    some = sorted(people, key=lambda user: (whose.tenant, user) not in held)[:PEOPLE]
+    """The usage of users who have active runs, or had some lately."""
+    busy = [user for user, _ in active.most_common(MAX_USAGES)]
+    recent = dict.fromkeys(each.user for each in ended)
+    users = [user for user in dict.fromkeys([audience.user or "", *busy, *recent]) if user][:MAX_USERS]
+    found = quotas.quotas_of(conn, [(audience.tenant, user) for user in users])
+    users.sort(key=lambda user: (audience.tenant, user) not in found)
     uses = []
-    for user in some:
-        quota = held.get((whose.tenant, user))
-        usage = None if quota is None else quotas.usage(conn, (whose.tenant, user), now, quota)
+    for user in users[:MAX_USAGES]:
+        quota = found.get((audience.tenant, user))
+        usage = None if quota is None else quotas.usage(conn, (audience.tenant, user), now, quota)
         uses.append(QuotaUse(user=user, active=active[user], usage=usage, quota=quota))
     return uses

@@ -1,65 +1,122 @@
-"""What was asked of the database, put together as the overview shows it. Templates draw it."""
+"""What the overview shows, computed from a snapshot of the database and from the replay counters."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from prometheus_client import REGISTRY
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from semel.api_types import RemoteWorker
-from semel.dashboard import quota_bars
-from semel.dashboard.overview import chart as overview_chart
-from semel.dashboard.overview.chart import Chart, percentile
-from semel.dashboard.overview.hits import Hits
+from semel.dashboard.overview.chart import Chart, Window, stacked_chart
 from semel.dashboard.overview.queries import (
-    MOST_COUNTED,
+    MAX_COUNTED,
     Audience,
     EndedRun,
     Failure,
     QuotaUse,
     RunningRun,
     Snapshot,
-    Stalled,
+    StalledRun,
     StuckRun,
 )
-from semel.dashboard.overview.windows import Window
+from semel.dashboard.quotas import QuotaBar, bars_of, used_part
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
 from semel.service.api.views import worker_view
+from semel.service.telemetry.metrics import FOLDER
 
-PARTS = ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "uses")
-"""The parts of the page that change; each is a template of that name in the folder overview."""
-RUNNING = 12
-"""Running runs that are shown."""
-BUSY = 6
-"""Runs that are named of those that a worker holds."""
-BARS = 10
-"""Users whose quota is shown."""
+PARTS = ("figures", "chart", "stuck", "running", "failures", "latency", "workers", "quotas")
+"""The parts of the page that are updated live; each is a template in the folder overview."""
+MAX_RUNNING = 12
+MAX_RUNS_OF_WORKER = 6
+MAX_QUOTAS = 10
 PERCENTILES = (0.5, 0.95, 0.99)
 STACK = ("SUCCEEDED", "FAILED", "CANCELLED", "RUNNING", "PENDING")
+GOOD_REPLAY_RATE = 0.8
+"""Above this rate idempotency works well, by the specification of idempotent POST."""
+MIN_SUBMISSIONS = 100
+"""Submissions before a low rate is a warning: fewer prove nothing."""
+READ_COUNTERS_EVERY = 10.0
+"""Seconds between two reads of the counters: each opens a file of every process."""
+_CREATED, _REPLAYED = "runs_created_total", "runs_replayed_total"
+
+
+class ReplayRate(Struct, frozen=True):
+    """How many submissions were replays, which returned an existing run, and how many created one."""
+
+    replayed: int
+    created: int
+    low: float | None = None
+    """The rate below which the overview warns; None: never. A low rate is normal where clients seldom retry."""
+
+    @property
+    def rate(self) -> float | None:
+        """The share of replays; None before the first submission."""
+        total = self.replayed + self.created
+        return self.replayed / total if total else None
+
+    @property
+    def verdict(self) -> str:
+        """``good``, ``fair``, ``warning``, or empty before the first submission."""
+        if self.rate is None:
+            return ""
+        if self.low is not None and self.replayed + self.created >= MIN_SUBMISSIONS and self.rate < self.low:
+            return "warning"
+        return "good" if self.rate > GOOD_REPLAY_RATE else "fair"
+
+
+class ReplayCounter:
+    """Reads the replay rate of all server processes from their metrics, at most every ten seconds."""
+
+    def __init__(self, low: float | None) -> None:
+        self._low = low
+        self._latest = ReplayRate(0, 0, low)
+        self._read_at = -READ_COUNTERS_EVERY
+
+    async def latest(self) -> ReplayRate:
+        """The rate since the server's start."""
+        if time.monotonic() - self._read_at >= READ_COUNTERS_EVERY:
+            self._read_at = time.monotonic()
+            self._latest = await asyncio.to_thread(self._read)
+        return self._latest
+
+    def _read(self) -> ReplayRate:
+        source: Collector = MultiProcessCollector(None) if FOLDER in os.environ else REGISTRY  # type: ignore[no-untyped-call]
+        sums = {_CREATED: 0.0, _REPLAYED: 0.0}
+        for metric in source.collect():
+            for sample in metric.samples:
+                if sample.name in sums:
+                    sums[sample.name] += sample.value
+        return ReplayRate(round(sums[_REPLAYED]), round(sums[_CREATED]), self._low)
 
 
 class Count(Struct, frozen=True):
-    """A number, or that there are at least so many."""
+    """A count that stops at a maximum."""
 
     number: int
     more: bool = False
 
     @classmethod
     def of(cls, number: int) -> Count:
-        """As it was counted, up to the most."""
-        return cls(min(number, MOST_COUNTED), number > MOST_COUNTED)
+        """The count, up to ``MAX_COUNTED``."""
+        return cls(min(number, MAX_COUNTED), number > MAX_COUNTED)
 
 
 class Percentiles(Struct, frozen=True):
-    """Percentiles of something, in seconds."""
+    """p50, p95 and p99 of a number of runs, in seconds."""
 
     label: str
-    values: list[float | None]
-    of: int
+    seconds: list[float | None]
+    runs: int
 
 
 class WorkerRow(Struct, frozen=True):
-    """A worker, and the runs of ours that it holds."""
+    """A worker, and the runs that it holds."""
 
     worker: RemoteWorker
     runs: list[RunningRun]
@@ -67,18 +124,16 @@ class WorkerRow(Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """``silent``, ``draining`` or ``alive``."""
         return "silent" if not self.worker.alive else "draining" if self.worker.draining else "alive"
 
 
-class LimitBar(Struct, frozen=True):
-    """How much of their quota somebody uses: of the limit that is used the most."""
+class QuotaRow(Struct, frozen=True):
+    """A user's active runs, and the limit of which they use the largest share; None where they have none."""
 
     user: str
     active: int
-    part: float | None
-    text: str
-    level: str
+    bar: QuotaBar | None
 
 
 class OverviewView(Struct, frozen=True, kw_only=True):
@@ -86,73 +141,74 @@ class OverviewView(Struct, frozen=True, kw_only=True):
 
     window: Window
     everybody: bool
+    """Whether the runs of all users are shown, not only the caller's."""
     chart: Chart
     pending: Count
     running: Count
     oldest_due_us: int | None
     ended: int
     sampled: bool
-    """Not all that ended in the window were looked at: the newest are enough for percentiles."""
+    """Whether only the newest of the runs that ended were read, which is enough for percentiles."""
     per_minute: float
-    spreads: list[Percentiles]
-    hits: Hits | None
-    stuck: list[StuckRun]
+    latency: list[Percentiles]
+    replay_rate: ReplayRate | None
+    lost: list[StuckRun]
     late: list[StuckRun]
-    stalled: list[Stalled]
-    held: list[RunningRun]
+    stalled: list[StalledRun]
+    running_runs: list[RunningRun]
     failures: list[Failure]
     workers: list[WorkerRow]
-    bars: list[LimitBar]
+    quotas: list[QuotaRow]
 
 
-def viewed(
-    look: Snapshot,
+def build_view(
+    snapshot: Snapshot,
     counts: Sequence[Mapping[str, int]],
-    hits: Hits | None,
+    replay_rate: ReplayRate | None,
     *,
-    whose: Audience,
+    audience: Audience,
     window: Window,
     now_us: int,
 ) -> OverviewView:
-    """What was asked, as it is shown."""
+    """The page for these numbers; ``counts`` are the runs by status of each step of the window."""
     starts = window.starts(now_us)
     return OverviewView(
         window=window,
-        everybody=whose.user is None,
-        chart=overview_chart.stacked(window, starts, counts, STACK),
-        pending=Count.of(look.pending),
-        running=Count.of(look.running),
-        oldest_due_us=look.oldest_due_us,
-        ended=len(look.ended),
-        sampled=bool(look.cut),
-        per_minute=_per_minute(look, starts, window),
-        spreads=_spreads(look.ended),
-        hits=hits,
-        stuck=look.stuck,
-        late=look.late,
-        stalled=look.stalled,
-        held=look.held[:RUNNING],
-        failures=look.failures,
-        workers=_benches(look, whole=not whose.tenant),
-        bars=_bars(look.uses),
+        everybody=audience.user is None,
+        chart=stacked_chart(window, starts, counts, STACK),
+        pending=Count.of(snapshot.pending),
+        running=Count.of(snapshot.running),
+        oldest_due_us=snapshot.oldest_due_us,
+        ended=len(snapshot.ended),
+        sampled=bool(snapshot.sampled),
+        per_minute=_per_minute(snapshot, starts, window),
+        latency=_latency(snapshot.ended),
+        replay_rate=replay_rate,
+        lost=snapshot.lost,
+        late=snapshot.late,
+        stalled=snapshot.stalled,
+        running_runs=snapshot.running_runs[:MAX_RUNNING],
+        failures=snapshot.failures,
+        workers=_workers(snapshot, all_tenants=not audience.tenant),
+        quotas=_quotas(snapshot.quotas),
     )
 
 
-def _per_minute(look: Snapshot, starts: Sequence[int], window: Window) -> float:
-    """Runs that ended in a minute: of each end over the whole window, or as far back as it was looked at.
+def _per_minute(snapshot: Snapshot, starts: Sequence[int], window: Window) -> float:
+    """Runs that ended per minute, over the window, or over the time that the sample of a status covers.
 
-    The step that is not over counts as a whole one: the number is to stand still while nothing happens.
+    The current step counts as a whole one, so that the number does not move while nothing happens.
     """
     end = starts[-1] + window.step * MICRO
     rate = 0.0
     for status in TERMINAL:
-        times = [each.finished_us for each in look.ended if each.status == status]
-        begin = min(times, default=starts[0]) if status in look.cut else starts[0]
+        times = [each.finished_us for each in snapshot.ended if each.status == status]
+        begin = min(times, default=starts[0]) if status in snapshot.sampled else starts[0]
         rate += len(times) / max(1.0, (end - begin) / MICRO / 60)
     return round(rate, 2)
 
 
-def _spreads(ended: Sequence[EndedRun]) -> list[Percentiles]:
+def _latency(ended: Sequence[EndedRun]) -> list[Percentiles]:
     lags = sorted(lag for each in ended if (lag := each.lag) is not None)
     seconds = sorted(took for each in ended if each.status != "CANCELLED" and (took := each.seconds) is not None)
     return [
@@ -161,32 +217,38 @@ def _spreads(ended: Sequence[EndedRun]) -> list[Percentiles]:
     ]
 
 
-def _benches(look: Snapshot, *, whole: bool) -> list[WorkerRow]:
-    """The workers, the silent ones first. Those inside of servers do the service's own work, and are not shown."""
+def percentile(values: Sequence[float], part: float) -> float | None:
+    """The smallest of the sorted values that is not below that share of them (nearest rank)."""
+    if not values:
+        return None
+    rank = -int(-part * len(values) // 1)  # rounded up
+    return values[max(0, min(len(values), rank) - 1)]
+
+
+def _workers(snapshot: Snapshot, *, all_tenants: bool) -> list[WorkerRow]:
+    """Silent workers first. Workers inside servers, which do the service's own work, are left out."""
     by_worker: dict[str, list[RunningRun]] = {}
-    for each in look.held:
-        by_worker.setdefault(each.worker, []).append(each)
-    benches = []
-    for worker in look.workers:
+    for run in snapshot.running_runs:
+        by_worker.setdefault(run.worker, []).append(run)
+    rows = []
+    for worker in snapshot.workers:
         if worker.queues == [INTERNAL_QUEUE]:
             continue
         held = by_worker.get(worker.id, [])
-        count = sum(worker.holds.values()) if whole else len(held)
-        benches.append(WorkerRow(worker_view(worker, whole=whole), held[:BUSY], max(0, count - len(held[:BUSY]))))
-    return sorted(benches, key=lambda each: (each.state == "alive", each.worker.name, each.worker.started_at))
+        count = sum(worker.holds.values()) if all_tenants else len(held)
+        shown = held[:MAX_RUNS_OF_WORKER]
+        rows.append(WorkerRow(worker_view(worker, whole=all_tenants), shown, max(0, count - len(shown))))
+    return sorted(rows, key=lambda each: (each.state == "alive", each.worker.name, each.worker.started_at))
 
 
-def _bars(uses: Sequence[QuotaUse]) -> list[LimitBar]:
-    """The most used first; then those without a quota who are at work, by their active runs."""
-    shown = [_bar(each) for each in uses if each.quota is not None or each.active]
-    every = sorted(shown, key=lambda bar: (-(bar.part or 0.0), -bar.active, bar.user))
-    return every[:BARS]
+def _quotas(uses: Sequence[QuotaUse]) -> list[QuotaRow]:
+    """The fullest quotas first, then users without a quota by their active runs."""
+    rows = [_quota_row(each) for each in uses if each.quota is not None or each.active]
+    rows.sort(key=lambda row: (-(used_part(row.bar) if row.bar else 0.0), -row.active, row.user))
+    return rows[:MAX_QUOTAS]
 
 
-def _bar(use: QuotaUse) -> LimitBar:
-    every = [] if use.usage is None else quota_bars.bars(use.quota, use.usage)
-    limits = [(bar.part, bar) for bar in every if bar.part is not None]
-    if not limits:
-        return LimitBar(use.user, use.active, None, "no limit", "")
-    part, bar = max(limits, key=lambda each: each[0])
-    return LimitBar(use.user, use.active, part, f"{bar.label}: {bar.text}", bar.state)
+def _quota_row(use: QuotaUse) -> QuotaRow:
+    bars = [] if use.usage is None else bars_of(use.quota, use.usage)
+    limited = [bar for bar in bars if bar.part is not None]
+    return QuotaRow(use.user, use.active, max(limited, key=used_part, default=None))

@@ -1,1 +1,1 @@
-"""The pages of runs: the list, one run, two runs side by side."""
+"""The pages of runs: the list, one run, and two runs compared."""

@@ -1,135 +1,252 @@
-"""A run: its life as a picture, what it was asked and what it gave, live; and what can be done about it."""
+"""``/ui/runs/{id}``: one run with its timeline, result, error and log, kept up to date until it ends."""
 
 from __future__ import annotations
 
+import html
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import msgspec
 from litestar import Response, get, post
+from litestar.response import Stream
+from msgspec import Struct
 
-from semel.dashboard.runs import downloads
-from semel.dashboard.runs.live import asked_if_there, asked_through, holding_slot
-from semel.dashboard.runs.run_detail import RunDetail, boxed, refresh_waiting, seen, template_context
-from semel.dashboard.sse import ALIVE, CHECKED_EVERY, HEARTBEAT, SIGNED_OUT, end_event, replace_event, still, stream
-from semel.dashboard.templating import page, redirect_with_message, render_part
-from semel.errors import RunNotFound
-from semel.runs.types import MICRO, Run
+from semel.api_types import Problem
+from semel.dashboard import sse
+from semel.dashboard.runs import queries
+from semel.dashboard.runs.downloads import image_type
+from semel.dashboard.runs.timeline import draw_timeline
+from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
+from semel.errors import ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
+from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
 from semel.service.api.params import RunId, TheRequest
+from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
-PARTS = (
-    "run_state.html",
-    "run_waiting.html",
-    "run_timeline.html",
-    "run_outcome.html",
-    "run_log.html",
-    "run_facts.html",
-)
-"""What may change while the page is open."""
-PASSING = ("run_waiting.html", "run_timeline.html")
-"""What changes as time passes, though nothing happens to the run."""
-FASTEST = 0.4
-"""Seconds between two events at the least, however fast a run logs."""
-REDRAWN_EVERY = 2.0
-"""Seconds after which the picture of a run under way is drawn anew; of one that takes long, less often."""
+PARTS = ("state", "waiting", "timeline", "outcome", "log", "facts")
+"""The parts of the page that change; each is a template in the folder run."""
+PARTS_BY_TIME = ("waiting", "timeline")
+"""The parts that change as time passes, although nothing happens to the run."""
+MIN_INTERVAL = 0.4
+"""Seconds between two updates at least, however fast a run logs."""
+REDRAW_EVERY = 2.0
+"""Seconds after which the timeline of a running run is drawn again; less often for a long run."""
 QUEUE_EVERY = 5.0
-"""Seconds after which the place in the queue is looked up anew."""
+"""Seconds after which the place in the queue is read again."""
+MAX_HTML = 30_000
+"""Bytes of HTML that one text may take, so that a whole page stays below 200 KB."""
+MAX_TRACEBACK = 15_000
+MAX_JSON = 200_000
+"""Bytes of JSON that are formatted for the page; larger values can only be downloaded."""
+MAX_LOG_LINES = 200
+MAX_LINE = 2000
+MAX_RETRIES = 20
+MAX_IMAGE_SIZE = 5_000_000
+MAX_IMAGES = 20
+
+
+class JsonPreview(Struct, frozen=True):
+    """JSON for the page; ``text`` is None where it is too large to show."""
+
+    text: str | None
+    size: int
+
+    @property
+    def lines(self) -> int:
+        """The number of lines of the text."""
+        return 0 if self.text is None else self.text.count("\n") + 1
+
+
+class RunDetail(Struct, frozen=True, kw_only=True):
+    """Everything that the page shows of a run."""
+
+    run: Run
+    steps: list[Step]
+    log: list[LogLine]
+    log_is_cut: bool
+    last_line: tuple[int, int]
+    """Fence and number of the last line of the log."""
+    waiting: Waiting | None
+    retries: list[str]
+    result: JsonPreview | None
+    result_problem: Problem | None
 
 
 @get("/ui/runs/{run_id:str}")
 async def show(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The page of a run."""
     run = await service.run(run_id, caller)
-    told = await seen(service, caller, run)
-    given = {"title": f"Run {run.id[-12:]}", "parameters": boxed(run.parameters_json), **template_context(told)}
-    return page(request, service, caller, "run.html", **given)
+    data = template_context(await _read_detail(service, caller, run))
+    data |= {"title": f"Run {short_id(run.id)}", "parameters": preview_json(run.parameters_json)}
+    return page(request, service, caller, "run/page.html", **data)
 
 
 @get("/ui/live/runs/{run_id:str}")
-async def live(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """The parts of the page that changed, as they change, until the run is over."""
+async def live(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
+    """The parts of the page that change, until the run ends."""
     run = await service.run(run_id, caller)
-    service.wait_slots.check(caller.name)
-    return stream(holding_slot(service, caller, _told(request, service, caller, run)))
+    return sse.live_stream(service, caller, _updates(request, service, caller, run))
 
 
-async def _told(request: TheRequest, service: ServiceState, caller: Principal, run: Run) -> AsyncIterator[bytes]:
-    said: dict[str, str] = {}
-    told = await asked_through(seen(service, caller, run))
+async def _updates(request: TheRequest, service: ServiceState, caller: Principal, run: Run) -> AsyncGenerator[bytes]:
+    detail = await sse.shielded(_read_detail(service, caller, run))
+    sent: dict[str, str] = {}
     names: Sequence[str] = PARTS
-    spoken = checked = time.monotonic()
     while True:
-        given = template_context(told)
-        news = {name: render_part(request, caller, name, **given) for name in names}
-        if changed := [html for name, html in news.items() if said.get(name) != html]:
-            said |= news
-            yield replace_event("".join(changed))
-            spoken = time.monotonic()
-        if told.run.done:
-            yield end_event()
+        data = template_context(detail)
+        parts = {name: render_part(request, caller, f"run/{name}.html", **data) for name in names}
+        changed = [part for name, part in parts.items() if sent.get(name) != part]
+        yield sse.replace_event("".join(changed)) if changed else sse.NO_UPDATE
+        sent |= parts
+        if detail.run.done:
+            yield sse.END_EVENT
             return
-        if time.monotonic() - spoken >= HEARTBEAT:
-            yield ALIVE
-            spoken = time.monotonic()
-        names = PARTS if await _change(service, told) else PASSING
-        if service.watch.ending:
+        changed_run = await _wait_for_change(service, detail)
+        names = PARTS if changed_run else PARTS_BY_TIME
+        try:
+            detail = await sse.shielded(_read_again(service, caller, detail, changed=changed_run))
+        except StoreUnavailable:
+            pass  # a short outage ends no stream
+        except RunNotFound:
             return
-        if time.monotonic() - checked >= CHECKED_EVERY:
-            if not await still(service, caller):
-                yield SIGNED_OUT
-                return
-            checked = time.monotonic()
-        later = await asked_if_there(_looked_at(service, caller, told, changed=names is PARTS), told)
-        if later is None:
-            return
-        told = later
 
 
-async def _change(service: ServiceState, told: RunDetail) -> bool:
-    """Wait until the run has changed (True), or until there is something new to tell by the time that has passed."""
-    earliest = time.monotonic() + FASTEST
-    changed = await service.watch.change(told.run, _patience(told.run), line=told.last_line)
+async def _wait_for_change(service: ServiceState, detail: RunDetail) -> bool:
+    """Waits until the run has changed (True), or until the page changes by the time that has passed (False)."""
+    earliest = time.monotonic() + MIN_INTERVAL
+    changed = await service.watch.change(detail.run, _redraw_after(detail.run), line=detail.last_line)
     if changed and (early := earliest - time.monotonic()) > 0:
-        await service.watch.change(told.run, early, end_only=True)
+        await service.watch.change(detail.run, early, end_only=True)
     return changed
 
 
-def _patience(run: Run) -> float:
-    """Seconds until a run that has not changed is looked at again: for its picture, or for its place in the queue."""
+def _redraw_after(run: Run) -> float:
     if run.status == "PENDING":
         return QUEUE_EVERY
     age = 0 if run.started_us is None else time.time_ns() // 1000 - run.started_us
-    return min(max(REDRAWN_EVERY, age / MICRO / 20), HEARTBEAT)
+    return min(max(REDRAW_EVERY, age / MICRO / 20), sse.HEARTBEAT)
 
 
-async def _looked_at(service: ServiceState, caller: Principal, told: RunDetail, *, changed: bool) -> RunDetail | None:
-    """The run as it stands; None when it was purged."""
+async def _read_again(service: ServiceState, caller: Principal, detail: RunDetail, *, changed: bool) -> RunDetail:
+    if not changed:  # but the runs before it in the queue may have
+        return msgspec.structs.replace(detail, waiting=await _read_waiting(service, caller, detail.run))
+    return await _read_detail(service, caller, await service.run(detail.run.id, caller), detail)
+
+
+async def _read_detail(
+    service: ServiceState, caller: Principal, run: Run, before: RunDetail | None = None
+) -> RunDetail:
+    """The run with everything that the page shows; what cannot have changed since ``before`` is not read again."""
+    if before is not None and before.run.version == run.version:
+        steps, retries, result, problem = before.steps, before.retries, before.result, before.result_problem
+    else:
+        steps = await service.store.read(queries.last_steps, run.id)
+        retries = await service.store.read(queries.retries, run, MAX_RETRIES) if run.done else []
+        result, problem = await _read_result(service, caller, run)
+    lines = await service.store.read(queries.last_lines, run.id, MAX_LOG_LINES)
+    shown = _fit_log(lines)
+    return RunDetail(
+        run=run,
+        steps=steps,
+        log=shown,
+        log_is_cut=len(shown) < len(lines) or len(lines) >= MAX_LOG_LINES,
+        last_line=(lines[-1].fence, lines[-1].line) if lines else (0, 0),
+        waiting=await _read_waiting(service, caller, run),
+        retries=retries,
+        result=result,
+        result_problem=problem,
+    )
+
+
+async def _read_waiting(service: ServiceState, caller: Principal, run: Run) -> Waiting | None:
+    if run.status != "PENDING":
+        return None
     try:
-        if not changed:
-            return await refresh_waiting(service, caller, told)
-        return await seen(service, caller, await service.run(told.run.id, caller), told)
+        return await service.engine.waiting(run.id, tenant=caller.tenant)
     except RunNotFound:
         return None
 
 
+async def _read_result(service: ServiceState, caller: Principal, run: Run) -> tuple[JsonPreview | None, Problem | None]:
+    """The run's result, or why it cannot be read: the page shows the rest while the result store is unavailable."""
+    if run.status != "SUCCEEDED":
+        return None, None
+    if (run.result_size or 0) > MAX_JSON:
+        return JsonPreview(None, run.result_size or 0), None
+    try:
+        return preview_json(await service.engine.result_json(run.id, tenant=caller.tenant)), None
+    except (ResultStoreError, RunNotFound, RunNotComplete) as error:
+        return None, problem_of(error)
+
+
+def _fit_log(lines: list[LogLine]) -> list[LogLine]:
+    """As many of the last lines as fit on the page."""
+    fitting: list[LogLine] = []
+    room = MAX_HTML
+    for line in reversed(lines):
+        text = line.text if len(line.text) <= MAX_LINE else f"{line.text[:MAX_LINE]}…"
+        room -= _html_size(text) + 60
+        if room < 0:
+            break
+        fitting.append(LogLine(line.fence, line.line, line.at_us, line.level, text))
+    return fitting[::-1]
+
+
+def preview_json(text: str | bytes) -> JsonPreview:
+    """JSON formatted for the page, if it fits."""
+    size = len(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+    if size > MAX_JSON:
+        return JsonPreview(None, size)
+    formatted = pretty(text)
+    return JsonPreview(formatted if _html_size(formatted) <= MAX_HTML else None, size)
+
+
+def truncate_head(text: str, room: int = MAX_TRACEBACK) -> str:
+    """The end of a text that is too long for the page: in a traceback, that is where the error is."""
+    while _html_size(text) > room:
+        text = "…" + text[max(1, len(text) // 4) :]
+    return text
+
+
+def _html_size(text: str) -> int:
+    return len(html.escape(text).encode("utf-8", "replace"))
+
+
+def template_context(detail: RunDetail) -> dict[str, Any]:
+    """The variables of the page's templates."""
+    run = detail.run
+    failed = run.status != "SUCCEEDED"
+    images = [each for each in run.artifacts if image_type(each.name) and each.size <= MAX_IMAGE_SIZE]
+    return {
+        "detail": detail,
+        "run": run,
+        "timeline": draw_timeline(run, detail.steps, time.time_ns() // 1000),
+        "error": run.last_error if failed else None,
+        "traceback": truncate_head(run.traceback) if run.traceback and failed else None,
+        "images": images[:MAX_IMAGES],
+        "seconds": queries.run_seconds(run),
+        "internal": run.model.startswith(INTERNAL_PREFIX),
+    }
+
+
 @post("/ui/runs/{run_id:str}/cancel", status_code=303)
 async def cancel(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """End the run, or ask it to end."""
+    """Cancel the run, or request it where the run is running."""
     run = await service.run(run_id, caller)
     ended = await service.engine.cancel(run.id, tenant=caller.tenant)
-    said = "Cancelled." if ended.done else "Cancel requested. The run gets time to clean up."
-    return redirect_with_message(request, service, f"/ui/runs/{run.id}", said=said)
+    message = "Cancelled." if ended.done else "Cancel requested. The run has time to clean up."
+    return redirect_with_message(request, service, f"/ui/runs/{run.id}", message)
 
 
 @post("/ui/runs/{run_id:str}/retry", status_code=303)
 async def retry(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """Submit it again, and go to the new run."""
+    """Submit the run again, and redirect to the new run."""
     run = await service.run(run_id, caller)
     again = await service.engine.retry(run.id, tenant=caller.tenant)
-    said = "A retry is under way already: this is it." if again.replayed else f"This is the retry of {run.id}."
-    return redirect_with_message(request, service, f"/ui/runs/{again.id}", said=said)
+    message = f"A retry of {run.id} is already active: this one." if again.replayed else f"This is a retry of {run.id}."
+    return redirect_with_message(request, service, f"/ui/runs/{again.id}", message)
 
 
-HANDLERS = (show, live, cancel, retry, *downloads.HANDLERS)
+HANDLERS = (show, live, cancel, retry)

@@ -1,270 +1,251 @@
-"""Runs: the list with its filters and its search, and what can be done to many of them at once."""
+"""``/ui/runs``: the list of runs with filters and search, kept up to date, and what can be done to many at once."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from litestar import Response, get, post
+from litestar.response import Stream
 from msgspec import Struct
 from sqlalchemy import Connection
 
+from semel.dashboard import sse
 from semel.dashboard.forms import Form, form_of
 from semel.dashboard.runs import queries
-from semel.dashboard.runs.filters import SPANS, RunFilters, asked_of
-from semel.dashboard.runs.filters import read as read_asked
-from semel.dashboard.runs.live import asked_if_there, holding_slot, pause
+from semel.dashboard.runs.filters import SPANS, RunFilters, parse_filters
 from semel.dashboard.runs.queries import IdRange, RunRow, SearchResult
-from semel.dashboard.sse import ALIVE, CHECKED_EVERY, HEARTBEAT, SIGNED_OUT, replace_event, still, stream
-from semel.dashboard.templating import page, redirect_with_message, render_part
+from semel.dashboard.templating import address, page, redirect, redirect_with_message, render_part
 from semel.errors import InvalidRequest, SemelError, StoreUnavailable
 from semel.runs.store.queries import Filter
 from semel.runs.types import INTERNAL_PREFIX, STATUSES, Run, checked_id
-from semel.service.api.params import TheRequest
+from semel.service.api.params import TheRequest, root_of
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
-ON_A_PAGE = 50
-MOST_AT_ONCE = 500
-"""Runs that are cancelled or retried by one form."""
-MOST_WATCHED = 200
-"""Runs that one stream tells of."""
+PATH = "/ui/runs"
+PAGE_SIZE = 50
+MAX_SELECTED = 500
+"""Runs that one form can cancel or retry."""
+MAX_WATCHED = 200
+"""Runs that one live stream follows."""
 BUSY_PAUSE = 2.0
 QUIET_PAUSE = 5.0
-"""Seconds between two looks of an open list: after something has changed, and when nothing has for a while."""
+"""Seconds between two reads of an open list: after a change, and after a while without one."""
+TICK = 0.5
+"""Seconds within which the stream of an open list notices that the server is shutting down."""
 
 
-class Listed(Struct, frozen=True):
-    """A page of the list, and where its neighbours begin."""
+class RunPage(Struct, frozen=True):
+    """A page of the list, and where the pages next to it begin."""
 
-    lines: list[RunRow]
+    rows: list[RunRow]
     older: str | None
     newer: str | None
     reached: str | None
 
     @property
     def reached_us(self) -> int | None:
-        """Until when it was looked back, if the time was up before the page was full: ids begin with a time."""
+        """The time back to which runs were searched, if that stopped before the page was full: ids begin with it."""
         return None if self.reached is None else int(self.reached.replace("-", "")[:12], 16) * 1000
 
 
-def _look(conn: Connection, asked: RunFilters, wanted: Filter, user: str | None) -> Listed:
-    """The page that was asked for: by what it is searched by, after a run, before one, or the first."""
-    if asked.newer is not None:
-        found = queries.scan(conn, wanted, IdRange(start=asked.newer, down=False), ON_A_PAGE + 1)
-        if len(found.ids) > ON_A_PAGE or found.reached is not None:
-            return _shown(conn, SearchResult(found.ids[ON_A_PAGE - 1 :: -1]), wanted, user, older=True, newer=True)
-        asked = RunFilters(**asked.query)
-    if asked.q and asked.cursor is None:
-        found = queries.find_by_text(conn, wanted, asked.q, ON_A_PAGE)
+def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str | None) -> RunPage:
+    if filters.after is not None:
+        found = queries.scan(conn, wanted, IdRange(start=filters.after, down=False), PAGE_SIZE + 1)
+        if len(found.ids) > PAGE_SIZE or found.reached is not None:
+            newest_first = SearchResult(found.ids[PAGE_SIZE - 1 :: -1])
+            return _page_of(conn, newest_first, wanted, user, older=True, newer=True)
+        filters = RunFilters(**filters.query)  # fewer than a page are newer: show the first page
+    if filters.q and filters.before is None:
+        found = queries.find_by_text(conn, wanted, filters.q, PAGE_SIZE)
         if found.ids:
-            return _shown(conn, found, wanted, user, older=False, newer=False)
-    more = queries.unindexed(asked.q) if asked.q else []
-    stretch = queries.stretch_of(wanted, asked.cursor)
-    found = queries.scan(conn, wanted, stretch, ON_A_PAGE + 1, more)
-    cut = SearchResult(found.ids[:ON_A_PAGE], found.reached)
-    there_is_newer = asked.cursor is not None and not asked.q
-    return _shown(conn, cut, wanted, user, older=len(found.ids) > ON_A_PAGE, newer=there_is_newer)
+            return _page_of(conn, found, wanted, user, older=False, newer=False)
+    conditions = queries.unindexed_conditions(filters.q) if filters.q else []
+    ids = queries.range_of(wanted, filters.before)
+    found = queries.scan(conn, wanted, ids, PAGE_SIZE + 1, conditions)
+    shown = SearchResult(found.ids[:PAGE_SIZE], found.reached)
+    newer = filters.before is not None and not filters.q
+    return _page_of(conn, shown, wanted, user, older=len(found.ids) > PAGE_SIZE, newer=newer)
 
 
-def _shown(
+def _page_of(
     conn: Connection, found: SearchResult, wanted: Filter, user: str | None, *, older: bool, newer: bool
-) -> Listed:
-    lines = queries.lines(conn, found.ids, wanted.tenant, user)
+) -> RunPage:
+    rows = queries.rows(conn, found.ids, wanted.tenant, user)
     last = found.ids[-1] if older and found.ids else found.reached
-    return Listed(lines, last, found.ids[0] if newer and found.ids else None, found.reached)
+    return RunPage(rows, last, found.ids[0] if newer and found.ids else None, found.reached)
 
 
-@get("/ui/runs")
+@get(PATH)
 async def show(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """The page of runs, newest first."""
-    asked = asked_of(request)
-    wanted = asked.wanted(caller)
-    listed = await service.store.read(_look, asked, wanted, caller.visible_user)
-    registry = service.app.registry
+    """The list of runs, newest first."""
+    filters = _filters_of(request)
+    listed = await service.store.read(_read_page, filters, filters.as_filter(caller), caller.visible_user)
     return page(
         request,
         service,
         caller,
-        "runs.html",
+        "runs/list.html",
         title="Runs",
-        asked=asked,
+        filters=filters,
         listed=listed,
-        lines=listed.lines,
-        fresh=0,
+        rows=listed.rows,
+        newer_runs=0,
         statuses=STATUSES,
         spans=list(SPANS),
-        models=[name for name in registry.names if not name.startswith(INTERNAL_PREFIX)],
-        first_page=asked.cursor is None and asked.newer is None and not asked.q,
+        models=[name for name in service.app.registry.names if not name.startswith(INTERNAL_PREFIX)],
+        first_page=filters.before is None and filters.after is None and not filters.q,
     )
 
 
 @get("/ui/live/runs")
-async def live(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """The rows of an open list, anew whenever one of them changes; and how many newer ones there are."""
-    asked = asked_of(request)
+async def live(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
+    """The rows of an open list whenever one of them changes, and the number of newer runs."""
     ids = [known for each in request.query_params.getall("run", []) if (known := checked_id(each)) is not None]
-    if len(ids) > MOST_WATCHED:
-        raise InvalidRequest(f"at most {MOST_WATCHED} runs are watched at a time")
-    service.wait_slots.check(caller.name)
+    if len(ids) > MAX_WATCHED:
+        raise InvalidRequest(f"at most {MAX_WATCHED} runs can be watched at a time")
     counts_newer = request.query_params.get("first") == "1"
-    return stream(holding_slot(service, caller, _told(request, service, caller, asked, ids, counts_newer=counts_newer)))
+    updates = _updates(request, service, caller, _filters_of(request), ids, counts_newer=counts_newer)
+    return sse.live_stream(service, caller, updates)
 
 
-class Seen(Struct, frozen=True):
-    """What an open list has seen: its rows, and how many newer runs there are. None before the first look."""
+class OpenList(Struct, frozen=True):
+    """What an open list shows: its rows (None before the first read), and the number of newer runs."""
 
-    lines: list[RunRow] | None = None
-    fresh: int = 0
+    rows: list[RunRow] | None = None
+    newer_runs: int = 0
 
 
-async def _told(
+async def _updates(
     request: TheRequest,
     service: ServiceState,
     caller: Principal,
-    asked: RunFilters,
+    filters: RunFilters,
     ids: list[str],
     *,
     counts_newer: bool,
-) -> AsyncIterator[bytes]:
-    said, seen = Seen(fresh=-1), Seen()
-    spoken = checked = time.monotonic()
+) -> AsyncGenerator[bytes]:
+    sent, latest = OpenList(newer_runs=-1), OpenList()
     wait = BUSY_PAUSE
-    yield ALIVE
-    while not service.watch.ending:
-        if time.monotonic() - checked >= CHECKED_EVERY:
-            if not await still(service, caller):
-                yield SIGNED_OUT
-                return
-            checked = time.monotonic()
-        newer_than = asked.wanted(caller) if counts_newer else None
-        look = service.store.read(_look_again, caller, ids, seen, newer_than)
-        seen = await asked_if_there(look, seen)
-        given = {"lines": seen.lines or [], "fresh": seen.fresh, "asked": asked}
-        changed = {"runs_rows.html": seen.lines != said.lines, "runs_fresh.html": seen.fresh != said.fresh}
-        wait = min(wait * 1.5, QUIET_PAUSE)
-        if news := [render_part(request, caller, name, **given) for name, new in changed.items() if new]:
-            yield replace_event("".join(news))
-            said, spoken, wait = seen, time.monotonic(), BUSY_PAUSE
-        if time.monotonic() - spoken >= HEARTBEAT:
-            yield ALIVE
-            spoken = time.monotonic()
-        await pause(service, wait)
+    while True:
+        wanted = filters.as_filter(caller) if counts_newer else None
+        with suppress(StoreUnavailable):  # a short outage ends no stream
+            latest = await sse.shielded(service.store.read(_read_again, caller, ids, latest, wanted))
+        data = {"rows": latest.rows or [], "newer_runs": latest.newer_runs, "filters": filters}
+        changed = {
+            "runs/rows.html": latest.rows != sent.rows,
+            "runs/newer.html": latest.newer_runs != sent.newer_runs,
+        }
+        parts = [render_part(request, caller, name, **data) for name, is_new in changed.items() if is_new]
+        yield sse.replace_event("".join(parts)) if parts else sse.NO_UPDATE
+        sent, wait = latest, BUSY_PAUSE if parts else min(wait * 1.5, QUIET_PAUSE)
+        for _ in range(max(1, round(wait / TICK))):
+            await asyncio.sleep(TICK)
+            yield sse.NO_UPDATE
 
 
-def _look_again(conn: Connection, caller: Principal, ids: list[str], before: Seen, wanted: Filter | None) -> Seen:
-    """The list as it stands. What was over stays as it was, and is not asked for again."""
-    over = {each.id: each for each in before.lines or [] if each.done}
-    open_ids = ids if before.lines is None else [each.id for each in before.lines if not each.done]
-    known = over | {each.id: each for each in queries.lines(conn, open_ids, caller.tenant, caller.visible_user)}
-    fresh = 0 if wanted is None else queries.newer(conn, wanted, ids[0] if ids else None)
-    return Seen([known[run_id] for run_id in sorted(known, reverse=True)], fresh)
+def _read_again(
+    conn: Connection, caller: Principal, ids: list[str], before: OpenList, wanted: Filter | None
+) -> OpenList:
+    """The list as it is now. Runs that have ended do not change, and are not read again."""
+    ended = {row.id: row for row in before.rows or [] if row.done}
+    open_ids = ids if before.rows is None else [row.id for row in before.rows if not row.done]
+    known = ended | {row.id: row for row in queries.rows(conn, open_ids, caller.tenant, caller.visible_user)}
+    newer = 0 if wanted is None else queries.count_newer(conn, wanted, ids[0] if ids else None)
+    return OpenList([known[run_id] for run_id in sorted(known, reverse=True)], newer)
 
 
-class Done(Struct, frozen=True):
-    """What became of one of many."""
+class ActionResult(Struct, frozen=True):
+    """What an action on many runs did to one of them."""
 
     run_id: str
     ok: bool
-    said: str
-    other: str | None = None
-    """Another run that this one led to."""
+    message: str
+    new_run: str | None = None
+
+
+Action = Callable[[Run], Awaitable[ActionResult]]
 
 
 @post("/ui/runs/cancel", status_code=200)
 async def cancel(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """End the runs that were ticked, and tell what became of each."""
+    """Cancel the selected runs, and show the result for each."""
 
-    async def one(run: Run) -> Done:
+    async def cancel_run(run: Run) -> ActionResult:
         ended = await service.engine.cancel(run.id, tenant=caller.tenant)
-        said = "cancelled" if ended.done else "cancel requested: it gets time to clean up"
-        return Done(run.id, ok=True, said="was cancelled before" if run.status == "CANCELLED" else said)
+        message = "cancelled" if ended.done else "cancel requested; the run has time to clean up"
+        return ActionResult(run.id, ok=True, message="already cancelled" if run.status == "CANCELLED" else message)
 
-    return await _to_many(request, service, caller, "Cancel", one)
+    return await _for_selected(request, service, caller, "Cancel", cancel_run)
 
 
 @post("/ui/runs/retry", status_code=200)
 async def retry(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
-    """Submit the failed and cancelled among the runs that were ticked again, and tell what became of each."""
+    """Retry the selected runs that failed or were cancelled, and show the result for each."""
 
-    async def one(run: Run) -> Done:
+    async def retry_run(run: Run) -> ActionResult:
         again = await service.engine.retry(run.id, tenant=caller.tenant)
-        said = "a retry of it is under way already" if again.replayed else "submitted again"
-        return Done(run.id, ok=True, said=said, other=again.id)
+        message = "a retry is already active" if again.replayed else "submitted again"
+        return ActionResult(run.id, ok=True, message=message, new_run=again.id)
 
-    return await _to_many(request, service, caller, "Retry", one)
+    return await _for_selected(request, service, caller, "Retry", retry_run)
 
 
 @post("/ui/runs/compare", status_code=303)
 async def compare(request: TheRequest, service: CurrentState) -> Response[Any]:
-    """Go on to compare the two runs that were ticked."""
+    """Redirect to the comparison of the two selected runs."""
     form = form_of(request)
-    ticked = form.every("run")
-    if len(ticked) != 2:
-        return redirect_with_message(
-            request, service, "/ui/runs", said="Tick two runs to compare them.", **_back(form).query
-        )
-    return redirect_with_message(request, service, "/ui/compare", a=ticked[1], b=ticked[0])
+    selected = form.every("run")
+    if len(selected) != 2:
+        return redirect_with_message(request, service, PATH, "Select two runs to compare.", **_list_query(form))
+    return redirect(address(root_of(request), "/ui/compare", a=selected[1], b=selected[0]))
 
 
-async def _to_many(
-    request: TheRequest, service: ServiceState, caller: Principal, what: str, one: Callable[[Run], Awaitable[Done]]
+async def _for_selected(
+    request: TheRequest, service: ServiceState, caller: Principal, label: str, action: Action
 ) -> Response[Any]:
     form = form_of(request)
-    ticked = list(dict.fromkeys(form.every("run")))
-    if len(ticked) > MOST_AT_ONCE:
-        raise InvalidRequest(f"at most {MOST_AT_ONCE} runs at a time; {len(ticked)} were ticked")
-    back = _back(form)
-    if not ticked:
-        return redirect_with_message(request, service, "/ui/runs", said="No run was ticked.", **back.query)
-    done = await _done(service, caller, ticked, one)
-    good = sum(each.ok for each in done)
-    return page(
-        request,
-        service,
-        caller,
-        "runs_done.html",
-        title=f"{what} runs",
-        what=what,
-        done=done,
-        good=good,
-        back=back.query,
-    )
+    selected = list(dict.fromkeys(form.every("run")))
+    if len(selected) > MAX_SELECTED:
+        raise InvalidRequest(f"at most {MAX_SELECTED} runs can be selected; {len(selected)} were")
+    back = _list_query(form)
+    if not selected:
+        return redirect_with_message(request, service, PATH, "No runs selected.", **back)
+    results = await _act(service, caller, selected, action)
+    done = sum(each.ok for each in results)
+    data: dict[str, Any] = {"title": f"{label} runs", "label": label, "results": results, "done": done, "back": back}
+    return page(request, service, caller, "runs/results.html", **data)
 
 
-async def _done(
-    service: ServiceState, caller: Principal, ticked: Sequence[str], one: Callable[[Run], Awaitable[Done]]
-) -> list[Done]:
-    """What became of each. When the database is away, the rest is not tried: that would take very long."""
-    done: list[Done] = []
-    for place, run_id in enumerate(ticked):
+async def _act(service: ServiceState, caller: Principal, run_ids: Sequence[str], action: Action) -> list[ActionResult]:
+    """The action on each run; a refusal stops none of the others. During an outage the rest is not tried."""
+    results: list[ActionResult] = []
+    for place, run_id in enumerate(run_ids):
         try:
-            done.append(await _each(service, caller, run_id, one))
+            results.append(await action(await service.run(run_id, caller)))
         except StoreUnavailable as error:
-            said = problem_of(error).detail
-            return [*done, *(Done(each, ok=False, said=f"not tried: {said}") for each in ticked[place:])]
-    return done
+            message = f"not tried: {problem_of(error).detail}"
+            return [*results, *(ActionResult(each, ok=False, message=message) for each in run_ids[place:])]
+        except SemelError as error:
+            results.append(ActionResult(run_id, ok=False, message=problem_of(error).detail))
+    return results
 
 
-async def _each(service: ServiceState, caller: Principal, run_id: str, one: Callable[[Run], Awaitable[Done]]) -> Done:
-    """One of them; what is refused stops none of the others."""
+def _filters_of(request: TheRequest) -> RunFilters:
+    query = request.query_params
+    return parse_filters(query.getall("status", []), lambda name: query.get(name, ""))
+
+
+def _list_query(form: Form) -> dict[str, Any]:
+    """The filters of the list that the form is part of, as a query."""
     try:
-        return await one(await service.run(run_id, caller))
-    except StoreUnavailable:
-        raise
-    except SemelError as error:
-        return Done(run_id, ok=False, said=problem_of(error).detail)
-
-
-def _back(form: Form) -> RunFilters:
-    """The list that the form stands in: where to go back to."""
-    try:
-        names = ("model", "user", "queue", "last", "since", "until", "q", "stalled", "cursor", "newer")
-        return read_asked(form.every("status"), {name: form.get(name) for name in names})
+        return parse_filters(form.every("status"), form.get).query
     except InvalidRequest:
-        return RunFilters()
+        return {}
 
 
 HANDLERS = (show, live, cancel, retry, compare)

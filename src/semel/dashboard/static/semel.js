@@ -1,38 +1,39 @@
-// What makes the pages of the dashboard livelier. Every page works without it.
+// Live updates, relative times and keyboard shortcuts. Every page works without this script.
 
 const one = (selector, within = document) => within.querySelector(selector);
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-const say = (text) => { const place = one("#announce"); if (place) place.textContent = text; };
+const announce = (text) => { const region = one("#announce"); if (region) region.textContent = text; };
 
-// Times: "12 s ago", counted here, so that the server need not say the same thing anew every second.
+// Relative times ("12 s ago") are computed here, so that the server need not send them again every second.
 
-function ago(seconds) {
-  const away = Math.abs(seconds);
+function duration(seconds) {
   const [amount, unit] =
-    away < 60 ? [away, "s"] : away < 3600 ? [away / 60, "m"] : away < 86400 ? [away / 3600, "h"] : [away / 86400, "d"];
-  const text = `${Math.floor(amount)} ${unit}`;
-  return seconds < -0.5 ? `in ${text}` : `${text} ago`;
+    seconds < 60 ? [seconds, "s"] : seconds < 3600 ? [seconds / 60, "min"] : seconds < 86400 ? [seconds / 3600, "h"] : [seconds / 86400, "d"];
+  return `${Math.floor(amount)} ${unit}`;
 }
 
-// How far this clock is ahead of the server's, in milliseconds; what a page takes to come is not counted.
-const ahead = (() => {
-  const made = Date.parse(one('meta[name="semel-now"]')?.content);
-  const came = performance.timeOrigin + (performance.getEntriesByType("navigation")[0]?.responseStart || 0);
-  return Math.abs(came - made) > 2000 ? came - made : 0;
+const relative = (seconds) => seconds < -0.5 ? `in ${duration(-seconds)}` : `${duration(Math.abs(seconds))} ago`;
+
+// How far this clock is ahead of the server's, in milliseconds, without the time that the page took to load.
+const skew = (() => {
+  const rendered = Date.parse(one('meta[name="semel-now"]')?.content);
+  const received = performance.timeOrigin + (performance.getEntriesByType("navigation")[0]?.responseStart || 0);
+  return Math.abs(received - rendered) > 2000 ? received - rendered : 0;
 })();
 
-function tick(within = document) {
-  for (const time of all("time[data-ago]", within)) {
+function updateTimes(within = document) {
+  for (const time of all("time[data-ago], time[data-elapsed]", within)) {
     const at = Date.parse(time.dateTime);
     if (Number.isNaN(at)) continue;
-    const text = ago((Date.now() - ahead - at) / 1000);
+    const seconds = (Date.now() - skew - at) / 1000;
+    const text = time.dataset.elapsed === undefined ? relative(seconds) : duration(Math.max(0, seconds));
     if (time.textContent !== text) time.textContent = text;
   }
 }
 
-// Parts: elements with ids take the places of those that have them.
+// Replacing: elements take the place of those that have the same ids.
 
-const SCROLLS = ".scroll, .chart-frame, pre"; // what somebody may have moved to read it
+const SCROLLABLE = ".scroll, .chart-frame, pre"; // their scroll positions are kept
 
 function replace(html, wanted = null) {
   const arrived = new DOMParser().parseFromString(html, "text/html");
@@ -42,60 +43,59 @@ function replace(html, wanted = null) {
   for (const part of found) {
     const old = document.getElementById(part.id);
     if (!old || old.isEqualNode(part)) continue;
-    const focus = placeOf(old);
+    const restoreFocus = focusIn(old);
     const open = all("details[open]", old).map((each) => each.id).filter(Boolean);
-    const scrolled = all(SCROLLS, old).map((each) => [each.scrollLeft, each.scrollTop]);
+    const scrolled = all(SCROLLABLE, old).map((each) => [each.scrollLeft, each.scrollTop]);
     old.replaceWith(part);
-    all(SCROLLS, part).forEach((each, place) => { [each.scrollLeft, each.scrollTop] = scrolled[place] ?? [0, 0]; });
+    all(SCROLLABLE, part).forEach((each, place) => { [each.scrollLeft, each.scrollTop] = scrolled[place] ?? [0, 0]; });
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-    focus?.(part);
-    enliven(part);
+    restoreFocus?.(part);
+    initialize(part);
   }
   return found.length;
 }
 
-// Where the focus was within an element, so that it can be given back to what took its place.
-function placeOf(element) {
+// A function that gives the focus of an element's descendant to its counterpart in the replacement.
+function focusIn(element) {
   const active = document.activeElement;
   if (!active || !element.contains(active)) return null;
-  const reach = "a, button, input, select, textarea, summary, [tabindex]";
-  const place = [element, ...all(reach, element)].indexOf(active);
+  const focusable = "a, button, input, select, textarea, summary, [tabindex]";
+  const place = [element, ...all(focusable, element)].indexOf(active);
   const { id } = active;
-  return (part) => (id && part.querySelector(`#${CSS.escape(id)}`) || [part, ...all(reach, part)][place])?.focus();
+  return (part) => (id && part.querySelector(`#${CSS.escape(id)}`) || [part, ...all(focusable, part)][place])?.focus();
 }
 
-// Live: the element with data-live says where the events are.
+// Live updates: data-live is the address of the server-sent events.
 
 let source = null;
-let refused = 0; // how often in a row
+let failures = 0; // consecutive
 
 function listen() {
   source?.close();
-  const place = one("[data-live]");
-  if (!place || document.hidden) return; // a browser has few lines to a server: a tab that nobody sees takes none
-  const url = place.dataset.live;
-  const own = new EventSource(url);
-  source = own;
-  own.addEventListener("open", () => { refused = 0; state("on", "live"); });
-  own.addEventListener("parts", (event) => { state("on", "live"); replace(event.data); });
-  own.addEventListener("over", () => { own.close(); state("over", "ended"); });
-  own.addEventListener("bye", () => { own.close(); location.reload(); });
-  own.addEventListener("error", () => {
-    state("away", "no connection");
-    if (own.readyState === EventSource.CLOSED) again(url, own); // it was refused: signed out, or the server is down
+  const element = one("[data-live]");
+  if (!element || document.hidden) return; // browsers limit connections per server: a hidden tab uses none
+  const stream = new EventSource(element.dataset.live);
+  source = stream;
+  stream.addEventListener("open", () => { failures = 0; showState("on", "live"); });
+  stream.addEventListener("replace", (event) => { showState("on", "live"); replace(event.data); });
+  stream.addEventListener("end", () => { stream.close(); showState("ended", "ended"); });
+  stream.addEventListener("signed-out", () => { stream.close(); location.reload(); });
+  stream.addEventListener("error", () => {
+    showState("offline", "offline");
+    if (stream.readyState === EventSource.CLOSED) reconnect(stream); // refused: signed out, or the server is down
   });
 }
 
-// The browser comes back by itself after a line that broke, but not after an answer that was none. So we ask.
-function again(url, own, pause = 1000 * 2 ** Math.min(refused++, 4)) {
+// Browsers reconnect after a broken connection, but not after a refused one.
+function reconnect(stream, pause = 1000 * 2 ** Math.min(failures++, 4)) {
   setTimeout(async () => {
-    if (source !== own) return;
+    if (source !== stream) return;
     try {
-      const answer = await fetch(location.href, { headers: { "X-Semel-Part": "1" }, cache: "no-store" });
-      if (answer.redirected && new URL(answer.url).pathname !== location.pathname) return location.assign(answer.url);
-      if (answer.ok) { replace(await answer.text(), all("main [id]").map((each) => each.id)); return listen(); }
-    } catch { /* still away */ }
-    again(url, own, Math.min(pause * 2, 15000));
+      const response = await fetch(location.href, { headers: { "X-Semel-Part": "1" }, cache: "no-store" });
+      if (response.redirected && new URL(response.url).pathname !== location.pathname) return location.assign(response.url);
+      if (response.ok) { replace(await response.text(), all("main [id]").map((each) => each.id)); return listen(); }
+    } catch { /* still offline */ }
+    reconnect(stream, Math.min(pause * 2, 15000));
   }, pause + Math.random() * 500);
 }
 
@@ -104,35 +104,32 @@ document.addEventListener("visibilitychange", () => {
   else listen();
 });
 
-function state(name, text) {
+function showState(name, text) {
   for (const each of all(".live")) if (each.dataset.state !== name) { each.dataset.state = name; each.textContent = text; }
 }
 
-// Swaps: a link or a form with data-swap="id other-id" replaces these parts instead of the whole page.
+// A link or a form with data-swap="id other-id" replaces these elements instead of the whole page.
 
 async function swap(url, ids, options = {}) {
-  const answer = await fetch(url, { ...options, headers: { "X-Semel-Part": "1" } });
-  const path = new URL(answer.url).pathname;
-  if (path.endsWith("/ui/sign-in")) return location.assign(answer.url);
-  const html = await answer.text();
+  const response = await fetch(url, { ...options, headers: { "X-Semel-Part": "1" } });
+  if (new URL(response.url).pathname.endsWith("/ui/sign-in")) return location.assign(response.url);
+  const html = await response.text();
   if (!replace(html, ids)) {
-    document.open(); document.write(html); document.close(); // a page of another kind, such as a problem
+    document.open(); document.write(html); document.close(); // another page, such as an error
     return;
   }
-  if (answer.redirected || !options.method) history.pushState({ swapped: ids }, "", answer.url);
-  say("updated");
+  if (response.redirected || !options.method) history.pushState({ swapped: ids }, "", response.url);
+  announce("Updated");
   listen();
 }
 
-function wanted(element) {
-  return element.dataset.swap.split(/\s+/).filter(Boolean).map((id) => id.replace(/^#/, ""));
-}
+const swappedIds = (element) => element.dataset.swap.split(/\s+/).filter(Boolean);
 
 document.addEventListener("click", (event) => {
   const link = event.target.closest("a[data-swap]");
   if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
   event.preventDefault();
-  swap(link.href, wanted(link)).catch(() => location.assign(link.href));
+  swap(link.href, swappedIds(link)).catch(() => location.assign(link.href));
 });
 
 document.addEventListener("submit", (event) => {
@@ -145,7 +142,7 @@ document.addEventListener("submit", (event) => {
   const fields = new URLSearchParams(new FormData(form, button));
   const action = button?.getAttribute("formaction") || form.getAttribute("action") || location.pathname;
   const url = new URL(action, location.href);
-  const ids = wanted(form);
+  const ids = swappedIds(form);
   if ((form.getAttribute("method") || "get").toLowerCase() === "get") {
     for (const [name, value] of [...fields]) if (value === "") fields.delete(name, value);
     url.search = fields.toString();
@@ -157,12 +154,11 @@ document.addEventListener("submit", (event) => {
 
 addEventListener("popstate", () => location.reload());
 
-// Small things on a page, or on a part of it that has just arrived.
-
-function enliven(within = document) {
+// Prepares a page, or a part of it that was just inserted.
+function initialize(within = document) {
   for (const each of all("[data-copy]", within)) each.hidden = !navigator.clipboard;
   for (const each of all("[data-needs-script]", within)) each.hidden = false;
-  tick(within);
+  updateTimes(within);
 }
 
 document.addEventListener("click", async (event) => {
@@ -171,11 +167,11 @@ document.addEventListener("click", async (event) => {
     await navigator.clipboard.writeText(copy.dataset.copy);
     const label = copy.textContent;
     copy.textContent = "Copied";
-    say("Copied");
+    announce("Copied");
     setTimeout(() => { copy.textContent = label; }, 1500);
   }
-  const every = event.target.closest("input[data-check-all]");
-  if (every) for (const box of all(`input[type="checkbox"][name="${CSS.escape(every.dataset.checkAll)}"]`)) box.checked = every.checked;
+  const checkAll = event.target.closest("input[data-check-all]");
+  if (checkAll) for (const box of all(`input[type="checkbox"][name="${CSS.escape(checkAll.dataset.checkAll)}"]`)) box.checked = checkAll.checked;
   if (event.target.closest("[data-theme-switch]")) switchTheme();
 });
 
@@ -184,10 +180,10 @@ function switchTheme() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   document.cookie = `semel_theme=${root.dataset.theme}; Path=${new URL(one(".brand").href).pathname}; Max-Age=31536000; SameSite=Strict`;
-  say(`${root.dataset.theme} colours`);
+  announce(`${root.dataset.theme} theme`);
 }
 
-// Keys: / goes to the search, j and k up and down a list, Enter opens what has the focus.
+// Keyboard shortcuts: / focuses the search, j and k move down and up a list, Enter opens the focused run.
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, [contenteditable]")) return;
@@ -207,33 +203,33 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// Who signs out in one tab is signed out in all: a page that is open elsewhere asks for itself anew.
+// Signing out in one tab signs out all: pages in other tabs reload.
 const tabs = new BroadcastChannel("semel");
 if (location.pathname.endsWith("/ui/sign-in")) tabs.postMessage("signed out");
 else tabs.addEventListener("message", () => location.reload());
 
 for (const each of all("[data-theme-switch]")) each.hidden = false;
-enliven();
-setInterval(tick, 1000);
+initialize();
+setInterval(updateTimes, 1000);
 listen();
 
-// Ticks outlive the rows that they were made in; a log is followed at its end, unless somebody reads further up.
+// Selected rows stay selected when they are replaced. A log follows its end, unless somebody has scrolled up.
 
-let reading = null; // how far down, of who does
+let scrolledTo = null;
 
 document.addEventListener("scroll", ({ target: log }) => {
-  if (log.dataset?.follow !== undefined) reading = log.scrollHeight - log.scrollTop - log.clientHeight < 8 ? null : log.scrollTop;
+  if (log.dataset?.follow !== undefined) scrolledTo = log.scrollHeight - log.scrollTop - log.clientHeight < 8 ? null : log.scrollTop;
 }, true);
 
 function follow(within = document) {
-  for (const log of all("[data-follow]", within)) log.scrollTop = reading ?? log.scrollHeight;
+  for (const log of all("[data-follow]", within)) log.scrollTop = scrolledTo ?? log.scrollHeight;
 }
 
 new MutationObserver((records) => {
   const elements = (nodes) => [...nodes].filter((node) => node.nodeType === 1);
   const boxes = (nodes) => elements(nodes).flatMap((node) => all('input[type="checkbox"][name="run"]', node));
-  const ticked = new Set(records.flatMap((record) => boxes(record.removedNodes)).filter((box) => box.checked).map((box) => box.value));
-  for (const box of records.flatMap((record) => boxes(record.addedNodes))) if (ticked.has(box.value)) box.checked = true;
+  const selected = new Set(records.flatMap((record) => boxes(record.removedNodes)).filter((box) => box.checked).map((box) => box.value));
+  for (const box of records.flatMap((record) => boxes(record.addedNodes))) if (selected.has(box.value)) box.checked = true;
   for (const added of records.flatMap((record) => elements(record.addedNodes))) follow(added);
 }).observe(document.body, { childList: true, subtree: true });
 follow();
