@@ -195,7 +195,7 @@ def test_only_a_key_that_is_kept_has_a_date_of_expiry() -> None:
         ({"status_path": "keys"}, "status_path= takes paths"),
         ({"status_path": "/"}, "status_path= takes paths"),
         ({"status_path": 3}, "status_path= takes text"),
-        ({"methods": "POST,PUT"}, "methods= takes names such as HTTP has them, one by one"),
+        ({"methods": "POST,PUT"}, "methods= takes names that are valid in HTTP, one by one"),
         ({"methods": []}, "methods= is empty"),
         ({"paths": []}, "paths= is empty"),
         ({"required": "no"}, "required= is True or False"),

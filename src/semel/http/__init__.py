@@ -1,1 +1,1 @@
-"""Idempotent requests: a middleware for ASGI apps in :mod:`semel.http.asgi`, one for WSGI apps in :mod:`.wsgi`."""
+"""Middleware that makes requests idempotent: :mod:`semel.http.asgi` and :mod:`semel.http.wsgi`."""

@@ -1,4 +1,4 @@
-"""A request's body, hashed while it arrives: small ones stay in memory, large ones go to a file without a name."""
+"""A request's body, hashed while it arrives: in memory if small, in an unnamed temporary file if large."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class BodyTooLarge(Exception):
 
 
 class SpooledBody:
-    """Takes chunks, then gives them back from the start.
+    """Takes chunks, then returns them from the start.
 
-    The event loop hands what touches the disk to threads, and may close the body before a thread is done with it.
+    An event loop uses threads for what touches the disk, and may close the body while a thread still works on it.
     """
 
     def __init__(self, in_memory: int, limit: int | None = None) -> None:
@@ -32,16 +32,15 @@ class SpooledBody:
         self.size = 0
 
     def spills(self, more: int) -> bool:
-        """Whether this many bytes more go to the disk."""
+        """Whether adding so many bytes writes to the disk."""
         return self.on_disk or self.size + more > self._room
 
     @property
     def on_disk(self) -> bool:
-        """Whether it is in a file."""
         return self._file is not None
 
     def add(self, chunk: bytes) -> None:
-        """Take the next chunk; OSError when it belongs on a disk that is full."""
+        """Add the next chunk. Raises OSError if the disk is full."""
         if self.limit is not None and self.size + len(chunk) > self.limit:
             raise BodyTooLarge
         with self._lock:
@@ -62,11 +61,11 @@ class SpooledBody:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of all of it."""
+        """The SHA-256 of the whole body."""
         return self._hash.digest()
 
     def read(self, at: int, size: int) -> bytes:
-        """Up to so many bytes from there on; none at the end."""
+        """Up to ``size`` bytes from position ``at``; empty at the end."""
         with self._lock:
             if self._file is None:
                 found = b"".join(self._parts)[at : at + size]
@@ -78,18 +77,18 @@ class SpooledBody:
         return found
 
     def whole(self) -> bytes:
-        """All of it, in memory."""
+        """The whole body, in memory."""
         return self.read(0, self.size)
 
     def file(self) -> IO[bytes]:
-        """As a file to read from."""
+        """A file to read the body from."""
         if self._file is None:
             return BytesIO(b"".join(self._parts))
         self._file.seek(0)
         return self._file
 
     def close(self) -> None:
-        """Give the disk back: now, or when the thread that writes or reads is done."""
+        """Free the disk: now, or when the thread that writes or reads is done."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             try:

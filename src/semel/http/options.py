@@ -1,4 +1,4 @@
-"""What a middleware can be told, and the checks that refuse what can never work when the app starts."""
+"""The options of a middleware, and their checks, which refuse at start what could never work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from semel.once.stats import Hook
 from semel.policy import HOUR, Policy
 
 Context: TypeAlias = MutableMapping[str, Any]
-"""What the server knows of the request: ASGI's scope, or WSGI's environ."""
+"""The request as the server gives it: ASGI's scope or WSGI's environ."""
 
 Preset: TypeAlias = Literal["intake", "ietf", "stripe", "processor", "router"]
 PRESETS: tuple[str, ...] = get_args(Preset)
@@ -23,72 +23,72 @@ _URL = re.compile(r"(?:https?://|/)[!#-;=?-~]+")
 
 
 class MiddlewareOptions(TypedDict, total=False):
-    """What a middleware can be told."""
+    """The options of both middlewares."""
 
     policy: Policy | Preset | None
-    """A policy, or a preset's name; without it ``Policy.intake()``."""
+    """A policy, or the name of a preset. Default: ``Policy.intake()``."""
 
     ttl: float | None
-    """Seconds for which a key is kept, instead of the policy's."""
+    """Seconds for which a key is kept. Default: the policy's."""
 
     methods: Iterable[str]
-    """Which requests may have a key; others are left alone. Without it POST, and in the ``ietf`` dialect PATCH, too."""
+    """Methods whose requests may have a key; others pass unchanged. Default: POST; in the ``ietf`` dialect PATCH, too."""
 
     paths: str | Iterable[str] | Callable[[str], bool] | None
-    """Which paths: patterns such as ``/api/*``, or a function of the path; all without it."""
+    """The paths to cover: patterns such as ``/api/*``, or a function of the path. Default: all."""
 
     exclude: str | Iterable[str]
-    """Patterns of paths that are left alone."""
+    """Patterns of paths that pass unchanged."""
 
     header: str
-    """The header that holds the key."""
+    """The header of the key."""
 
     required: bool
-    """A request without a key is refused."""
+    """Whether a request without a key is refused."""
 
     tenant: Callable[[Context], Any] | None
-    """Whose request it is, from ASGI's scope or WSGI's environ: tenants never meet each other's keys."""
+    """A function that returns the tenant of a request. Tenants have separate keys."""
 
     credentials: str | Iterable[str] | None
-    """What tells one caller from another: headers, and cookies as ``cookie:name``. The same key with other credentials
-    is refused. Without this option it is ``Authorization``, where there is no tenant; None: nothing is compared."""
+    """What identifies a caller: headers, and cookies as ``cookie:name``. A key with other credentials is refused.
+    Default: ``Authorization`` if the request has no tenant. None: credentials are not compared."""
 
     scope: str | Callable[[Context], str] | None
-    """What keys belong to, instead of method and path (in the ``stripe`` dialect: instead of all endpoints together).
-    A function with the same scope meets the same keys."""
+    """The scope of keys. Default: method and path; in the ``stripe`` dialect one scope for all endpoints.
+    A guarded function with the same scope shares the keys."""
 
     fingerprint: Literal["body", "json"] | Callable[[Context, bytes], str]
-    """What makes two requests the same: the bytes, the JSON content, or what the function makes of them."""
+    """How requests are compared: by their bytes, by their JSON content, or by what the function returns."""
 
     keep: Callable[[int], bool] | Iterable[int] | None
-    """Which responses are the key's outcome, by their status; others give the key back. Without it the policy says.
+    """The statuses of responses that are the key's outcome; any other releases the key. Default: the policy's.
     An exception counts as 500."""
 
     max_request_bytes: int | None
-    """Larger requests are refused with 413; 10 MiB without it, None: no limit."""
+    """Larger requests are refused with 413. Default: 10 MiB. None: no limit."""
 
     max_response_bytes: int | None
-    """Larger responses are delivered but not kept; their key is never carried out again. Without it the
-    policy's; None: no limit."""
+    """Larger responses are sent but not stored, and their request is never executed again. Default: the policy's.
+    None: no limit."""
 
     body_in_memory: int
-    """Larger request bodies wait in a temporary file; 1 MiB without it."""
+    """Larger request bodies are kept in a temporary file. Default: 1 MiB."""
 
     status_path: str | None
-    """Under which path a GET tells what is known of a key; nowhere without it."""
+    """The path below which a GET returns the status of a key. Default: none."""
 
     docs_url: str | None
-    """Where the documentation of your keys is: refusals link to it."""
+    """The URL of your documentation of keys, to which refusals link."""
 
     name: str
-    """What metrics call this door's requests."""
+    """The name of this middleware in metrics."""
 
     on_event: Hook | None
-    """Hears every event; see ``docs/metrics.md``."""
+    """A function that is called with every event; see ``docs/metrics.md``."""
 
 
 def policy_of(policy: Policy | str | None, ttl: float | None) -> Policy:
-    """The policy of a door."""
+    """The policy of a middleware."""
     if policy is None:
         return Policy.intake(HOUR if ttl is None else ttl)
     if isinstance(policy, str):
@@ -103,7 +103,7 @@ def policy_of(policy: Policy | str | None, ttl: float | None) -> Policy:
 
 
 def matcher(paths: Any, exclude: Any) -> Callable[[str, str], bool]:
-    """Whether a path is covered. In an app that is mounted under another, also as that app itself knows it."""
+    """A function that returns whether a path is covered, with or without the prefix of a mounted app."""
     if callable(paths):
         wanted: Callable[[str], Any] = paths
     else:
@@ -123,7 +123,7 @@ def _globs(what: str, patterns: Any) -> Callable[[str], Any]:
 
 
 def several(what: str, given: Any) -> tuple[Any, ...]:
-    """One or several, as a tuple."""
+    """One text or several, as a tuple."""
     if isinstance(given, str):
         return (given,)
     try:
@@ -142,14 +142,14 @@ def _text(what: str, given: Any) -> str:
 
 
 def token(what: str, given: Any) -> str:
-    """A name as HTTP has them: a method's or a header's."""
+    """A token of HTTP: the name of a method or a header."""
     if not _TOKEN.fullmatch(_text(what, given)):
-        raise InvalidRequest(f"{what}= takes names such as HTTP has them, one by one, not {given!r:.80}")
+        raise InvalidRequest(f"{what}= takes names that are valid in HTTP, one by one, not {given!r:.80}")
     return str(given)
 
 
 def path_of(what: str, given: Any) -> str:
-    """A path, or a pattern of paths."""
+    """A path or a pattern of paths."""
     if not _text(what, given).startswith(("/", "*")) or (what == "status_path" and not given.strip("/")):
         raise InvalidRequest(f"{what}= takes paths, which begin with a slash, not {given!r:.80}")
     return str(given)
@@ -165,21 +165,23 @@ def function(what: str, given: Any) -> Any:
 
 
 def tenant_name(tenant: Any) -> str | None:
-    """The tenant, if it is a name: an object's text may be its place in memory, which would be no tenant at all."""
+    """The tenant as text. Other objects are refused, as their text may contain a memory address."""
     if tenant == "":
         raise InvalidRequest(
-            "tenant= returned an empty text, which would put all who have no name together; "
+            "tenant= returned an empty text, which all requests without a tenant would share; "
             "return None for a request that belongs to no tenant"
         )
     if tenant is None or isinstance(tenant, str):
         return tenant
     if isinstance(tenant, int | UUID) and not isinstance(tenant, bool):
         return str(tenant)
-    raise InvalidRequest(f"tenant= gave a {type(tenant).__name__}; a tenant is text, a whole number, a UUID or None")
+    raise InvalidRequest(
+        f"tenant= returned a {type(tenant).__name__}; it must return text, a whole number, a UUID or None"
+    )
 
 
 def credential_names(given: Any) -> tuple[str, ...]:
-    """Headers in lower case, and cookies as ``cookie:name``."""
+    """The names of headers in lower case, and of cookies as ``cookie:name``."""
     names = () if given is None else several("credentials", given)
     for name in names:
         token("credentials", _text("credentials", name).removeprefix("cookie:"))
@@ -187,7 +189,7 @@ def credential_names(given: Any) -> tuple[str, ...]:
 
 
 def kept_statuses(given: Any) -> Callable[[int], bool] | None:
-    """Whether a status is kept; None where nothing was said."""
+    """A function that returns whether a status is kept; None if the option is not set."""
     if given is None:
         return None
     if callable(given):
@@ -203,7 +205,7 @@ def kept_statuses(given: Any) -> Callable[[int], bool] | None:
 
 
 def url_of(what: str, given: Any) -> str | None:
-    """A URL that can stand in a header, or None."""
+    """A URL that is valid in a header, or None."""
     if given is not None and not _URL.fullmatch(_text(what, given)):
         raise InvalidRequest(f"{what}= takes a URL, not {given!r:.80}")
     return None if given is None else str(given)

@@ -1,4 +1,4 @@
-"""The protocol of idempotent requests as pure functions: what a key is, what is compared, kept and replayed."""
+"""The protocol as pure functions: how a key is parsed, how requests are compared, and how a response is replayed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPLAYED = (b"idempotent-replayed", b"true")
 _NOT_REPLAYED = frozenset(
     (
         b"connection",
-        b"content-length",  # counted anew
+        b"content-length",  # computed from the body
         b"date",
         b"keep-alive",
         b"proxy-authenticate",
@@ -57,12 +57,12 @@ _ESCAPED = re.compile(r"\\(.)")
 _PART = re.compile(r'[ \t]*("(?:[^"\\]|\\.)*"(?:[^",]|"(?:[^"\\]|\\.)*")*|[^",]*)[ \t]*')
 _SUFFIX = re.compile(r"\+[0-9a-f]{32}")
 _VERSION = re.compile(r"(?:[0-9]+:)?")
-_LONGEST_SAID = 2048
+_LONGEST_HEADER = 2048
 _BODILESS = frozenset((204, 304))
 
 
 class BadKey(Exception):
-    """The header holds no valid key; ``shown`` is what it holds."""
+    """The header has no valid key; ``shown`` is its content, cut to the length of a key."""
 
     def __init__(self, shown: str) -> None:
         super().__init__(shown)
@@ -70,20 +70,20 @@ class BadKey(Exception):
 
 
 def key_of(values: Sequence[str], dialect: RefusalFormat) -> str:
-    """The key in the header's values: bare, or quoted as RFC 8941 has it. Said twice alike, it counts once."""
+    """The key in the header's values: bare, or a quoted string of RFC 8941. Equal repetitions count as one."""
     if len(values) == 1 and dialect.bare.fullmatch(values[0]):
         return values[0]
-    said = ", ".join(values)
-    if len(said) > _LONGEST_SAID:
-        raise BadKey(said[:MAX_KEY])
+    header = ", ".join(values)
+    if len(header) > _LONGEST_HEADER:
+        raise BadKey(header[:MAX_KEY])
     found = {_unquoted(part, dialect) for value in values for part in _parts(value)}
     if len(found) != 1 or None in found:
-        raise BadKey(said[:MAX_KEY])
+        raise BadKey(header[:MAX_KEY])
     return cast("str", found.pop())
 
 
 def _parts(value: str) -> list[str]:
-    """Servers may join two headers of one name with a comma; inside quotes it belongs to the key."""
+    """Split at commas, with which servers join repeated headers. A comma inside quotes is part of the key."""
     found, at = [], 0
     while True:
         part = _PART.match(value, at)
@@ -93,7 +93,7 @@ def _parts(value: str) -> list[str]:
         if at == len(value):
             return found
         if value[at] != ",":
-            return [value]  # what stands there is neither bare nor quoted
+            return [value]  # neither bare nor quoted, so not a valid key
         at += 1
 
 
@@ -108,7 +108,7 @@ def _unquoted(value: str, dialect: RefusalFormat) -> str | None:
 
 
 def scope_of(tenant: object, name: str) -> str:
-    """The scope of a key: the tenant, where there is one, and the operation. No tenant can name another's."""
+    """The scope of a key: the quoted tenant, if any, and the operation. No tenant can name the scope of another."""
     scope = name if tenant is None or tenant == "" else f"{quote(str(tenant), safe='', errors='surrogatepass')} {name}"
     if len(scope) <= MAX_KEY:
         return scope
@@ -116,17 +116,17 @@ def scope_of(tenant: object, name: str) -> str:
 
 
 def operation_of(method: str, path: str) -> str:
-    """Method and path, in characters that every store can hold."""
+    """Method and path, quoted so that every store can keep them."""
     return f"{method} {quote(path, safe='/:@!$&()*+,;=~', errors='surrogatepass')}"
 
 
 def fingerprint_of_bytes(digest: bytes, query: bytes) -> str:
-    """Version 0 of a fingerprint: SHA-256 of the body as it came, with the query where there is one."""
+    """A fingerprint of version 0: the SHA-256 of the body's bytes, combined with the query if there is one."""
     return f"0:{_with_query(digest, query).hex()}"
 
 
 def fingerprint_of_json(body: bytes, digest: bytes, query: bytes) -> str:
-    """The fingerprint of the content whatever its layout; of the bytes, where they are not plain JSON."""
+    """The fingerprint of the JSON content, independent of its layout; of the bytes if they are not plain JSON."""
     try:
         content = json.loads(body, parse_constant=_not_json, object_pairs_hook=_named_once)
         digest = bytes.fromhex(fingerprint(content).removeprefix("1:"))
@@ -136,19 +136,19 @@ def fingerprint_of_json(body: bytes, digest: bytes, query: bytes) -> str:
 
 
 def _with_query(digest: bytes, query: bytes) -> bytes:
-    """Another function than SHA-256, so that no body without a query has the same."""
+    """BLAKE2 instead of SHA-256, so that no body without a query has the same digest."""
     return hashlib.blake2b(digest + query, digest_size=32).digest() if query else digest
 
 
 def add_operation(print_: str, operation: str) -> str:
-    """The fingerprint of a request at one of the endpoints that share their keys."""
+    """The fingerprint including the endpoint, for endpoints that share their keys."""
     return _hashed(print_, f"{print_} {operation}")
 
 
 def add_credentials(print_: str, credentials: bytes, scope: str, key: str) -> str:
-    """The fingerprint of a request by whoever has these credentials; as it was, where there are none.
+    """The fingerprint including the caller's credentials, if there are any.
 
-    What is stored of the credentials is a hash of its own for every key, so that no two records show who made both.
+    The credentials' hash is salted with the key, so that two records do not reveal that one caller made both.
     """
     if not credentials:
         return print_
@@ -156,13 +156,13 @@ def add_credentials(print_: str, credentials: bytes, scope: str, key: str) -> st
 
 
 def is_visible_to(print_: str, credentials: bytes, scope: str, key: str) -> bool:
-    """Whether a key with this fingerprint may be spoken of to whoever has these credentials."""
+    """Whether a caller with these credentials may see the key with this fingerprint."""
     mark = print_[-33:]
     return not _SUFFIX.fullmatch(mark) or (credentials != b"" and mark == _mark_of(credentials, scope, key))
 
 
 def differ_by_credentials(one: str, other: str) -> bool:
-    """Whether two fingerprints are of the same request with other credentials."""
+    """Whether two fingerprints are of equal requests with different credentials."""
     one_print, other_print = (print_[:-33] if _SUFFIX.fullmatch(print_[-33:]) else print_ for print_ in (one, other))
     return one != other and one_print == other_print
 
@@ -173,7 +173,7 @@ def _mark_of(credentials: bytes, scope: str, key: str) -> str:
 
 
 def _hashed(print_: str, content: str) -> str:
-    """The content's hash, with the version of the fingerprint that it came from."""
+    """The content's hash, with the version of the original fingerprint."""
     version = _VERSION.match(print_)
     assert version is not None
     return f"{version[0]}{hashlib.blake2b(content.encode(errors='surrogatepass'), digest_size=32).hexdigest()}"
@@ -184,15 +184,15 @@ def _not_json(constant: str) -> NoReturn:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are unique: which of two alike would count is up to the handler's parser."""
+    """Refuses duplicate names: parsers differ in which of the two values they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 def stored_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """What of a response's headers is stored: not what belongs to one connection, one moment or one client."""
+    """The headers to store: without those that belong to one connection, one moment or one client."""
     pairs = [(bytes(name).lower(), bytes(value)) for name, value in headers]
     dropped = {
         part.strip().lower() for name, value in pairs if name == b"connection" for part in value.split(b",")
@@ -201,18 +201,18 @@ def stored_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 
 
 def expires_header(expires_us: int) -> tuple[bytes, bytes]:
-    """When the key will be forgotten, as HTTP writes a time."""
+    """The header that says when the key expires."""
     return b"idempotency-expires", formatdate(expires_us // 1_000_000, usegmt=True).encode("ascii")
 
 
 def replay(outcome: Outcome, accept_encoding: str | None, most: int | None = None) -> Response | Reason:
-    """The response of a request that was carried out before, whoever did it, or the reason why there is none.
+    """The recorded response, or the reason why there is none.
 
-    Decoded for a client that does not accept its coding, it may have ``most`` bytes: a few recorded ones may stand for
+    A response that must be decompressed for the client may have ``most`` bytes: a few stored bytes can expand to
     gigabytes.
     """
     if outcome.kind == "error":
-        return "failed"  # its text is not the client's business
+        return "failed"  # without the error's text, which may be internal
     if outcome.gone:
         return "not_kept" if outcome.kind == OVERSIZED else "gone"
     response = _recorded(outcome)
@@ -229,7 +229,7 @@ def replay(outcome: Outcome, accept_encoding: str | None, most: int | None = Non
 
 
 def replay_headers(outcome: Outcome) -> list[tuple[bytes, bytes]]:
-    """The headers that every answer about a finished request has."""
+    """The headers of every response to a repeated request."""
     return [REPLAYED, expires_header(outcome.expires_us)]
 
 
@@ -245,7 +245,7 @@ def _recorded(outcome: Outcome) -> Response:
 
 
 def codings_for_app(accept_encoding: str) -> str:
-    """``Accept-Encoding`` for the app: only what a later client can be given who does not accept it."""
+    """``Accept-Encoding`` for the app: only codings that can be decoded for a later client who does not accept them."""
     asked = [part.strip() for part in accept_encoding.split(",")]
     wanted = _weights(accept_encoding)
     left = [part for part in asked if part.partition(";")[0].strip().lower() in {*_DECODERS, "identity"}]
@@ -253,9 +253,9 @@ def codings_for_app(accept_encoding: str) -> str:
 
 
 def _readable(response: Response, accept_encoding: str | None, most: int | None) -> Response | None:
-    """The response in codings that the client accepts: as it is, or without its coding; None when that cannot be."""
-    said = b",".join(value for name, value in response.headers if name == b"content-encoding").decode("latin-1")
-    codings = [coding for part in said.split(",") if (coding := part.strip().lower()) not in {"", "identity"}]
+    """The response as stored if the client accepts its coding, otherwise decoded; None if it cannot be decoded."""
+    header = b",".join(value for name, value in response.headers if name == b"content-encoding").decode("latin-1")
+    codings = [coding for part in header.split(",") if (coding := part.strip().lower()) not in {"", "identity"}]
     accepted = _weights(accept_encoding or "")
     if all(accepted.get(coding, accepted.get("*", 0)) for coding in codings):
         return response
@@ -271,7 +271,7 @@ def _readable(response: Response, accept_encoding: str | None, most: int | None)
 
 
 def _weights(accept_encoding: str) -> dict[str, float]:
-    """Each coding with its weight. Nobody who is silent wants a coding, whatever RFC 9110 would allow."""
+    """The weight of each coding. A missing header means no coding, although RFC 9110 would allow any."""
     found = {}
     for part in accept_encoding.lower().split(","):
         coding, _, weight = part.partition(";")
@@ -288,7 +288,7 @@ def _gunzip(body: bytes, size: int) -> bytes:
 
 
 def _inflate(body: bytes, size: int) -> bytes:
-    """``deflate`` is zlib's format; some send the bare stream."""
+    """``deflate`` is the zlib format, but some servers send the raw stream."""
     try:
         return _inflated(body, size, zlib.MAX_WBITS)
     except zlib.error:
@@ -299,7 +299,7 @@ def _inflated(body: bytes, size: int, window: int) -> bytes:
     stream = zlib.decompressobj(window)
     found = stream.decompress(body, max(0, size))
     if not stream.eof and len(found) != size:
-        raise EOFError("the compressed response breaks off")
+        raise EOFError("the compressed response is truncated")
     return found
 
 
@@ -308,7 +308,7 @@ _OF_CODING = frozenset((b"content-encoding", b"content-digest", b"repr-digest", 
 
 
 def _decoded(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """A header of the decoded response: what was a strong name for the encoded bytes is a weak one for these."""
+    """A header of the decoded response: the strong ETag of the encoded bytes is a weak one for the decoded bytes."""
     return name, b"W/" + value if name == b"etag" and not value.startswith(b"W/") else value
 
 

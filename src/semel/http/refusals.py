@@ -1,4 +1,4 @@
-"""How a refusal looks, in three dialects: the Data Intake document's, the IETF draft's, and Stripe's."""
+"""The responses to refused requests, in three dialects: Data Intake, the IETF draft, and Stripe."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Reason: TypeAlias = Literal[
 ]
 
 PROTOCOL_VERSION = "1.0"
-"""The version of what clients meet: which keys are valid, and how a refusal is put. If either changes, so does this."""
+"""The version of the protocol. It changes with the set of valid keys and with the format of refusals."""
 
 
 class Refusal(Struct, frozen=True):
-    """Why a request is not carried out. ``retryable``: the same request with the same key may succeed later.
+    """Why a request is refused. ``retryable``: the same request with the same key may succeed later.
 
-    ``{header}`` in a text stands for the header that holds the key.
+    ``{header}`` in a text is replaced by the name of the key's header.
     """
 
     code: str
@@ -136,11 +136,11 @@ _STRIPE_CODES = {"conflict": "idempotency_key_reused", "processing": "idempotenc
 
 
 class RefusalFormat(Struct, frozen=True):
-    """One way to speak: which keys are valid, which responses are kept, and how a refusal is put.
+    """A dialect: which keys are valid, which responses are kept, and the format of refusals.
 
-    ``fails_from`` is the first status of a failed request, kept where the policy keeps failures. A status of
-    ``not_begun`` means that the work did not begin, and is never kept. ``shared_scope``: keys belong to all endpoints
-    together, and using one at a second endpoint is a conflict.
+    Statuses from ``fails_from`` on are failures, kept only if the policy keeps failures. A status in ``not_begun``
+    means that the work did not begin, and is never kept. With ``shared_scope`` all endpoints share their keys, and
+    using a key at a second endpoint is a conflict.
     """
 
     name: str
@@ -157,7 +157,7 @@ class RefusalFormat(Struct, frozen=True):
     def body(  # noqa: PLR0917 -- called in one place
         self, reason: Reason, status: int, key: str | None, header: str, docs_url: str | None, more: dict[str, Any]
     ) -> tuple[bytes, Any]:
-        """The media type and the content of a refusal."""
+        """The media type and the content."""
         refusal = REFUSALS[reason]
         detail = self.details.get(reason, refusal.detail).replace("{header}", header)
         match self.name:
@@ -178,10 +178,10 @@ class RefusalFormat(Struct, frozen=True):
                 error = {"type": "idempotency_error", "code": code, "message": detail}
                 return b"application/json", {"error": error | ({"doc_url": docs_url} if docs_url else {})}
             case _:
-                said = {"detail": detail, "error_code": refusal.code, "idempotency_key": key}
+                content = {"detail": detail, "error_code": refusal.code, "idempotency_key": key}
                 if reason == "invalid" and key is not None and _LIKELY.fullmatch(key):
-                    said["hint"] = _HINT
-                return b"application/json", said
+                    content["hint"] = _HINT
+                return b"application/json", content
 
 
 _STRICT = re.compile(r"[A-Za-z0-9_-]{1,255}")
@@ -189,8 +189,8 @@ _PRINTABLE = re.compile(r"[ -~]{1,255}")
 _BARE = re.compile(r"[!#-+\--\[\]-~]{1,255}")
 
 _LIKELY = re.compile(r"(?=.*[.:/~+=])[A-Za-z0-9_.:/~+=-]{1,254}")
-"""What clients of other services send in good faith, such as ``order:17``, ``a.b`` and ``owner/repo``; below 255, where
-what is shown of a longer header is cut."""
+"""Keys that other services accept, such as ``order:17``, ``a.b`` and ``owner/repo``. Below 255 characters, as a longer
+header is shown cut to that length."""
 _HINT = 'This service takes the keys of policy="intake"; with policy="ietf" it would take this one'
 
 DIALECTS = {
@@ -229,7 +229,7 @@ def refuse(
     retry_after: float | None = None,
     status_url: str | None = None,
 ) -> Response:
-    """The response that says why not."""
+    """The response to a refused request."""
     dialect = DIALECTS[policy.dialect]
     status = dialect.statuses.get(reason, REFUSALS[reason].status)
     if reason == "gone" and policy.tombstone == "conflict":
@@ -251,7 +251,7 @@ def refuse(
 
 
 def phrase(status: int) -> str:
-    """What the status is called, for WSGI's status line."""
+    """The status line of WSGI."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
