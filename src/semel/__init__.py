@@ -1,4 +1,8 @@
-"""semel makes work happen once: idempotency keys for functions, messages and HTTP, on the database that you have."""
+"""semel executes work once: idempotency keys for functions, messages and HTTP requests, and runs of models with leases.
+
+Where to begin: :class:`Once` guards calls with keys, :class:`App` registers models and runs them,
+:class:`Client` talks to a semel server. The errors are in :mod:`semel.errors`, the data types in :mod:`semel.types`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -74,7 +78,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_LAZY = {
     "semel.client": ("AsyncClient", "Client", "SubmitResult", "submit_cloud_job"),
     "semel.types": (
         "Claim",
@@ -102,11 +106,11 @@ _HOMES = {
     "semel.runs.types": ("Quota", "Run", "Usage"),
     "semel.runs.worker": ("Worker",),
 }
-"""Where a name is at home: it is fetched when it is first used, so that a command that needs none starts at once.
+"""Modules that are imported when one of their names is first used, so that ``import semel`` stays fast.
 
-Those of the client need its extra, so they are not in ``__all__``: ``from semel import *`` works without it.
+The names of the client need its extra. They are not in ``__all__``, so that ``from semel import *`` works without it.
 """
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     "App",
@@ -178,13 +182,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,10 +1,10 @@
-"""Values to bytes and back, exactly: what replays is what was returned, type for type. No pickle.
+"""Encodes values to bytes and decodes them exactly, type for type. No pickle.
 
-The bytes are MessagePack; what MessagePack lacks (big integers, Decimal, tuples, sets, dates, …) travels in
-extension types numbered below. The numbers are stored in users' databases: never change one, only add.
+The bytes are MessagePack. Types that MessagePack lacks (big integers, Decimal, tuples, sets, dates, …) are encoded as
+the extension types below. Their numbers are stored in users' databases: never change one, only add.
 
-Objects of users' own classes are stored by a :class:`Codec` that knows these classes, as a name and plain parts. Who
-reads them without knowing the class gets the parts: no class is ever looked up by what stands in a database.
+Objects of users' classes are stored by a :class:`Codec` that knows these classes, as a name and plain parts. A reader
+that does not know the class gets the parts: no class is ever imported because of what a database contains.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from semel.errors import OutcomeGone, Unencodable
 ) = range(1, 18)
 _DEEPEST = 200
 LARGEST = 256 * 1024 * 1024
-"""Bytes of a value at the most: within what every store takes."""
+"""The largest value in bytes. Every store can keep it."""
 
 _encoder = msgpack.Encoder()
 
 
 class Shape(Struct, frozen=True):
-    """How objects of one class are stored: their name, their plain parts, and how they are made of these again.
+    """How objects of one class are stored: by the name of the class and a list of plain parts.
 
-    ``parts`` gives a list; its first item is what is read by those who do not know the class.
+    ``make(*parts(value))`` is equal to ``value``. A reader that does not know the class gets the first part.
     """
 
     kind: type
@@ -60,7 +60,7 @@ class Shape(Struct, frozen=True):
 
 
 class Codec:
-    """Values to bytes and back, with the classes that it knows."""
+    """Encodes and decodes plain values, and objects of the classes that it knows."""
 
     def __init__(self, shapes: Iterable[Shape] = ()) -> None:
         self._shapes = {shape.kind: shape for shape in shapes}
@@ -68,7 +68,7 @@ class Codec:
         self._decoder = msgpack.Decoder(ext_hook=self._raise)
 
     def encode(self, value: Any) -> bytes:
-        """The value as bytes, or :class:`Unencodable` naming the part that cannot be kept exactly."""
+        """The value as bytes. Raises :class:`Unencodable` and names the part that cannot be stored exactly."""
         try:
             data = _encoder.encode(value if _is_flat(value) else self._lower(value, 0))
         except Unencodable:
@@ -77,7 +77,7 @@ class Codec:
             raise Unencodable("the value contains itself or is nested too deeply to be stored") from error
         except UnicodeEncodeError as error:
             raise Unencodable("a text in the value holds half of a surrogate pair, which is not valid text") from error
-        except Exception as error:  # whatever a user's class raises while it is looked at
+        except Exception as error:  # raised by a user's class
             raise Unencodable(f"the value cannot be stored: {error}") from error
         if len(data) > LARGEST:
             raise Unencodable(
@@ -86,7 +86,7 @@ class Codec:
         return data
 
     def decode(self, data: bytes) -> Any:
-        """The value that :meth:`encode` was given: equal, and of the same types."""
+        """The value that was encoded: equal, and of the same types."""
         return self._decoder.decode(data)
 
     def _lower(self, value: Any, depth: int) -> Any:
@@ -128,7 +128,7 @@ class Codec:
             return content
         try:
             return self._names[name].make(content, *more)
-        except Exception as error:  # whatever a user's class raises while it is made
+        except Exception as error:  # raised by a user's class
             raise OutcomeGone(
                 f"this work was done and will not be done again, but its result, a {name}, does not fit what the "
                 f"function returns now ({type(error).__name__}: {error})"
@@ -136,7 +136,7 @@ class Codec:
 
 
 def _is_flat(value: Any) -> bool:
-    """True for what MessagePack keeps exactly as it stands; most outcomes are small, flat dicts."""
+    """Whether MessagePack encodes it exactly as it is; most outcomes are small, flat dicts."""
     if type(value) is not dict:
         return type(value) in _AS_IS
     for name, item in value.items():
@@ -199,7 +199,7 @@ _TAGGED: dict[type, tuple[int, Callable[[Any], Any]]] = {
     PureWindowsPath: (_WINDOWS_PATH, str),
 }
 PLAIN_TYPES: tuple[type, ...] = (*_AS_IS, int, list, dict, *_TAGGED)
-"""What can be stored without a shape; of these types exactly, not of their subclasses."""
+"""Types that need no shape. Their subclasses do."""
 
 _UNTAGGED: dict[int, Callable[[Any], Any]] = {
     _DECIMAL: Decimal,
@@ -220,5 +220,5 @@ _UNTAGGED: dict[int, Callable[[Any], Any]] = {
 }
 
 PLAIN = Codec()
-"""Knows no classes but those of Python."""
+"""The codec that knows no classes of users."""
 encode, decode = PLAIN.encode, PLAIN.decode

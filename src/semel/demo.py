@@ -1,8 +1,8 @@
-"""Simulated models to try things out with: they sleep, make something up, and fail as often as they are told to.
+"""Simulated models for trying things out: they sleep, return made-up numbers, and fail on request.
 
     semel worker semel.demo:app
 
-runs it on ``./semel.db``, or on the database that ``SEMEL_DB`` names.
+runs them on ``./semel.db``, or on the database in ``SEMEL_DB``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEPS = 20
 
 
 class SimulatedFailure(Exception):
-    """The failure that was asked for."""
+    """A failure that a parameter asked for."""
 
 
 @app.model("baseline_forecast_v1", summary="scenario")

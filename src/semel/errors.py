@@ -1,19 +1,19 @@
-"""Every error that semel raises: one small tree, rooted at :class:`SemelError`.
+"""Every error that semel raises. Each derives from :class:`SemelError`.
 
-Each message says what happened, what it means for the caller, and what to do next.
+A message says what happened, what it means for the caller, and what to do next.
 """
 
 from __future__ import annotations
 
 
 class SemelError(Exception):
-    """The root: catch it to catch everything that semel itself raises."""
+    """The base class of all errors that semel raises."""
 
 
 class InvalidRequest(SemelError, ValueError):
-    """A key, scope, time or option that can never work; nothing was sent to the store.
+    """An argument is not valid: a key, a scope, a time or an option. Nothing was sent to the store.
 
-    ``idempotency_key`` is the key that is refused, where it is one.
+    ``idempotency_key`` is the refused key, if the argument is one.
     """
 
     def __init__(self, message: str = "", *, idempotency_key: str | None = None) -> None:
@@ -22,34 +22,37 @@ class InvalidRequest(SemelError, ValueError):
 
 
 class Unfingerprintable(SemelError, ValueError):
-    """A payload has no canonical form, so it has no fingerprint."""
+    """The payload has no canonical JSON form, so it has no fingerprint."""
 
 
 class Unencodable(SemelError, TypeError):
-    """A value cannot be stored so that it replays exactly. Of work: it is done, its key too, and its value is lost."""
+    """The value cannot be stored so that it replays exactly.
+
+    If a guarded call returned it, the call is done, its key is completed, and only the value is lost.
+    """
 
 
 class StoreUnavailable(SemelError):
-    """The store did not answer within the deadline. Nothing was granted: try again later."""
+    """The store did not answer within the deadline. No claim was granted: try again later."""
 
 
 class NotMigrated(SemelError):
-    """The database lacks semel's tables, or has older ones: run ``semel migrate URL``."""
+    """The database has no semel tables, or those of an older version: run ``semel migrate URL``."""
 
 
 class MissingExtra(SemelError, ImportError):
-    """The URL needs a driver that is not installed; the message names the extra to install."""
+    """A package is not installed; the message names the extra to install."""
 
 
 class ClaimLost(SemelError):
-    """The claim belongs to someone else by now: its lease ended and it was taken over, or it was given back.
+    """The claim is no longer the caller's: its lease ended and another took it over, or it was released.
 
-    The work of the caller may have happened, yet its outcome was not recorded and must not be published.
+    The caller's work may have happened, but its outcome was not recorded and must not be published.
     """
 
 
 class InProgress(SemelError):
-    """Someone else works on this key. ``retry_after`` says in how many seconds to ask again."""
+    """Another call holds this key. Try again after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -59,7 +62,7 @@ class InProgress(SemelError):
 class KeyReused(SemelError):
     """The key was used before with other content (another fingerprint): use a new key for new work.
 
-    ``idempotency_key`` is the key, where it is a run's or a job's.
+    ``idempotency_key`` is the key, if it is that of a run or a job.
     """
 
     def __init__(self, message: str = "", *, idempotency_key: str | None = None) -> None:
@@ -68,15 +71,15 @@ class KeyReused(SemelError):
 
 
 class OutcomeUnknown(SemelError):
-    """The key's owner vanished and nobody knows whether its work happened: look, then call ``resolve``."""
+    """The key's owner died, and it is not known whether its work happened: find out, then call ``resolve``."""
 
 
 class OutcomeGone(SemelError):
-    """The work was done and will not be done again, but its outcome is not stored, or no longer."""
+    """The work was done and will not be done again, but its value is not stored, or not any more."""
 
 
 class OriginalFailed(SemelError):
-    """The first call failed and the policy keeps failures: this is its replay. ``error`` names the original's type."""
+    """The first call failed, and the policy keeps failures: this replays it. ``error`` is the type of the original."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(f"the first call with this key failed with {error}: {message}")
@@ -85,29 +88,29 @@ class OriginalFailed(SemelError):
 
 
 class StoreBroken(StoreUnavailable):
-    """The store refuses and waiting will not help: a read-only file, a full disk, a wrong password or name."""
+    """The store cannot work until it is repaired: a read-only file, a full disk, a wrong password or name."""
 
 
 class NotDone(SemelError):
-    """Raise it in a reconcile hook to say: the lost work did not happen, do it now."""
+    """Raise it in a ``reconcile`` function: the lost work did not happen, and is to be done now."""
 
 
 class UnknownModel(SemelError, LookupError):
-    """No model of that name is registered with the app; nothing was stored."""
+    """The app has no model of that name. Nothing was stored."""
 
 
 class InvalidParameters(InvalidRequest):
-    """The parameters do not fit the model's signature; nothing was stored. The message names the parameter."""
+    """The parameters do not fit the model's signature. Nothing was stored; the message names the parameter."""
 
 
 class RunNotFound(SemelError, LookupError):
-    """There is no run of that id, or it is not the caller's to see."""
+    """There is no run with that id, or the caller may not see it."""
 
 
 class RunNotComplete(SemelError):
-    """The run has no result to show: it has not succeeded. ``status`` says how it stands.
+    """The run has no result, as it has not succeeded. ``status`` is its present status.
 
-    ``retry_after`` are seconds after which to ask again; None for a run that is over, and will never have one.
+    Try again after ``retry_after`` seconds; None if the run has ended and will never have a result.
     """
 
     def __init__(self, message: str, status: str, retry_after: float | None = None) -> None:
@@ -117,31 +120,31 @@ class RunNotComplete(SemelError):
 
 
 class IllegalTransition(SemelError):
-    """The run is in a state that the step asked for does not lead from; nothing was changed."""
+    """The run's status does not allow the transition. Nothing was changed."""
 
 
 class LeaseLost(ClaimLost):
-    """The run belongs to another attempt by now, or is over: what this one did must not be published."""
+    """The run belongs to another attempt, or has ended: the work of this attempt must not be published."""
 
 
 class QuotaExceeded(SemelError):
-    """The user's quota is used up; nothing was stored. Waiting for earlier runs to end, or a higher limit, helps."""
+    """The user's quota is used up. Nothing was stored: wait for earlier runs to end, or raise the limit."""
 
 
 class CostLimitExceeded(QuotaExceeded):
-    """The user's spending limit is reached; nothing was stored."""
+    """The user's spending limit is reached. Nothing was stored."""
 
 
 class ReservationLost(SemelError):
-    """The reservation expired, was given back, or is someone else's: the slot is not the caller's any more."""
+    """The reservation expired, was released, or is another user's: the caller no longer has the slot."""
 
 
 class ResultStoreError(SemelError):
-    """The result store is full or cannot be reached; the attempt is tried again."""
+    """The result store is full or unavailable. The attempt is retried."""
 
 
 class Retry(SemelError):
-    """Raise or return it in a model: try again, ``after`` seconds from now (or by the model's backoff)."""
+    """Raise or return it in a model to be retried ``after`` seconds from now, or after the model's backoff."""
 
     def __init__(self, reason: str = "the model asked to be tried again", *, after: float | None = None) -> None:
         super().__init__(reason)
@@ -149,11 +152,11 @@ class Retry(SemelError):
 
 
 class Fatal(SemelError):
-    """Raise or return it in a model: this can never work, do not try again."""
+    """Raise or return it in a model whose run can never succeed, and is not to be retried."""
 
 
 class Snooze(SemelError):
-    """Raise or return it in a model: nothing is wrong, run me again in ``seconds``; no attempt is charged."""
+    """Raise or return it in a model to be run again in ``seconds``. It does not count as an attempt."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         super().__init__(reason or f"snoozed for {seconds:g} seconds")
@@ -161,18 +164,18 @@ class Snooze(SemelError):
 
 
 class RunCancelled(SemelError):
-    """Raised inside a model by ``ctx.check()`` and ``ctx.progress()`` once its run is cancelled: clean up and leave."""
+    """Raised in a model by ``ctx.check()`` and ``ctx.progress()`` once its run is cancelled: clean up and return."""
 
 
 class AppNotFound(SemelError, LookupError):
-    """A worker process cannot find the app that a message is about: nothing was done, the run waits."""
+    """A worker process cannot find the app that a message names. Nothing was done, and the run stays pending."""
 
 
 class ServiceError(SemelError):
-    """The server refused a request, or answered with what makes no sense.
+    """The server refused a request, or its response was not valid.
 
-    ``status`` is that of HTTP, ``code`` the problem's, ``retryable`` says that the same request may succeed later. A
-    request that had a key names it in ``idempotency_key``: sent again under it, nothing is done twice.
+    ``status`` is the HTTP status, ``code`` the error's code; if ``retryable``, the same request may succeed later.
+    ``idempotency_key`` is the key of the request: a retry with it executes nothing twice.
     """
 
     def __init__(
@@ -187,18 +190,17 @@ class ServiceError(SemelError):
 
 
 class Unauthenticated(ServiceError):
-    """The server wants a token, or does not know this one: give ``token=``, or set ``SEMEL_TOKEN``."""
+    """The server needs a token, or does not know this one: pass ``token=``, or set ``SEMEL_TOKEN``."""
 
 
 class Forbidden(ServiceError):
-    """The token's role does not allow that; nothing was done."""
+    """The token's role does not allow the request. Nothing was done."""
 
 
 class ServerUnreachable(SemelError, ConnectionError):
-    """No answer came: the server is not there, or its answers were lost.
+    """No response arrived: the server is unavailable, or its response was lost.
 
-    A request that had a key names it in ``idempotency_key``: it may have been carried out, and sent again under the
-    same key, nothing is done twice.
+    The request may have been executed. ``idempotency_key`` is its key: a retry with it executes nothing twice.
     """
 
     def __init__(self, message: str, *, idempotency_key: str | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Fingerprints: one short text for everything that was asked, equal when the questions are equal.
+"""Fingerprints: a short text for a payload, equal for equal payloads.
 
-A payload is written as canonical JSON (RFC 8785, JCS) and hashed with SHA-256. The canonical text is part of the
-promise: a stored fingerprint must match the same payload in another process, another release, another year. Whatever
-changes it needs a new `VERSION`.
+A payload is written as canonical JSON (RFC 8785, JCS) and hashed with SHA-256. A stored fingerprint must match the same
+payload in another process and in every later release, so any change of the canonical text needs a new `VERSION`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from semel.errors import Unfingerprintable
 __all__ = ["VERSION", "canonical", "fingerprint"]
 
 VERSION = "1"
-"""The version of the algorithm, written in front of every fingerprint."""
+"""The version of the algorithm, and the prefix of every fingerprint."""
 
 MAX_DEPTH = 200
-"""Levels of nesting that are followed; few enough to fit any sane call stack, the same wherever it is called."""
+"""The deepest valid nesting. It fits any usual call stack, and does not depend on the caller's depth."""
 
 _TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; flatten the payload"
 
@@ -37,10 +36,10 @@ Exclude = str | Iterable[str | tuple[str, ...]]
 
 
 def fingerprint(payload: Any, *, exclude: Exclude = ()) -> str:
-    """Return `"1:<64 hex>"`: the same for the same question, whatever the order of keys, process or machine.
+    """Return `"1:<64 hex>"`, which does not depend on the order of keys, the process or the machine.
 
-    `exclude` names fields that do not belong to the question, such as the time of sending: top-level names, or tuples
-    as paths into nested objects. Raises `Unfingerprintable` if the payload holds something without a JSON form.
+    `exclude` names fields to leave out, such as the time of sending: top-level names, or tuples as paths into nested
+    objects. Raises `Unfingerprintable` if the payload has a value without a JSON form.
     """
     return f"{VERSION}:{sha256(canonical(payload, exclude=exclude)).hexdigest()}"
 
@@ -60,7 +59,7 @@ def canonical(payload: Any, *, exclude: Exclude = ()) -> bytes:
 
 
 class _Refused(Exception):
-    """A value without a canonical form, on its way up: every container that it passes adds its step to the trail."""
+    """A value has no canonical form. Each container on the way up adds its step to the trail."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

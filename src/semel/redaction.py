@@ -1,4 +1,4 @@
-"""What may be logged or printed: no secret, nothing that a terminal would obey or that looks like another line."""
+"""Cleans text for logs and terminals: hides secrets, and escapes control characters and line breaks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SECRETS = re.compile(
     r"|(?P<user>://[^\s:/@]{0,200}:)(?:[^\s/]{1,500}|[^\s\"'<>,;]{1,500})(?=@)"
     r"|(?P<field>(?:password|passwd|secret|token|api_key)=[\"']?)[^\s&\"']+"
 )
-"""A token of ours or of a provider's, whatever follows Bearer, the password of a URL, and what is named as one.
+"""Tokens of semel and of providers, bearer tokens, passwords in URLs, and fields with the name of a secret.
 
-Every part begins with something that is rare, and none looks far: a line of megabytes takes no longer for it.
+Each alternative begins with rare characters and looks a limited distance ahead, so long lines take linear time.
 """
 _SIGNS = ("semel_", "whsec_", "r8_", "earer", "://", "password=", "passwd=", "secret=", "token=", "api_key=")
 
 
 def without_secrets(text: str) -> str:
-    """The text with every secret that looks like one hidden."""
+    """The text with everything that looks like a secret replaced by ``***``."""
     if not any(sign in text for sign in _SIGNS):
         return text
     return _SECRETS.sub(_hidden, text)
@@ -34,24 +34,24 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def printable(text: str, but: str = "\n\t") -> str:
-    """The text with nothing in it that a terminal would obey: what is printed was often written by others."""
+    """The text with control characters escaped, as a terminal would obey them."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each in but else repr(each)[1:-1] for each in text)
 
 
 def one_line(text: str) -> str:
-    """The same on one line: what looks like a second one would be taken for another message."""
+    """The same, with line breaks escaped too: a second line could pass for another message."""
     return printable(text, "\t")
 
 
 def indented(text: str) -> str:
-    """The same of a text that has lines, such as a traceback: none of them begins as a message does."""
+    """The same, with each line indented, so that no line of a traceback can pass for a message."""
     return "\n".join(f"  {line}" for line in printable(text).split("\n"))
 
 
 class TextFormatter(logging.Formatter):
-    """Lines of text for a handler of the standard library."""
+    """A formatter of text lines without secrets and control characters."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the library's name
         return one_line(without_secrets(super().formatMessage(record)))
@@ -64,7 +64,7 @@ class TextFormatter(logging.Formatter):
 
 
 class Redacting(logging.Formatter):
-    """Somebody else's formatter, without secrets and control characters."""
+    """Wraps another formatter and cleans what it returns."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Redacting(logging.Formatter):
 
     @classmethod
     def over(cls, inner: logging.Formatter | None) -> logging.Formatter:
-        """The formatter, or the one that a handler without any has; once is enough."""
+        """The wrapped formatter, or the default one; a formatter that is wrapped already is returned as it is."""
         return inner if isinstance(inner, cls | TextFormatter) else cls(inner or logging.Formatter())
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,7 +1,11 @@
-"""The words of semel as data: a claim, its outcome, the verdict on a claim, and the record behind a key.
+"""The data types of idempotency keys.
 
-Times inside are whole microseconds since 1970 on the **store's** clock (names end in ``_us``); the properties
-without the ending give them as aware ``datetime``.
+A caller asks for a key, and the store answers with a **verdict**: :class:`Granted` with a **claim** to work under,
+:class:`Replay` with the **outcome** of the work that was done, :class:`InFlight`, :class:`Mismatch` or
+:class:`Unknown`. The store keeps one **record** for each key.
+
+Fields that end in ``_us`` are microseconds since 1970 on the **store's** clock. The properties of the same name
+without the ending return them as ``datetime`` in UTC.
 """
 
 from __future__ import annotations
@@ -19,20 +23,27 @@ R = TypeVar("R")
 
 State: TypeAlias = Literal["claimed", "completed", "released"]
 Kind: TypeAlias = str
-"""What an outcome is: ``value``, ``error``, ``seen`` or ``response``.
+"""The kind of an outcome.
 
-``resolved`` is a value that an operator gave; ``unstored`` is work that was done and whose value could not be stored,
-``oversized`` a response that was too large to be kept.
+========= ============================================================
+value     what a function returned
+error     an exception, kept because the policy keeps failures
+seen      a message was handled; there is no value
+response  an HTTP response
+resolved  a value that an operator gave to ``resolve``
+unstored  the work was done, but its value could not be stored
+oversized an HTTP response that was too large to be stored
+========= ============================================================
 """
 OVERSIZED: Kind = "oversized"
 Reason: TypeAlias = Literal["absent", "expired", "abandoned"]
-"""Why a claim was granted: no record, a record past its retention, or an owner whose lease ended."""
+"""Why a claim was granted: the key has no record, its record expired, or the lease of its owner ended."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def time_in(text: str) -> datetime:
-    """The time that an ISO 8601 text names. A bare number is none: seconds, milliseconds, or a date without dashes?"""
+    """The time in an ISO 8601 text. A bare number is refused: seconds, milliseconds, or a date without dashes?"""
     text = text.strip()
     if text.isdecimal():
         raise ValueError(f"{text} is a number")
@@ -40,12 +51,12 @@ def time_in(text: str) -> datetime:
 
 
 def moment(us: int) -> datetime:
-    """The store's microseconds as an aware datetime."""
+    """The ``datetime`` in UTC of the store's microseconds."""
     return _EPOCH + timedelta(microseconds=us)
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """The exclusive right to work on a key until the lease ends. ``fence`` grows with every claim of the key."""
+    """The exclusive right to work on a key until its lease ends. ``fence`` grows with every claim of the key."""
 
     scope: str
     key: str
@@ -58,19 +69,19 @@ class Claim(Struct, frozen=True, gc=False):
 
     @property
     def lease_until(self) -> datetime:
-        """When the lease ends, on the store's clock, as of the last claim or renewal."""
+        """When the lease ends, as of the claim or its last renewal."""
         return moment(self.lease_until_us)
 
     @property
     def expires_at(self) -> datetime:
-        """When the key is forgotten."""
+        """When the key expires."""
         return moment(self.expires_us)
 
 
 class Response(Struct, frozen=True, array_like=True):
-    """An HTTP response as an outcome. ``body`` is None where it was too large to be kept.
+    """An HTTP response as an outcome. ``body`` is None if it was too large to be stored.
 
-    A handler that completes its claim in its own transaction gives it to ``complete`` as the value.
+    A handler that completes its claim in its own transaction passes it to ``complete`` as the value.
     """
 
     status: int
@@ -78,13 +89,12 @@ class Response(Struct, frozen=True, array_like=True):
     body: bytes | None = b""
 
     def __post_init__(self) -> None:
-        """Refuse headers that could not be sent."""
         if not all(type(name) is bytes and type(value) is bytes for name, value in self.headers):
             raise InvalidRequest('a response\'s headers are pairs of bytes, such as (b"content-type", b"text/plain")')
 
     @classmethod
     def json(cls, content: Any, status: int = 200) -> Response:
-        """The content as JSON."""
+        """A response with the content as JSON."""
         return cls(status, [(b"content-type", b"application/json")], msgspec.json.encode(content))
 
 
@@ -93,14 +103,14 @@ _packer = msgspec.msgpack.Encoder()
 
 
 def packed(kind: Kind, value: Any, codec: Codec = PLAIN) -> tuple[Kind, bytes]:
-    """An outcome as it is stored: its kind, and its bytes."""
+    """The kind and the bytes of an outcome, as they are stored."""
     if type(value) is Response:
         return "response" if value.body is not None else OVERSIZED, _packer.encode(value)
     return kind, codec.encode(value)
 
 
 class Outcome(Struct, frozen=True, gc=False):
-    """What every later caller of a key gets."""
+    """The result of the work under a key, which every later caller gets."""
 
     kind: Kind
     data: bytes | None
@@ -111,11 +121,11 @@ class Outcome(Struct, frozen=True, gc=False):
 
     @property
     def value(self) -> Any:
-        """The recorded value, decoded anew each time, so that no caller can change another's."""
+        """The recorded value. Each access decodes a new copy, so that no caller changes the value of another."""
         return self.read(PLAIN)
 
     def read(self, codec: Codec) -> Any:
-        """The recorded value, with the classes that the codec knows."""
+        """The recorded value, with objects of the classes that the codec knows."""
         if self.data is None or self.gone:
             why = "was kept for a shorter time than its key (value_ttl)"
             if self.kind == OVERSIZED:
@@ -130,7 +140,7 @@ class Outcome(Struct, frozen=True, gc=False):
 
     @property
     def gone(self) -> bool:
-        """True for a tombstone: the work was done, its value is not stored, or no longer."""
+        """True for a tombstone: the work was done, but its value is not stored, or not any more."""
         return self.data is None or self.kind in {"unstored", OVERSIZED}
 
     @property
@@ -140,28 +150,28 @@ class Outcome(Struct, frozen=True, gc=False):
 
     @property
     def expires_at(self) -> datetime:
-        """When the key is forgotten."""
+        """When the key expires."""
         return moment(self.expires_us)
 
 
 class Granted(Struct, frozen=True):
-    """The key is yours: work, then complete or release the claim."""
+    """The caller holds the key: do the work, then complete or release the claim."""
 
     claim: Claim
     reason: Reason = "absent"
 
 
 class Replay(Struct, frozen=True):
-    """The work was done: here is its outcome."""
+    """The work was done before; this is its outcome."""
 
     outcome: Outcome
 
 
 class InFlight(Struct, frozen=True):
-    """Someone works on it.
+    """Another caller holds the key.
 
-    ``retry_after`` is what is left of the owner's lease, in seconds: positive, and if the owner is dead, the key can be
-    had by then. ``age`` is for how many seconds the owner has had the key, whose renewals do not change it.
+    ``retry_after`` is the remaining lease of the owner, in seconds. It is positive; if the owner is dead, the key can
+    be claimed after it. ``age`` is for how many seconds the owner has held the key; renewals do not reset it.
     """
 
     retry_after: float
@@ -170,13 +180,13 @@ class InFlight(Struct, frozen=True):
 
 
 class Mismatch(Struct, frozen=True):
-    """The key was used with another fingerprint, which is given here."""
+    """The key was used with other content; this is the recorded fingerprint."""
 
     fingerprint: str = ""
 
 
 class Unknown(Struct, frozen=True):
-    """The owner vanished and it is not known whether the work happened. ``fence`` is the lost claim's."""
+    """The owner died, and it is not known whether its work happened. ``fence`` is that of the lost claim."""
 
     fence: int = 0
     lease_until_us: int = 0
@@ -186,7 +196,7 @@ Verdict: TypeAlias = Granted | Replay | InFlight | Mismatch | Unknown
 
 
 class Record(Struct, gc=False):
-    """What a store keeps for one key, and (in ``now_us``) the store's time when it was read."""
+    """What a store keeps for one key. ``now_us`` is the store's time when the record was read."""
 
     scope: str
     key: str
@@ -207,7 +217,7 @@ class Record(Struct, gc=False):
 
     @property
     def status(self) -> Literal["in_flight", "abandoned", "unknown", "completed"]:
-        """The state as a person would say it."""
+        """The state at the time of reading."""
         if self.state == "completed":
             return "completed"
         if self.now_us < self.lease_until_us:
@@ -216,19 +226,19 @@ class Record(Struct, gc=False):
 
     @property
     def lease_left(self) -> float:
-        """Seconds until the lease ends, never more than it was given; zero when it ended or the work is done."""
+        """Seconds until the lease ends, at most its length; zero if it has ended or the work is done."""
         left = min(self.lease_until_us - self.now_us, self.lease_us)
         return max(0.0, left / 1e6) if self.state == "claimed" else 0.0
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, once there is one."""
+        """The outcome; None until the claim is completed."""
         if self.state != "completed":
             return None
-        faded = self.value_until_us is not None and self.now_us > self.value_until_us
+        expired = self.value_until_us is not None and self.now_us > self.value_until_us
         return Outcome(
             self.kind,
-            None if faded else self.data,
+            None if expired else self.data,
             self.fence,
             self.created_us,
             self.completed_us,
@@ -237,43 +247,43 @@ class Record(Struct, gc=False):
 
     @property
     def created_at(self) -> datetime:
-        """When the key was claimed, by its present or last owner."""
+        """When the present or last owner claimed the key."""
         return moment(self.created_us)
 
     @property
     def lease_until(self) -> datetime:
-        """When the present lease ends or ended."""
+        """When the lease ends or ended."""
         return moment(self.lease_until_us)
 
     @property
     def expires_at(self) -> datetime:
-        """When the key is forgotten."""
+        """When the key expires."""
         return moment(self.expires_us)
 
     @property
     def message_id(self) -> str:
-        """The key, as message consumers call it."""
+        """The key, under the name that message consumers use."""
         return self.key
 
     @property
     def key_type(self) -> str:
-        """The scope, as message consumers call it."""
+        """The scope, under the name that message consumers use."""
         return self.scope
 
     @property
     def processed_at(self) -> datetime | None:
-        """When the message was marked, or None while it is being handled."""
+        """When the message was marked; None while it is being handled."""
         return moment(self.completed_us) if self.state == "completed" else None
 
     @property
     def additional_data(self) -> Any:
-        """The data kept for audit, or None."""
+        """The data that was stored for audit, or None."""
         outcome = self.outcome
         return None if outcome is None or outcome.gone else outcome.value
 
 
 class Result(Struct, Generic[R], frozen=True):
-    """What a guarded call gave: its value, whether it was replayed, and under which key."""
+    """The result of a guarded call."""
 
     value: R
     replayed: bool
@@ -291,7 +301,7 @@ class ProcessingRecord(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """What a store holds at this moment."""
+    """How many keys a store has, by status."""
 
     in_flight: int = 0
     abandoned: int = 0
@@ -301,5 +311,5 @@ class Held(Struct, frozen=True):
 
     @property
     def live(self) -> int:
-        """Keys that still answer: everything but what expired and waits for the collector."""
+        """All keys except expired ones that are not purged yet."""
         return self.in_flight + self.abandoned + self.unknown + self.completed

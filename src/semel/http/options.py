@@ -32,7 +32,7 @@ class MiddlewareOptions(TypedDict, total=False):
     """Seconds for which a key is kept. Default: the policy's."""
 
     methods: Iterable[str]
-    """Methods whose requests may have a key; others pass unchanged. Default: POST; in the ``ietf`` dialect PATCH, too."""
+    """Methods whose requests may have a key; others pass unchanged. Default: POST, with ``ietf`` PATCH, too."""
 
     paths: str | Iterable[str] | Callable[[str], bool] | None
     """The paths to cover: patterns such as ``/api/*``, or a function of the path. Default: all."""
