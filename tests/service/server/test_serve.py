@@ -265,14 +265,14 @@ def first(ready):
     time.sleep(600)
 
 class Watched(SupervisedProcess):
-    def began(self, pid, hears):
+    def started(self, pid, ready_read):
         begun.append(time.monotonic())
-        super().began(pid, hears)
+        super().started(pid, ready_read)
         if len(begun) == 6:
-            supervisor._end(0)
+            supervisor._stop(0)
 
-    def died(self):
-        pauses.append(super().died())
+    def exited(self):
+        pauses.append(super().exited())
         return pauses[-1]
 
 pauses = []

@@ -1,4 +1,4 @@
-"""A process that answers requests: the service on granian, from its first request to its last."""
+"""A process that serves requests with granian."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ from semel.service.settings import Settings
 from semel.service.state import ServiceState
 
 HEADER_BYTES = 32 * 1024
-"""Bytes of a request's head, at the most; granian may read some more before it says so."""
+"""The largest head of a request, in bytes; granian may read a little more before it refuses."""
 CONNECTIONS = 4096
-"""Connections of one process; more wait to be accepted."""
+"""Open connections of one process; more wait to be accepted."""
 
 
-def answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
-    """Answer requests until SIGTERM; a second one ends at once."""
-    return asyncio.run(_answer(app, settings, ready))
+def serve_requests(app: App, settings: Settings, ready: Callable[[], None]) -> int:
+    """Serve requests until SIGTERM; a second one ends the process at once."""
+    return asyncio.run(_serve(app, settings, ready))
 
 
-async def _leave(service: ServiceState) -> None:
-    """End at once: requests under way are cut off, and the service's own runs are given back."""
+async def _exit_now(service: ServiceState) -> None:
+    """Drop the requests in progress, and give the service's own runs back."""
     with suppress(Exception):
         async with asyncio.timeout(GIVE_BACK):
             await service.internal_worker.close()
     os._exit(0)
 
 
-async def _answer(app: App, settings: Settings, ready: Callable[[], None]) -> int:
+async def _serve(app: App, settings: Settings, ready: Callable[[], None]) -> int:
     service = ServiceState(app, settings)
     server = make_server(build(service), settings)
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    leaving: list[asyncio.Task[None]] = []
+    stopping = asyncio.Event()
+    exiting: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        if told.is_set() and not leaving:
-            leaving.append(loop.create_task(_leave(service)))
-        told.set()
+        if stopping.is_set() and not exiting:
+            exiting.append(loop.create_task(_exit_now(service)))
+        stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     await service.ensure_open()
     serving = asyncio.create_task(server.serve())
-    await _first_answer(settings, serving)
+    await _wait_until_listening(settings, serving)
     if not serving.done():
         ready()
-    ending = asyncio.create_task(told.wait())
+    ending = asyncio.create_task(stopping.wait())
     await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
     service.watch.dismiss()
     server.stop()  # type: ignore[no-untyped-call]
     with suppress(TimeoutError):
         await asyncio.wait_for(serving, settings.drain)
-    return 0 if told.is_set() else 1
+    return 0 if stopping.is_set() else 1
 
 
 def make_server(application: Any, settings: Settings) -> Server:
@@ -86,9 +86,8 @@ def make_server(application: Any, settings: Settings) -> Server:
     )
 
 
-async def _first_answer(settings: Settings, serving: asyncio.Task[None]) -> None:
-    """Until the port is answered."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 -- what is asked
+async def _wait_until_listening(settings: Settings, serving: asyncio.Task[None]) -> None:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104 -- a comparison
     while not serving.done():
         try:
             _, writer = await asyncio.open_connection(host, settings.port)

@@ -1,4 +1,4 @@
-"""``semel serve``: the server's processes, and a worker beside them."""
+"""``semel serve``: the server's processes and a worker, under one supervisor."""
 
 from __future__ import annotations
 
@@ -20,45 +20,48 @@ from semel.runs.worker import Worker
 from semel.runs.worker.sweeper import sweep_until_told
 from semel.service.auth import tokens
 from semel.service.auth.loopback import is_loopback
-from semel.service.server.granian import answer
+from semel.service.server.granian import serve_requests
 from semel.service.server.supervisor import UNFIT, Main, SupervisedProcess, Supervisor
 from semel.service.settings import Settings
 from semel.service.telemetry import logs
-from semel.service.telemetry.metrics import forget, run_metrics
+from semel.service.telemetry.metrics import mark_dead, run_metrics
 
 _PLACES = frozenset({"SEMEL_DB", "SEMEL_ARTIFACTS", "SEMEL_TRANSPORT", "SEMEL_REDIS"})
 
 _log = logging.getLogger("semel.serve")
 
 
-def serve(settings: Settings, load: Callable[[str], App], say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; answers the exit code. ``load`` gets the app from its place."""
+def serve(settings: Settings, load: Callable[[str], App], announce: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. ``load`` imports the app."""
     logs.set_up(settings)
-    place = ProcessFactory(settings, load)
+    factory = ProcessFactory(settings, load)
     servers = [
-        SupervisedProcess(f"server {number + 1}", place.server, ended=forget) for number in range(settings.processes)
+        SupervisedProcess(f"server {number + 1}", factory.server, on_exit=mark_dead)
+        for number in range(settings.processes)
     ]
     supervisor = Supervisor(settings.drain + 10)
-    return supervisor.run(servers[0], [*servers[1:], *place.beside()], lambda: say(_announcement(settings)))
+    return supervisor.run(
+        servers[0], [*servers[1:], *factory.worker_processes()], lambda: announce(_announcement(settings))
+    )
 
 
 class SharedFile:
-    """Which SQLite file the first process found: all others, and those that are started anew, insist on it."""
+    """The identity of the SQLite file that the first process opened: all other processes require the same file."""
 
-    _FORM = Struct("QQ")
+    _FORMAT = Struct("QQ")
 
     def __init__(self) -> None:
-        self._memory = mmap(-1, self._FORM.size)  # shared with all processes that are forked from here
+        self._memory = mmap(-1, self._FORMAT.size)  # shared with forked processes
         self._known: KnownFile | None = None
 
     def remember(self, app: App) -> None:
-        """The database is open; what is known already stays."""
-        if (file := _file_of(app)) and (known := know(file)) and not any(self._FORM.unpack(self._memory[:])):
-            self._memory[:] = self._FORM.pack(*known.identity)
+        """Remember the app's file, unless one is remembered already."""
+        if (file := _file_of(app)) and (known := know(file)) and not any(self._FORMAT.unpack(self._memory[:])):
+            self._memory[:] = self._FORMAT.pack(*known.identity)
 
-    def insist(self, app: App) -> None:
-        """No process of this server may use another file."""
-        device, inode = self._FORM.unpack(self._memory[:])
+    def require(self, app: App) -> None:
+        """Let the app use no other file."""
+        device, inode = self._FORMAT.unpack(self._memory[:])
         if inode and (file := _file_of(app)):
             self._known = know(file, (device, inode))
 
@@ -69,7 +72,7 @@ def _file_of(app: App) -> str | None:
 
 
 class ProcessFactory:
-    """What the processes do, each with an app of its own."""
+    """The main functions of the processes, each of which loads the app for itself."""
 
     def __init__(self, settings: Settings, load: Callable[[str], App]) -> None:
         self._settings = settings
@@ -77,36 +80,36 @@ class ProcessFactory:
         self._file = SharedFile()
 
     def app(self) -> App:
-        """The app where the settings want it; and if it reads them itself, as in a model's process, there, too."""
+        """The app, placed by the settings. They are also in the environment, for children that load it themselves."""
         settings = self._settings
         app = self._load(settings.app).place(
             url=settings.db, artifacts=settings.artifacts, transport=settings.transport, redis=settings.redis
         )
         os.environ |= {name: value for name, value in settings.environment().items() if name in _PLACES}
-        self._file.insist(app)
+        self._file.require(app)
         return app
 
     def server(self, ready: Callable[[], None]) -> int:
-        """Answer requests."""
+        """Serve requests."""
 
         def begin(app: App) -> int:
-            def well() -> None:
+            def ready_with_file() -> None:
                 self._file.remember(app)
                 ready()
 
             require_tokens_or_loopback(app, self._settings)
-            return answer(app, self._settings, well)
+            return serve_requests(app, self._settings, ready_with_file)
 
-        return self._fit(begin)
+        return self._exit_code(begin)
 
     def worker(self, ready: Callable[[], None]) -> int:
-        """Work on runs, or only look after them where RQ's or Celery's workers do the work."""
+        """Execute runs; with RQ or Celery, whose own workers do that, only sweep."""
 
         def begin(app: App) -> int:
             app.news.hear(run_metrics())
             ready()
             if app.transport.announces:
-                _log.info("runs are worked on by RQ's or Celery's own workers, which you start; here only the sweeper")
+                _log.info("runs are executed by RQ's or Celery's workers, which you start; this process only sweeps")
                 return sweep_until_told(app, every=5.0)
             settings = self._settings
             Worker(
@@ -119,27 +122,27 @@ class ProcessFactory:
             ).run()
             return 0
 
-        return self._fit(begin)
+        return self._exit_code(begin)
 
-    def _fit(self, begin: Callable[[App], int]) -> int:
+    def _exit_code(self, begin: Callable[[App], int]) -> int:
         try:
             app = self.app()
             wait_for_database(app.ledger(awaited=False), self._settings.wait_for_database)
             return begin(app)
         except SemelError as error:
-            said = printable(without_secrets(str(error)))
-            print(f"semel: {said}", file=sys.stderr)  # noqa: T201 -- as every command says why it failed
-            later = isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken)
-            return 1 if later or isinstance(error, FileReplaced) else UNFIT
+            message = printable(without_secrets(str(error)))
+            print(f"semel: {message}", file=sys.stderr)  # noqa: T201 -- as every command does
+            transient = isinstance(error, StoreUnavailable) and not isinstance(error, StoreBroken)
+            return 1 if transient or isinstance(error, FileReplaced) else UNFIT
 
-    def beside(self) -> list[SupervisedProcess]:
-        """The worker, where there is to be one."""
+    def worker_processes(self) -> list[SupervisedProcess]:
+        """The worker, unless the settings exclude it."""
         main: Main = self.worker
-        return [SupervisedProcess("worker", main, ended=forget)] if self._settings.worker else []
+        return [SupervisedProcess("worker", main, on_exit=mark_dead)] if self._settings.worker else []
 
 
 def require_tokens_or_loopback(app: App, settings: Settings) -> None:
-    """Without tokens anybody who reaches the port could do anything: then only this machine may."""
+    """Refuse to listen beyond this machine while there are no tokens: anybody could do anything."""
     if is_loopback(settings.host):
         return
     store = app.ledger(awaited=False)
@@ -150,12 +153,11 @@ def require_tokens_or_loopback(app: App, settings: Settings) -> None:
     if not there:
         raise InvalidRequest(
             f"there are no tokens yet, so the server does not listen on {settings.host}, where others could reach it; "
-            f"make one first: semel token create --user admin --role admin --db {_shown(app)}"
+            f"make one first: semel token create --user admin --role admin --db {_url_without_password(app)}"
         )
 
 
-def _shown(app: App) -> str:
-    """The database's URL without its password."""
+def _url_without_password(app: App) -> str:
     return app.ledger(awaited=False).url.render_as_string(hide_password=True)
 
 

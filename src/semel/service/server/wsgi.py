@@ -4,7 +4,7 @@
     from semel.service import wsgi
     flask_app.wsgi_app = DispatcherMiddleware(flask_app.wsgi_app, {"/semel": wsgi(app)})
 
-Its event loop runs in a thread of its own, one in each process. For ASGI there is nothing to do: see assembly.asgi.
+Its event loop runs in a thread of its own, one in each process. For ASGI see :func:`semel.service.app.asgi`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from semel.service.app import build
 from semel.service.settings import Settings
 from semel.service.state import ServiceState
 
-CLOSING = 5.0
-"""Seconds to close it when the process ends."""
+CLOSE_TIMEOUT = 5.0
 
 
 def wsgi(app: App, settings: Settings | None = None) -> Wsgi:
@@ -34,7 +33,7 @@ def wsgi(app: App, settings: Settings | None = None) -> Wsgi:
 
 
 class Wsgi:
-    """A WSGI application. It begins with the first request of each process: a server may fork before."""
+    """A WSGI application. It starts with the first request of each process: a server may fork before."""
 
     def __init__(self, app: App, settings: Settings) -> None:
         self._app = app
@@ -44,20 +43,19 @@ class Wsgi:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """See WSGI."""
-        environ.setdefault("REMOTE_ADDR", "unknown")  # without an address it would count as this machine's
+        environ.setdefault("REMOTE_ADDR", "unknown")  # without an address, the request would count as local
         environ.setdefault("REMOTE_PORT", "0")
-        answer: Iterable[bytes] = self._here().answer(environ, start_response)
-        return answer
+        response: Iterable[bytes] = self._instance().application(environ, start_response)
+        return response
 
     def close(self) -> None:
-        """End what runs for it in this process."""
+        """Stop the service in this process."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
             running.close()
 
-    def _here(self) -> _Running:
+    def _instance(self) -> _Running:
         with self._lock:
             if self._running is None:
                 self._running = _Running(ServiceState(self._app, self._settings))
@@ -71,29 +69,29 @@ class Wsgi:
 
 
 def _at_exit(close: Callable[[], None]) -> None:
-    """When the process ends, and before Python ends the pools of threads that the service works with.
+    """Call it when the process ends, before Python joins the thread pools that the service uses.
 
-    There is no public name for that moment; without it the service would be closed a little late, and complain.
+    Only a private function registers for that moment; without it, closing the service would log errors.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
-    with suppress(RuntimeError):  # it ends already
+    with suppress(RuntimeError):  # the process is ending
         register(close)
 
 
 class _Running:
-    """The service in the loop of a thread."""
+    """The service in an event loop of its own thread."""
 
     def __init__(self, service: ServiceState) -> None:
         self._service = service
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="semel-wsgi", daemon=True)
         self._thread.start()
-        self.answer: Any = ASGIMiddleware(build(service), loop=self._loop)
+        self.application: Any = ASGIMiddleware(build(service), loop=self._loop)
 
     def close(self) -> None:
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSING)
+            asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSE_TIMEOUT)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSING)
+        self._thread.join(CLOSE_TIMEOUT)
         if not self._thread.is_alive():
             self._loop.close()

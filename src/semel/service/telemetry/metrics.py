@@ -41,7 +41,7 @@ def run_metrics() -> RunMetrics:
     return RunMetrics()
 
 
-def forget(pid: int) -> None:
+def mark_dead(pid: int) -> None:
     """A process is gone, and with it what it was doing at the moment; what it has done still counts."""
     if FOLDER in os.environ:
         mark_process_dead(pid)  # type: ignore[no-untyped-call]
