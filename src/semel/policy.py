@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from semel._validation import checked_bytes, checked_choice, checked_seconds
 from semel.errors import InvalidRequest
 
-InFlightRule = Literal["wait", "conflict", "reference"]
+InFlightRule = Literal["wait", "conflict"]
 ErrorRule = Literal["release", "keep"]
 CrashRule = Literal["retake", "unknown"]
 FailureRule = Literal["closed", "open"]
@@ -43,7 +43,7 @@ class Policy:
     """How long the outcome's value is kept (a tombstone remains until ``ttl``); None: as long as the key."""
 
     in_flight: InFlightRule = "wait"
-    """What a duplicate does while the first call works: wait for its outcome, fail at once, or point to it."""
+    """What a duplicate does while the first call works: wait for its outcome, or fail at once."""
 
     wait: float = MINUTE
     """How long a waiting duplicate waits before it gives up with ``InProgress``."""
@@ -88,7 +88,9 @@ class Policy:
         return self.purge_every if self.purge_every is not None else min(self.ttl / 10, MINUTE)
 
     def but(self, **changes: Any) -> Policy:
-        """The same policy with some fields changed; None means "as it was"."""
+        """The same policy with some fields changed; None leaves a field as it is."""
+        if not changes:
+            return self
         known = {field.name for field in fields(self)}
         if unknown := changes.keys() - known:
             raise InvalidRequest(f"a policy has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
@@ -109,16 +111,6 @@ class Policy:
             purge_every=10 * MINUTE,
             max_response_bytes=None,
         )
-
-    @classmethod
-    def jobs(cls) -> Policy:
-        """Job submission: 24 hours, a duplicate gets the job that exists."""
-        return cls(in_flight="reference")
-
-    @classmethod
-    def runs(cls) -> Policy:
-        """Model runs under an explicit key: 24 hours, a duplicate gets the run that exists."""
-        return cls(in_flight="reference")
 
     @classmethod
     def router(cls, idempotency_ttl_seconds: float = HOUR) -> Policy:

@@ -213,7 +213,7 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
         file.call(key("before"), int)
         locks = {
             "memory": (memory, memory._engine.store._lock),
-            "bell": (file, file._engine._bell._lock),
+            "bell": (file, file._engine._waiters._lock),
             "lane": (file, file._engine._claims._lock),
         }
         for name, (once, lock) in locks.items():
@@ -283,7 +283,8 @@ def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) ->
             return record.lease_until_us
 
         def work():
-            child = in_child(lambda: [len(once._engine._renewer.watched()), once.call(key("other"), lambda: 8).value])
+            renewer = once._engine._background.here().renewer
+            child = in_child(lambda: [len(renewer.watched()), once.call(key("other"), lambda: 8).value])
             first = look()
             while look() <= first:
                 threading.Event().wait(0.01)

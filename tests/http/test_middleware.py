@@ -370,7 +370,7 @@ def test_what_is_owed_for_a_key_is_paid_before_it_is_claimed_again() -> None:
     async def scenario() -> None:
         store = Away()
         once = AsyncOnce(store, retry_for=0)
-        once._engine._debts.pause = lambda: 3600.0  # type: ignore[method-assign]
+        once._engine._background.here().pending.pause = lambda: 3600.0  # type: ignore[method-assign]
 
         async def work(scope: Any, receive: Any, send: Any) -> None:
             store.away = True
@@ -394,15 +394,15 @@ def test_what_the_store_never_takes_holds_up_nothing_else() -> None:
     async def scenario() -> None:
         store = Away()
         once = AsyncOnce(store, retry_for=0)
-        debts = once._engine._debts
+        debts = once._engine._background.here().pending
 
         async def never(_: object) -> None:
             raise StoreUnavailable("too large")
 
         for number in range(5):
-            debts._owe(f"never {number}", never, 60)
+            debts._add(f"never {number}", never, 60)
         verdict = await once.claim("other")
-        debts.owe_release(verdict.claim)  # type: ignore[union-attr]
+        debts.retry_release(verdict.claim)  # type: ignore[union-attr]
 
         async def free() -> bool:
             return await once.get("other") is None
@@ -425,7 +425,7 @@ def test_what_is_unknown_stays_unknown_when_its_resolution_is_lost(lose: str) ->
         getattr(store, lose)("claim")
         with pytest.raises(StoreUnavailable):
             once.resolve("k", done=False)
-        assert not once._engine._debts.any
+        assert not once._engine._background.here().pending.writes
         clock.advance(61)
         assert isinstance(once.claim("k"), Unknown)
 

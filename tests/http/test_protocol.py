@@ -633,7 +633,6 @@ def app(*_: Any) -> Any:
         ({"tll": 60}, "tll: not an option of the middleware; it has .*ttl"),
         ({"policy": "ietff"}, "'ietff' is not a preset; there are intake, "),
         ({"policy": {"ttl": 60}}, "a Policy or a preset's name"),
-        ({"policy": Policy.jobs()}, 'in_flight="reference" is for jobs and runs'),
         ({"ttl": 0}, "ttl must be more than zero seconds"),
         ({"ttl": "1h"}, "ttl must be a number of seconds"),
         ({"methods": 7}, "methods= takes a text or several"),

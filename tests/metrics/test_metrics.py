@@ -349,7 +349,7 @@ def test_what_is_cleaned_up_is_counted(url: str) -> None:
     clock, registry = FakeClock(), CollectorRegistry()
     heard: list[Event] = []
     with Once(url, clock=clock, collect=False, on_event=PrometheusMetrics(registry)) as once:
-        once._engine.hear(heard.append)
+        once._engine.add_hook(heard.append)
         for number in range(5):
             once.check_and_mark("ack_id", str(number), ttl=60)
         once.check_and_mark("ack_id", "later")
@@ -917,7 +917,7 @@ def test_a_hook_that_fails_never_breaks_a_request(
 def test_each_kind_of_error_is_logged_once_for_each_hook(caplog: pytest.LogCaptureFixture) -> None:
     one, two = Failing(ValueError(), KeyError()), Failing(ValueError())
     with Once("memory://", on_event=one) as once:
-        once._engine.hear(two)
+        once._engine.add_hook(two)
         for number in range(6):
             assert once.call(f"key {number}", lambda: SECRET).value == SECRET
     assert len(one.heard) == len(two.heard) == 6

@@ -547,11 +547,6 @@ def test_a_guarded_function_keeps_to_its_signature(once: Once, store: WatchedSto
     assert store.reached == 0
 
 
-def test_a_reference_is_not_for_functions(once: Once) -> None:
-    with pytest.raises(InvalidRequest, match="reference"):
-        once.guard(policy=Policy.jobs())(plain)
-
-
 # -- a user's own transaction ----------------------------------------------------------------------------------------
 
 

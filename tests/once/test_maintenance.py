@@ -376,14 +376,14 @@ def test_what_is_finished_is_renewed_no_more() -> None:
         once.call("done", int)
         with pytest.raises(ZeroDivisionError):
             once.call("failed", lambda: 1 // 0)
-        assert once._engine._renewer.watched() == []
+        assert once._engine._background.here().renewer.watched() == []
 
 
 def test_a_claim_that_was_asked_for_by_hand_is_renewed_by_hand() -> None:
     clock = FakeClock()
     with Once(NotedStore(clock), policy=Policy(lease=60)) as once:
         claim = granted(once.claim("key"))
-        assert once._engine._renewer.watched() == []
+        assert once._engine._background.here().renewer.watched() == []
         clock.advance(30)
         renewed = once.renew(claim)
         assert renewed.fence == claim.fence

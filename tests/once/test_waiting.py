@@ -69,7 +69,7 @@ def until(happened: Callable[[], object]) -> None:
 
 def waits(once: Once | AsyncOnce, number: int = 1) -> Callable[[], bool]:
     """True when so many callers of this object wait for some key."""
-    bell = once._engine._bell
+    bell = once._engine._waiters
     return lambda: sum(map(len, list(bell._waiting.values()))) == number
 
 

@@ -1,6 +1,6 @@
 """Coalescing: calls that arrive while a flush is under way gather and leave together in the next one.
 
-The first call on an idle lane leaves at once, so nobody waits for company; under load the batches grow by
+The first call of an idle batcher leaves at once, so nobody waits for company; under load the batches grow by
 themselves, and one statement (one round trip, one commit) serves hundreds of callers.
 """
 
@@ -90,15 +90,14 @@ class Unbatched(Generic[A, B]):
 
 
 class AsyncioBatcher(Generic[A, B]):
-    """Coalesces tasks, those of each event loop by themselves; ``orphaned`` hears answers that nobody waits for."""
+    """Coalesces tasks, those of each event loop by themselves; ``on_abandoned`` hears answers that nobody waits for."""
 
-    def __init__(self, flush: Flush[A, B], orphaned: Callable[[B], Awaitable[None]] | None = None) -> None:
+    def __init__(self, flush: Flush[A, B], on_abandoned: Callable[[B], Awaitable[None]] | None = None) -> None:
         self.flush = flush
-        self.orphaned = orphaned
+        self.on_abandoned = on_abandoned
         self._queues = PerLoop(lambda: _AsyncioQueue(self))
 
     def __call__(self, request: A, /) -> Coroutine[Any, Any, B]:
-        """See Lane."""
         return self._queues.here()(request)
 
 
@@ -107,12 +106,12 @@ class _AsyncioQueue(Generic[A, B]):
 
     A caller who is alone flushes its own call at once. In a crowd every flush begins a turn of the loop later, in a
     task of its own: so all who are ready gather first, and a caller that is cancelled takes nobody with it. A
-    cancelled call is seen through to its end all the same (every verb may be sent twice), and ``orphaned`` hears the
-    answer that nobody waits for any more.
+    cancelled call is completed all the same (every verb may be sent twice), and ``on_abandoned`` is called with the
+    reply that nobody waits for any more.
     """
 
-    def __init__(self, lane: AsyncioBatcher[A, B]) -> None:
-        self._lane = lane
+    def __init__(self, batcher: AsyncioBatcher[A, B]) -> None:
+        self._batcher = batcher
         self._waiting: list[tuple[A, asyncio.Future[B], float]] = []
         self._busy = False
         self._crowded = False
@@ -123,7 +122,7 @@ class _AsyncioQueue(Generic[A, B]):
             return await self._join(request)
         self._busy = True
         try:
-            return (await self._lane.flush((request,), time.monotonic()))[0]
+            return (await self._batcher.flush((request,), time.monotonic()))[0]
         except asyncio.CancelledError:
             await self._see_through(request)
             raise
@@ -140,7 +139,7 @@ class _AsyncioQueue(Generic[A, B]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                await self._orphan(answer.result())  # it was answered and cancelled in the same turn of the loop
+                await self._abandon(answer.result())  # it was answered and cancelled in the same turn of the loop
             raise
 
     def _go_on(self) -> None:
@@ -157,7 +156,7 @@ class _AsyncioQueue(Generic[A, B]):
         batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
         self._crowded = len(batch) > 1
         try:
-            answers = await flush_apart(self._lane.flush, [request for request, _, _ in batch], batch[0][2])
+            answers = await flush_apart(self._batcher.flush, [request for request, _, _ in batch], batch[0][2])
         except BaseException:
             for _, future, _ in batch:
                 future.cancel()
@@ -173,7 +172,7 @@ class _AsyncioQueue(Generic[A, B]):
                 else:
                     abandoned.append(answer)
             for answer in abandoned:
-                await self._orphan(answer)
+                await self._abandon(answer)
         finally:
             self._go_on()
 
@@ -181,13 +180,13 @@ class _AsyncioQueue(Generic[A, B]):
         """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
         try:
             async with asyncio.timeout(1):
-                await self._orphan((await self._lane.flush((request,), time.monotonic()))[0])
+                await self._abandon((await self._batcher.flush((request,), time.monotonic()))[0])
         except (SemelError, TimeoutError) as error:
             _log.warning("a cancelled call could not be seen through: %s", str(error) or "no answer in a second")
 
-    async def _orphan(self, answer: B) -> None:
-        if self._lane.orphaned is not None:
-            await self._lane.orphaned(answer)
+    async def _abandon(self, answer: B) -> None:
+        if self._batcher.on_abandoned is not None:
+            await self._batcher.on_abandoned(answer)
 
 
 class _Call(Generic[A, B]):

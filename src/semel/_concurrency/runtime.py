@@ -92,7 +92,7 @@ class Runtime(Protocol):
     def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:
         """One ``T`` for each event loop, or one for all threads. ``inherit`` is called with that of a closed loop."""
 
-    def lane(self, flush: Flush[A, B]) -> Batcher[A, B]:
+    def batcher(self, flush: Flush[A, B]) -> Batcher[A, B]:
         """Coalesce concurrent calls into batches for ``flush``."""
 
 
@@ -135,7 +135,7 @@ class ThreadRuntime:
     def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:  # noqa: ARG002 -- threads share
         return _Shared(make())
 
-    def lane(self, flush: Flush[A, B]) -> Batcher[A, B]:
+    def batcher(self, flush: Flush[A, B]) -> Batcher[A, B]:
         return ThreadBatcher(flush)
 
 
@@ -275,5 +275,5 @@ class AsyncioRuntime:
     def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:
         return PerLoop(make, abandon=inherit)
 
-    def lane(self, flush: Flush[A, B]) -> Batcher[A, B]:
+    def batcher(self, flush: Flush[A, B]) -> Batcher[A, B]:
         return AsyncioBatcher(flush)

@@ -118,7 +118,7 @@ class MiddlewareCore(Generic[AnyOnce]):
         else:
             self.once = once
             if on_event is not None:
-                self.once._engine.hear(on_event)
+                self.once._engine.add_hook(on_event)
         self.engine = self.once._engine
         self._has_loop = face is AsyncOnce
 
@@ -204,7 +204,7 @@ class MiddlewareCore(Generic[AnyOnce]):
             call = self.request_for(key, request, await self._off_loop(slow, self.fingerprint_of, request, body))
             if self.already_claimed(request, call):
                 return None
-            verdict = await self.engine.admit(call)
+            verdict = await self.engine.claim_for(call)
         except (StoreUnavailable, OSError) as error:  # OSError: the disk is full, and the body is large
             _log.warning("a request with the key %r was refused: %s", key, error)
             return self.unavailable(key)

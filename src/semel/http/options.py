@@ -97,8 +97,6 @@ def policy_of(policy: Policy | str | None, ttl: float | None) -> Policy:
         policy = getattr(Policy, policy)()
     if not isinstance(policy, Policy):
         raise InvalidRequest(f"policy= takes a Policy or a preset's name, not {policy!r:.80}")
-    if policy.in_flight == "reference":
-        raise InvalidRequest('in_flight="reference" is for jobs and runs; a request can "wait" or "conflict"')
     return policy.but(ttl=ttl)
 
 

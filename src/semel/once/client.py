@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overlo
 from semel._concurrency.runtime import AsyncioRuntime, ThreadRuntime
 from semel._concurrency.sync import async_method, run_sync, sync_method
 from semel._validation import checked_key, checked_seconds
+from semel.codec import PLAIN
 from semel.errors import InvalidRequest
 from semel.once.engine import DEFAULT_SCOPE, KeyEngine
-from semel.once.guard import AsyncGuarded, Guarded, GuardSpec, call_async_function, call_function, call_once, is_async
+from semel.once.guard import (
+    AsyncGuarded,
+    Guarded,
+    GuardSpec,
+    call_async_function,
+    call_function,
+    call_once,
+    is_async,
+    key_text,
+)
+from semel.once.requests import CallRequest
+from semel.once.return_types import codec_of
 from semel.once.stats import Hook
 from semel.once.store import Clock
 from semel.once.stores import Target, join, open_store
@@ -86,6 +98,13 @@ class OnceBase:
             return guarded(self._engine, GuardSpec(function, policy, **plan))
 
         return decorate
+
+    @staticmethod
+    def _request(
+        key: str, work: Callable[[], Any], scope: str, fingerprint: str, policy: Policy, *, renew: bool
+    ) -> CallRequest:
+        scope = checked_key("scope", scope)
+        return CallRequest(key_text(key), scope, fingerprint, policy, renew=renew, codec=codec_of(work) or PLAIN)
 
     def _joined(self, session: Any, *, is_async: bool) -> KeyEngine:
         store, must_await = join(self._engine.store, session)
@@ -220,16 +239,8 @@ class Once(OnceBase):
     ) -> Result[R]:
         """Run a piece of work once for this key, or give what came of it."""
         _want(work, awaited=False)
-        chosen = self._policy(policy, changes)
-        plan = GuardSpec(
-            work,
-            chosen,
-            scope=checked_key("scope", scope),
-            key=lambda: key,
-            fingerprint=lambda: fingerprint,
-            renew=renew,
-        )
-        return run_sync(call_once(self._engine, call_function, plan, (), {}))
+        request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)
+        return run_sync(call_once(self._engine, call_function, request, work))
 
     def on(self, session: Connection | Session) -> Once:
         """The same verbs inside your own transaction: what they write commits or vanishes with it."""
@@ -345,16 +356,8 @@ class AsyncOnce(OnceBase):
         **changes: Any,
     ) -> Result[R]:
         """As :meth:`Once.call`, for an ``async def``."""
-        chosen = self._policy(policy, changes)
-        plan = GuardSpec(
-            work,
-            chosen,
-            scope=checked_key("scope", scope),
-            key=lambda: key,
-            fingerprint=lambda: fingerprint,
-            renew=renew,
-        )
-        return await call_once(self._engine, call_async_function, plan, (), {})
+        request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)
+        return await call_once(self._engine, call_async_function, request, work)
 
     def on(self, session: AsyncConnection | AsyncSession) -> AsyncOnce:
         """As :meth:`Once.on`, for an async session or connection."""

@@ -60,11 +60,11 @@ LONG = 30.0
 _log = logging.getLogger("semel")
 
 
-class _Behind(NamedTuple):
-    """What works behind the claims of one event loop, or of all threads."""
+class _Background(NamedTuple):
+    """What serves the claims of one event loop, or of all threads, in the background."""
 
     renewer: Renewer
-    debts: PendingWrites
+    pending: PendingWrites
 
 
 class KeyEngine:
@@ -96,36 +96,39 @@ class KeyEngine:
             StatsCounter(low_replay_rate=low_replay_rate) if bound_to is None else bound_to.counters
         )
         self._runtime = runtime
+        self._is_new: Callable[[], bool] | None = None
+        if hasattr(store, "ready"):  # SQLite: the first call creates the tables, and waits for that
+            self._is_new = lambda: not getattr(store, "ready", True)
         self._retry_for = checked_seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None
-        self._bell = Waiters()
+        self._waiters = Waiters()
         together: Batcher[Any, Any] | None = None
         if issubclass(type(store), Together) and not self._bound:  # the class: a wrapper may pass on what it has not
-            together = self._lane(cast("Together", store).together)
-        self._claims: Batcher[ClaimRequest, Verdict] = together or self._lane(store.claim)
-        self._completes: Batcher[Complete, bool] = together or self._lane(store.complete)
-        self._releases: Batcher[Release, bool] = together or self._lane(store.release)
-        self._renews: Batcher[Renew, int | None] = together or self._lane(store.renew)
-        self._gets = self._lane(store.get)
+            together = self._batched(cast("Together", store).together)
+        self._send_claim: Batcher[ClaimRequest, Verdict] = together or self._batched(store.claim)
+        self._send_complete: Batcher[Complete, bool] = together or self._batched(store.complete)
+        self._send_release: Batcher[Release, bool] = together or self._batched(store.release)
+        self._send_renew: Batcher[Renew, int | None] = together or self._batched(store.renew)
+        self._send_get = self._batched(store.get)
         self._may_collect = collect and not self._bound
         self._collects = self._may_collect and not store.expires_itself
         self._collector = Collector(
             runtime,
             policy.collect_interval,
-            self._patient(store.purge, LONG),
+            self._with_retry(store.purge, LONG),
             self.counters,
             logging.DEBUG if policy.cleanup_log == "debug" else logging.INFO,
         )
-        self._behind: Local[_Behind] = runtime.local(self._new_behind, self._inherit)
-        if isinstance(self._claims, AsyncioBatcher):
-            self._claims.orphaned = self._give_back
+        self._background: Local[_Background] = runtime.local(self._new_background, self._inherit)
+        if isinstance(self._send_claim, AsyncioBatcher):
+            self._send_claim.on_abandoned = self._give_back
         self._sampler: Sampler | None = None
         if on_event is not None:
-            self.hear(on_event)
+            self.add_hook(on_event)
 
-    def hear(self, hook: Hook) -> None:
+    def add_hook(self, hook: Hook) -> None:
         """Tell the hook of every event from now on."""
-        every = self.counters.hear(hook)
+        every = self.counters.add_hook(hook)
         if every is not None:
             if self._sampler is None:
                 self._sampler = Sampler(
@@ -133,24 +136,16 @@ class KeyEngine:
                 )
             self._sampler.look_every(checked_seconds("sample_every", every))
 
-    def _new_behind(self) -> _Behind:
+    def _new_background(self) -> _Background:
         renewer = Renewer(self._runtime, self.store.renew, self.policy.lease * RENEW_AFTER)
-        return _Behind(renewer, PendingWrites(self._runtime, self.store, renewer, self._bell.ring))
+        return _Background(renewer, PendingWrites(self._runtime, self.store, renewer, self._waiters.notify))
 
     async def _give_back(self, verdict: Verdict) -> None:
-        await self._debts.give_back(verdict)
+        await self._background.here().pending.give_back(verdict)
 
-    def _inherit(self, behind: _Behind) -> None:
-        """An event loop ended before the store was told everything: this one tells it."""
-        self._debts.adopt(behind.debts)
-
-    @property
-    def _renewer(self) -> Renewer:
-        return self._behind.here().renewer
-
-    @property
-    def _debts(self) -> PendingWrites:
-        return self._behind.here().debts
+    def _inherit(self, closed: _Background) -> None:
+        """An event loop was closed before everything was written to the store: the current one writes it."""
+        self._background.here().pending.adopt(closed.pending)
 
     async def claim(
         self,
@@ -170,8 +165,10 @@ class KeyEngine:
         policy = self.policy if on_crash is None else self.policy.but(on_crash=on_crash)
         request = self._request(key, scope, fingerprint, policy, lease, ttl)
         if wait == 0:
-            return self._note(request, await self._ask(request))
-        return self._note(request, await self._settle(request, checked_seconds("wait", wait, zero=True)))
+            return self._record_verdict(request, await self._claim(request))
+        return self._record_verdict(
+            request, await self._wait_for_verdict(request, checked_seconds("wait", wait, zero=True))
+        )
 
     async def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> None:
         """Record the outcome that every later caller gets.
@@ -189,15 +186,15 @@ class KeyEngine:
     async def release(self, claim: Claim) -> None:
         """Give the key back undone; the next caller starts afresh."""
         claim = as_claim(claim)
-        if not await self._releases(Release(claim.scope, claim.key, claim.fence)):
+        if not await self._send_release(Release(claim.scope, claim.key, claim.fence)):
             raise _lost(claim, "release")
-        self._bell.ring(claim.scope, claim.key)
+        self._waiters.notify(claim.scope, claim.key)
 
     async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
         """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
         claim = as_claim(claim)
         length = checked_seconds("lease", claim.lease if lease is None else lease)
-        until = await self._renews(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
+        until = await self._send_renew(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
         if until is None:
             raise _lost(claim, "renew")
         return Claim(
@@ -206,7 +203,7 @@ class KeyEngine:
 
     async def get(self, key: str, *, scope: str = DEFAULT_SCOPE) -> Record | None:
         """Look at a key without touching it; None when it is free."""
-        return await self._gets(KeyRef(checked_key("scope", scope), checked_key("key", key)))
+        return await self._send_get(KeyRef(checked_key("scope", scope), checked_key("key", key)))
 
     async def resolve(
         self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None, force: bool = False
@@ -226,7 +223,7 @@ class KeyEngine:
         request = self._request(key, scope, "", self.policy.but(on_crash="unknown"))
         request.resolving = True
         request.force = force
-        verdict = await self._ask(request)
+        verdict = await self._claim(request)
         if not isinstance(verdict, Granted):
             raise InProgress(f"the key {key!r} in {scope!r} was resolved or taken by someone else just now", 1.0)
         if done:
@@ -245,13 +242,13 @@ class KeyEngine:
             return False
         if record.status == "in_flight" and not force:
             raise _at_work(record)
-        forget = self._patient(self.store.forget)
+        forget = self._with_retry(self.store.forget)
         if await forget([Forget(record.scope, record.key, record.fence, force)]) == [False]:
             # Whoever claimed it since came after us, unless it is the same owner, who renewed a lease that had ended.
             now = await self.get(key, scope=scope)
             if now is not None and now.fence == record.fence:
                 raise _at_work(now)
-        self._bell.ring(record.scope, record.key)
+        self._waiters.notify(record.scope, record.key)
         return True
 
     async def forget_scope(self, scope: str, *, force: bool = False) -> int:
@@ -259,7 +256,7 @@ class KeyEngine:
 
         ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
         """
-        step = self._patient(self.store.forget_scope, LONG)
+        step = self._with_retry(self.store.forget_scope, LONG)
         request = ForgetScope(checked_key("scope", scope), BATCH, force)
         total = 0
         while True:
@@ -281,7 +278,7 @@ class KeyEngine:
         request = self._request(message_id, key_type, "", policy, None, ttl)
         request.done = OutcomeData("seen", encode(data), _us(policy.value_ttl))
         try:
-            verdict = self._note(request, await self._ask(request), "message")
+            verdict = self._record_verdict(request, await self._claim(request), "message")
         except StoreUnavailable:
             if policy.store_failure == "closed":
                 raise
@@ -323,115 +320,118 @@ class KeyEngine:
 
     async def stats(self) -> Stats:
         """What the store holds (counted now) and what happened here since the start."""
-        return self.counters.snapshot(await self._patient(lambda _: self.store.stats(), LONG)(()))
+        return self.counters.snapshot(await self._with_retry(lambda _: self.store.stats(), LONG)(()))
 
     async def open(self) -> None:
         """Check that the store is there and ready: call it before the first consumer starts."""
-        await self._patient(lambda _: self.store.open())(())
+        await self._with_retry(lambda _: self.store.open())(())
 
     async def close(self) -> None:
         """Stop what runs in the background and give back the store's connections."""
-        for background in (self._collector, self._renewer, self._debts, self._sampler):
-            if background is not None:
-                await background.end()
-        for behind in self._behind.everywhere():
-            behind.renewer.stop()
+        for task in (self._collector, *self._background.here(), self._sampler):
+            if task is not None:
+                await task.end()
+        for background in self._background.everywhere():
+            background.renewer.stop()
         await self.store.close()
 
-    async def begin(self, asking: CallRequest) -> Granted | Replay | None:
+    async def begin(self, call: CallRequest) -> Granted | Replay | None:
         """The claim to work under, or the outcome to replay; None to work unprotected, where the policy says so.
 
         Every other verdict is an error for the caller of a function.
         """
-        verdict = await self.admit(asking)
+        verdict = await self.claim_for(call)
         match verdict:
             case InFlight(retry_after):
-                said = f"the key {asking.key!r} in {asking.scope!r} is being worked on; retry in {retry_after:.1f} s"
+                said = f"the key {call.key!r} in {call.scope!r} is being worked on; retry in {retry_after:.1f} s"
                 raise InProgress(said, retry_after)
             case Mismatch():
-                said = f"the key {asking.key!r} in {asking.scope!r} was used with other content"
+                said = f"the key {call.key!r} in {call.scope!r} was used with other content"
                 raise KeyReused(f"{said}; use a new key for new work")
             case Unknown():
-                raise _unknown(asking.scope, asking.key)
+                raise _unknown(call.scope, call.key)
         return verdict
 
-    async def admit(self, asking: CallRequest) -> Verdict | None:
+    async def claim_for(self, call: CallRequest) -> Verdict | None:
         """The verdict on a piece of work, whose lease is renewed from now on where it is granted.
 
         None to work unprotected, where the policy says so.
         """
-        policy = asking.policy
-        request = self._request(asking.key, asking.scope, asking.fingerprint, policy)
-        request.resolving = asking.reconciling
+        policy = call.policy
+        request = self._request(call.key, call.scope, call.fingerprint, policy)
+        request.resolving = call.reconciling
         try:
-            verdict = await self._settle(request, policy.wait if policy.in_flight == "wait" else 0)
+            verdict = await self._wait_for_verdict(request, policy.wait if policy.in_flight == "wait" else 0)
         except StoreUnavailable as error:
             if policy.store_failure == "closed":
                 raise
-            _log.warning("working on %r in %r without protection: %s", asking.key, asking.scope, error)
+            _log.warning("working on %r in %r without protection: %s", call.key, call.scope, error)
             return None
-        self._note(request, verdict, asking.door, asking.label)
-        if asking.renew and isinstance(verdict, Granted) and not self._bound:
-            self._renewer.watch(verdict.claim)
+        self._record_verdict(request, verdict, call.door, call.label)
+        if call.renew and isinstance(verdict, Granted) and not self._bound:
+            self._background.here().renewer.watch(verdict.claim)
         return verdict
 
-    async def finish(self, claim: Claim, asking: CallRequest, value: Any) -> None:
+    async def finish(self, claim: Claim, call: CallRequest, value: Any) -> None:
         """Record the value that the work returned; of one that cannot be stored, that the work was done.
 
-        If the store is away, or the caller is cancelled meanwhile, it is recorded as soon as it can be.
+        If the store is unavailable, or the caller is cancelled meanwhile, it is recorded as soon as possible.
         """
-        done, unstored = _done(asking.kind, value, asking.policy.value_ttl, asking.codec)
-        await self._finish(claim, asking, done)
+        done, unstored = _done(call.kind, value, call.policy.value_ttl, call.codec)
+        await self._finish(claim, call, done)
         if unstored is not None:
             raise unstored
 
-    async def lose(self, claim: Claim, asking: CallRequest, error: BaseException) -> None:
+    async def finish_without_value(self, claim: Claim, call: CallRequest, error: BaseException) -> None:
         """Record that the work was done, although its value could not be made."""
-        await self._finish(claim, asking, _unstored(": ".join(_described(error))))
+        await self._finish(claim, call, _unstored(": ".join(_described(error))))
 
-    async def _finish(self, claim: Claim, asking: CallRequest, done: OutcomeData) -> None:
-        self._renewer.forget(claim)
+    async def _finish(self, claim: Claim, call: CallRequest, done: OutcomeData) -> None:
+        self._background.here().renewer.forget(claim)
         try:
             await self._record(claim, done)
         except ClaimLost:
             raise
         except BaseException as error:
-            self._owe(claim, done)
-            if asking.policy.store_failure == "closed" or not isinstance(error, StoreUnavailable):
+            self._retry_later(claim, done)
+            if call.policy.store_failure == "closed" or not isinstance(error, StoreUnavailable):
                 raise
-            _log.warning("the outcome of %r in %r is not recorded yet: %s", asking.key, asking.scope, error)
+            _log.warning("the outcome of %r in %r is not recorded yet: %s", call.key, call.scope, error)
 
-    async def fail(self, claim: Claim, asking: CallRequest, error: BaseException) -> bool:
+    async def fail(self, claim: Claim, call: CallRequest, error: BaseException) -> bool:
         """The work raised: give the key back, or keep the failure, as the policy says; True when it is kept.
 
         Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
         """
-        self._renewer.forget(claim)
+        self._background.here().renewer.forget(claim)
         done = None
-        if asking.policy.on_error == "keep" and isinstance(error, Exception):
-            done, _ = _done("error", _described(error), asking.policy.value_ttl)
+        if call.policy.on_error == "keep" and isinstance(error, Exception):
+            done, _ = _done("error", _described(error), call.policy.value_ttl)
         try:
             await (self.release(claim) if done is None else self._record(claim, done))
         except (ClaimLost, StoreUnavailable) as second:
             level = logging.DEBUG if self._bound else logging.WARNING  # bound: it vanishes with the transaction
             _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
             if isinstance(second, StoreUnavailable):
-                self._owe(claim, done)
+                self._retry_later(claim, done)
             return False
         except BaseException:  # cancelled meanwhile
-            self._owe(claim, done)
+            self._retry_later(claim, done)
             raise
         return done is not None
 
-    def _owe(self, claim: Claim, done: OutcomeData | None) -> None:
-        if not self._bound and done is not None:
-            self._debts.owe_outcome(claim, done)
-        elif not self._bound:
-            self._debts.owe_release(claim)
+    def _retry_later(self, claim: Claim, done: OutcomeData | None) -> None:
+        if self._bound:
+            return
+        pending = self._background.here().pending
+        if done is None:
+            pending.retry_release(claim)
+        else:
+            pending.retry_outcome(claim, done)
 
     def lapse(self, claim: Claim) -> None:
         """Let the claim lapse: nobody renews it any more."""
-        self._renewer.forget(claim)
+        self._background.here().renewer.forget(claim)
 
     def _request(  # noqa: PLR0917 -- private, and called with names where it is not plain
         self,
@@ -457,19 +457,19 @@ class KeyEngine:
             policy.on_crash == "unknown",
         )
 
-    async def _settle(self, request: ClaimRequest, patience: float) -> Verdict:
+    async def _wait_for_verdict(self, request: ClaimRequest, patience: float) -> Verdict:
         """Claim, and while the key is in flight wait for its owner to finish, give up or die."""
-        verdict = await self._ask(request)
+        verdict = await self._claim(request)
         if not isinstance(verdict, InFlight) or patience <= 0:
             return verdict
         deadline = time.monotonic() + patience
         pause = _FIRST_POLL
         request.waiting = True
-        self.store.watch(self._bell.ring)
+        self.store.watch(self._waiters.notify)
         signal = self._runtime.signal()
-        with self._bell.listening(request.scope, request.key, signal):
+        with self._waiters.waiting(request.scope, request.key, signal):
             while True:
-                verdict = await self._ask(request)
+                verdict = await self._claim(request)
                 left = deadline - time.monotonic()
                 if not isinstance(verdict, InFlight) or left <= 0:
                     return verdict
@@ -477,44 +477,43 @@ class KeyEngine:
                 pause = min(pause * 2, _LAST_POLL)
 
     async def _record(self, claim: Claim, done: OutcomeData) -> None:
-        if not await self._completes(Complete(claim.scope, claim.key, claim.fence, done)):
+        if not await self._send_complete(Complete(claim.scope, claim.key, claim.fence, done)):
             raise _lost(claim, "complete")
-        self._bell.ring(claim.scope, claim.key)
+        self._waiters.notify(claim.scope, claim.key)
 
-    def _note(self, request: ClaimRequest, verdict: Verdict, door: Door = "function", label: str = "") -> Verdict:
+    def _record_verdict(
+        self, request: ClaimRequest, verdict: Verdict, door: Door = "function", label: str = ""
+    ) -> Verdict:
         """Count the verdict, once, where all calls pass."""
         reason = verdict.reason if isinstance(verdict, Granted) else ""
         self.counters.note(_EVENTS[type(verdict)], request.scope, request.key, reason, door, label)
         return verdict
 
-    async def _ask(self, request: ClaimRequest) -> Verdict:
+    async def _claim(self, request: ClaimRequest) -> Verdict:
         """Claim; when no answer comes, see to it that nobody holds the key for a caller who has gone."""
-        if self._debts.any:
-            await self._debts.settle(request.scope, request.key)
+        pending = self._background.here().pending
+        if pending.writes:
+            await pending.flush_key(request.scope, request.key)
         try:
-            return await self._claims(request)
+            return await self._send_claim(request)
         except StoreBroken:
             raise
         except (StoreUnavailable, CancelledError):
             # Whoever resolves takes what is unknown: given back by nobody, it must stay unknown.
             if request.done is None and not request.resolving and not self._bound:
-                self._debts.owe_answer(request)
+                pending.retry_claim(request)
             raise
 
-    def _lane(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Batcher[A, B]:
+    def _batched(self, verb: Callable[[Sequence[A]], Awaitable[list[B]]]) -> Batcher[A, B]:
         if self._bound or self.memory is not None:
             return Unbatched(verb)
-        patient = self._patient(verb)
-        return self._runtime.lane(patient) if self.store.coalesce else Unbatched(patient)
+        retried = self._with_retry(verb)
+        return self._runtime.batcher(retried) if self.store.coalesce else Unbatched(retried)
 
-    def _patient(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
+    def _with_retry(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
         name = getattr(verb, "__name__", "<lambda>")
         took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
         return with_retry(verb, self._runtime, self._retry_for, longest=longest, took=took, is_new=self._is_new)
-
-    def _is_new(self) -> bool:
-        """True while the store may have to make its tables, as SQLite does: the first call makes them and waits."""
-        return not getattr(self.store, "ready", True)
 
 
 _EVENTS: dict[type, str] = {

@@ -1,7 +1,7 @@
 """Guarding functions: the key of a call, the claim around it, and what is replayed.
 
-:func:`run` is written once. Only calling the user's function differs between ``def`` and ``async def``: that is
-``invoke``, which in the blocking form never suspends.
+:func:`call_once` serves ``def`` and ``async def``. Only calling the user's function differs: that is ``invoke``, which
+in the blocking form never suspends.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class GuardSpec(Generic[P, R]):
         kind: Kind = "value",
         data: Callable[P, Any] | None = None,
     ) -> None:
-        if policy.in_flight == "reference":
-            raise InvalidRequest('in_flight="reference" is for jobs and runs; a function can "wait" or "conflict"')
         for name, given in (("key", key), ("data", data), ("reconcile", reconcile)):
             if given is not None and not callable(given):
                 raise InvalidRequest(f"{name}= is a function of the arguments, not {given!r:.80}")
@@ -106,31 +104,31 @@ class GuardSpec(Generic[P, R]):
             self._codec = codec_of(self.function) or PLAIN
         return self._codec
 
-    def ask(self, *args: P.args, **kwargs: P.kwargs) -> CallRequest:
+    def request(self, *args: P.args, **kwargs: P.kwargs) -> CallRequest:
         """Key and fingerprint of one call."""
         if callable(self._fingerprint):
             print_ = self._fingerprint(*args, **kwargs)
         else:
             print_ = self._of_arguments(*args, **kwargs) if self._fingerprint or self._key is None else ""
-        key = print_ if self._key is None else _text(self._key(*args, **kwargs))
+        key = print_ if self._key is None else key_text(self._key(*args, **kwargs))
         door: Door = "message" if self.kind == "seen" else "function"
         return CallRequest(key, self.scope, print_, self.policy, self.kind, self.renew, door=door, codec=self.codec)
 
-    def keep(self, value: R, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """What is recorded: the value, or for messages the data that is kept for audit."""
-        if self.kind != "seen":
-            return value
-        return None if self._data is None else self._data(*args, **kwargs)
-
-    def result(self, replay: Replay, asking: CallRequest) -> Result[Any]:
-        """The recorded outcome as a call's result."""
-        outcome = replay.outcome
-        if outcome.kind == "error" and not outcome.gone:
-            raise OriginalFailed(*outcome.value)
-        value = None if self.kind == "seen" else outcome.read(asking.codec)
-        if outcome.kind == "resolved" and isinstance(asking.codec, ReturnType):
-            value = asking.codec.fitted(value)
-        return Result(value, True, asking.key, asking.scope, outcome.fence)
+    async def call(
+        self, engine: KeyEngine, invoke: Invoke, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Result[Any]:
+        """Call the function once for its key, or replay its outcome."""
+        kept: Callable[[], Any] | None = None
+        if self.kind == "seen":  # of a message, only the data for audit is recorded
+            kept = _nothing if self._data is None else partial(self._data, *args, **kwargs)
+        return await call_once(
+            engine,
+            invoke,
+            self.request(*args, **kwargs),
+            partial(self.function, *args, **kwargs),
+            reconcile=None if self.reconcile is None else partial(self.reconcile, *args, **kwargs),
+            kept=kept,
+        )
 
     @cached_property
     def _signature(self) -> inspect.Signature:
@@ -174,7 +172,11 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 -- not asking whether it is callable
 
 
-def _text(key: Any) -> str:
+def _nothing() -> None:
+    return None
+
+
+def key_text(key: Any) -> str:
     if isinstance(key, int | UUID) and not isinstance(key, bool):
         return str(key)
     if not isinstance(key, str):
@@ -182,111 +184,127 @@ def _text(key: Any) -> str:
     return key
 
 
-Invoke: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
+Invoke: TypeAlias = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
-async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call_function(function: Callable[[], Any]) -> Any:
     """Call a ``def``."""
-    answer = function(*args, **kwargs)
+    answer = function()
     if inspect.iscoroutine(answer):
         answer.close()
         raise InvalidRequest(f"{_name(function)} is async; Once guards plain functions, use AsyncOnce for async ones")
     return answer
 
 
-async def call_async_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an ``async def``, or anything whose answer may be awaited."""
-    answer = function(*args, **kwargs)
+async def call_async_function(function: Callable[[], Any]) -> Any:
+    """Call an ``async def``, or anything that returns an awaitable."""
+    answer = function()
     return await answer if inspect.isawaitable(answer) else answer
 
 
 async def call_once(
-    engine: KeyEngine, invoke: Invoke, plan: GuardSpec[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: KeyEngine,
+    invoke: Invoke,
+    request: CallRequest,
+    work: Callable[[], Any],
+    *,
+    reconcile: Callable[[], Any] | None = None,
+    kept: Callable[[], Any] | None = None,
 ) -> Result[Any]:
-    """Call the function, or replay what came of it."""
-    asking = plan.ask(*args, **kwargs)
+    """Call ``work`` once for its key, or replay its outcome. ``kept`` makes what is recorded instead of the value."""
     try:
-        begun = await engine.begin(asking)
+        begun = await engine.begin(request)
     except OutcomeUnknown:
-        if plan.reconcile is None:
+        if reconcile is None:
             raise
-        asking.reconciling = True
-        begun = await engine.begin(asking)
+        request.reconciling = True
+        begun = await engine.begin(request)
     if isinstance(begun, Replay):
-        return plan.result(begun, asking)
+        return _replayed(begun, request)
     if begun is None:
-        return Result(await invoke(plan.function, *args, **kwargs), False, asking.key, asking.scope, 0)
+        return Result(await invoke(work), False, request.key, request.scope, 0)
     claim = begun.claim
-    if asking.reconciling:
-        # If the hook itself fails, the claim is left to lapse, and its outcome is unknown again.
-        try:
-            with current_claim_set(claim, asking.codec):
-                value = await invoke(plan.reconcile, *args, **kwargs)
-        except NotDone:
-            pass
-        except BaseException:
-            engine.lapse(claim)
-            raise
-        else:
-            await engine.finish(claim, asking, value)
-            return Result(value, True, asking.key, asking.scope, claim.fence)
+    token = current.set((claim, request.codec))
     worked = False
     try:
-        with current_claim_set(claim, asking.codec):
-            value = await invoke(plan.function, *args, **kwargs)
+        if request.reconciling and reconcile is not None:
+            try:
+                value = await invoke(reconcile)
+            except NotDone:
+                pass
+            except BaseException:
+                engine.lapse(claim)  # its outcome is unknown again when the lease ends
+                raise
+            else:
+                await engine.finish(claim, request, value)
+                return Result(value, True, request.key, request.scope, claim.fence)
+        try:
+            value = await invoke(work)
             worked = True
-            kept = plan.keep(value, *args, **kwargs)
-    except BaseException as error:
-        # When only data= failed, the message was handled all the same.
-        await (engine.lose(claim, asking, error) if worked else engine.fail(claim, asking, error))
-        raise
-    await engine.finish(claim, asking, kept)
-    return Result(value, False, asking.key, asking.scope, claim.fence)
+            outcome = value if kept is None else kept()
+        except BaseException as error:
+            # When only data= failed, the message was handled all the same.
+            await (engine.finish_without_value if worked else engine.fail)(claim, request, error)
+            raise
+    finally:
+        current.reset(token)
+    await engine.finish(claim, request, outcome)
+    return Result(value, False, request.key, request.scope, claim.fence)
+
+
+def _replayed(replay: Replay, request: CallRequest) -> Result[Any]:
+    outcome = replay.outcome
+    if outcome.kind == "error" and not outcome.gone:
+        raise OriginalFailed(*outcome.value)
+    value = None if request.kind == "seen" else outcome.read(request.codec)
+    if outcome.kind == "resolved" and isinstance(request.codec, ReturnType):
+        value = request.codec.fitted(value)
+    return Result(value, True, request.key, request.scope, outcome.fence)
 
 
 class Guarded(Generic[P, R]):
     """A ``def`` that runs once per key. Call it as before, or ``call`` it to learn whether it was replayed."""
 
-    def __init__(self, engine: KeyEngine, plan: GuardSpec[P, R], first: tuple[Any, ...] = ()) -> None:
-        self._engine, self._plan, self._first = engine, plan, first
-        update_wrapper(self, plan.function)
+    def __init__(self, engine: KeyEngine, spec: GuardSpec[P, R], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._spec, self._first = engine, spec, first
+        update_wrapper(self, spec.function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function's value, from this call or from the first one."""
+        """The function's value, of this call or of the first one."""
         return self.call(*args, **kwargs).value
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """The value, and whether it was replayed, under which key."""
-        return run_sync(call_once(self._engine, call_function, self._plan, self._first + args, kwargs))
+        return run_sync(self._spec.call(self._engine, call_function, self._first + args, kwargs))
 
     def __reduce__(self) -> str:
         """Pickled by its name, as functions are."""
-        return self._plan.function.__qualname__
+        return self._spec.function.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> Guarded[..., R]:
         """Guard methods, too."""
-        return self if instance is None else Guarded(self._engine, self._plan, (instance,))
+        return self if instance is None else Guarded(self._engine, self._spec, (instance,))
 
 
 class AsyncGuarded(Generic[P, R]):
     """An ``async def`` that runs once per key. Await it as before, or ``call`` it to learn whether it was replayed."""
 
-    def __init__(self, engine: KeyEngine, plan: GuardSpec[P, Awaitable[R]], first: tuple[Any, ...] = ()) -> None:
-        self._engine, self._plan, self._first = engine, plan, first
-        update_wrapper(self, plan.function)
+    def __init__(self, engine: KeyEngine, spec: GuardSpec[P, Awaitable[R]], first: tuple[Any, ...] = ()) -> None:
+        self._engine, self._spec, self._first = engine, spec, first
+        update_wrapper(self, spec.function)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function's value, from this call or from the first one."""
+        """The function's value, of this call or of the first one."""
         return (await self.call(*args, **kwargs)).value
 
     async def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
         """The value, and whether it was replayed, under which key."""
-        return await call_once(self._engine, call_async_function, self._plan, self._first + args, kwargs)
+        return await self._spec.call(self._engine, call_async_function, self._first + args, kwargs)
 
     def __reduce__(self) -> str:
         """Pickled by its name, as functions are."""
-        return self._plan.function.__qualname__
+        return self._spec.function.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> AsyncGuarded[..., R]:
         """Guard methods, too."""
-        return self if instance is None else AsyncGuarded(self._engine, self._plan, (instance,))
+        return self if instance is None else AsyncGuarded(self._engine, self._spec, (instance,))

@@ -1,6 +1,6 @@
-"""What could not be told to the store while it was away, or by a caller who was cancelled: told as soon as possible.
+"""Writes that failed while the store was unavailable, or whose caller was cancelled: retried in the background.
 
-An outcome that is not recorded would be worked out again when its lease ends; a key that is not given back would be
+An outcome that is not recorded would be worked out again when its lease ends; a key that is not released would be
 refused until then.
 """
 
@@ -22,131 +22,129 @@ from semel.types import Claim, Granted
 
 _BACKOFF = Backoff(0.02, 5.0)
 _TRIES = 3
-_LONGEST_TRY, _AT_ONCE = 2.5, 1.0
-"""Seconds for an answer of the store: in the background, and while a caller waits who wants the key."""
-_LONGEST = 3600.0
-"""Seconds after which what the store still does not take is given up, so that its lease can end."""
+"""Failures after which one turn ends: the store is unavailable."""
+_LONGEST_TRY, _LONGEST_FLUSH = 2.5, 1.0
+"""Seconds for a reply of the store: in the background, and while a caller waits who claims the key."""
+_GIVEN_UP_AFTER = 3600.0
+"""Seconds after which a write is given up, so that its lease can end."""
 _log = logging.getLogger("semel")
 
-
-_Pay: TypeAlias = "Callable[[PendingWrites], Awaitable[None]]"
+_Write: TypeAlias = "Callable[[PendingWrites], Awaitable[None]]"
 
 
 class PendingWrites(PeriodicTask):
-    """Tries again and again what it is given, in the background."""
+    """Retries outcomes, releases and claims until the store takes them."""
 
-    def __init__(self, runtime: Runtime, store: Store, renewer: Renewer, ring: OnReleased) -> None:
-        super().__init__(runtime, "semel-debts")
+    def __init__(self, runtime: Runtime, store: Store, renewer: Renewer, on_released: OnReleased) -> None:
+        super().__init__(runtime, "semel-pending-writes")
         self._store = store
         self._renewer = renewer
-        self._ring = ring
+        self._on_released = on_released
         self._failures = 0
 
     def after_fork(self) -> None:
-        """What the parent owes is not the child's to pay."""
+        """The parent's writes are the parent's to retry."""
         super().after_fork()
-        self._owed: dict[Claim | str, tuple[_Pay, float]] = {}
+        self.writes: dict[Claim | str, tuple[_Write, float]] = {}
 
-    def owe_outcome(self, claim: Claim, done: OutcomeData) -> None:
-        """Record it, and renew its lease until then."""
+    def retry_outcome(self, claim: Claim, done: OutcomeData) -> None:
+        """Record the outcome, and renew its lease until then."""
         self._renewer.watch(claim)
-        self._owe(claim, lambda debts: debts._record(claim, done), claim.lease)
+        self._add(claim, lambda pending: pending._record(claim, done), claim.lease)
 
-    def owe_release(self, claim: Claim) -> None:
-        """Give the key back."""
-        self._owe(claim, lambda debts: debts._release(claim), claim.lease)
+    def retry_release(self, claim: Claim) -> None:
+        """Release the key."""
+        self._add(claim, lambda pending: pending._release(claim), claim.lease)
 
-    def owe_answer(self, request: ClaimRequest) -> None:
-        """The store may have granted this and could not say so: see to it that nobody holds the key for nobody."""
-        self._owe(request.attempt, lambda debts: debts._unclaim(request), request.lease_us / 1e6)
+    def retry_claim(self, request: ClaimRequest) -> None:
+        """The store may have granted this claim although its reply was lost: release the key, if so."""
+        self._add(request.attempt, lambda pending: pending._unclaim(request), request.lease_us / 1e6)
 
-    def _owe(self, what: Claim | str, pay: _Pay, lease: float) -> None:
-        self._owed[what] = (pay, time.monotonic() + max(lease, _LONGEST))
-        self._soon()
+    def _add(self, about: Claim | str, write: _Write, lease: float) -> None:
+        self.writes[about] = (write, time.monotonic() + max(lease, _GIVEN_UP_AFTER))
+        self._start_now()
 
-    def _soon(self) -> None:
+    def _start_now(self) -> None:
         self._failures = 0
         self.start()
         self.nudge()
 
     def adopt(self, other: PendingWrites) -> None:
-        """Take over what another one, whose event loop is over, has not paid."""
-        if not other._owed:
+        """Take over the writes of another one, whose event loop is closed."""
+        if not other.writes:
             return
-        self._owed |= other._owed
-        other._owed = {}
+        self.writes |= other.writes
+        other.writes = {}
         for claim in other._renewer.watched():
-            if claim in self._owed:
+            if claim in self.writes:
                 self._renewer.watch(claim)
-        self._soon()
+        self._start_now()
 
-    async def settle(self, scope: str, key: str) -> None:
-        """Pay at once, if it can be, what is owed for a key that is about to be claimed."""
-        for what, (pay, _) in self._owed.copy().items():
-            if isinstance(what, Claim) and (what.scope, what.key) == (scope, key):
-                with suppress(SemelError):  # then the claim will tell how things stand
-                    await self._runtime.within(_AT_ONCE, pay(self))
-                    self._owed.pop(what, None)
-
-    @property
-    def any(self) -> bool:
-        """Something is owed."""
-        return bool(self._owed)
+    async def flush_key(self, scope: str, key: str) -> None:
+        """Try at once to write what is pending for a key that is about to be claimed."""
+        for about, (write, _) in self.writes.copy().items():
+            if isinstance(about, Claim) and (about.scope, about.key) == (scope, key):
+                with suppress(SemelError):  # the claim that follows reports the state of the store
+                    await self._runtime.within(_LONGEST_FLUSH, write(self))
+                    self.writes.pop(about, None)
 
     async def _record(self, claim: Claim, done: OutcomeData) -> None:
         (recorded,) = await self._store.complete([Complete(claim.scope, claim.key, claim.fence, done)])
         self._renewer.forget(claim)
         if recorded:
-            self._ring(claim.scope, claim.key)
+            self._on_released(claim.scope, claim.key)
         else:
-            said = "the outcome of %r in %r (fence %d) was never recorded: someone took over while the store was away"
-            _log.warning(said, claim.key, claim.scope, claim.fence)
+            _log.warning(
+                "the outcome of %r in %r (fence %d) was never recorded: another caller took the key over while the "
+                "store was unavailable",
+                claim.key,
+                claim.scope,
+                claim.fence,
+            )
 
     async def _release(self, claim: Claim) -> None:
         await self._store.release([Release(claim.scope, claim.key, claim.fence)])
-        self._ring(claim.scope, claim.key)
+        self._on_released(claim.scope, claim.key)
 
     async def _unclaim(self, request: ClaimRequest) -> None:
-        """Asked again, an attempt is granted what it was granted before."""
+        # A repeated attempt is granted what it was granted before.
         (verdict,) = await self._store.claim([request])
         await self.give_back(verdict)
 
     async def give_back(self, verdict: object) -> None:
-        """A caller was cancelled while its claim was on the way: nobody will work on it."""
+        """Release a claim whose caller was cancelled before it was granted."""
         if isinstance(verdict, Granted):
             try:
                 await self._release(verdict.claim)
             except StoreUnavailable:
-                self.owe_release(verdict.claim)
+                self.retry_release(verdict.claim)
 
     def pause(self) -> float:
-        """See Background."""
         self._failures += 1
-        return _BACKOFF.after(self._failures) if self._owed else 3600.0
+        return _BACKOFF.after(self._failures) if self.writes else 3600.0
 
     async def tick(self) -> None:
-        """See Background. What cannot be paid goes to the end of the queue, so that it holds up nothing for long."""
         failures: list[SemelError] = []
-        for what, (pay, until) in self._owed.copy().items():
+        for about, (write, until) in self.writes.copy().items():
             try:
                 if time.monotonic() < until:
-                    await self._runtime.within(_LONGEST_TRY, pay(self))
-                elif isinstance(what, Claim):
-                    self._renewer.forget(what)
+                    await self._runtime.within(_LONGEST_TRY, write(self))
+                elif isinstance(about, Claim):
+                    self._renewer.forget(about)
             except SemelError as error:
                 failures.append(error)
-                self._owed[what] = self._owed.pop(what, (pay, until))
+                # To the end of the queue, so that it holds up the others only once.
+                self.writes[about] = self.writes.pop(about, (write, until))
                 if len(failures) == _TRIES:
                     break
             else:
-                self._owed.pop(what, None)
+                self.writes.pop(about, None)
         if failures:
             raise failures[0]
 
     async def end(self) -> None:
-        """Also try a last time."""
         await super().end()
         try:
             await self._runtime.within(_LONGEST_TRY, self.tick())
         except SemelError as error:
-            _log.warning("%d outcomes or releases could not be recorded: %s", len(self._owed), error)
+            _log.warning("%d outcomes or releases could not be recorded: %s", len(self.writes), error)

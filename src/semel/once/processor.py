@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from semel._concurrency.sync import run_sync
 from semel.errors import InvalidRequest, Unfingerprintable
 from semel.fingerprint import fingerprint
 from semel.once.client import AsyncOnce, Once
-from semel.once.guard import GuardSpec, call_async_function, call_function, call_once, is_async
+from semel.once.guard import GuardSpec, Invoke, call_async_function, call_function, is_async
 from semel.once.idempotency_store import IdempotencyStore, StoredResults
 from semel.once.stores import Target
 from semel.policy import Policy
@@ -57,7 +58,7 @@ class IdempotentProcessor:
         self._async = is_async(function)
         self._results = StoredResults(store) if isinstance(store, IdempotencyStore) else None
         self._once: Once | AsyncOnce | None = None if self._results else self._opened(cast("Any", store))
-        self._plan: GuardSpec[[Any], Any] = GuardSpec(
+        self._spec: GuardSpec[[Any], Any] = GuardSpec(
             function, policy or Policy.processor(), scope=scope, key=self.key_of, fingerprint=self._print_of
         )
 
@@ -95,27 +96,28 @@ class IdempotentProcessor:
         if self._results is None:
             return run_sync(self._through_once(payload, call_function))
         key = self.key_of(payload)
-        return self._results.process(key, lambda: run_sync(self._logging(call_function)(self._plan.function, payload)))
+        call = self._logging(call_function, payload)
+        return self._results.process(key, lambda: run_sync(call(partial(self._spec.function, payload))))
 
     async def _process_async(self, payload: Any) -> ProcessingRecord:
         if self._results is None:
             return await self._through_once(payload, call_async_function)
         key = self.key_of(payload)
-        make = self._logging(call_async_function)
-        return await self._results.process_async(key, lambda: make(self._plan.function, payload))
+        call = self._logging(call_async_function, payload)
+        return await self._results.process_async(key, lambda: call(partial(self._spec.function, payload)))
 
-    async def _through_once(self, payload: Any, how: Callable[..., Any]) -> ProcessingRecord:
-        result = await call_once(self.once._engine, self._logging(how), self._plan, (payload,), {})
+    async def _through_once(self, payload: Any, invoke: Invoke) -> ProcessingRecord:
+        result = await self._spec.call(self.once._engine, self._logging(invoke, payload), (payload,), {})
         return ProcessingRecord(result.value, result.replayed, result.key)
 
-    def _logging(self, how: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls the function, and logs that it failed: the error's type, the key and the scope, never the payload."""
+    def _logging(self, invoke: Invoke, payload: Any) -> Invoke:
+        """``invoke`` that logs a failure: the error's type, the key and the scope, never the payload."""
 
-        async def call(function: Callable[[Any], Any], payload: Any) -> Any:
+        async def call(function: Callable[[], Any]) -> Any:
             try:
-                return await how(function, payload)
+                return await invoke(function)
             except Exception as error:
-                known = {"event": "failed", "scope": self._plan.scope, "key": self.key_of(payload)}
+                known = {"event": "failed", "scope": self._spec.scope, "key": self.key_of(payload)}
                 kind = f"{type(error).__module__}.{type(error).__qualname__}"
                 said = "processing failed with %s: key %r in %r; the next delivery tries again"
                 _log.error(said, kind, known["key"], known["scope"], extra={**known, "reason": kind})

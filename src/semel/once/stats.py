@@ -159,7 +159,7 @@ class StatsCounter:
         self._complained: set[tuple[int, str]] = set()
         self._warned: dict[tuple[str, str, str], object] = {}
 
-    def hear(self, hook: Hook) -> float | None:
+    def add_hook(self, hook: Hook) -> float | None:
         """Tell the hook of every event from now on, once however often it is given.
 
         Answers how often it wants to know what the store holds.

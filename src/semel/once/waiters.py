@@ -23,7 +23,7 @@ class Waiters:
         self._waiting: dict[tuple[str, str], list[Signal]] = {}
 
     @contextmanager
-    def listening(self, scope: str, key: str, signal: Signal) -> Iterator[None]:
+    def waiting(self, scope: str, key: str, signal: Signal) -> Iterator[None]:
         """While inside, ``signal`` is set whenever the key's claim may have ended."""
         with self._lock:
             self._waiting.setdefault((scope, key), []).append(signal)
@@ -36,7 +36,7 @@ class Waiters:
                 if not signals:
                     del self._waiting[scope, key]
 
-    def ring(self, scope: str, key: str) -> None:
+    def notify(self, scope: str, key: str) -> None:
         """Wake everyone who waits for the key."""
         if self._waiting:
             with self._lock:

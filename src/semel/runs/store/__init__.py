@@ -86,11 +86,11 @@ class RunStore:
         self._repeats = False
         self.outage: Outage | None = None
         """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
-        self.submit = self.runtime.lane(self._submit_now)
+        self.submit = self.runtime.batcher(self._submit_now)
         """Submits one :class:`Submission`; calls that come together share a transaction."""
-        self.find = self.runtime.lane(self._find_now)
+        self.find = self.runtime.batcher(self._find_now)
         """The run of an id, or None; calls that come together share a statement."""
-        self.reserve = self.runtime.lane(self._reserve_now)
+        self.reserve = self.runtime.batcher(self._reserve_now)
         """Reserves a slot (see quotas.reserve); calls that come together share a transaction."""
 
     def key_store(self) -> Store:
