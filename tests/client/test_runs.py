@@ -394,7 +394,7 @@ def make_token(service: Served, user: str, role: str) -> str:
     request = tokens.NewToken(name=user, user=user, role=role)
     text = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
     run_sync(ledger.close())
-    service.site.auth.forget()
+    service.site.auth.clear_cache()
     return str(text)
 
 

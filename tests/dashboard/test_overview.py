@@ -196,7 +196,7 @@ def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pyte
         revoke(town, person)
         assert until_event(events, lambda each: each.kind == "signed-out").html == ""
         assert next(events, None) is None
-        town.site.auth.forget()
+        town.site.auth.clear_cache()
         assert brief.client.get("/ui/live", follow_redirects=False).headers["location"] == "/ui/sign-in"
 
 

@@ -81,7 +81,7 @@ def test_an_open_list_ends_for_whose_token_is_taken_away(town: Town, monkeypatch
 
 def test_a_stream_takes_a_place_and_gives_it_back(town: Town) -> None:
     person = town.admit("seat")
-    taken = town.site.wait_slots._taken
+    taken = town.site.wait_slots._held
     with browser(town, person) as seat:
         with seat.client.stream("GET", "/ui/live/runs") as answer:
             told = events(answer.iter_lines())

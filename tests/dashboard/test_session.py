@@ -361,7 +361,7 @@ def test_a_token_that_is_revoked_ends_the_session(town: Town) -> None:
         ledger = town.app.ledger(awaited=False)
         assert run_sync(ledger.write(tokens.revoke, person.id))
         run_sync(ledger.close())
-        town.site.auth.forget()
+        town.site.auth.clear_cache()
         assert brief.open("/").path == "/ui/sign-in"
         assert brief.sign_in(town.root.secret).path == "/"
 
@@ -377,7 +377,7 @@ def test_refusals_are_pages_for_people(town: Town, root: Browser) -> None:
     assert [each["href"] for each in page.one("nav").all("a")][:2] == ["/", "/ui/runs"]
     large = root.client.post("/ui/sign-out", data={"csrf": root.csrf, "x": "x" * 1_100_000}, follow_redirects=False)
     assert large.status_code == 413
-    assert "the body may have" in Page(large).text
+    assert "the body is larger than" in Page(large).text
     wrong = root.open("/?window=century")
     assert wrong.status == 400
     assert "window" in wrong.text

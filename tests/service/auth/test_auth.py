@@ -271,7 +271,7 @@ def test_the_last_admin_token_stays_even_if_two_admins_revoke_each_other(new_tow
 def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are_gone(new_town: Town) -> None:
     assert new_town.nobody.get("/runs").status_code == 401
     revoke_elsewhere(new_town.app, new_town.root.id)
-    new_town.site.auth.forget()
+    new_town.site.auth.clear_cache()
     assert new_town.nobody.get("/runs").status_code == 401
     assert new_town.root.get("/runs").status_code == 401
 
@@ -467,7 +467,7 @@ def test_so_many_requests_of_a_caller_wait_or_listen_at_a_time(tmp_path: Path, s
         eventually(lambda: sum(len(each) for each in town.site.watch._waiters.values()) == 4)
         assert town.root.post(f"/runs/{run}/cancel").status_code == 200
         assert {each.result(PATIENCE).status_code for each in [*waiting, other]} == {200}
-        assert not town.site.wait_slots._taken
+        assert not town.site.wait_slots._held
 
 
 def test_what_is_printed_by_accident_has_no_secret() -> None:

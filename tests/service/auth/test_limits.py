@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from semel.service import Settings
-from semel.service.auth.limits import DRAINED
+from semel.service.auth.limits import MAX_DRAIN
 from semel.service.auth.middleware import AuthMiddleware
 from support.auth import Town, bare, eventually, shared_town, status_of
 from support.service import PATIENCE, made_app, served
@@ -54,7 +54,7 @@ def test_a_chunked_body_is_counted_as_it_comes(town: Town) -> None:
 
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(town: Town) -> None:
-    for size in (Settings().max_body + 1, DRAINED + 1, 10**40):
+    for size in (Settings().max_body + 1, MAX_DRAIN + 1, 10**40):
         told = head(town, "POST /runs HTTP/1.1", f"Content-Length: {size}", "Expect: 100-continue")
         assert status_of(bare(town.address, told)) in (400, 413)
 

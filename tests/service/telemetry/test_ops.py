@@ -88,7 +88,7 @@ def told(shown: io.StringIO, request_id: str) -> list[dict[str, Any]]:
 
 def test_a_service_that_is_well_says_so_to_anybody(service: Served) -> None:
     token(service.app, "admin")
-    service.site.auth.forget()
+    service.site.auth.clear_cache()
     with service.client() as client:
         for path in ("/healthz", "/readyz"):
             answer = client.get(path)

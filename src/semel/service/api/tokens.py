@@ -162,12 +162,12 @@ async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: C
     if done == "last":
         said = "this is the last admin token: make another first, or use `semel token revoke` on the server's machine"
         raise ApiError(409, "LAST_ADMIN", said)
-    service.auth.forget()
+    service.auth.clear_cache()
     _log.info("token %s was revoked by %s", token_id, _signed(caller))
 
 
 def _handed_out(service: CurrentState, caller: Principal, issued: Issued, how: str) -> Response[IssuedView]:
-    service.auth.forget()
+    service.auth.clear_cache()
     token = issued.token
     _log.info(
         "token %s (%s of %r, tenant %r) was %s by %s",

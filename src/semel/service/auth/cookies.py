@@ -1,4 +1,4 @@
-"""Cookies as browsers send them, and as they are set here: for this site's own requests alone, and not for scripts."""
+"""Cookies: SameSite=Strict and HttpOnly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cookie(scope: Any, name: str) -> str | None:
-    """The cookie of that name. Of several that differ none: a page on another port may have set one of them."""
+    """The cookie of that name; None if there are several that differ: a page on another port may have set one."""
     found = {value for each, value in _cookies(scope) if each == name}
     return found.pop() if len(found) == 1 else None
 
@@ -27,14 +27,14 @@ def _cookies(scope: Any) -> Iterator[tuple[str, str]]:
 
 
 def made_cookie(name: str, value: str, *, root: str, secure: bool, seconds: int | None = None) -> Cookie:
-    """A cookie to be set; it ends with the browser unless ``seconds`` says when, and at once with 0."""
+    """A cookie to set. It lasts ``seconds``, or as long as the browser runs; 0 deletes it."""
     return Cookie(
         key=name, value=value, path=root or "/", secure=secure, httponly=True, samesite="strict", max_age=seconds
     )
 
 
 def is_https(scope: Any, settings: Settings) -> bool:
-    """Whether the browser speaks TLS, with us or with the proxy before us."""
+    """Whether the browser uses TLS, with us or with a proxy."""
     forwarded = (header(scope, b"x-forwarded-proto") or "").partition(",")[0].strip().lower()
     public = (settings.public_url or "").lower()
     return scope.get("scheme") == "https" or forwarded == "https" or public.startswith("https:")

@@ -1,4 +1,4 @@
-"""How much and how fast: requests a second, failed attempts, and the size and pace of a request's body."""
+"""Limits: the rate of requests, concurrent ones, and the size and duration of a request's body."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Scope: TypeAlias = Any
 Receive: TypeAlias = Callable[[], Awaitable[Any]]
 
 MOST_NAMES = 10_000
-"""Of how many tokens, or addresses, the use is remembered."""
+"""Tokens, or addresses, that a limit remembers."""
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods whose body nobody reads."""
-_SAID_ONCE = (b"content-type", b"content-encoding")
-"""Headers of which a second one would be overlooked here and believed elsewhere, or the other way round."""
-DRAINED = 4 * 1024 * 1024
-"""Bytes of a refused body that are read and dropped, so that a client that sends first and reads then sees why."""
-DRAINED_FOR = 5.0
+"""Methods whose body is not read."""
+_SINGLE = (b"content-type", b"content-encoding")
+"""Headers that may be sent once only: of two, a proxy may read the one and we the other."""
+MAX_DRAIN = 4 * 1024 * 1024
+"""Bytes of a refused body that are read and dropped, so that a client that sends before it reads gets the response."""
+DRAIN_TIMEOUT = 5.0
 
 
 class ClientGone(Exception):
-    """The client hung up before its request was whole: there is nothing to do."""
+    """The client disconnected before its request was complete."""
 
 
-class Bucket:
-    """So many a second, and up to ``most`` at once after a pause."""
+class TokenBucket:
+    """Allows ``rate`` a second, and bursts of ``most``."""
 
     __slots__ = ("_at", "_left", "_most", "_rate")
 
@@ -45,7 +45,7 @@ class Bucket:
         self._at = time.monotonic()
 
     def take(self) -> float:
-        """Take one; else the seconds until there is one."""
+        """Take one: returns 0, or the seconds until one is available."""
         now = time.monotonic()
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
@@ -56,19 +56,18 @@ class Bucket:
 
 
 class RateLimits:
-    """A bucket for each name. Whose was not asked for longest is forgotten first, so they stay few."""
+    """A token bucket for each name. LRU: evicts the least recently used."""
 
     def __init__(self, rate: float, most: float) -> None:
         self._rate = rate
         self._most = most
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, name: str) -> float:
-        """See Bucket."""
-        bucket = self._buckets.pop(name, None) or Bucket(self._rate, self._most)
+        bucket = self._buckets.pop(name, None) or TokenBucket(self._rate, self._most)
         if len(self._buckets) >= MOST_NAMES:
             del self._buckets[next(iter(self._buckets))]
         self._buckets[name] = bucket
@@ -76,32 +75,32 @@ class RateLimits:
 
 
 class ConcurrencyLimit:
-    """How many of each name may be there at a time."""
+    """How many each name may hold at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._taken: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
 
     def check(self, name: str) -> None:
-        """Refuse where there is no place left."""
-        if self._taken[name] >= self._most:
-            said = f"{self._most} requests of yours wait or listen already, and no more may at a time"
+        """Raise 429 if none is left."""
+        if self._held[name] >= self._most:
+            said = f"{self._most} of your requests are waiting or streaming already, which is the limit"
             raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=1.0)
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Take a place until the end of the block."""
-        self._taken[name] += 1
+        """Hold one until the end of the block."""
+        self._held[name] += 1
         try:
             yield
         finally:
-            self._taken[name] -= 1
-            if not self._taken[name]:
-                del self._taken[name]
+            self._held[name] -= 1
+            if not self._held[name]:
+                del self._held[name]
 
 
 def address_of(scope: Scope) -> str:
-    """Where a request comes from; of IPv6 the network, since whoever has one address there has them all."""
+    """The address of the client; for IPv6 its /64 network, which is usually one client's."""
     client = scope.get("client")
     host: str = client[0] if client and client[0] else ""
     try:
@@ -130,13 +129,13 @@ def headers(scope: Scope, name: bytes) -> list[str]:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class BodyReader:
-    """The body of a request on its way in."""
+    """Reads the body of a request, within limits."""
 
     def __init__(self, scope: Scope, receive: Receive, settings: Settings) -> None:
         self._scope = scope
@@ -145,31 +144,31 @@ class BodyReader:
         self._timeout = settings.body_timeout
         self._ended = False
 
-    async def whole(self) -> Receive:
-        """What gives the body in one piece, once it is here; or the refusal of one too large or too slow.
+    async def read_all(self) -> Receive:
+        """Read the body; returns a ``receive`` that gives it in one piece, and then the server's further messages.
 
-        After the body it passes on whatever the server says: a handler that waits learns that its client went away.
+        Raises ApiError if the body is too large or too slow.
         """
-        if (self._announced or 0) > self._most:
+        if (self._content_length or 0) > self._most:
             raise self._too_large()
         if self._scope["method"] in BODILESS:
             return self._receive
-        for name in _SAID_ONCE:
+        for name in _SINGLE:
             if len(headers(self._scope, name)) > 1:
-                said = f"there are two headers {name.decode().title()}, and a body is of one kind"
+                said = f"the request has two {name.decode().title()} headers"
                 raise ApiError(400, "INVALID_REQUEST", said)
         if (header(self._scope, b"content-encoding") or "identity").strip().lower() != "identity":
-            raise ApiError(415, "UNSUPPORTED_MEDIA_TYPE", "a body is taken as it is, without a Content-Encoding")
+            raise ApiError(415, "UNSUPPORTED_MEDIA_TYPE", "the body must not have a Content-Encoding")
         try:
             async with asyncio.timeout(self._timeout):
                 body = await self._read()
         except TimeoutError:
-            self._ended = True  # nobody waits for the rest
+            self._ended = True  # the rest is not read
             raise ApiError(408, "BODY_TOO_SLOW", "the body took too long to arrive") from None
-        return _replayed(body, self._receive)
+        return _receive_again(body, self._receive)
 
     @property
-    def _announced(self) -> int | None:
+    def _content_length(self) -> int | None:
         length = header(self._scope, b"content-length")
         if length is None or not (length.isascii() and length.isdigit()):
             return None
@@ -192,21 +191,21 @@ class BodyReader:
         return part
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, "BODY_TOO_LARGE", f"the body may have {self._most:,} bytes")
+        return ApiError(413, "BODY_TOO_LARGE", f"the body is larger than {self._most:,} bytes")
 
     async def drain(self) -> None:
-        """Drop what is still to come of a refused body, unless that is much, or the client waits to be asked for it."""
+        """Read and drop the rest of a refused body, unless it is large, or the client waits for 100 Continue."""
         chunked = header(self._scope, b"transfer-encoding") is not None
-        coming = DRAINED if chunked else self._announced or 0
-        if not 0 < coming <= DRAINED or header(self._scope, b"expect") is not None:
+        coming = MAX_DRAIN if chunked else self._content_length or 0
+        if not 0 < coming <= MAX_DRAIN or header(self._scope, b"expect") is not None:
             return
         with suppress(TimeoutError, ClientGone):
-            async with asyncio.timeout(DRAINED_FOR):
+            async with asyncio.timeout(DRAIN_TIMEOUT):
                 while not self._ended and coming > 0:
                     coming -= max(1, len(await self._part()))
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _receive_again(body: bytes, receive: Receive) -> Receive:
     sent = False
 
     async def again() -> Any:

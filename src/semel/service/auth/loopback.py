@@ -1,4 +1,4 @@
-"""Whether a request is this machine's own: sent from here, meant for here, and by nobody else's page or proxy."""
+"""Whether a request is local: from this machine, addressed to it, and not sent by a proxy or another site's page."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 from semel.service.api.problems import ApiError
 from semel.service.auth.limits import header, headers
 
-_CARRIED = re.compile(
+_PROXY_HEADER = re.compile(
     rb"forwarded|via|x-real-ip|x-forwarded(-.*)?|x-original-(host|url|forwarded-for)|[a-z-]*(client|connecting)-ip"
 )
-"""What a proxy adds. Behind one every request seems to be sent from this machine."""
+"""Headers that proxies add. Behind a proxy, every request seems to be local."""
 
 
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
-    """Whether that is this machine alone."""
+    """Whether the host is a loopback address."""
     if host.lower() == "localhost":
         return True
     try:
@@ -31,25 +31,31 @@ def is_loopback(host: str) -> bool:
 
 
 def require_local(scope: Any) -> None:
-    """Refuse what is not from this machine, or not for it under a name of its own, or what another's page sends."""
+    """Raise 403 unless the request is local."""
     client = scope.get("client")
     if client and client[0] and not is_loopback(client[0]):
-        raise ApiError(403, "LOOPBACK_ONLY", "without tokens this server answers only the machine it runs on")
-    if any(_CARRIED.fullmatch(name) for name, _ in scope["headers"]):
-        said = "without tokens this server answers no proxy: make a token, and let every request carry one"
+        raise ApiError(
+            403,
+            "LOOPBACK_ONLY",
+            "while there are no tokens, this server accepts only requests from the machine it runs on",
+        )
+    if any(_PROXY_HEADER.fullmatch(name) for name, _ in scope["headers"]):
+        said = "while there are no tokens, this server accepts no requests through a proxy: create a token, and send it"
         raise ApiError(403, "LOOPBACK_ONLY", said)
     hosts = headers(scope, b"host")
     if not hosts or not all(_names_loopback(f"//{host}") for host in hosts):
-        said = "without tokens this server answers only as localhost, 127.0.0.1 or [::1]"
+        said = "while there are no tokens, this server accepts requests only for localhost, 127.0.0.1 or [::1]"
         raise ApiError(403, "LOOPBACK_ONLY", said)
-    if not all(_names_loopback(origin) for origin in headers(scope, b"origin")) or _from_elsewhere(scope):
-        raise ApiError(403, "CROSS_ORIGIN", "without tokens this server answers no page of another site")
+    if not all(_names_loopback(origin) for origin in headers(scope, b"origin")) or _is_cross_site(scope):
+        raise ApiError(
+            403, "CROSS_ORIGIN", "while there are no tokens, this server accepts no requests from pages of other sites"
+        )
 
 
 @lru_cache(1024)
 def _names_loopback(url: str) -> bool:
-    """Whether the host of a URL is this machine: of a Host header, and of an Origin."""
-    if any(character <= " " for character in url):  # which urlsplit would drop
+    """Whether the host of a URL, from a Host or an Origin header, is a loopback address."""
+    if any(character <= " " for character in url):  # urlsplit would drop it
         return False
     try:
         parts = urlsplit(url)
@@ -60,8 +66,8 @@ def _names_loopback(url: str) -> bool:
     return plain and (port is None or port >= 0) and is_loopback(parts.hostname or "")
 
 
-def _from_elsewhere(scope: Any) -> bool:
-    """Whether a browser says that another site's page sends it; following a link from there is no sending."""
+def _is_cross_site(scope: Any) -> bool:
+    """Whether a browser sends it for another site's page; following a link from there is allowed."""
     if (header(scope, b"sec-fetch-site") or "").lower() != "cross-site":
         return False
     follows = (header(scope, b"sec-fetch-mode") or "").lower() == "navigate" and scope["method"] in ("GET", "HEAD")

@@ -1,7 +1,8 @@
-"""The gate that every request passes first: where it comes from, who sends it, how much and how fast.
+"""Authentication: plain ASGI middleware around the whole service.
 
-It is plain ASGI around the whole service. Without tokens the service answers this machine only, and only to requests
-that name it so: a page in somebody's browser cannot reach it under another name.
+It finds the token's owner, and limits the size and the rate of requests. While there are no tokens, the service accepts
+only requests from this machine that address it as localhost, so that no page in a browser can reach it by another name
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ if TYPE_CHECKING:
 
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 ErrorPage: TypeAlias = tuple[int, list[tuple[str, str]], bytes]
-"""How a refusal is shown in a browser: status, headers, content."""
+"""A problem as a page: status, headers, content."""
 
 OPEN = re.compile(r"/(?:healthz|readyz|api/cloud/webhooks/\w+/[\w-]+|ui/static/[\w.-]+)", re.ASCII)
-"""What anybody may ask: how the server is; to call back, which proves itself by its signature; and the dashboard's
-stylesheet and script, which its sign-in needs."""
+"""Paths that need no token: health, webhooks of providers (which are signed), and the dashboard's stylesheet and
+script, which the sign-in page needs."""
 UNOPENED = frozenset({"/healthz", "/readyz"})
-"""What is answered even while the database is away."""
+"""Paths that respond even while the database is unavailable."""
 SIGN_IN = "/ui/sign-in"
 SESSION = "semel_session"
-"""The cookie that holds the token of somebody who signed in. It is looked at for pages only, never for the API."""
+"""The cookie with the token of a signed-in user. It is valid for pages only, never for the API."""
 LOCAL_USER = "local"
-"""Who submits on this machine while there are no tokens."""
+"""The user of local requests while there are no tokens."""
 KNOWN_FOR = 5.0
-"""Seconds for which a token that was looked up is known: so long may one that was revoked still be taken."""
-LOOK_EVERY = 1.0
-"""Seconds between two looks for the first token, while there are none."""
-NOTED_EVERY = 60.0
-"""Seconds between two notes that a token was used."""
+"""Seconds for which a token is cached: for so long, a token that was revoked elsewhere may still be accepted."""
+POLL_TOKENS = 1.0
+"""Seconds between two checks whether there is a first token."""
+USED_EVERY = 60.0
+"""Seconds between two writes of a token's last use."""
 FAILURES = 60
-"""Tokens that are not valid which an address may send at once, and"""
+"""Invalid tokens that an address may send in a burst."""
 FAILURES_REFILLED = 1.0
-"""a second after that. Those that were good before pass meanwhile: they may come through the same proxy."""
+"""Invalid tokens a second after that. Valid tokens are accepted meanwhile: they may come through the same proxy."""
 
 __all__ = [
     "LOCAL_USER",
@@ -84,7 +85,7 @@ _log = logging.getLogger("semel.service")
 
 
 class Principal(Struct, frozen=True, kw_only=True):
-    """Who sent a request."""
+    """The sender of a request: a user with a role, in a tenant."""
 
     user: str
     role: Role
@@ -92,27 +93,27 @@ class Principal(Struct, frozen=True, kw_only=True):
     token: str | None = None
 
     def may(self, role: Role) -> bool:
-        """Whether they have the role, or one that may more."""
+        """Whether they have the role, or a higher one."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
     @property
     def name(self) -> str:
-        """What limits go by."""
+        """What rate and concurrency limits are counted by."""
         return self.token or self.user
 
     @property
     def visible_user(self) -> str | None:
-        """Whose runs they see: their own, or everybody's (None)."""
+        """The user whose runs they see; None for everybody's."""
         return None if self.may("operator") else self.user
 
 
 def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:
-    """A guard of a handler: ``guards=[requires("admin")]`` refuses those who have less than that role."""
+    """A guard of a handler: ``guards=[requires("admin")]`` refuses lower roles."""
 
     def guard(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
         caller: Principal | None = connection.scope["state"].get("caller")
         if caller is None:
-            raise ApiError(401, "UNAUTHENTICATED", "a token is needed here")
+            raise ApiError(401, "UNAUTHENTICATED", "a token is required here")
         if not caller.may(role):
             raise ApiError(403, "FORBIDDEN", f"this needs the role {role}, and the token has {caller.role}")
 
@@ -120,25 +121,25 @@ def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRo
 
 
 def forbid_cookie_on_api(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """A guard of every handler: who came by a cookie comes to pages, whatever the path looked like at the gate."""
+    """A guard of every handler: a cookie is accepted for pages only, however the path was spelt."""
     if connection.scope["state"].get("by_cookie") and not handler.opt.get("page"):
         raise ApiError(401, "UNAUTHENTICATED", "a token is needed: Authorization: Bearer semel_…")
 
 
 def is_page(path: str) -> bool:
-    """Whether the path (without what it is mounted under) is the dashboard's."""
+    """Whether the path, without the mount point, is the dashboard's."""
     return path in ("", "/", "/ui") or path.startswith("/ui/")
 
 
 class CachedToken(Struct, frozen=True):
-    """A token that was found good, and until when (in the process's time) that is taken for true."""
+    """A valid token, cached until then (``time.monotonic``)."""
 
     token: Token
     until: float
 
 
 class Authenticator:
-    """Who a request is from. A token that was found good is known for some seconds."""
+    """Finds who sent a request, and caches valid tokens for some seconds."""
 
     def __init__(self, store: RunStore, settings: Settings) -> None:
         self._store = store
@@ -146,34 +147,34 @@ class Authenticator:
         self._rate = settings.rate
         self._uses = RateLimits(settings.rate, 2 * settings.rate)
         self._failures = RateLimits(FAILURES_REFILLED, FAILURES)
-        self._noted: dict[str, float] = {}
+        self._used_at: dict[str, float] = {}
         self._guarded = False
-        self._looked_at = -LOOK_EVERY
+        self._looked_at = -POLL_TOKENS
         self._looking = asyncio.Lock()
-        self._noting: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
 
     async def caller(self, scope: Scope) -> Principal:
-        """Who sent the request, or the refusal."""
+        """The sender of a request; raises ApiError."""
         sent = headers(scope, b"authorization")
         if not sent:
             return await self._nobody(scope)
         return await self._admitted(sent, scope)
 
-    async def visitor(self, scope: Scope) -> Principal:
-        """Who asks for a page: a browser says it with its cookie, where there is no token in the header."""
+    async def from_cookie(self, scope: Scope) -> Principal:
+        """The sender of a request for a page: by its cookie, unless there is a token in the header."""
         secret = cookie(scope, SESSION)
         if secret is None or headers(scope, b"authorization") or not await self.guarded():
-            return await self.caller(scope)  # without tokens a cookie is another server's: ports share them
+            return await self.caller(scope)  # while there are no tokens, a cookie is another server's: ports share them
         return await self.signed_in(secret, scope)
 
     async def signed_in(self, secret: str, scope: Scope) -> Principal:
-        """Whose token that is, as if it had been sent in the header; or the refusal."""
+        """The owner of the token; raises ApiError."""
         return await self._admitted([f"Bearer {secret}"], scope)
 
     async def _admitted(self, sent: list[str], scope: Scope) -> Principal:
         token = await self._token(sent, scope)
-        self._within_rate(token.id)
-        self._note(token.id)
+        self._check_rate(token.id)
+        self._mark_used(token.id)
         return Principal(user=token.user, role=token.role, tenant=token.tenant, token=token.id)
 
     async def _nobody(self, scope: Scope) -> Principal:
@@ -183,44 +184,46 @@ class Authenticator:
         return Principal(user=LOCAL_USER, role="admin")
 
     async def guarded(self) -> bool:
-        """Whether there are tokens. Once there are, there is no way back while the server runs."""
-        if not self._guarded and time.monotonic() - self._looked_at >= LOOK_EVERY:
-            async with self._looking:  # one asks for all who come meanwhile
-                if time.monotonic() - self._looked_at >= LOOK_EVERY:
+        """Whether there are tokens. Once there are, the server requires them until it ends."""
+        if not self._guarded and time.monotonic() - self._looked_at >= POLL_TOKENS:
+            async with self._looking:  # one query serves concurrent requests
+                if time.monotonic() - self._looked_at >= POLL_TOKENS:
                     self._guarded = await self._store.read(tokens.any_there)
                     self._looked_at = time.monotonic()
         return self._guarded
 
     async def is_still_valid(self, caller: Principal) -> bool:
-        """Whether somebody who is being answered for long would be let in now, too."""
+        """Whether the sender of a long request would still be accepted."""
         if caller.token is None:
             return not await self.guarded()
         return await self._store.read(tokens.find, caller.token, self._store.terms) is not None
 
     async def _token(self, sent: list[str], scope: Scope) -> Token:
-        """The token that was sent, looked up unless that very text was good a moment ago.
+        """The token that was sent, from the cache or the database.
 
-        What is not good is not remembered, so it costs the same whatever is wrong with it, and fills no memory.
+        Invalid ones are not cached: each costs the same, whatever is wrong with it, and none fills the memory.
         """
         if len(sent) != 1:
-            raise self._not_good(address_of(scope))
-        mark = sha256(sent[0].encode()).digest()
-        known = self._known.get(mark)
+            raise self._invalid(address_of(scope))
+        digest = sha256(sent[0].encode()).digest()
+        known = self._known.get(digest)
         if known is not None and time.monotonic() < known.until:
             return known.token
         found = await self._look_up(sent[0])
-        self._known.pop(mark, None)
+        self._known.pop(digest, None)
         if found is None:
-            raise self._not_good(address_of(scope))
+            raise self._invalid(address_of(scope))
         self._guarded = True
         token, left = found
-        self._remember(mark, CachedToken(token, time.monotonic() + min(KNOWN_FOR, KNOWN_FOR if left is None else left)))
+        self._remember(
+            digest, CachedToken(token, time.monotonic() + min(KNOWN_FOR, KNOWN_FOR if left is None else left))
+        )
         return token
 
-    def _not_good(self, address: str) -> ApiError:
-        """The refusal of a token. Good ones are never refused for what others sent from the same address."""
+    def _invalid(self, address: str) -> ApiError:
+        """The error for an invalid token: 401, or 429 after many from one address."""
         if wait := self._failures.take(address):
-            said = "too many tokens that were not valid came from this address"
+            said = "too many invalid tokens came from this address"
             return ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=wait)
         return ApiError(401, "UNAUTHENTICATED", "the token is not valid, or no longer")
 
@@ -229,63 +232,62 @@ class Authenticator:
         parsed = tokens.parse(text.strip()) if scheme.lower() == "bearer" else None
         return None if parsed is None else await self._store.read(tokens.check, *parsed, self._store.terms)
 
-    def _remember(self, mark: bytes, known: CachedToken) -> None:
+    def _remember(self, digest: bytes, known: CachedToken) -> None:
         if len(self._known) >= MOST_NAMES:
             del self._known[next(iter(self._known))]
-        self._known[mark] = known
+        self._known[digest] = known
 
-    def forget(self) -> None:
-        """Tokens have changed here: look everything up anew."""
+    def clear_cache(self) -> None:
+        """Clear the cache, after tokens have changed here."""
         self._known.clear()
-        self._looked_at = -LOOK_EVERY
+        self._looked_at = -POLL_TOKENS
 
-    def _within_rate(self, token_id: str) -> None:
+    def _check_rate(self, token_id: str) -> None:
         if self._rate and (wait := self._uses.take(token_id)):
             said = f"this token may send {self._rate:g} requests a second"
             raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=wait)
 
-    def _note(self, token_id: str) -> None:
+    def _mark_used(self, token_id: str) -> None:
         now = time.monotonic()
-        if now - self._noted.get(token_id, -NOTED_EVERY) < NOTED_EVERY:
+        if now - self._used_at.get(token_id, -USED_EVERY) < USED_EVERY:
             return
-        if len(self._noted) >= MOST_NAMES:
-            self._noted.clear()
-        self._noted[token_id] = now
+        if len(self._used_at) >= MOST_NAMES:
+            self._used_at.clear()
+        self._used_at[token_id] = now
         task = asyncio.get_running_loop().create_task(self._write_used(token_id))
-        self._noting.add(task)
-        task.add_done_callback(self._noting.discard)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
 
     async def _write_used(self, token_id: str) -> None:
         try:
             await self._store.write(tokens.used, [token_id], self._store.terms)
         except SemelError as error:
-            _log.warning("that a token was used could not be noted: %s", error)
+            _log.warning("the last use of a token could not be stored: %s", error)
 
     async def close(self) -> None:
-        """Let what is being noted be written."""
-        await asyncio.gather(*self._noting)
+        """Wait for pending writes."""
+        await asyncio.gather(*self._writes)
 
 
 class AuthMiddleware:
-    """The service behind its gate, as ASGI."""
+    """Authenticates every request, and checks its body, before it reaches the handlers."""
 
     def __init__(
         self,
         inner: Any,
-        gate: Authenticator,
+        auth: Authenticator,
         settings: Settings,
-        opened: Callable[[], Awaitable[None]],
-        shown: Callable[[Exception, Scope], ErrorPage] | None = None,
+        ensure_open: Callable[[], Awaitable[None]],
+        error_page: Callable[[Exception, Scope], ErrorPage] | None = None,
     ) -> None:
         self._inner = inner
-        self._gate = gate
+        self._auth = auth
         self._settings = settings
-        self._opened = opened
-        self._shown = shown
+        self._ensure_open = ensure_open
+        self._error_page = error_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "websocket":  # there are none here, so none passes
+        if scope["type"] == "websocket":  # the service has none
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         if scope["type"] != "http":
@@ -297,14 +299,14 @@ class AuthMiddleware:
         try:
             path = path_of(scope)
             if path not in UNOPENED:
-                await self._opened()
+                await self._ensure_open()
             if OPEN.fullmatch(path) is None:
-                await self._let_in(path, scope)
+                await self._authenticate(path, scope)
             _require_one_key(scope)
-            whole = await body.whole()
+            whole = await body.read_all()
         except ClientGone:
-            with suppress(OSError):  # a server that hears nobody answer says 500, to whoever only stopped sending
-                await refuse(ApiError(400, "INVALID_REQUEST", "the body ended before it was whole"), scope, send)
+            with suppress(OSError):  # without a response, servers send 500 to a client that only stopped sending
+                await refuse(ApiError(400, "INVALID_REQUEST", "the body ended before it was complete"), scope, send)
             return
         except SemelError as error:
             await body.drain()
@@ -312,29 +314,29 @@ class AuthMiddleware:
             return
         await self._inner(scope, whole, send)
 
-    async def _let_in(self, path: str, scope: Scope) -> None:
-        """Find out who it is. Who is to sign in is nobody yet."""
-        state = {**scope.get("state", {})}  # a server may share its dict
+    async def _authenticate(self, path: str, scope: Scope) -> None:
+        """Put the sender into the scope; there is none yet for the sign-in page."""
+        state = {**scope.get("state", {})}  # a server may share its dict between requests
         scope["state"] = state
         if not is_page(path):
-            state["caller"] = await self._gate.caller(scope)
-        elif path != SIGN_IN or not await self._gate.guarded():
+            state["caller"] = await self._auth.caller(scope)
+        elif path != SIGN_IN or not await self._auth.guarded():
             state["by_cookie"] = not headers(scope, b"authorization")
-            state["caller"] = await self._gate.visitor(scope)
+            state["caller"] = await self._auth.from_cookie(scope)
 
     async def _refuse(self, error: SemelError, scope: Scope, send: Send) -> None:
-        """To a browser the refusal is a page, or the way to one."""
-        if self._shown is None or not is_page(path_of(scope)):
+        """Respond with a problem; to a browser, with a page."""
+        if self._error_page is None or not is_page(path_of(scope)):
             await refuse(error, scope, send)
             return
-        status, fields, content = self._shown(error, scope)
+        status, fields, content = self._error_page(error, scope)
         raw = [(name.encode(), value.encode("latin-1")) for name, value in fields]
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})
 
 
 def _bodiless(send: Send) -> Send:
-    """The answer to GET without its body, which is the answer to HEAD."""
+    """Respond to HEAD as to GET, without the body."""
 
     async def head(message: Any) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
@@ -343,7 +345,7 @@ def _bodiless(send: Send) -> Send:
 
 
 async def refuse(error: Exception, scope: Scope, send: Send) -> None:
-    """Answer with a problem. What is left of the body is not waited for, so the connection ends where one is known."""
+    """Respond with a problem. The connection is closed if the rest of the body would have to be read."""
     problem = problem_of(error)
     content, fields = body_of(problem)
     fields["content-length"] = str(len(content))
@@ -357,14 +359,14 @@ async def refuse(error: Exception, scope: Scope, send: Send) -> None:
 def _require_one_key(scope: Scope) -> None:
     keys = {value for name, value in scope["headers"] if name == b"idempotency-key"}
     if len(keys) > 1:
-        raise ApiError(400, "INVALID_REQUEST", "there are two Idempotency-Keys, and a request has one")
+        raise ApiError(400, "INVALID_REQUEST", "the request has two different Idempotency-Key headers")
     if not all(key.isascii() for key in keys):
-        said = "a key in the header is ASCII; one with other letters goes into the body, as idempotency_key"
+        said = "the header Idempotency-Key must be ASCII; other keys go into the body, as idempotency_key"
         raise ApiError(400, "INVALID_REQUEST", said)
 
 
 def path_of(scope: Scope) -> str:
-    """The path below the place where the service is mounted."""
+    """The path below the mount point of the service."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root else path

@@ -1,4 +1,4 @@
-"""Tokens: who a caller is, and what they may do. Only a digest of a token is kept."""
+"""Tokens, which identify callers and their roles. Only digests are stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from semel.runs.types import MICRO, checked_user
 
 Role: TypeAlias = Literal["submitter", "operator", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-"""From the one who may least to the one who may most."""
+"""In ascending order."""
 
 MAIN = ""
 """The tenant whose admins manage every tenant's tokens, quotas and keys."""
@@ -30,12 +30,12 @@ _MARK = "semel"
 _ID = re.compile("[0-9a-f]{16}")
 _SHAPE = re.compile(rf"{_MARK}_([0-9a-f]{{16}})_([A-Za-z0-9_-]{{43}})")
 _KEPT_EXPIRED = 30 * 86400 * MICRO
-_NOBODYS = sha256(b"").hexdigest()
-"""What a secret is compared with when there is no token of that id: it never fits."""
+_NO_DIGEST = sha256(b"").hexdigest()
+"""Compared with the secret if the id is unknown, to take the same time; it never matches."""
 
 
 class Token(Struct, frozen=True, kw_only=True):
-    """A token as it is kept, without its digest."""
+    """A token as it is stored, without its digest."""
 
     id: str
     tenant: str
@@ -44,24 +44,24 @@ class Token(Struct, frozen=True, kw_only=True):
     name: str
     created_us: int
     ttl_us: int | None
-    """For how long it was made: one that replaces it has as much, however long this one has left."""
+    """Its lifetime, which a rotated token gets again."""
     expires_us: int | None
     last_used_us: int | None
 
 
 class Issued(Struct, frozen=True, kw_only=True):
-    """A token that was just made: ``secret`` is shown this once."""
+    """A new token. ``secret`` is shown only once."""
 
     token: Token
     secret: str
 
     def __repr__(self) -> str:
-        """Without the secret: what is printed by accident tells nobody."""
+        """Without the secret."""
         return f"Issued(token={self.token!r}, secret='…')"
 
 
 class NewToken(Struct, frozen=True, kw_only=True):
-    """A token to be made."""
+    """The fields of a new token."""
 
     user: str
     role: Role = "submitter"
@@ -72,23 +72,23 @@ class NewToken(Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str) -> tuple[str, str] | None:
-    """The id and the secret half of a token as the caller sends it, or None for what cannot be one."""
+    """The id and the secret of a token; None if the text is not a token."""
     found = _SHAPE.fullmatch(text)
     return None if found is None else (found[1], found[2])
 
 
 def is_id(text: str) -> bool:
-    """Whether that can be a token's id."""
+    """Whether the text has the form of a token's id."""
     return _ID.fullmatch(text) is not None
 
 
 def fits(secret: str, digest: str) -> bool:
-    """Whether the secret is the digest's, in a time that tells nothing. A secret has 256 bits: a plain hash will do."""
+    """Whether the secret has this digest, in constant time. A secret has 256 bits, so a plain hash is enough."""
     return hmac.compare_digest(sha256(secret.encode()).hexdigest(), digest)
 
 
 def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issued:
-    """Make a token. Those that expired a month ago are forgotten on the way."""
+    """Create a token, and delete those that expired a month ago."""
     if request.role not in ROLES:
         raise InvalidRequest(f"a role is {', '.join(ROLES)}, not {request.role!r}")
     user = checked_user("user", request.user, empty=False)
@@ -139,12 +139,12 @@ def find(conn: Connection, token_id: str, terms: StatementContext) -> tuple[Toke
 
 
 def check(conn: Connection, token_id: str, secret: str, terms: StatementContext) -> tuple[Token, float | None] | None:
-    """The token, if the secret is its, and the seconds that are left of it.
+    """The token and the seconds until it expires, if the secret is right.
 
-    An unknown id costs the same as a wrong secret, so that nobody learns which ids there are.
+    An unknown id takes as long as a wrong secret, so that ids cannot be guessed.
     """
     found = find(conn, token_id, terms)
-    fitting = fits(secret, _NOBODYS if found is None else found[1])
+    fitting = fits(secret, _NO_DIGEST if found is None else found[1])
     if found is None or not fitting:
         return None
     until = found[0].expires_us
@@ -152,14 +152,14 @@ def check(conn: Connection, token_id: str, secret: str, terms: StatementContext)
 
 
 def any_there(conn: Connection) -> bool:
-    """Whether there is a token at all: before the first, whoever is on this machine is trusted."""
+    """Whether there is any token. Before the first, local requests are trusted."""
     return conn.execute(select(func.count()).select_from(select(tokens.c.id).limit(1).subquery())).scalar_one() > 0
 
 
 def listed(
     conn: Connection, tenant: str | None, *, after: tuple[int, str] = (-1, ""), limit: int | None = None
 ) -> list[Token]:
-    """The tokens of a tenant, or all, oldest first; those ``after`` one that was made then and has that id."""
+    """The tokens of a tenant, or all, oldest first; ``after``: the time and the id of the last page's last one."""
     made, last = after
     later = or_(tokens.c.created_us > made, and_(tokens.c.created_us == made, tokens.c.id > last))
     query = select(*_COLUMNS).where(later).order_by(tokens.c.created_us, tokens.c.id).limit(limit)
@@ -169,7 +169,7 @@ def listed(
 
 
 def revoke(conn: Connection, token_id: str, tenant: str | None = None) -> bool:
-    """Take a token away, whichever it is; False when it is not there."""
+    """Delete a token; False if there is none."""
     query = delete(tokens).where(tokens.c.id == token_id)
     if tenant is not None:
         query = query.where(tokens.c.tenant == tenant)
@@ -179,17 +179,17 @@ def revoke(conn: Connection, token_id: str, tenant: str | None = None) -> bool:
 def revoke_but_last(
     conn: Connection, token_id: str, tenant: str | None, terms: StatementContext
 ) -> Literal["revoked", "absent", "last"]:
-    """As revoke, but the last token of the main tenant's admins stays: without it nobody could make another.
+    """As revoke, but keep the last token of the main tenant's admins: without it, nobody could create another.
 
-    One that ends within a day does not count as another. The admins' tokens are locked first, so that two who revoke
-    each other's cannot both succeed.
+    A token that expires within a day does not count as another. The admins' tokens are locked first, so that two admins
+    who revoke each other's cannot both succeed.
     """
     now = read_clock(conn, terms)
     valid = or_(tokens.c.expires_us.is_(None), tokens.c.expires_us > now)
     query = select(tokens.c.id, tokens.c.expires_us).where(tokens.c.tenant == MAIN, tokens.c.role == "admin", valid)
     admins = {row.id: row.expires_us for row in conn.execute(query.order_by(tokens.c.id).with_for_update())}
     lasting = {each for each, until in admins.items() if until is None or until > now + 86400 * MICRO}
-    reached = tenant in (None, MAIN)  # those of another tenant do not learn that it is there
+    reached = tenant in (None, MAIN)  # admins of other tenants get "absent"
     if reached and token_id in admins and not lasting - {token_id}:
         return "last"
     return "revoked" if revoke(conn, token_id, tenant) else "absent"
@@ -198,7 +198,7 @@ def revoke_but_last(
 def rotate(
     conn: Connection, token_id: str, grace: float, terms: StatementContext, tenant: str | None = None
 ) -> Issued | None:
-    """Make a new token for the same person; the old one works for ``grace`` seconds more."""
+    """Create a new token for the same user; the old one is valid for ``grace`` seconds more."""
     conn.execute(select(tokens.c.id).where(tokens.c.id == token_id).with_for_update())
     found = find(conn, token_id, terms)
     if found is None or (tenant is not None and found[0].tenant != tenant):
@@ -213,6 +213,6 @@ def rotate(
 
 
 def used(conn: Connection, token_ids: Sequence[str], terms: StatementContext) -> None:
-    """Note that these were used."""
+    """Store that these were used now."""
     now = read_clock(conn, terms)
     conn.execute(update(tokens).where(tokens.c.id.in_(token_ids)).values(last_used_us=now))
