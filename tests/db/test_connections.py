@@ -22,7 +22,7 @@ from sqlalchemy import Connection, make_url, text
 
 from semel import App, AsyncOnce, Granted, InvalidRequest, JobStore, Once, StoreUnavailable
 from semel._concurrency.sync import run_sync
-from semel.db.blocking import parse
+from semel.db.database import parse
 from semel.db.dialect import hot
 from semel.db.postgres import PostgresDatabase, postgres_engine
 from semel.http.asgi import IdempotencyMiddleware

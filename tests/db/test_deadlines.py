@@ -22,7 +22,7 @@ from starlette.routing import Route
 from semel import App, AsyncOnce, Granted, JobStore, Once, StoreUnavailable
 from semel._concurrency.listener import Listener
 from semel.db import dialect
-from semel.db.blocking import fetch, parse
+from semel.db.database import fetch, parse
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once.stores import postgres, redis
 from semel.runs.store import RunStore

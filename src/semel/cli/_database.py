@@ -54,9 +54,9 @@ def require(url: str) -> None:
 
 def file_of(url: str) -> Path | None:
     """The file of a SQLite database; None for others."""
-    from semel.db import blocking
+    from semel.db.database import parse
 
-    parts = blocking.parse(url)
+    parts = parse(url)
     if parts.get_backend_name() != "sqlite" or not parts.database or ":memory:" in parts.database:
         return None
     return Path(parts.database)
@@ -64,13 +64,13 @@ def file_of(url: str) -> Path | None:
 
 def engine_of(url: str) -> Engine:
     """An engine on the database, for transactions."""
-    from semel.db import blocking
+    from semel.db.database import parse, sqlite_engine
     from semel.db.postgres import postgres_engine
 
-    parts = blocking.parse(url.replace("postgres://", "postgresql://", 1))
+    parts = parse(url.replace("postgres://", "postgresql://", 1))
     match parts.get_backend_name():
         case "sqlite":
-            return blocking.sqlite_engine(parts)
+            return sqlite_engine(parts)
         case "postgresql":
             return postgres_engine(parts).execution_options(isolation_level="READ COMMITTED")
         case other:
@@ -79,6 +79,6 @@ def engine_of(url: str) -> Engine:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown."""
-    from semel.db import blocking
+    from semel.db.database import parse
 
-    return blocking.parse(url).render_as_string(hide_password=True)
+    return parse(url).render_as_string(hide_password=True)

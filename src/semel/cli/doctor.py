@@ -124,10 +124,10 @@ def _python() -> Finding:
 
 
 def _is_url(url: str) -> bool:
-    from semel.db import blocking
+    from semel.db.database import parse
 
     try:
-        blocking.parse(url)
+        parse(url)
     except SemelError:
         return False
     return True

@@ -1,1 +1,34 @@
-"""The floor under ``once`` and ``runs``: the schema, its migrations, and the ways to reach a database."""
+"""Databases: SQLite or PostgreSQL, for threads or an event loop; their schema, migrations and dialects.
+
+A database connects when it is first used.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import URL
+
+from semel._validation import checked_int
+from semel.db.database import BlockingDatabase, Database, ThreadedDatabase, missing, sqlite_engine
+from semel.db.postgres import POOL, PostgresDatabase, postgres_engine
+from semel.db.sqlite_file import WatchedFile
+
+
+def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> Database:
+    """SQLite or PostgreSQL, with semel's own settings. ``pool``: connections to a PostgreSQL, at the most."""
+    size = checked_pool(pool)
+    if url.get_backend_name() == "sqlite":
+        engine = sqlite_engine(url)
+        database = BlockingDatabase(engine, file=WatchedFile(engine))
+        return ThreadedDatabase(database) if awaited else database
+    if not awaited:
+        return PostgresDatabase(postgres_engine(url), size)
+    try:
+        from semel.db.asyncio import AsyncPostgresDatabase
+    except ImportError as error:  # SQLAlchemy raises it where greenlet is missing
+        raise missing("postgres", error) from error
+    return AsyncPostgresDatabase(url, size)
+
+
+def checked_pool(pool: object) -> int:
+    """The number of connections, or the default."""
+    return POOL if pool is None else checked_int("pool", pool, 1, None)

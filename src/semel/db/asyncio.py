@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
-from semel.db.blocking import COMMITS, abandoned_connections, missing
+from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate, translate_errors
 from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, Kept, Shelf, is_broken, plan
 
@@ -36,7 +36,6 @@ class AsyncDatabase:
         self._engine.sync_engine.dispose(close=False)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         self._home.enter()
         with translate_errors():
             conn = await self._engine.connect()
@@ -51,7 +50,7 @@ class AsyncDatabase:
             await conn.close()
             return answer
 
-    look_and_write = write
+    optimistic_write = write
     read = write
     survey = write
     write_many = write
@@ -79,14 +78,12 @@ class AsyncPostgresDatabase:
         )
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._run(True, work, *args, **kwargs)
 
-    look_and_write = write
+    optimistic_write = write
     read = write
 
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._run(False, work, *args, **kwargs)
 
     write_many = survey

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 from sqlalchemy import Connection, TextClause, text
 
-from semel.db.blocking import COMMITS, fetch
+from semel.db.database import COMMITS, fetch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,28 +64,22 @@ class Postgres:
     writes_in_with = True
 
     def batch(self, columns: Mapping[str, str]) -> str:
-        """See Words."""
         arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
         return f"unnest({arrays}) AS b({', '.join(columns)})"
 
     def among(self, column: str, name: str, kind: str = "text") -> str:
-        """See Words."""
         return f"{column} = ANY(CAST(:{name} AS {kind}[]))"
 
     def plain(self, column: str) -> str:
-        """See Words."""
         return f"CAST({column} AS text)"
 
     def identity(self, column: str) -> str:
-        """See Words."""
         return f"CAST({column} AS uuid)"
 
     def locking(self, table: str, *, skip: bool) -> str:
-        """See Words."""
         return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
     def own(self, columns: str) -> str:
-        """See Words."""
         return ", ".join(f"k.{name}" for name in columns.split(", "))
 
     def total(self, column: str, where: str) -> str:
@@ -93,7 +87,6 @@ class Postgres:
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
 
     def unindexed(self, column: str) -> str:
-        """See Words."""
         return f"({column} || '')"
 
 
@@ -105,26 +98,21 @@ class Sqlite:
     writes_in_with = False
 
     def batch(self, columns: Mapping[str, str]) -> str:
-        """See Words."""
         picks = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(columns))
         return f"(SELECT {picks} FROM json_each(:batch)) AS b"
 
     def among(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite is not asked for types
-        """See Words."""
         return f"{column} IN (SELECT value FROM json_each(:{name}))"
 
     def plain(self, column: str) -> str:
-        """See Words."""
         return column
 
     identity = plain
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
-        """See Words."""
         return ""
 
     def own(self, columns: str) -> str:
-        """See Words."""
         return columns
 
     def total(self, column: str, where: str) -> str:
@@ -132,7 +120,6 @@ class Sqlite:
         return f"total({column}) FILTER (WHERE {where})"
 
     def unindexed(self, column: str) -> str:
-        """See Words."""
         return f"+{column}"
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, 
 
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import seconds_left
-from semel.db.blocking import COMMITS, abandoned_connections, missing
+from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate
 from semel.errors import StoreUnavailable
 
@@ -122,7 +122,7 @@ def plan(conn: Connection, *, hot: bool) -> None:
 
 
 class PostgresDatabase:
-    """A :class:`~semel.db.blocking.Database` for threads, which share a few connections."""
+    """A :class:`~semel.db.database.Database` for threads, which share a few connections."""
 
     def __init__(self, engine: Engine, pool: int = POOL) -> None:
         self._engine = engine
@@ -141,7 +141,7 @@ class PostgresDatabase:
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(True, work, *args, **kwargs)
 
-    look_and_write = write
+    optimistic_write = write
     read = write
 
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -36,7 +36,6 @@ class UserTransaction:
         return bind.dialect.name
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         with translate_errors():
             conn = self._conn
             if isinstance(conn, AsyncSession):
@@ -45,7 +44,7 @@ class UserTransaction:
                 return await conn.run_sync(work, *args, **kwargs)
             return work(conn.connection() if isinstance(conn, Session) else conn, *args, **kwargs)
 
-    look_and_write = write
+    optimistic_write = write
     read = write
     survey = write
     write_many = write

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from threading import Lock
 from weakref import WeakKeyDictionary
 
-from semel.db.blocking import missing
+from semel.db.database import missing
 from semel.metrics.names import BUCKETS, COUNTED, MEANINGS, SAMPLE_EVERY, interval
 from semel.once.stats import MOST_SCOPES, Event, Scopes
 

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from semel.db.blocking import missing
+from semel.db.database import missing
 from semel.errors import InvalidRequest
 from semel.metrics.names import (
     BUCKETS,

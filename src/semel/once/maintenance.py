@@ -38,11 +38,9 @@ class Collector(PeriodicTask):
         self._counters = counters
 
     def pause(self) -> float:
-        """See Background."""
         return jittered(self._interval, 0.9, 1.1)
 
     async def tick(self) -> None:
-        """See Background."""
         await self.collect()
         self._counters.warn()
 
@@ -113,7 +111,6 @@ class Renewer(PeriodicTask):
         return max(0.02, self._wakes - now)
 
     async def tick(self) -> None:
-        """See Background."""
         now = time.monotonic()
         # What is due soon is taken along: calls that began together are renewed together.
         due = {
@@ -161,6 +158,5 @@ class Sampler(PeriodicTask):
         return jittered(pause, 0.9, 1.1)
 
     async def tick(self) -> None:
-        """See Background."""
         self._counters.holds(await self._stats())
         self._counters.warn()

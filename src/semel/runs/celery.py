@@ -33,7 +33,7 @@ import msgspec
 from celery import Celery  # type: ignore[import-untyped]
 from celery.signals import worker_ready  # type: ignore[import-untyped]
 
-from semel.db.blocking import abandoned_connections
+from semel.db.database import abandoned_connections
 from semel.runs.app import App
 from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, BrokerTransport, choose, find, perform
 

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     """The web stack is loaded when it is first needed: commands that only look at the database start at once."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from semel.db.blocking import missing
+    from semel.db.database import missing
 
     try:
         return getattr(import_module(_HOMES[name]), name)

@@ -9,8 +9,8 @@ from sqlalchemy import Engine as SqlEngine
 
 from semel._concurrency.listener import Listener
 from semel._concurrency.retry import time_for_try
-from semel.db import blocking
-from semel.db.opening import checked_pool, open_database
+from semel.db import checked_pool, open_database
+from semel.db.database import COMMITS, BlockingDatabase, Database, missing, parse
 from semel.errors import InvalidRequest
 from semel.once.store import Clock, Store
 from semel.once.stores.memory import MemoryStore
@@ -65,9 +65,9 @@ def _of_url(
         case "memory":
             return MemoryStore(clock)
         case "sqlite":
-            return _sqlite(blocking.parse(target), awaited, clock)
+            return _sqlite(parse(target), awaited, clock)
         case "postgresql" | "postgres":
-            url = blocking.parse(target.replace("postgres://", "postgresql://", 1))
+            url = parse(target.replace("postgres://", "postgresql://", 1))
             return _postgres(url, awaited, clock, connecting["pool"])
     raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
 
@@ -99,9 +99,9 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
         raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
         raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
-    own = engine.execution_options(isolation_level="AUTOCOMMIT", **{blocking.COMMITS: True})
-    database: blocking.Database
-    database = AsyncDatabase(own) if isinstance(own, AsyncEngine) else blocking.BlockingDatabase(own, owned=False)
+    own = engine.execution_options(isolation_level="AUTOCOMMIT", **{COMMITS: True})
+    database: Database
+    database = AsyncDatabase(own) if isinstance(own, AsyncEngine) else BlockingDatabase(own, owned=False)
     return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=LOCK_WAIT)
 
 
@@ -109,7 +109,7 @@ def _redis(url: str, awaited: bool, clock: Clock | None, retry_for: float, optio
     try:
         from semel.once.stores import redis
     except ModuleNotFoundError as error:
-        raise blocking.missing("redis", error) from error
+        raise missing("redis", error) from error
     _only(options, "prefix", kind="redis")
     return redis.open_url(url, awaited, clock, timeout=time_for_try(retry_for, retry_for), **options)
 

@@ -56,7 +56,6 @@ class MemoryStore:
         """Always ready."""
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._claim(request, now) for request in requests]
@@ -127,7 +126,6 @@ class MemoryStore:
             return verdict
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._renew(request, now) for request in requests]
@@ -141,7 +139,6 @@ class MemoryStore:
         return record.lease_until_us
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._complete(request, now) for request in requests]
@@ -158,7 +155,6 @@ class MemoryStore:
         return True
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._release(request, now) for request in requests]
@@ -172,7 +168,6 @@ class MemoryStore:
         return record.fence == request.fence
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._forget(request, now) for request in requests]
@@ -187,7 +182,6 @@ class MemoryStore:
         return True
 
     async def forget_scope(self, request: ForgetScope) -> int:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             records = self._scopes.get(request.scope, {}).values()
@@ -198,7 +192,6 @@ class MemoryStore:
             return len(forgotten)
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             return [self._copy(self._live(ref, now), now) for ref in refs]
@@ -220,7 +213,6 @@ class MemoryStore:
             del self._scopes[record.scope]
 
     async def purge(self, limit: int) -> int:
-        """See the contract."""
         with self._lock:
             now = self._clock()
             removed = 0
@@ -248,7 +240,6 @@ class MemoryStore:
         return int(faded)
 
     async def stats(self) -> Held:
-        """See the contract."""
         count = dict.fromkeys(Held.__struct_fields__, 0)
         with self._lock:
             now = self._clock()

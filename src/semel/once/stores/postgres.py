@@ -21,7 +21,7 @@ from sqlalchemy import URL, Connection, TextClause, exc, text
 from semel._concurrency.listener import Hear, Listener
 from semel._concurrency.runtime import deadline
 from semel.db import migrate
-from semel.db.blocking import Database, fetch
+from semel.db.database import Database, fetch
 from semel.db.errors import LOCK_TIMEOUT, sqlstate
 from semel.db.postgres import KEEPALIVE
 from semel.errors import StoreUnavailable
@@ -380,7 +380,6 @@ class PostgresStore:
             self._listener.start(CHANNEL, lambda payload: ring(*payload.split(SEPARATOR, 1)))
 
     async def close(self) -> None:
-        """See the contract."""
         if self._listener is not None:
             self._listener.stop()
         await self._database.close()

@@ -34,7 +34,7 @@ from redis.backoff import NoBackoff
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.listener import Hear, Listener
 from semel._concurrency.sync import PerLoop, close_all
-from semel.db.blocking import abandoned_connections
+from semel.db.database import abandoned_connections
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.once.rules import fingerprint_for, gone, granted, judge
 from semel.once.store import (
@@ -345,12 +345,10 @@ class RedisStore:
         return type(self._client)(connection_pool=own)
 
     async def open(self) -> None:
-        """See the contract."""
         with translated():
             await self._answer(self._here().ping())
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """See the contract."""
         verdicts: dict[int, Verdict] = {}
         undecided = dict(enumerate(requests))
         found: dict[int, tuple[Record | None, Reason]] = dict.fromkeys(undecided, (None, "absent"))
@@ -378,23 +376,19 @@ class RedisStore:
         raise StoreUnavailable(f"a key changed hands {_ROUNDS} times while it was being claimed; try again")
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        """See the contract."""
         answers = await self._run(_RENEW, requests, self._names(requests))
         return [None if answer is None else int(answer) for answer, _ in answers]
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        """See the contract."""
         batch = [_Complete(each.scope, each.key, each.fence, _done(each.done)) for each in requests]
         answers = await self._run(_COMPLETE, batch, self._names(requests), [each.done.data for each in requests])
         return [answer == 1 for answer, _ in answers]
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
-        """See the contract."""
         answers = await self._run(_RELEASE, requests, self._names(requests))
         return [answer == 1 for answer, _ in answers]
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        """See the contract."""
         answers = await self._run(_FORGET, requests, self._names(requests))
         return [answer > 0 for answer, _ in answers]
 
@@ -413,7 +407,6 @@ class RedisStore:
         return forgotten
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        """See the contract."""
         answers = await self._run(_GET, (), self._names(refs))
         records = (_record(answer, now) if answer else None for answer, now in answers)
         return [None if record is None or gone(record, record.now_us) else record for record in records]
@@ -460,7 +453,6 @@ class RedisStore:
             self._listener.start(self._channel, lambda name: ring(*name.split(SEPARATOR, 1)))
 
     async def close(self) -> None:
-        """See the contract."""
         if self._listener is not None:
             self._listener.stop()
         if self._clients is not None:

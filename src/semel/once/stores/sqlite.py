@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 
 from semel.db import migrate
-from semel.db.blocking import Database
+from semel.db.database import Database
 from semel.db.schema import keys
 from semel.once.rules import claim_of, gone, grant, judge, rewind
 from semel.once.store import (
@@ -118,7 +118,7 @@ class SqliteStore:
 
     async def open(self) -> None:
         """Make the tables on the first start of an embedded file; see the contract."""
-        await self._database.look_and_write(migrate.bring_up)
+        await self._database.optimistic_write(migrate.bring_up)
         self.ready = True
 
     async def _prepare(self) -> None:
@@ -130,30 +130,25 @@ class SqliteStore:
         await self._prepare()
         if self._bound:
             return await self._database.write(_claim_writing, requests, self._clock)
-        return await self._database.look_and_write(_claim, requests, self._clock)
+        return await self._database.optimistic_write(_claim, requests, self._clock)
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        """See the contract."""
         await self._prepare()
         return await self._database.write(_renew, requests, self._clock)
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        """See the contract."""
         await self._prepare()
         return await self._database.write(_complete, requests, self._clock)
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
-        """See the contract."""
         await self._prepare()
         return await self._database.write(_release, requests, self._clock)
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        """See the contract."""
         await self._prepare()
         return await self._database.write(_forget, requests, self._clock)
 
     async def forget_scope(self, request: ForgetScope) -> int:
-        """See the contract."""
         await self._prepare()
         return await self._database.write_many(_forget_scope, request, self._clock)
 
@@ -161,21 +156,18 @@ class SqliteStore:
         """See Together."""
         await self._prepare()
         if all(type(each) is ClaimRequest for each in requests):
-            return await self._database.look_and_write(_claim, cast("Sequence[ClaimRequest]", requests), self._clock)
+            return await self._database.optimistic_write(_claim, cast("Sequence[ClaimRequest]", requests), self._clock)
         return await self._database.write(_together, requests, self._clock)
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        """See the contract."""
         await self._prepare()
         return await self._database.read(_get, refs, self._clock)
 
     async def purge(self, limit: int) -> int:
-        """See the contract."""
         await self._prepare()
         return await self._database.write_many(_purge, limit, self._clock())
 
     async def stats(self) -> Held:
-        """See the contract."""
         await self._prepare()
         return await self._database.read(_stats, self._clock())
 
@@ -183,7 +175,6 @@ class SqliteStore:
         """A file cannot ring: waiters in other processes poll."""
 
     async def close(self) -> None:
-        """See the contract."""
         await self._database.close()
 
 

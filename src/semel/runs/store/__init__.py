@@ -22,10 +22,9 @@ from semel._concurrency.retry import Outage, with_retry
 from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
 from semel._concurrency.sync import run_sync
 from semel._validation import checked_seconds
-from semel.db import blocking as db_blocking
-from semel.db import migrate
+from semel.db import migrate, open_database
+from semel.db.database import parse
 from semel.db.dialect import StatementContext, is_hot, transaction
-from semel.db.opening import open_database
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
@@ -67,7 +66,7 @@ class RunStore:
         retry_for: float = RETRY_FOR,
         pool: int | None = None,
     ) -> None:
-        parts = db_blocking.parse(url.replace("postgres://", "postgresql://", 1))
+        parts = parse(url.replace("postgres://", "postgresql://", 1))
         self.dialect = parts.get_backend_name()
         if self.dialect not in ("sqlite", "postgresql"):
             raise InvalidRequest(
@@ -122,7 +121,7 @@ class RunStore:
         """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
         if self.dialect == "sqlite":
             _require_folder(self.url)
-            await self._database.look_and_write(migrate.bring_up)
+            await self._database.optimistic_write(migrate.bring_up)
         else:
             await self._database.read(migrate.require)
         self._ready = True

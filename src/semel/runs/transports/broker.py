@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.sync import run_sync
-from semel.db import blocking
+from semel.db.database import abandoned_connections, parse
 from semel.errors import AppNotFound, SemelError
 from semel.runs.app import App, apps
 from semel.runs.models.model import MAIN, load
@@ -100,7 +100,7 @@ def _importable(name: str) -> tuple[str, str | None] | None:
 
 def _digest(app: App) -> str:
     """Of the database, not of how it is entered: workers may have another user and password."""
-    url = blocking.parse(app.url)
+    url = parse(app.url)
     place = (url.get_backend_name(), url.host, url.port, url.database, url.query.get("host"))
     return sha256(repr(place).encode()).hexdigest()[:16]
 
@@ -219,7 +219,7 @@ class BrokerTransport(ABC):
 
     def after_fork(self) -> None:
         """The parent's sweeper stays there; left alone, since its locks may be held by threads that are not here."""
-        blocking.abandoned_connections.append(getattr(self, "_sweeping", None))
+        abandoned_connections.append(getattr(self, "_sweeping", None))
         self._sweeping: tuple[Sweeper, RunStore, str] | None = None
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from mmap import mmap
 from struct import Struct
 
 from semel._concurrency.sync import run_sync
-from semel.db import blocking
+from semel.db.database import parse
 from semel.db.sqlite_file import FileReplaced, KnownFile, know
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.redaction import printable, without_secrets
@@ -67,7 +67,7 @@ class SharedFile:
 
 
 def _file_of(app: App) -> str | None:
-    url = blocking.parse(app.url)
+    url = parse(app.url)
     return url.database if url.get_backend_name() == "sqlite" else None
 
 

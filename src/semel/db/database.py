@@ -37,7 +37,7 @@ class Database(Protocol):
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
 
-    async def look_and_write(
+    async def optimistic_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """As ``write``, for work that looks first and then may not need to write: it waits for no writer until then.
@@ -116,10 +116,9 @@ class BlockingDatabase:
         finally:
             lock.release()
 
-    async def look_and_write(
+    async def optimistic_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """See Database."""
         try:
             with translate_errors(self._where), self._alone(self._writing), self._looking() as conn, conn.begin():
                 return work(conn, *args, **kwargs)
@@ -127,7 +126,6 @@ class BlockingDatabase:
             return await self.write(work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         with (
             translate_errors(self._where),
             self._alone(self._reading) if self._is_sqlite else nullcontext(),
@@ -141,7 +139,6 @@ class BlockingDatabase:
         return self._engine.connect().execution_options(semel_reads=True)
 
     async def close(self) -> None:
-        """See Database."""
         if self._owned:
             self._engine.dispose()
         if self._file is not None:
@@ -162,25 +159,20 @@ class ThreadedDatabase:
         self._closed = False
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._there(lambda: run_sync(self._inner.write(work, *args, **kwargs)))
 
-    async def look_and_write(
+    async def optimistic_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """See Database."""
-        return await self._there(lambda: run_sync(self._inner.look_and_write(work, *args, **kwargs)))
+        return await self._there(lambda: run_sync(self._inner.optimistic_write(work, *args, **kwargs)))
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._there(lambda: run_sync(self._inner.read(work, *args, **kwargs)))
 
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._there(lambda: run_sync(self._inner.survey(work, *args, **kwargs)))
 
     async def write_many(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database."""
         return await self._there(lambda: run_sync(self._inner.write_many(work, *args, **kwargs)))
 
     async def _there(self, call: Callable[[], R]) -> R:
@@ -192,7 +184,6 @@ class ThreadedDatabase:
             return call()  # work that outlived close(), as when a server is told twice to stop: its key is not lost
 
     async def close(self) -> None:
-        """See Database."""
         self._closed = True
         self._thread.shutdown(wait=False)
         await self._inner.close()
