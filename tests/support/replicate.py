@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import pytest
 import uvicorn
 from sqlalchemy import Connection, create_engine, text
@@ -20,7 +19,6 @@ from semel.cli import main as semel_command
 from semel.db.dialect import StatementContext
 from semel.providers.replicate import MODEL, Replicate
 from semel.providers.replicate.service import Timing
-from semel.runs.engine import RunEngine
 from semel.runs.store import transitions
 from semel.runs.store.submit import JobDetails
 from semel.runs.submission import SubmitOptions
@@ -108,34 +106,15 @@ def until(found: Callable[[], R], what: str = "what was waited for") -> R:
     return there
 
 
-class Ordering(RunEngine):
-    """Submits what only the service itself submits, as the jobs API does."""
-
-    async def order(self, parameters: dict[str, Any]) -> Run:
-        options = SubmitOptions(user="ada", dedupe=False)
-        submission = self._desk.submission(MODEL, parameters, options, internal=True)
-        submission = msgspec.structs.replace(submission, job=JobDetails(provider="replicate", config="foxes"))
-        run = await self._answered(submission, await self.ledger.submit(submission))
-        assert isinstance(run, Run)
-        await self._announce([run])
-        return run
-
-
 def submit(app: App, prompt: str, **more: Any) -> Run:
     """A job as it comes from a config."""
     given = {"config": "foxes", "version": VERSION, "input": {"prompt": prompt}, **more}
     if "model" in given:
         del given["version"]
-    engine = Ordering(
-        app.ledger(awaited=False),
-        app.registry,
-        results=lambda: app.results,
-        transport=lambda: app.transport,
-        terms=app.terms,
-        news=app.news,
-    )
+    engine = app.engine(awaited=False)
+    options, job = SubmitOptions(user="ada", dedupe=False), JobDetails(provider="replicate", config="foxes")
     try:
-        return run_sync(engine.order(given))
+        return run_sync(engine.submit_run(MODEL, given, options, job=job))
     finally:
         run_sync(engine.close())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from semel.runs.store import RunStore, queries, quotas, retention, transitions
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
 from semel.runs.store.retention import Removal
-from semel.runs.store.submit import Answer, Created, Submission
+from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission
 from semel.runs.submission import DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
 from semel.runs.transports import Transport
 from semel.runs.types import (
@@ -50,7 +51,7 @@ from semel.runs.types import (
 R = TypeVar("R")
 
 AT_ONCE = 16 * 1024
-"""Bytes of parameters that are checked in the event loop; more would hold it up for milliseconds."""
+"""Bytes of parameters that are checked in the event loop; more, which would take milliseconds, in a thread."""
 
 
 class RunEngine:
@@ -70,7 +71,7 @@ class RunEngine:
         self.registry = registry
         self._results = results
         self._transport = transport
-        self._desk = SubmissionBuilder(registry, terms)
+        self._builder = SubmissionBuilder(registry, terms)
         self._news = news
 
     async def submit(
@@ -117,9 +118,27 @@ class RunEngine:
             key_ttl=key_ttl,
             dedupe=dedupe,
         )
-        (submission,) = _with_slots([await self._submission(model, parameters or {}, options)])
+        return await self.submit_run(model, parameters or {}, options)
+
+    async def submit_run(
+        self,
+        model: str,
+        parameters: Mapping[str, Any],
+        options: SubmitOptions,
+        *,
+        retry_of: str | None = None,
+        job: JobDetails | None = None,
+    ) -> Run:
+        """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data."""
+        build = partial(self._builder.submission, model, parameters, options, retry_of=retry_of, job=job)
+        small = strict_json.is_small(parameters, AT_ONCE)
+        (submission,) = _with_slots([build() if small else await self.ledger.run_blocking(build)])
         answer = await self.ledger.submit(submission)
-        run = await self._answered(submission, answer)
+        _close_slots([submission], [answer])
+        found = None
+        if isinstance(answer, Existing):
+            found = answer.run or await self.ledger.find(answer.id)
+        run = run_of_answer(submission, answer, {} if found is None else {found.id: found})
         if isinstance(run, SemelError):
             self._tell("refused", model)
             raise run
@@ -155,14 +174,6 @@ class RunEngine:
         await self._announce(new)
         return runs
 
-    async def _submission(
-        self, model: str, parameters: Mapping[str, Any], options: SubmitOptions, **more: Any
-    ) -> Submission:
-        """Checked and hashed; large parameters in a thread, so that they hold up no event loop."""
-        if strict_json.is_small(parameters, AT_ONCE):
-            return self._desk.submission(model, parameters, options, **more)
-        return await self.ledger.run_blocking(self._desk.submission, model, parameters, options, **more)
-
     def _submissions(
         self, submissions: Sequence[Mapping[str, Any]], *, strict: bool
     ) -> tuple[list[Submission], dict[int, SemelError]]:
@@ -170,19 +181,12 @@ class RunEngine:
         refused: dict[int, SemelError] = {}
         for place, each in enumerate(submissions):
             try:
-                asked.append(self._desk.of_mapping(each))
+                asked.append(self._builder.from_mapping(each))
             except SemelError as error:
                 if strict:
                     raise type(error)(f"submission {place}: {error}") from error
                 refused[place] = error
         return asked, refused
-
-    async def _answered(self, submission: Submission, answer: Answer) -> Run | SemelError:
-        _close_slots([submission], [answer])
-        if isinstance(answer, SemelError | Created):
-            return run_of_answer(submission, answer, {})
-        run = answer.run or await self.ledger.find(answer.id)
-        return run_of_answer(submission, answer, {} if run is None else {run.id: run})
 
     async def _announce(self, runs: Sequence[Run]) -> None:
         """Tell the transport of what is due. One that cannot be reached loses nothing: the sweeper finds the runs."""
@@ -280,15 +284,7 @@ class RunEngine:
             priority=run.priority,
             cost=run.asked_cost,
         )
-        asked = await self._submission(run.model, run.parameters, options, retry_of=run.id)
-        (submission,) = _with_slots([asked])
-        again = await self._answered(submission, await self.ledger.submit(submission))
-        if isinstance(again, SemelError):
-            raise again
-        if not again.replayed:
-            self._tell("created", run.model)
-            await self._announce([again])
-        return again
+        return await self.submit_run(run.model, run.parameters, options, retry_of=run.id)
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
         """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""

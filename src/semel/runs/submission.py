@@ -24,7 +24,7 @@ from semel.runs import tracing
 from semel.runs.models.model import Model, refuse_while_loading
 from semel.runs.models.registry import Registry
 from semel.runs.store.run_keys import KeyKind
-from semel.runs.store.submit import Answer, Created, Submission
+from semel.runs.store.submit import Answer, Created, JobDetails, Submission
 from semel.runs.types import (
     HELD_US,
     INTERNAL_PREFIX,
@@ -72,7 +72,7 @@ class SubmissionBuilder:
         self._registry = registry
         self._terms = terms
 
-    def of_mapping(self, asked: Mapping[str, Any]) -> Submission:
+    def from_mapping(self, asked: Mapping[str, Any]) -> Submission:
         """A submission from the arguments of ``submit`` as a mapping."""
         if not isinstance(asked, Mapping):
             raise InvalidRequest(
@@ -98,9 +98,11 @@ class SubmissionBuilder:
         options: SubmitOptions,
         *,
         retry_of: str | None = None,
+        job: JobDetails | None = None,
         internal: bool = False,
     ) -> Submission:
-        """Everything checked. Only the service itself, which is ``internal``, submits its own models."""
+        """Everything checked. Only the service itself submits its own models: for a ``job``, or ``internal``."""
+        internal = internal or job is not None
         refuse_while_loading("a run was submitted")
         registered = self._registry[model]
         if registered.name.startswith(INTERNAL_PREFIX) and not internal:
@@ -115,12 +117,18 @@ class SubmissionBuilder:
         if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
             asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
             key, ttl = f"retry:{retry_of}", RETRY_WINDOW
+        run_id, first = new_id(), None
+        if job is not None:
+            asked = job.digest
+            if job.data is not None:
+                own = SubmitOptions(tenant=options.get("tenant", ""), dedupe=False)
+                first = self.submission(job.upload_model, {"job_id": run_id}, own, internal=True)
         queue, priority, cost = options.get("queue"), options.get("priority"), options.get("cost")
         if queue == INTERNAL_QUEUE and not internal:
             raise InvalidRequest(f"the queue {INTERNAL_QUEUE!r} is the service's own; choose another")
         reservation = options.get("reservation")
         return Submission(
-            id=new_id(),
+            id=run_id,
             tenant=checked_name("tenant", options.get("tenant", "")),
             user=checked_user("user", options.get("user", "")),
             model=model,
@@ -144,6 +152,8 @@ class SubmissionBuilder:
             reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
             asked=asked,
             trace=tracing.current(),
+            job=job,
+            first=first,
         )
 
     def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:

@@ -11,6 +11,7 @@ from litestar.params import SkipValidation
 from semel.errors import RunNotFound
 from semel.once.client import AsyncOnce
 from semel.runs.app import App
+from semel.runs.engine import RunEngine
 from semel.runs.store import RunStore
 from semel.runs.types import Run
 from semel.service.auth.limits import ConcurrencyLimit
@@ -48,8 +49,8 @@ class ServiceState:
     def __init__(self, app: App, settings: Settings) -> None:
         self.app = app
         self.settings = settings
-        self.engine = app.aio
-        self.store: RunStore = app.aio.ledger
+        self.engine: RunEngine = app.aio._engine
+        self.store: RunStore = self.engine.ledger
         self.store.outage = app.outage
         self.once = AsyncOnce(self.store.key_store(), collect=False)
         """The engine of keys on the app's database, over the same connections."""

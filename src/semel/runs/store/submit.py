@@ -29,9 +29,13 @@ class JobDetails(Struct, frozen=True, kw_only=True):
 
     provider: str
     config: str
+    digest: str | None = None
+    """What the job's key stands for, instead of the payload."""
     tracker_run_name: str | None = None
     data: str | None = None
     """The folder that is to be uploaded before the run may start."""
+    upload_model: str = ""
+    """The model of the run that uploads it."""
     remote_status: str | None = None
 
 

@@ -6,19 +6,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, Select, and_, case, literal, or_, select
 
 from semel.api_types import JobStatus
 from semel.db.schema import jobs, runs
 from semel.errors import InvalidRequest, RunNotFound, SemelError
-from semel.runs.engine import RunEngine
 from semel.runs.store import run_keys
 from semel.runs.store.queries import STALLED
 from semel.runs.store.submit import JobDetails
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import Run, checked_id
+from semel.runs.types import checked_id
 from semel.service.jobs import uploads
 from semel.service.jobs.providers import RunSpec
 from semel.service.telemetry.access_log import concerns
@@ -72,58 +70,21 @@ def status_of(status: str, data_state: str | None) -> JobStatus:
     return _PLAIN[status]
 
 
-class JobEngine(RunEngine):
-    """Submits jobs: run, job, key, quota, event and the upload of data in one transaction."""
-
-    async def submit_job(
-        self, asked: JobSubmission, order: RunSpec, card: JobDetails, caller: Principal
-    ) -> tuple[Run, bool]:
-        """The run, and whether it waits for data; as :meth:`~semel.runs.engine.Engine.submit`."""
+async def submit(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
+    """Submit a job. What was submitted under the key before is found, whatever became of its config since."""
+    try:
+        spec, job = await _resolve(service, caller, asked)
         options = SubmitOptions(
             idempotency_key=asked.key,
             key_ttl=asked.key_ttl,
             user=caller.user,
             tenant=caller.tenant,
-            queue=order.queue,
-            priority=order.priority,
-            cost=order.cost,
+            queue=spec.queue,
+            priority=spec.priority,
+            cost=spec.cost,
             dedupe=False,
         )
-        submission = await self._submission(order.model, order.parameters, options, internal=True)
-        first = None
-        if card.data is not None:
-            own = SubmitOptions(tenant=caller.tenant, dedupe=False)
-            first = self._desk.submission(uploads.MODEL, {"job_id": submission.id}, own, internal=True)
-        submission = msgspec.structs.replace(submission, asked=asked.digest, job=card, first=first)
-        answer = await self.ledger.submit(submission)
-        run = await self._answered(submission, answer)
-        if isinstance(run, SemelError):
-            self._tell("refused", order.model)
-            raise run
-        self._tell("replayed" if run.replayed else "created", order.model)
-        if not run.replayed:
-            await self._announce([run])
-        return run, first is not None
-
-
-def engine_of(service: ServiceState) -> JobEngine:
-    """Over the site's own connections."""
-    app = service.app
-    return JobEngine(
-        service.store,
-        app.registry,
-        results=lambda: app.results,
-        transport=lambda: app.transport,
-        terms=app.terms,
-        news=app.news,
-    )
-
-
-async def submit(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
-    """Submit a job. What was submitted under the key before is found, whatever became of its config since."""
-    try:
-        order, card = await _resolve(service, caller, asked)
-        run, waits = await engine_of(service).submit_job(asked, order, card, caller)
+        run = await service.engine.submit_run(spec.model, spec.parameters, options, job=job)
     except SemelError:
         found = await _find_by_key(service, caller, asked)
         if found is None:
@@ -134,8 +95,8 @@ async def submit(service: ServiceState, caller: Principal, asked: JobSubmission)
     concerns(run.id, run)
     return SubmissionOutcome(
         job_id=run.id,
-        status="uploading" if waits else "queued",
-        has_data=waits,
+        status="queued" if job.data is None else "uploading",
+        has_data=job.data is not None,
         replayed=False,
         key_expires_us=run.key_expires_us,
         quota_warnings=run.quota_warnings,
@@ -149,17 +110,19 @@ async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmissio
         raise UnknownProvider(f"Unknown provider: {asked.provider[:200]}")
     config = await service.configs.find(caller.tenant, asked.config)
     simulated = config.providers.get(asked.provider, {}).get("simulate") is True
-    order = (service.providers["local"] if simulated else provider).order(config)
+    spec = (service.providers["local"] if simulated else provider).order(config)
     if config.data is not None and not await service.store.run_blocking(Path(config.data).is_dir):
         raise InvalidRequest(f"the config {config.name!r} has data, and its folder is not there")
-    card = JobDetails(
+    job = JobDetails(
         provider=asked.provider,
         config=config.name,
+        digest=asked.digest,
         tracker_run_name=asked.tracker_run_name,
         data=config.data,
+        upload_model=uploads.MODEL,
         remote_status="simulated" if simulated and asked.provider != "local" else None,
     )
-    return order, card
+    return spec, job
 
 
 async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome | None:
