@@ -29,11 +29,11 @@ from table import Row, show
 
 from semel import App, Worker
 from semel.cli import main as semel_command
-from semel.runs.attempt import AttemptResult
 from semel.runs.hooks import RunEvent
 from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult
 from support import servers
 
 ROUNDS = 3

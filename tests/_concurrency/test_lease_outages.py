@@ -15,7 +15,7 @@ from semel.runs.store.lease import LeaseRenewal
 from semel.runs.store.maintenance import WorkerCard
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
-from semel.runs.worker.worker_logger import WorkerLogger
+from semel.runs.worker.run_logs import WorkerLogger
 from semel.types import Claim
 
 LEASES = [5.0, 12.0, 20.0, 21.0, 30.0, 60.0, 300.0]

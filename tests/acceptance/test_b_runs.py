@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from semel import App, InvalidRequest, Quota, QuotaExceeded
-from semel.runs.attempt import Artifact
 from semel.runs.execution import execute
 from semel.runs.results import publish
 from semel.runs.store import lease, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal
+from semel.runs.types import Artifact
 from semel.runs.worker.active_runs import ActiveRun
 from support.quotas import KINDS, Grounds
 from support.runs_harness import Hand, Workshop, effects, touch, until

@@ -20,15 +20,15 @@ from sqlalchemy.exc import DatabaseError
 
 from semel import App, IllegalTransition, InvalidRequest, KeyReused, Run, RunNotComplete, RunNotFound, SemelError
 from semel.demo import baseline_forecast
-from semel.runs.attempt import EndKind
 from semel.runs.results import open_results
 from semel.runs.store import transitions
 from semel.runs.store.maintenance import WorkerCard
+from semel.runs.types import EndKind
 from semel.runs.worker import Worker
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
+from semel.runs.worker.run_logs import WorkerLogger
 from semel.runs.worker.sweeper import Sweeper
-from semel.runs.worker.worker_logger import WorkerLogger
 from support.apps import worker_models
 from support.programs import Program
 from support.quotas import KINDS, Grounds

@@ -27,9 +27,9 @@ from moto.server import ThreadedMotoServer
 
 from semel import App
 from semel.errors import Fatal, InvalidRequest, MissingExtra, ResultStoreError
-from semel.runs.attempt import Artifact, Attempt
 from semel.runs.results import FileResults, ResultStore, open_results, place, publish
 from semel.runs.strict_json import read_exact
+from semel.runs.types import Artifact, Attempt
 from support.programs import Program, outcome
 
 RUN = "0198c0de-0000-7000-8000-000000000001"

@@ -8,11 +8,10 @@ import pytest
 
 from semel import App
 from semel._concurrency.sync import run_sync
-from semel.runs.attempt import AttemptResult
 from semel.runs.execution.context import Context
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.transitions import FinishRequest
-from semel.runs.types import Run
+from semel.runs.types import AttemptResult, Run
 from support.apps.dashboard_app import fail, hold, paint, shout
 from support.auth import Person, Town, shared_town
 

@@ -29,10 +29,10 @@ from psycopg import sql
 from semel import App, JobStore, Run
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
-from semel.runs.attempt import AttemptResult, EndKind
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult, EndKind
 from semel.testing import FakeClock
 
 KINDS = ("sqlite", "postgres")

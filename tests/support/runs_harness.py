@@ -24,10 +24,10 @@ from sqlalchemy import Engine, create_engine, make_url, text
 
 from semel import App, Run
 from semel._concurrency.sync import run_sync
-from semel.runs.attempt import AttemptResult, EndKind
 from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult, EndKind
 from semel.runs.worker import Worker
 from semel.testing import FakeClock
 from support.apps import worker_models

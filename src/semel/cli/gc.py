@@ -47,8 +47,8 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
 
     from semel._validation import TEN_YEARS, checked_number
     from semel.db.schema import keys, removals, reservations, run_keys, runs
+    from semel.runs.store.maintenance import is_old
     from semel.runs.store.quotas import EXPIRED_KEPT_US, read_clock
-    from semel.runs.store.retention import is_old
 
     now = read_clock(conn, terms)
     over = is_old(now, checked_number("older-than", age, 0, TEN_YEARS))

@@ -20,11 +20,10 @@ from semel.once.store import Clock
 from semel.runs.engine import RunEngine
 from semel.runs.execution import Limits
 from semel.runs.hooks import EventHooks, Hook
-from semel.runs.models.model import ModelOptions, make_model
-from semel.runs.models.registry import Registry
+from semel.runs.models.model import ModelOptions, Registry, make_model
 from semel.runs.results import ResultStore, open_results, path_of
 from semel.runs.store import RETRY_FOR, RunStore
-from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.store.outbox import OutboxEvent
 from semel.runs.submission import DedupePolicy
 from semel.runs.transports import DatabaseTransport, Transport
 

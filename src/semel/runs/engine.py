@@ -24,12 +24,12 @@ from semel.errors import (
 from semel.runs import strict_json
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
-from semel.runs.models.registry import Registry
+from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, queries, quotas, retention, transitions
+from semel.runs.store import RunStore, maintenance, queries, quotas, transitions
+from semel.runs.store.maintenance import Removal
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
-from semel.runs.store.retention import Removal
 from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission
 from semel.runs.submission import DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
 from semel.runs.transports import Transport
@@ -412,7 +412,7 @@ class RunEngine:
         failed = await self._remove_files()
         total, after = 0, None
         while True:
-            removed = await self.ledger.write(retention.remove_runs, age, after, self.ledger.terms)
+            removed = await self.ledger.write(maintenance.remove_runs, age, after, self.ledger.terms)
             if removed.next is None:
                 break
             total, after = total + removed.count, removed.next
@@ -426,7 +426,7 @@ class RunEngine:
     async def _remove_files(self) -> ResultStoreError | None:
         """Remove the files of runs that are gone. What cannot be removed is left for the next time."""
         after, failed = "", None
-        while found := await self.ledger.read(retention.pending_removals, after):
+        while found := await self.ledger.read(maintenance.pending_removals, after):
             after = found[-1].prefix
             failed = await self.ledger.run_blocking(self._remove_these, found) or failed
         return failed
@@ -442,13 +442,13 @@ class RunEngine:
                         results.remove(each.prefix)
                         done.append(each.prefix)
                     else:
-                        run_sync(ledger.write(retention.remove_data, each, results.remove, ledger.terms))
+                        run_sync(ledger.write(maintenance.remove_data, each, results.remove, ledger.terms))
                 except ResultStoreError as error:
                     failed = error
             more = bool(done)
             while more:
-                more = run_sync(ledger.write(retention.remove_logs, done))
-            run_sync(ledger.write(retention.settle, done))
+                more = run_sync(ledger.write(maintenance.remove_logs, done))
+            run_sync(ledger.write(maintenance.settle, done))
         finally:
             if ledger is not self.ledger:
                 run_sync(ledger.close())

@@ -21,8 +21,7 @@ from semel._validation import (
 )
 from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
 from semel.runs import tracing
-from semel.runs.models.model import Model, refuse_while_loading
-from semel.runs.models.registry import Registry
+from semel.runs.models.model import Model, Registry, refuse_while_loading
 from semel.runs.store.run_keys import KeyKind
 from semel.runs.store.submit import Answer, Created, JobDetails, Submission
 from semel.runs.types import (

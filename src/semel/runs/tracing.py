@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from semel.runs.attempt import AttemptResult
     from semel.runs.store.lease import Leased
+    from semel.runs.types import AttemptResult
 
 try:
     from opentelemetry import context, trace

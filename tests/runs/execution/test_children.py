@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from semel.runs.attempt import AttemptResult
 from semel.runs.execution import log_capture
 from semel.runs.execution.child_pool import ChildPool
 from semel.runs.models.model import make_model
 from semel.runs.results import FileResults, open_results
+from semel.runs.types import AttemptResult
 from support.apps import run_models
 from support.apps.run_models import Heard, job
 

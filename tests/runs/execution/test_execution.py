@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from semel.errors import InvalidRequest, Retry, RunCancelled
-from semel.runs.attempt import AttemptResult
 from semel.runs.execution import Limits, context, execute, execute_async, log_capture, run_in_thread
 from semel.runs.execution.context import Context, StopFlag
 from semel.runs.models.model import Model, make_model
 from semel.runs.results import FileResults, open_results
+from semel.runs.types import AttemptResult
 from support.apps import run_models
 from support.apps.run_models import Heard, job
 

@@ -17,11 +17,11 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
 from semel.db.dialect import StatementContext, hot, transaction
 from semel.errors import ResultStoreError
-from semel.runs.attempt import Artifact
 from semel.runs.execution.input_data import ref_of
 from semel.runs.results import FileResults
-from semel.runs.store import retention, submit, transitions
+from semel.runs.store import maintenance, submit, transitions
 from semel.runs.submission import SubmitOptions
+from semel.runs.types import Artifact
 from support.programs import Program
 from support.quotas import KINDS, Grounds
 from support.runs_harness import PATIENCE, Workshop
@@ -218,7 +218,7 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: 
 
     def release_slowly(conn: Any) -> None:
         with transaction(conn):
-            retention.lock_data(conn, data_of("a"), ledger.terms)
+            maintenance.lock_data(conn, data_of("a"), ledger.terms)
             transitions.release(conn, waits.id, data_of("a"), ledger.terms)
             purging.start()
             waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -332,7 +332,7 @@ def test_a_purge_that_is_killed_anywhere_leaves_no_run_without_its_files_and_the
 
 
 def test_the_logs_of_a_run_go_in_batches(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "LOG_BATCH", 3)
+    monkeypatch.setattr(maintenance, "LOG_BATCH", 3)
     run = ended(shop)
     shop.sql(
         "INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text) VALUES "

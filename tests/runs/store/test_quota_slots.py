@@ -23,10 +23,9 @@ from semel import (
 from semel._concurrency.sync import run_sync
 from semel.db.dialect import hot, transaction
 from semel.errors import IllegalTransition, ReservationLost
-from semel.runs.attempt import EndKind
 from semel.runs.store import RunStore, quotas
 from semel.runs.store.quotas import Reserve
-from semel.runs.types import new_id
+from semel.runs.types import EndKind, new_id
 from support.quota_race import killed, last_words, race
 from support.quotas import KINDS, LEASE, Ground, Grounds
 from support.runs_harness import PATIENCE

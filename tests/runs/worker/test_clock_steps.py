@@ -89,7 +89,7 @@ def test_what_is_due_at_once_is_leased_and_told_of_at_once(shop: Workshop) -> No
     hand = shop.hand()
     run = shop.timeless.submit("add", {"a": 1, "b": 2})
     shop.clock.advance(-HOUR)
-    assert [each.id for each in hand.do(hand.ledger.read(maintenance.due, 30, 10, hand.ledger.terms))] == [run.id]
+    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.terms))] == [run.id]
     told = shop.timeless.waiting(run.id)
     assert told is not None
     assert told.place == 1
@@ -106,7 +106,7 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(shop: Workshop) -> None
     hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
     shop.clock.advance(31)
     hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
-    assert [each.id for each in hand.do(hand.ledger.read(maintenance.due, 30, 10, hand.ledger.terms))] == [run.id]
+    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.terms))] == [run.id]
 
 
 def turn(app: App) -> int:

@@ -21,10 +21,11 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
-from semel.runs.store.maintenance import OutboxEvent, WorkerCard
+from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.outbox import OutboxEvent
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
-from semel.runs.worker.worker_logger import WorkerLogger
+from semel.runs.worker.run_logs import WorkerLogger
 from semel.testing import FakeClock
 
 PATIENCE = 60

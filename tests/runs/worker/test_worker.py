@@ -20,7 +20,7 @@ from acceptance.proxy import Line
 from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
 from semel.runs.store import RunStore, lease, maintenance, transitions
-from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.store.outbox import OutboxEvent
 from semel.runs.worker import Worker, session
 from semel.runs.worker.sweeper import ROLE
 from support import servers

@@ -19,11 +19,11 @@ from sqlalchemy import delete
 from semel import App, ResultStoreError
 from semel._concurrency.sync import run_sync
 from semel.db.schema import leaders
-from semel.runs.attempt import AttemptResult
 from semel.runs.execution.input_data import ref_of, unpack
 from semel.runs.results import FileResults
-from semel.runs.store import lease, maintenance, transitions
+from semel.runs.store import lease, transitions
 from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult
 from semel.service import Settings, jobs
 from semel.service.auth.middleware import Principal
 from semel.service.jobs import uploads
@@ -334,7 +334,7 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
         job_id = (await jobs.submit(site, ME, asked)).job_id
         (upload,) = (await site.engine.runs(queue="semel-service")).runs
         assert (
-            await site.store.read(maintenance.due, 0, 100, site.store.terms) == []
+            await site.store.read(lease.due, 0, 100, site.store.terms) == []
         )  # no broker is told of the upload, nor of a run that is held
         await act(site, upload.id)
         assert await site.store.write(uploads.settle, site.store.terms) == 1

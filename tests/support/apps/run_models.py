@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from semel.errors import Fatal, InvalidParameters, Retry, RunCancelled, Snooze
-from semel.runs.attempt import Attempt
 from semel.runs.execution.context import Context
+from semel.runs.types import Attempt
 
 
 class Heard:

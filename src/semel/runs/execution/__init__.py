@@ -20,13 +20,12 @@ from msgspec.structs import replace
 
 from semel.errors import Fatal, InvalidRequest, Retry, RunCancelled, Snooze
 from semel.runs import strict_json, tracing
-from semel.runs.attempt import Attempt, AttemptResult, EndKind
 from semel.runs.execution import context, log_capture
 from semel.runs.execution.context import AttemptSink, Context, Stop, StopFlag
 from semel.runs.execution.tracebacks import names_in, reason_of, traceback_of
 from semel.runs.models.model import Model
 from semel.runs.results import INLINE_BYTES, MAX_BYTES, ResultStore, publish
-from semel.runs.types import INTERNAL_PREFIX
+from semel.runs.types import INTERNAL_PREFIX, Attempt, AttemptResult, EndKind
 
 if TYPE_CHECKING:
     import asyncio

@@ -26,11 +26,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from semel.runs import execution
-from semel.runs.attempt import Attempt, AttemptResult
 from semel.runs.execution import context, log_capture, tracebacks
 from semel.runs.execution.context import Context, StopFlag
 from semel.runs.models.model import Model, load, make_model
 from semel.runs.results import ResultStore, open_results
+from semel.runs.types import Attempt, AttemptResult
 
 __all__ = [
     "Cancel",

@@ -19,7 +19,6 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from semel.runs.attempt import Attempt, AttemptResult
 from semel.runs.execution import Limits, timed_out_after
 from semel.runs.execution.child_main import Cancel, ChildConfig, Finished, FromChild, Output, Quit, RunAttempt
 from semel.runs.execution.child_process import ChildProcess
@@ -27,6 +26,7 @@ from semel.runs.execution.log_capture import AttemptSink, BoundedLog
 from semel.runs.execution.tracebacks import name_of
 from semel.runs.models.model import Model, home
 from semel.runs.results import INLINE_BYTES, MAX_BYTES
+from semel.runs.types import Attempt, AttemptResult
 
 __all__ = ["ChildPool"]
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from semel.errors import InvalidRequest, RunCancelled
-from semel.runs.attempt import Attempt
 from semel.runs.execution import log_capture
 from semel.runs.execution.input_data import unpack
 from semel.runs.execution.log_capture import AttemptSink, BoundedLog
 from semel.runs.results import ResultStore, place
-from semel.runs.types import checked_cost
+from semel.runs.types import Attempt, checked_cost
 
 __all__ = ["AttemptSink", "Context", "Stop", "StopFlag"]
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from semel.errors import Fatal, InvalidRequest, ResultStoreError
 from semel.runs import strict_json
-from semel.runs.attempt import Artifact, Attempt
+from semel.runs.types import Artifact, Attempt
 
 __all__ = ["FileResults", "PublishedResult", "ResultStore", "check_ref", "open_results", "place", "publish"]
 

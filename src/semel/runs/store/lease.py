@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    and_,
+    case,
+    literal,
+    or_,
+    select,
+)
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
-from semel.runs.store.transitions import LOSE_THESE, change, changing, fenced, unlocked
-from semel.runs.types import HELD_US, MICRO
+from semel.db.schema import runs
+from semel.runs.store.quotas import read_clock
+from semel.runs.store.transitions import LOSE_THESE, change, changing, fenced, storable, unlocked
+from semel.runs.types import HELD_US, INTERNAL_QUEUE, MICRO
 
 
 class Leased(Struct, frozen=True):
@@ -208,3 +218,72 @@ _HELD_BY = Statement(
 def held_by(conn: Connection, worker: str) -> dict[str, int]:
     """The runs that the worker holds, with their fences."""
     return {row[0]: row[1] for row in _HELD_BY.rows(conn, worker=worker)}
+
+
+class PendingRun(Struct, frozen=True):
+    """A run that can be leased. With every step of its life it becomes due anew."""
+
+    id: str
+    queue: str
+    version: int
+
+    @property
+    def step(self) -> tuple[str, int]:
+        """What was told of, once it was."""
+        return (self.id, self.version)
+
+
+@hot
+def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> list[PendingRun]:
+    """Runs, with their queues, that are due and that perhaps no worker was told of.
+
+    The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
+    service's own work is left out: its servers poll for it.
+    """
+    now = read_clock(conn, terms)
+    silent_us = round(silent * MICRO)
+    pending = literal("PENDING", literal_execute=True)
+    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
+    told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
+    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was, since it was due
+    waited = or_(runs.c.due_us <= literal(now, BigInteger) - told, put_back)
+    query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
+    query = query.where(runs.c.queue != INTERNAL_QUEUE)
+    return [PendingRun(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
+
+
+_LOG_COLUMNS = {
+    "in_id": "uuid",
+    "in_fence": "bigint",
+    "in_line": "integer",
+    "in_at": "bigint",
+    "in_level": "text",
+    "in_text": "text",
+}
+_LOG = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text)
+SELECT in_id, in_fence, in_line, in_at, in_level, in_text FROM {w.batch(_LOG_COLUMNS)} WHERE true
+ON CONFLICT DO NOTHING
+"""
+    ),
+    _LOG_COLUMNS,
+)
+
+
+class LogLineRow(Struct, frozen=True):
+    """A line of a run's log, on its way to the database."""
+
+    run_id: str
+    fence: int
+    line: int
+    at_us: int
+    level: str
+    text: str
+
+
+@hot
+def log(conn: Connection, lines: Sequence[LogLineRow]) -> None:
+    """Keep the lines; one that was kept before is left as it is."""
+    _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])

@@ -1,20 +1,43 @@
-"""What keeps the ledger in order: workers' signs of life, the election of who sweeps, the outbox, and what is old."""
+"""Upkeep: workers' signs of life, the election of a leader, what expired, and the removal of old runs.
+
+Runs that ended long ago are removed with their logs, files and data; a run that a live key names stays.
+
+    rows removed, their files noted     files removed        note removed
+    ───────────── one transaction ────▶ ───────────────────▶ ────────────▶
+
+Whatever dies in between, the next purge finds the notes and goes on. So no run is ever there without its files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import BigInteger, ColumnElement, Connection, Select, and_, case, delete, literal, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Text,
+    and_,
+    cast,
+    delete,
+    exists,
+    literal,
+    not_,
+    or_,
+    select,
+    text,
+)
 
 from semel.db.dialect import Statement, StatementContext, hot
-from semel.db.schema import run_events, runs, workers
-from semel.runs.store import quotas, run_keys
+from semel.db.schema import deliveries, jobs, removals, run_events, run_keys, runs, workers
+from semel.runs.execution.input_data import folder_of
+from semel.runs.store import quotas
 from semel.runs.store.quotas import read_clock
-from semel.runs.store.transitions import storable
-from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
+from semel.runs.store.run_keys import purge_keys
+from semel.runs.types import MICRO, TERMINAL
 
 BATCH = 1000
 """Rows of a kind that one transaction removes."""
@@ -76,7 +99,7 @@ def remove_expired(conn: Connection, terms: StatementContext) -> tuple[int, bool
     """
     now = read_clock(conn, terms)
     conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
-    removed = run_keys.purge_keys(conn, terms, BATCH), quotas.purge_reservations(conn, terms, BATCH)
+    removed = purge_keys(conn, terms, BATCH), quotas.purge_reservations(conn, terms, BATCH)
     return sum(removed), max(removed) >= BATCH
 
 
@@ -142,167 +165,112 @@ def release_leadership(conn: Connection, role: str, holder: str) -> None:
     _STEP_DOWN.count(conn, role=role, holder=holder)
 
 
-_LOG_COLUMNS = {
-    "in_id": "uuid",
-    "in_fence": "bigint",
-    "in_line": "integer",
-    "in_at": "bigint",
-    "in_level": "text",
-    "in_text": "text",
-}
-_LOG = Statement(
+RUNS_BATCH = 500
+"""Runs in one transaction."""
+LOG_BATCH = 5000
+
+
+class Removal(Struct, frozen=True):
+    """Files of a run that is gone (``prefix`` is its id), or data that no run had any more (``data_ref``)."""
+
+    prefix: str
+    data_ref: str | None
+
+
+class Removed(Struct, frozen=True):
+    """How many runs a step removed, and after which id the next one goes on; None at the end."""
+
+    count: int
+    next: str | None
+
+
+def is_old(now: int, age: float) -> ColumnElement[bool]:
+    """True of a run that was over so many seconds ago and that no live key names."""
+    over = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
+    named = and_(
+        run_keys.c.kind == literal("key", literal_execute=True),  # which names the index
+        run_keys.c.job_id == cast(runs.c.id, Text),
+        run_keys.c.expires_us >= now,
+    )
+    return and_(over, not_(exists().where(named)))
+
+
+_REMOVAL_COLUMNS = {"in_prefix": "text", "in_data": "text", "in_files": "boolean"}
+_NOTE_REMOVAL = Statement(
     lambda w: (
         f"""
-INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text)
-SELECT in_id, in_fence, in_line, in_at, in_level, in_text FROM {w.batch(_LOG_COLUMNS)} WHERE true
-ON CONFLICT DO NOTHING
+INSERT INTO semel_removals (prefix, data_ref, has_files)
+SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true ON CONFLICT (prefix) DO NOTHING
 """
     ),
-    _LOG_COLUMNS,
+    _REMOVAL_COLUMNS,
 )
 
 
-class LogLineRow(Struct, frozen=True):
-    """A line of a run's log, on its way to the database."""
-
-    run_id: str
-    fence: int
-    line: int
-    at_us: int
-    level: str
-    text: str
-
-
-@hot
-def log(conn: Connection, lines: Sequence[LogLineRow]) -> None:
-    """Keep the lines; one that was kept before is left as it is."""
-    _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])
-
-
-class OutboxEvent(Struct, frozen=True, kw_only=True):
-    """An event on its way out. ``name`` says what happened, as RunCompleted; ``id`` is the same at every delivery."""
-
-    id: str
-    name: str
-    run_id: str
-    model: str
-    tenant: str
-    user: str
-    status: str
-    step: str
-    at_us: int
-    fence: int
-    note: str | None
-
-    @property
-    def version(self) -> int:
-        """The run's version that this step led to."""
-        return int(self.id.rpartition("/")[2])
-
-
-_NAMES = {"created": "RunCreated", "leased": "RunStarted"}
-
-
-@hot
-def unpublished(conn: Connection, most: int = 100) -> list[OutboxEvent]:
-    """The oldest events that nobody has confirmed to have published."""
-    return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
-
-
-def unsent(conn: Connection, most: int = 200) -> list[OutboxEvent]:
-    """The oldest events that a subscription may want, except those that another is handing on at this moment."""
-    return _events(
-        conn.execute(_outbox(run_events.c.unsent).limit(most).with_for_update(of=run_events, skip_locked=True))
-    )
-
-
-def _outbox(which: ColumnElement[bool]) -> Select[Any]:
-    return (
-        select(run_events, runs.c.model, runs.c.tenant, runs.c.user_id)
-        .join_from(run_events, runs, run_events.c.run_id == runs.c.id)
-        .where(which)
-        .order_by(run_events.c.at_us, run_events.c.run_id, run_events.c.version)
-    )
-
-
-def _events(rows: Iterable[Any]) -> list[OutboxEvent]:
-    return [
-        OutboxEvent(
-            id=f"{row.run_id}/{row.version}",
-            name="RunCompleted" if row.status in TERMINAL else _NAMES.get(row.step, "RunChanged"),
-            run_id=row.run_id,
-            model=row.model,
-            tenant=row.tenant,
-            user=row.user_id,
-            status=row.status,
-            step=row.step,
-            at_us=row.at_us,
-            fence=row.fence,
-            note=row.note,
-        )
-        for row in rows
-    ]
-
-
-_STEP_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
-
-
-def _clearing(flag: str) -> Statement:
-    return Statement(
-        lambda w: (
-            f"""
-UPDATE semel_run_events AS k SET {flag} = false FROM {w.batch(_STEP_COLUMNS)}
-WHERE k.run_id = in_id AND k.version = in_version
-"""
-        ),
-        _STEP_COLUMNS,
-    )
-
-
-_PUBLISHED = _clearing("unpublished")
-_SENT = _clearing("unsent")
-
-
-@hot
-def published(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """These have been published."""
-    if events:
-        _PUBLISHED.count(conn, [(each.run_id, each.version) for each in events])
-
-
-def sent(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """These have been handed on to those who want them."""
-    if events:
-        _SENT.count(conn, [(each.run_id, each.version) for each in events])
-
-
-class PendingRun(Struct, frozen=True):
-    """A run that can be leased. With every step of its life it becomes due anew."""
-
-    id: str
-    queue: str
-    version: int
-
-    @property
-    def step(self) -> tuple[str, int]:
-        """What was told of, once it was."""
-        return (self.id, self.version)
-
-
-@hot
-def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> list[PendingRun]:
-    """Runs, with their queues, that are due and that perhaps no worker was told of.
-
-    The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
-    service's own work is left out: its servers poll for it.
-    """
+def remove_runs(conn: Connection, age: float, after: str | None, terms: StatementContext) -> Removed:
+    """Remove the next old runs, in the order of their ids, and note their files. One that is being retried stays."""
     now = read_clock(conn, terms)
-    silent_us = round(silent * MICRO)
-    pending = literal("PENDING", literal_execute=True)
-    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
-    told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
-    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was, since it was due
-    waited = or_(runs.c.due_us <= literal(now, BigInteger) - told, put_back)
-    query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
-    query = query.where(runs.c.queue != INTERNAL_QUEUE)
-    return [PendingRun(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
+    query = select(runs.c.id).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
+    if after is not None:
+        query = query.where(runs.c.id > after)
+    ids = list(conn.scalars(query.with_for_update(of=runs, skip_locked=True)))
+    if not ids:
+        return Removed(0, None)
+    files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
+    gone = conn.execute(delete(runs).where(runs.c.id.in_(ids)).returning(runs.c.id, runs.c.data_ref, files)).all()
+    for table in (run_events, jobs, deliveries):
+        conn.execute(delete(table).where(table.c.run_id.in_(ids)))
+    refs = {row[1] for row in gone if row[1] is not None}
+    notes: list[tuple[Any, ...]] = [(row[0], None, bool(row[2])) for row in gone]
+    _NOTE_REMOVAL.count(conn, notes + [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
+    return Removed(len(gone), ids[-1])
+
+
+def _in_use(conn: Connection, refs: set[str]) -> set[str]:
+    return set(conn.scalars(select(runs.c.data_ref).where(runs.c.data_ref.in_(refs)).distinct())) if refs else set()
+
+
+def pending_removals(conn: Connection, after: str) -> list[Removal]:
+    """The next files that are to be removed, in the order of their prefixes."""
+    query = select(removals.c.prefix, removals.c.data_ref).where(removals.c.prefix > after)
+    return [Removal(*row) for row in conn.execute(query.order_by(removals.c.prefix).limit(RUNS_BATCH))]
+
+
+_REMOVE_LOGS = Statement(
+    lambda w: (
+        f"""
+DELETE FROM semel_run_logs WHERE (run_id, fence, line) IN (
+  SELECT p.run_id, p.fence, p.line FROM semel_run_logs AS p WHERE {w.among("p.run_id", "ids", "uuid")} LIMIT :most
+)"""
+    )
+)
+
+
+def remove_logs(conn: Connection, ids: Sequence[str]) -> bool:
+    """Remove some lines that these runs logged; True when there may be more."""
+    return _REMOVE_LOGS.count(conn, ids=list(ids), most=LOG_BATCH) >= LOG_BATCH
+
+
+def settle(conn: Connection, prefixes: Sequence[str]) -> None:
+    """The files of these are gone."""
+    conn.execute(delete(removals).where(removals.c.prefix.in_(list(prefixes))))
+
+
+_LOCK = text("SELECT pg_advisory_xact_lock(:key)")
+
+
+def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
+    """Until the transaction ends nobody else removes this data or gives it to a run. SQLite has one writer anyway."""
+    read_clock(conn, terms)
+    if conn.dialect.name == "postgresql":
+        key = int.from_bytes(sha256(f"semel data {data_ref}".encode()).digest()[:8], signed=True)
+        conn.execute(_LOCK, {"key": key})
+
+
+def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None], terms: StatementContext) -> None:
+    """Remove data that was noted, unless a run has it again by now."""
+    assert removal.data_ref is not None
+    lock_data(conn, removal.data_ref, terms)
+    if not _in_use(conn, {removal.data_ref}):
+        remove(removal.prefix)
+    settle(conn, [removal.prefix])

@@ -24,8 +24,7 @@ from msgspec import Struct
 from sqlalchemy import Connection, text
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
-from semel.runs.attempt import AttemptResult
-from semel.runs.types import HELD_US, Status, micros
+from semel.runs.types import HELD_US, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
 

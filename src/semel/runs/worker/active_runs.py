@@ -6,12 +6,10 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from semel.runs.attempt import Attempt
 from semel.runs.execution.context import StopFlag
 from semel.runs.models.model import Model
-from semel.runs.store.lease import Leased, LeaseRenewal
-from semel.runs.store.maintenance import LogLineRow
-from semel.runs.types import MICRO
+from semel.runs.store.lease import Leased, LeaseRenewal, LogLineRow
+from semel.runs.types import MICRO, Attempt
 
 
 class ActiveRun:

@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 from semel._concurrency.retry import Backoff
 from semel.errors import ResultStoreError, StoreUnavailable
-from semel.runs.attempt import AttemptResult
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import RunStore, transitions
 from semel.runs.store.transitions import FinishedRun, FinishRequest
-from semel.runs.types import is_own_work
+from semel.runs.types import AttemptResult, is_own_work
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
-from semel.runs.worker.run_logs import RunLogWriter
-from semel.runs.worker.worker_logger import WorkerLogger
+from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
 
 LARGEST = 500
 _BACKOFF = Backoff(0.05, 5.0)

@@ -16,7 +16,7 @@ from semel.errors import StoreUnavailable
 from semel.runs.store import RunStore, lease, maintenance
 from semel.runs.store.maintenance import WorkerCard
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
-from semel.runs.worker.worker_logger import WorkerLogger
+from semel.runs.worker.run_logs import WorkerLogger
 
 TICK = 1.0
 """Seconds between two looks at what is held: so long may a cancel take to be heard."""

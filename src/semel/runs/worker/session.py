@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from semel.errors import SemelError
 from semel.runs import tracing
 from semel.runs.app import App
-from semel.runs.attempt import AttemptResult
 from semel.runs.execution import execute_async, run_in_thread
 from semel.runs.execution.child_pool import ChildPool
 from semel.runs.hooks import RunEvent
@@ -24,15 +23,14 @@ from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased
 from semel.runs.store.maintenance import WorkerCard
 from semel.runs.store.transitions import FinishRequest
-from semel.runs.types import MICRO, is_own_work
+from semel.runs.types import MICRO, AttemptResult, is_own_work
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.completer import Completer
 from semel.runs.worker.fetcher import COOLDOWN, RETURNED, Fetcher, WorkerConfig
 from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.notifier import ChangeNotifier
-from semel.runs.worker.run_logs import RunLogWriter
+from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
 from semel.runs.worker.sweeper import ROLE, Sweeper
-from semel.runs.worker.worker_logger import WorkerLogger
 
 DEAF = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""

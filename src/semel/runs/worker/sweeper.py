@@ -20,12 +20,12 @@ from semel._concurrency.periodic import PeriodicTask
 from semel._concurrency.retry import jittered
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
-from semel.runs.store import RunStore, lease, maintenance, transitions
-from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.store import RunStore, lease, maintenance, outbox, transitions
+from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.transitions import Lost
 from semel.runs.transports import Transport
 from semel.runs.types import MICRO, is_own_work, new_id
-from semel.runs.worker.worker_logger import log_run
+from semel.runs.worker.run_logs import log_run
 
 if TYPE_CHECKING:
     from semel.runs.app import App
@@ -96,7 +96,7 @@ class Publisher(LeaderTask):
 
     async def work(self) -> None:
         """See Elected. What could not be published stays, and is tried in the next turn."""
-        while await self.elected() and (events := await self._ledger.read(maintenance.unpublished)):
+        while await self.elected() and (events := await self._ledger.read(outbox.unpublished)):
             if not await self.publish(events):
                 return
 
@@ -116,7 +116,7 @@ class Publisher(LeaderTask):
             return False
         finally:
             if done:
-                await self._ledger.write(maintenance.published, done)
+                await self._ledger.write(outbox.published, done)
         return True
 
 
@@ -224,7 +224,7 @@ class Sweeper(LeaderTask):
         _, until_next = await self._ledger.write(lease.wake, self._ledger.terms)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
-        waiting = await self._ledger.read(maintenance.due, self._tell_again, 1000, self._ledger.terms)
+        waiting = await self._ledger.read(lease.due, self._tell_again, 1000, self._ledger.terms)
         now = time.monotonic()
         self._told = {run.step: self._told[run.step] for run in waiting if run.step in self._told}
         new = [run for run in waiting if run.step not in self._told]

@@ -13,8 +13,7 @@ from litestar.params import PathParameter
 from litestar.response import Stream
 
 from semel.errors import RunNotComplete, RunNotFound
-from semel.runs.attempt import Artifact
-from semel.runs.types import Run
+from semel.runs.types import Artifact, Run
 from semel.service.api.params import IfNoneMatch, RunId
 from semel.service.api.responses import answered, matches, refusals, unchanged
 from semel.service.state import CurrentPrincipal, CurrentState

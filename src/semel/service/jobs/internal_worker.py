@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from semel.runs.app import App
-from semel.runs.models.registry import Registry
+from semel.runs.models.model import Registry
 from semel.runs.types import INTERNAL_PREFIX, INTERNAL_QUEUE
 from semel.runs.worker import Worker
 

@@ -24,7 +24,7 @@ from semel.runs.execution.context import Context
 from semel.runs.execution.input_data import ref_of
 from semel.runs.execution.scratch import scratch
 from semel.runs.models.model import make_model
-from semel.runs.store import RunStore, retention, transitions
+from semel.runs.store import RunStore, maintenance, transitions
 from semel.runs.types import INTERNAL_QUEUE, TERMINAL
 from semel.runs.worker.sweeper import LeaderTask
 from semel.service.jobs.archive import CannotPack, pack
@@ -141,7 +141,7 @@ def progressed(conn: Connection, run_id: str, packed: int, total: int) -> bool:
 
 def released(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
     """The data is there: release the run, once. Answers the run's queue; None when it was not waiting any more."""
-    retention.lock_data(conn, data_ref, terms)
+    maintenance.lock_data(conn, data_ref, terms)
     done = update(jobs).where(_uploading(run_id)).values(data_state="uploaded", data_ref=data_ref)
     if not conn.execute(done).rowcount:
         return None

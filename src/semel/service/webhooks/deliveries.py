@@ -23,8 +23,8 @@ from sqlalchemy import ColumnElement, Connection, delete, exists, select, tuple_
 from semel.db.dialect import Dialect, Statement, StatementContext
 from semel.db.schema import deliveries, run_events
 from semel.db.schema import subscriptions as subscription_table
-from semel.runs.store import maintenance
-from semel.runs.store.maintenance import OutboxEvent
+from semel.runs.store import outbox
+from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.transitions import storable
 from semel.runs.types import MICRO, is_own_work
@@ -152,7 +152,7 @@ ON CONFLICT (run_id, version, subscription_id) DO NOTHING
 
 def fan_out(conn: Connection, terms: StatementContext) -> bool:
     """Make deliveries of the oldest events, for each subscription that wants them. True if there may be more."""
-    events = maintenance.unsent(conn, FANNED_OUT)
+    events = outbox.unsent(conn, FANNED_OUT)
     active = subscriptions.active(conn)
     made = [
         (each.id, event.run_id, event.version, event.at_us, body_of(event))
@@ -162,7 +162,7 @@ def fan_out(conn: Connection, terms: StatementContext) -> bool:
     ]
     if made:
         _MAKE.count(conn, made, now=terms.now)
-    maintenance.sent(conn, events)
+    outbox.sent(conn, events)
     return len(events) == FANNED_OUT
 
 
