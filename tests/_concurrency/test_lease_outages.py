@@ -98,17 +98,17 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
             await server.answer()
 
     async def work() -> None:
-        holdings = ActiveRuns()
+        active = ActiveRuns()
         leased: Any = SimpleNamespace(
             id="run", model="m", parameters="{}", payload_hash="", fence=1, attempts=1, user_id="", tenant="",
             data_ref=None, lease_us=round(server.lease * 1e6), changed_us=0,
         )  # fmt: skip
         model: Any = SimpleNamespace(isolation="thread")
-        holdings.add(ActiveRun(leased, model, "worker", server._loop.now))
+        active.add(ActiveRun(leased, model, "worker", server._loop.now))
         ledger: Any = Ledger()
         card: Any = object()
-        beating = Heartbeat(ledger, holdings, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
-        task = asyncio.ensure_future(beating.beat_forever())
+        beating = Heartbeat(ledger, active, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
+        task = asyncio.ensure_future(beating.run())
         await asyncio.sleep(2.2 * server.lease)
         task.cancel()
 

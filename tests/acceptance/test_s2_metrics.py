@@ -113,10 +113,10 @@ def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry
     app.model("work", isolation="thread")(work)
     app.on_event(RunMetrics(registry))
     app.submit("work")
-    ledger = app._engine.ledger
+    ledger = app._engine.store
     run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
     clock.advance(61)
-    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
+    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks)
     assert run_sync(sweeper.sweep()) == 1
     assert run_sync(sweeper.sweep()) == 0
     assert registry.get_sample_value("stuck_runs_detected_total") == 1
@@ -132,8 +132,8 @@ def test_s2_45_the_duration_is_that_of_the_last_attempt_also_when_the_sweeper_en
     app.model("work", isolation="thread", lease=60, max_lost=2)(work)
     app.on_event(RunMetrics(registry))
     run = app.submit("work")
-    ledger = app._engine.ledger
-    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news)
+    ledger = app._engine.store
+    sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks)
     for _ in range(2):
         assert run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
         clock.advance(75)
@@ -179,11 +179,11 @@ def test_s2_41_the_sweepers_line_about_a_run_carries_the_five_fields(
     app = App(url, clock=clock)
     app.model("work", isolation="thread", lease=60)(work)
     run = app.submit("work")
-    ledger = app._engine.ledger
+    ledger = app._engine.store
     run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
-        run_sync(Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news).sweep())
+        run_sync(Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks).sweep())
     (line,) = [vars(record) for record in caplog.records if record.name == "semel.sweeper"]
     expected = {"run_id": run.id, "payload_hash": run.payload_hash, "worker_id": "dead", "attempt_count": 1}
     assert line.items() >= {**expected, "status": "PENDING"}.items()
@@ -197,7 +197,7 @@ def test_s2_56_the_keys_that_the_sweeper_cleaned_are_logged_at_info(url: str, ca
     app.submit("work", idempotency_key="k")
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
-        run_sync(Sweeper(app._engine.ledger, "me", transport=DatabaseTransport(), news=app.news).sweep())
+        run_sync(Sweeper(app._engine.store, "me", transport=DatabaseTransport(), hooks=app.hooks).sweep())
     assert [record.getMessage() for record in caplog.records if record.name == "semel.sweeper"] == [
         "removed 1 keys and reservations that had expired"
     ]

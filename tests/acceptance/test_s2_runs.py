@@ -936,7 +936,7 @@ def test_s2_56_keys_whose_time_is_over_are_cleaned_away(app: App, hand: Hand, sh
 
 def sweep(app: App, hand: Hand) -> None:
     """One turn of the sweeper."""
-    sweeper = Sweeper(hand.ledger, hand.name, transport=app.transport, news=app.news, publish=app.publish)
+    sweeper = Sweeper(hand.ledger, hand.name, transport=app.transport, hooks=app.hooks, publish=app.publish)
     hand.do(sweeper.sweep())
 
 

@@ -211,7 +211,7 @@ def test_reservations_travel_together(urls: StoreUrls) -> None:
     """Twenty-five at once cost a few transactions, and the limit holds to the slot."""
     user = uuid4().hex
     jobs = JobStore(urls["postgres"])
-    ledger: Any = jobs._engine._ledger
+    ledger: Any = jobs._engine._store
     sent: list[int] = []
     inner = ledger.reserve._flush
 

@@ -250,7 +250,7 @@ def test_the_next_sweeper_takes_over_a_dead_ones_term_within_five_seconds(
         ledger = app.ledger(awaited=True)
         try:
             dead, heir = (
-                Sweeper(ledger, name, transport=DatabaseTransport(), news=app.news, interval=5.0)
+                Sweeper(ledger, name, transport=DatabaseTransport(), hooks=app.hooks, interval=5.0)
                 for name in ("dead", "heir")
             )
             assert await dead.elected()
@@ -270,7 +270,7 @@ def test_a_sweeper_asks_for_its_next_term_at_half_time(sqlite_url: str, tmp_path
 
     async def elect() -> float:
         ledger = app.ledger(awaited=True)
-        sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), news=app.news, interval=1000.0)
+        sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks, interval=1000.0)
         try:
             assert await sweeper.elected()
             sweeper._works_at = time.monotonic() + 1000

@@ -95,10 +95,10 @@ class Ground:
 
     def lease(self, most: int = 1) -> list[Leased]:
         """What a worker would get."""
-        run_sync(self.app._engine.ledger.write(lease.wake, self.app._engine.ledger.terms))
+        run_sync(self.app._engine.store.write(lease.wake, self.app._engine.store.terms))
         return run_sync(
-            self.app._engine.ledger.write(
-                lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most), self.app._engine.ledger.terms
+            self.app._engine.store.write(
+                lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most), self.app._engine.store.terms
             )
         )
 
@@ -109,7 +109,7 @@ class Ground:
             options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
         ending = FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **options), returned=returned)
         return leased.id in run_sync(
-            self.app._engine.ledger.write(transitions.end, [ending], self.app._engine.ledger.terms)
+            self.app._engine.store.write(transitions.end, [ending], self.app._engine.store.terms)
         )
 
     def finish(self, *runs: Run) -> None:
@@ -121,11 +121,11 @@ class Ground:
 
     def lose_expired(self) -> int:
         """What the sweeper does with leases that have ended."""
-        return len(run_sync(self.app._engine.ledger.write(transitions.lose_expired, self.app._engine.ledger.terms)))
+        return len(run_sync(self.app._engine.store.write(transitions.lose_expired, self.app._engine.store.terms)))
 
     def tidy(self) -> int:
         """What the sweeper does with keys and reservations that have expired."""
-        return run_sync(self.app._engine.ledger.write(maintenance.remove_expired, self.app._engine.ledger.terms))[0]
+        return run_sync(self.app._engine.store.write(maintenance.remove_expired, self.app._engine.store.terms))[0]
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
         """What a person with a database client sees."""

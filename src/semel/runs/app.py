@@ -1,4 +1,4 @@
-"""The app: a ledger, the models that it runs, and every verb on runs, blocking here and awaited in ``app.aio``."""
+"""The app: a store, the models that it runs, and every verb on runs, blocking here and awaited in ``app.aio``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AsyncRuns:
     @property
     def ledger(self) -> RunStore:
         """What the verbs work on."""
-        return self._engine.ledger
+        return self._engine.store
 
     submit = async_method(RunEngine.submit)
     submit_many = async_method(RunEngine.submit_many)
@@ -104,7 +104,7 @@ class App:
     ) -> None:
         self.url = url
         self.registry = Registry()
-        self.news = EventHooks()
+        self.hooks = EventHooks()
         self.outage = Outage(
             logging.getLogger("semel.database"),
             "the database",
@@ -179,7 +179,7 @@ class App:
         return AsyncRuns(self.engine(awaited=True))
 
     def ledger(self, *, awaited: bool) -> RunStore:
-        """A ledger with connections of its own."""
+        """A store with connections of its own."""
         return RunStore(
             self.url,
             awaited=awaited,
@@ -190,15 +190,15 @@ class App:
         )
 
     def engine(self, *, awaited: bool) -> RunEngine:
-        """The verbs over a ledger of their own."""
-        ledger = self.ledger(awaited=awaited)
+        """The verbs over a store of their own."""
+        store = self.ledger(awaited=awaited)
         return RunEngine(
-            ledger,
+            store,
             self.registry,
             results=lambda: self.results,
             transport=lambda: self.transport,
             terms=self.terms,
-            news=self.news,
+            hooks=self.hooks,
         )
 
     def model(self, name: str, **options: Unpack[ModelOptions]) -> Callable[[F], F]:
@@ -230,7 +230,7 @@ class App:
 
     def on_event(self, hook: Hook) -> None:
         """Call ``hook`` for everything that happens to runs in this process."""
-        self.news.hear(hook)
+        self.hooks.add(hook)
 
     submit = sync_method(RunEngine.submit)
     submit_many = sync_method(RunEngine.submit_many)

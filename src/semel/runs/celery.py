@@ -70,9 +70,9 @@ class CeleryTransport(BrokerTransport):
         self._producer = None
         self._sending = threading.RLock()
 
-    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
+    def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
         """See Announcer."""
-        where = msgspec.to_builtins(address)
+        where = msgspec.to_builtins(location)
         with self._sending:
             try:
                 for queue, ids in queues.items():

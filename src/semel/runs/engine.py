@@ -59,20 +59,20 @@ class RunEngine:
 
     def __init__(
         self,
-        ledger: RunStore,
+        store: RunStore,
         registry: Registry,
         *,
         results: Callable[[], ResultStore],
         transport: Callable[[], Transport],
         terms: DedupePolicy,
-        news: EventHooks,
+        hooks: EventHooks,
     ) -> None:
-        self.ledger = ledger
+        self.store = store
         self.registry = registry
         self._results = results
         self._transport = transport
         self._builder = SubmissionBuilder(registry, terms)
-        self._news = news
+        self._hooks = hooks
 
     async def submit(
         self,
@@ -132,12 +132,12 @@ class RunEngine:
         """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data."""
         build = partial(self._builder.submission, model, parameters, options, retry_of=retry_of, job=job)
         small = strict_json.is_small(parameters, AT_ONCE)
-        (submission,) = _with_slots([build() if small else await self.ledger.run_blocking(build)])
-        answer = await self.ledger.submit(submission)
+        (submission,) = _with_slots([build() if small else await self.store.run_blocking(build)])
+        answer = await self.store.submit(submission)
         _close_slots([submission], [answer])
         found = None
         if isinstance(answer, Existing):
-            found = answer.run or await self.ledger.find(answer.id)
+            found = answer.run or await self.store.find(answer.id)
         run = run_of_answer(submission, answer, {} if found is None else {found.id: found})
         if isinstance(run, SemelError):
             self._tell("refused", model)
@@ -160,12 +160,12 @@ class RunEngine:
         if strict_json.is_small(submissions, AT_ONCE):
             asked, refused = self._submissions(submissions, strict=strict)
         else:
-            asked, refused = await self.ledger.run_blocking(self._submissions, submissions, strict=strict)
+            asked, refused = await self.store.run_blocking(self._submissions, submissions, strict=strict)
         asked = _with_slots(asked)
-        answers = await self.ledger.submit_many(asked)
+        answers = await self.store.submit_many(asked)
         _close_slots(asked, answers)
         found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
-        there = await self.ledger.read(queries.get, found) if found else {}
+        there = await self.store.read(queries.get, found) if found else {}
         had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
         runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
@@ -193,18 +193,18 @@ class RunEngine:
         transport = self._transport()
         if transport.announces and runs:
             due = [(run.id, run.queue) for run in runs if run.due_us <= run.created_us]
-            await self.ledger.run_blocking(transport.announce, due)
+            await self.store.run_blocking(transport.announce, due)
 
     def _tell(self, kind: Any, model: str) -> None:
-        if self._news.wanted:
-            self._news.tell(RunEvent(kind, model))
+        if self._hooks.has_hooks:
+            self._hooks.emit(RunEvent(kind, model))
 
     async def get(self, run_id: str, *, tenant: str | None = None) -> Run:
         """The run as it stands, or :class:`~semel.errors.RunNotFound`."""
         known = checked_id(run_id)
         if tenant is not None:
             checked_name("tenant", tenant)
-        run = await self.ledger.find(known) if known else None
+        run = await self.store.find(known) if known else None
         if run is None or (tenant is not None and run.tenant != tenant):
             raise RunNotFound(f"there is no run {run_id!r}")
         return run
@@ -248,7 +248,7 @@ class RunEngine:
             until_us=_us("until", until),
             stalled=bool(stalled),
         )
-        return await self.ledger.read(
+        return await self.store.read(
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )
 
@@ -260,7 +260,7 @@ class RunEngine:
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
-            await self.ledger.write(transitions.cancel, [run.id], why, self.ledger.terms)
+            await self.store.write(transitions.cancel, [run.id], why, self.store.terms)
             run = await self.get(run.id)
         if run.status in ("SUCCEEDED", "FAILED"):
             raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
@@ -293,7 +293,7 @@ class RunEngine:
     async def result_json(self, run_id: str, *, tenant: str | None = None, exact: bool = False) -> bytes:
         """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, which Python's json reads."""
         known = checked_id(run_id)
-        found = await self.ledger.read(queries.result, known, tenant) if known else None
+        found = await self.store.read(queries.result, known, tenant) if known else None
         if found is None:
             raise RunNotFound(f"there is no run {run_id!r}")
         run, kept, exactly = found
@@ -302,16 +302,14 @@ class RunEngine:
             told = f"run {run.id} is {run.status} and has no result{said}"
             raise RunNotComplete(told, run.status, run.ask_again_in)
         if exact and exactly is not None:
-            return (
-                exactly.encode() if kept is not None else await self.ledger.run_blocking(self._results().get, exactly)
-            )
+            return exactly.encode() if kept is not None else await self.store.run_blocking(self._results().get, exactly)
         if kept is not None:
             return kept.encode()
         assert run.result_ref is not None
         results = self._results()
         if isinstance(results, FileResults) and run.result_ref == flat_ref(run.id):
-            await self.ledger.run_blocking(results.give_name, run.id, run.fence)  # the worker may have died before
-        data = await self.ledger.run_blocking(results.get, run.result_ref)
+            await self.store.run_blocking(results.give_name, run.id, run.fence)  # the worker may have died before
+        data = await self.store.run_blocking(results.get, run.result_ref)
         if sha256(data).hexdigest() != run.result_digest:
             raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
         return data
@@ -321,7 +319,7 @@ class RunEngine:
         run = await self.get(run_id, tenant=tenant)
         for each in run.artifacts:
             if each.name == name:
-                return await self.ledger.run_blocking(self._results().open, each.ref)
+                return await self.store.run_blocking(self._results().open, each.ref)
         raise RunNotFound(f"run {run.id} has no artifact {name!r}")
 
     async def wait(
@@ -341,23 +339,23 @@ class RunEngine:
             left = pause if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"run {run.id} is still {run.status} after {timeout} seconds")
-            await self.ledger.runtime.sleep(min(pause, left))
+            await self.store.runtime.sleep(min(pause, left))
             pause = min(pause * 1.5, 0.25)
 
     async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
         """Every step of the run's life, oldest first."""
-        return await self.ledger.read(queries.timeline, (await self.get(run_id, tenant=tenant)).id)
+        return await self.store.read(queries.timeline, (await self.get(run_id, tenant=tenant)).id)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
     ) -> list[LogLine]:
         """What the run logged, oldest first; ``after`` is the (fence, line) of the last line seen."""
         checked_int("limit", limit, 1, 10_000)
-        return await self.ledger.read(queries.logs, (await self.get(run_id, tenant=tenant)).id, after, limit)
+        return await self.store.read(queries.logs, (await self.get(run_id, tenant=tenant)).id, after, limit)
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
         """Why the run is pending, its place in the queue, since when; None when it is not pending."""
-        told = await self.ledger.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.ledger.terms)
+        told = await self.store.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.terms)
         if told is not None and told.place is not None and not told.workers and self._transport().announces:
             unseen = "it waits for a worker of RQ or Celery, of which semel sees only those that are at work"
             return msgspec.structs.replace(told, reason=unseen)
@@ -366,15 +364,15 @@ class RunEngine:
     async def summary(self, *, tenant: str = "", grouped: bool = False, user: str | int | None = None) -> list[Summary]:
         """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
         whose = _name_or_none("user", user)
-        return await self.ledger.read(queries.summary, checked_name("tenant", tenant), grouped=grouped, user=whose)
+        return await self.store.read(queries.summary, checked_name("tenant", tenant), grouped=grouped, user=whose)
 
     async def backlog(self) -> Backlog:
         """What waits and what runs, for those who watch."""
-        return await self.ledger.read(queries.backlog, self.ledger.terms)
+        return await self.store.read(queries.backlog, self.store.terms)
 
     async def workers(self) -> list[WorkerInfo]:
         """Who works on this app's runs."""
-        return await self.ledger.read(queries.list_workers, self.ledger.terms)
+        return await self.store.read(queries.list_workers, self.store.terms)
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
         """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away.
@@ -383,22 +381,22 @@ class RunEngine:
         """
         if not isinstance(quota, Quota | None):
             raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
-        await self.ledger.write(
+        await self.store.write(
             quotas.set_quota,
             (checked_name("tenant", tenant), checked_name("user", user, empty=False)),
             quota,
-            self.ledger.terms,
+            self.store.terms,
         )
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
         """Every quota of a tenant, by user."""
-        return await self.ledger.read(quotas.list_quotas, checked_name("tenant", tenant))
+        return await self.store.read(quotas.list_quotas, checked_name("tenant", tenant))
 
     async def usage(self, user: str | int, *, tenant: str = "") -> Usage:
         """What a user has in use."""
         return (
-            await self.ledger.read(
-                quotas.usage_and_quota, (checked_name("tenant", tenant), checked_name("user", user)), self.ledger.terms
+            await self.store.read(
+                quotas.usage_and_quota, (checked_name("tenant", tenant), checked_name("user", user)), self.store.terms
             )
         )[0]
 
@@ -412,7 +410,7 @@ class RunEngine:
         failed = await self._remove_files()
         total, after = 0, None
         while True:
-            removed = await self.ledger.write(maintenance.remove_runs, age, after, self.ledger.terms)
+            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.terms)
             if removed.next is None:
                 break
             total, after = total + removed.count, removed.next
@@ -426,13 +424,13 @@ class RunEngine:
     async def _remove_files(self) -> ResultStoreError | None:
         """Remove the files of runs that are gone. What cannot be removed is left for the next time."""
         after, failed = "", None
-        while found := await self.ledger.read(maintenance.pending_removals, after):
+        while found := await self.store.read(maintenance.pending_removals, after):
             after = found[-1].prefix
-            failed = await self.ledger.run_blocking(self._remove_these, found) or failed
+            failed = await self.store.run_blocking(self._remove_these, found) or failed
         return failed
 
     def _remove_these(self, found: Sequence[Removal]) -> ResultStoreError | None:
-        results, ledger = self._results(), self.ledger.blocking()
+        results, store = self._results(), self.store.blocking()
         failed = None
         done: list[str] = []
         try:
@@ -442,22 +440,22 @@ class RunEngine:
                         results.remove(each.prefix)
                         done.append(each.prefix)
                     else:
-                        run_sync(ledger.write(maintenance.remove_data, each, results.remove, ledger.terms))
+                        run_sync(store.write(maintenance.remove_data, each, results.remove, store.terms))
                 except ResultStoreError as error:
                     failed = error
             more = bool(done)
             while more:
-                more = run_sync(ledger.write(maintenance.remove_logs, done))
-            run_sync(ledger.write(maintenance.settle, done))
+                more = run_sync(store.write(maintenance.remove_logs, done))
+            run_sync(store.write(maintenance.settle, done))
         finally:
-            if ledger is not self.ledger:
-                run_sync(ledger.close())
+            if store is not self.store:
+                run_sync(store.close())
         return failed
 
     async def close(self) -> None:
         """Give the connections back."""
-        await self.ledger.run_blocking(self._transport().close)
-        await self.ledger.close()
+        await self.store.run_blocking(self._transport().close)
+        await self.store.close()
 
 
 def _with_slots(asked: Sequence[Submission]) -> list[Submission]:

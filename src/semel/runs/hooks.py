@@ -34,12 +34,12 @@ class EventHooks:
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
 
-    def hear(self, hook: Hook) -> None:
+    def add(self, hook: Hook) -> None:
         """Call ``hook`` from now on, from whichever thread it happens in; a hook is added once."""
         if hook not in self._hooks:
             self._hooks.append(hook)
 
-    def tell(self, event: RunEvent) -> None:
+    def emit(self, event: RunEvent) -> None:
         """Something happened."""
         for hook in self._hooks:
             try:
@@ -48,6 +48,6 @@ class EventHooks:
                 _log.exception("a hook for run events failed")
 
     @property
-    def wanted(self) -> bool:
+    def has_hooks(self) -> bool:
         """False when nobody listens, so that nothing need be put together."""
         return bool(self._hooks)

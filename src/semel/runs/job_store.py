@@ -34,8 +34,8 @@ def close_reservation(reservation: str) -> None:
 class Jobs:
     """The verbs, written once."""
 
-    def __init__(self, ledger: RunStore, tenant: str) -> None:
-        self._ledger = ledger
+    def __init__(self, store: RunStore, tenant: str) -> None:
+        self._store = store
         self._tenant = tenant
 
     async def reserve_job_slot(self, user_id: str | int, max_concurrent: int, ttl_seconds: float = 300) -> str | None:
@@ -51,7 +51,7 @@ class Jobs:
             max_concurrent=checked_int("max_concurrent", max_concurrent),
             ttl_us=round(checked_number("ttl_seconds", ttl_seconds, 0, TEN_YEARS) * MICRO),
         )
-        reservation = await self._ledger.reserve(request)
+        reservation = await self._store.reserve(request)
         if reservation is not None:
             _open.set((*_open.get(), (self._tenant, user, reservation))[-_MOST_OPEN:])
         return reservation
@@ -67,8 +67,8 @@ class Jobs:
         """
         job = None if job_id is None else checked_name("job_id", job_id, empty=False)
         reservation = checked_name("reservation_id", reservation_id)
-        consumed = await self._ledger.write(
-            quotas.consume_after, reservation, self._person(user_id), job, self._ledger.terms
+        consumed = await self._store.write(
+            quotas.consume_after, reservation, self._person(user_id), job, self._store.terms
         )
         close_reservation(reservation)
         return consumed
@@ -77,7 +77,7 @@ class Jobs:
         """The job was not created: free the slot at once. False when there was nothing left to free."""
         reservation = checked_name("reservation_id", reservation_id)
         close_reservation(reservation)
-        return await self._ledger.write(quotas.release, reservation, self._person(user_id))
+        return await self._store.write(quotas.release, reservation, self._person(user_id))
 
     async def store_idempotency_key(
         self, key: str, job_id: str, user_id: str | int | None = None, ttl_hours: float = 24
@@ -90,7 +90,7 @@ class Jobs:
             job_id=checked_name("job_id", job_id, empty=False),
             ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
-        return await self._ledger.write(run_keys.store_key, request, self._ledger.terms)
+        return await self._store.write(run_keys.store_key, request, self._store.terms)
 
     async def check_idempotency_key(self, key: str, user_id: str | int | None = None) -> str | None:
         """The job that the key names, or None: never stored, or expired (and then removed)."""
@@ -99,8 +99,8 @@ class Jobs:
 
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
         """The key with its job, user and times."""
-        return await self._ledger.write(
-            run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._ledger.terms
+        return await self._store.write(
+            run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._store.terms
         )
 
     def _person(self, user_id: str | int | None) -> tuple[str, str | None]:
@@ -108,7 +108,7 @@ class Jobs:
 
     async def close(self) -> None:
         """Give the connections back."""
-        await self._ledger.close()
+        await self._store.close()
 
 
 class JobStore:
@@ -126,8 +126,8 @@ class JobStore:
         retry_for: float = RETRY_FOR,
         pool: int | None = None,
     ) -> None:
-        ledger = RunStore(url, awaited=False, clock=clock, retry_for=retry_for, pool=pool)
-        self._engine = Jobs(ledger, checked_name("tenant", tenant))
+        store = RunStore(url, awaited=False, clock=clock, retry_for=retry_for, pool=pool)
+        self._engine = Jobs(store, checked_name("tenant", tenant))
 
     reserve_job_slot = sync_method(Jobs.reserve_job_slot)
     consume_reservation = sync_method(Jobs.consume_reservation)
@@ -150,8 +150,8 @@ class AsyncJobStore:
         retry_for: float = RETRY_FOR,
         pool: int | None = None,
     ) -> None:
-        ledger = RunStore(url, awaited=True, clock=clock, retry_for=retry_for, pool=pool)
-        self._engine = Jobs(ledger, checked_name("tenant", tenant))
+        store = RunStore(url, awaited=True, clock=clock, retry_for=retry_for, pool=pool)
+        self._engine = Jobs(store, checked_name("tenant", tenant))
 
     reserve_job_slot = async_method(Jobs.reserve_job_slot)
     consume_reservation = async_method(Jobs.consume_reservation)

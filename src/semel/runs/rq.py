@@ -57,9 +57,9 @@ class RqTransport(BrokerTransport):
         if "rq.cli" in sys.modules:
             app.ledger(awaited=True)  # a worker imports us before it forks: let it have what every run would load
 
-    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
+    def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
         """See Announcer. A few hundred in a round trip."""
-        where = msgspec.to_builtins(address)
+        where = msgspec.to_builtins(location)
         for queue, ids in queues.items():
             for start in range(0, len(ids), BATCH):
                 self._queue(queue).enqueue_many([_job(run_id, where) for run_id in ids[start : start + BATCH]])

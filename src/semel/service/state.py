@@ -50,7 +50,7 @@ class ServiceState:
         self.app = app
         self.settings = settings
         self.engine: RunEngine = app.aio._engine
-        self.store: RunStore = self.engine.ledger
+        self.store: RunStore = self.engine.store
         self.store.outage = app.outage
         self.once = AsyncOnce(self.store.key_store(), collect=False)
         """The engine of keys on the app's database, over the same connections."""
@@ -62,7 +62,7 @@ class ServiceState:
         self.configs = Configs(self.store, settings.configs, self._has_demo)
         self.health = HealthCheck(self)
         self.metrics = MetricsPage(self.store)
-        app.news.hear(run_metrics())
+        app.hooks.add(run_metrics())
         self.internal_worker = InternalWorker(self)
         self.providers = load_providers()
         """The providers of jobs, by name."""

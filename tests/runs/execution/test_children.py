@@ -613,7 +613,7 @@ def test_more_children_than_asked_for_do_not_stay(crew: Crew) -> None:
         await asyncio.gather(children.start(), children.run(job(), model, Heard()))
         await children.run(job(), model, Heard())
         while len(children._processes) > 1:
-            await asyncio.wait({process.gone for process in children._processes if process.doomed})
+            await asyncio.wait({process.gone for process in children._processes if process.terminating})
         left = len(children._processes)
         await children.close()
         return left

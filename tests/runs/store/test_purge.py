@@ -164,7 +164,7 @@ def test_the_key_of_another_run_keeps_nothing(shop: Workshop) -> None:
 
 
 def retried(shop: Workshop, run: Run) -> submit.Submission:
-    desk = shop.timeless._engine._desk
+    desk = shop.timeless._engine._builder
     return desk.submission(run.model, run.parameters, SubmitOptions(), retry_of=run.id)
 
 
@@ -177,12 +177,12 @@ def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop
 
     def retry_slowly(conn: Any) -> submit.Answer:
         with transaction(conn):
-            (answer,) = submit.submit(conn, [retried(shop, failed)], app._engine.ledger.terms)
+            (answer,) = submit.submit(conn, [retried(shop, failed)], app._engine.store.terms)
             other = shop.open(clock=shop.clock)
             assert other.purge(0) == 0, "it is in use"
         return answer
 
-    answer = run_sync(app._engine.ledger.write(hot(retry_slowly)))
+    answer = run_sync(app._engine.store.write(hot(retry_slowly)))
     assert isinstance(answer, submit.Created)
     assert app.get(answer.id).data_ref == data_of("a")
     assert app.purge(0) == 1
@@ -198,7 +198,7 @@ def test_a_run_that_was_purged_meanwhile_is_not_retried_without_its_data(shop: W
     shop.clock.advance(DAY)
     submission = retried(shop, failed)
     assert shop.timeless.purge(0) == 1
-    (answer,) = run_sync(shop.timeless._engine.ledger.submit_many([submission]))
+    (answer,) = run_sync(shop.timeless._engine.store.submit_many([submission]))
     assert isinstance(answer, RunNotFound)
     assert shop.timeless.runs().runs == []
     assert shop.sql("SELECT count(*) FROM semel_run_keys WHERE key LIKE 'retry:%'")[0][0] == 0
@@ -212,7 +212,7 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: 
     app = shop.timeless
     waits = app.submit("add", {"a": 2}, dedupe=False)
     shop.sql("UPDATE semel_runs SET due_us = created_us + 3162240000000000, ready = false WHERE id = :id", id=waits.id)
-    ledger = app._engine.ledger
+    ledger = app._engine.store
     purged: list[int] = []
     purging = threading.Thread(target=lambda: purged.append(shop.open(clock=shop.clock).purge(0)))
 

@@ -161,8 +161,8 @@ class Lives(RuleBasedStateMachine):
         if run not in self.alive:
             return
         (leased,) = run_sync(
-            self.ground.app._engine.ledger.write(
-                lease.lease_these, "worker-1", [run], self.ground.app._engine.ledger.terms
+            self.ground.app._engine.store.write(
+                lease.lease_these, "worker-1", [run], self.ground.app._engine.store.terms
             )
         )
         assert self.ground.end(leased, kind)
@@ -175,8 +175,8 @@ class Lives(RuleBasedStateMachine):
         """Its worker vanishes, and the run waits for another one: it stays in use."""
         if run in self.alive and self.ground.app.get(run).losts < 2:
             run_sync(
-                self.ground.app._engine.ledger.write(
-                    lease.lease_these, "worker-1", [run], self.ground.app._engine.ledger.terms
+                self.ground.app._engine.store.write(
+                    lease.lease_these, "worker-1", [run], self.ground.app._engine.store.terms
                 )
             )
             self.ground.clock.advance(61)

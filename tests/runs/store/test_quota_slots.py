@@ -272,20 +272,20 @@ def lose_next_reply(
 def test_b4_a_lost_reply_reserves_and_submits_once(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     ground.app.set_quota(42, Quota(max_concurrent=1, per_hour=2, cost_daily=5))
     ground.concurrent(), ground.jobs.check_idempotency_key("warm up")
-    lost = lose_next_reply(ground.jobs._engine._ledger, monkeypatch)
+    lost = lose_next_reply(ground.jobs._engine._store, monkeypatch)
     reservation = ground.reserve(limit=1)
     assert lost
     assert ground.count("job_reservations") == 1
-    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch)
+    lost = lose_next_reply(ground.app._engine.store, monkeypatch)
     run = ground.submit(reservation=reservation, cost=5)
     assert lost
     assert not run.replayed, "it is the caller's own"
     used = ground.app.usage(42)
     assert (used.concurrent, used.reserved, used.last_hour, used.spent["daily"]) == (1, 0, 1, 5)
-    lost = lose_next_reply(ground.jobs._engine._ledger, monkeypatch)
+    lost = lose_next_reply(ground.jobs._engine._store, monkeypatch)
     ground.jobs.consume_reservation(reservation, job_id=run.id)
     (leased,) = ground.lease()
-    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch)
+    lost = lose_next_reply(ground.app._engine.store, monkeypatch)
     assert ground.end(leased)
     assert lost
     assert ground.concurrent() == 0
@@ -297,7 +297,7 @@ def test_b4_a_submission_sent_again_after_its_run_is_over_finds_it(
 ) -> None:
     """The reply was lost, and a worker was faster than the second try."""
     ground.app.set_quota(42, Quota(per_hour=1, cost_daily=1))
-    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch, meanwhile=ground.finish)
+    lost = lose_next_reply(ground.app._engine.store, monkeypatch, meanwhile=ground.finish)
     run = ground.submit(cost=1, **how)
     assert lost
     assert (run.status, run.replayed) == ("SUCCEEDED", False)
@@ -331,7 +331,7 @@ def test_b4_with_all_replies_lost_an_unkeyed_submission_is_stored_once(ground: G
         "retried": lambda: app.retry(first.id),
     }
     with pytest.MonkeyPatch.context() as patch:
-        lost = lose_every_reply(app._engine.ledger, patch)
+        lost = lose_every_reply(app._engine.store, patch)
         with pytest.raises(StoreUnavailable):
             asks[how]()
     assert len(lost) > 1, "it was tried again"
@@ -343,7 +343,7 @@ def test_b4_a_lost_reply_stores_a_bulk_of_unkeyed_submissions_once(
 ) -> None:
     wanted = [{"model": "train", "parameters": {"number": number}, "dedupe": False} for number in (1, 1, 2)]
     ground.app.usage(42)
-    lost = lose_next_reply(ground.app._engine.ledger, monkeypatch)
+    lost = lose_next_reply(ground.app._engine.store, monkeypatch)
     runs = [run for run in ground.app.submit_many(wanted) if isinstance(run, Run)]
     assert lost
     assert [run.replayed for run in runs] == [False] * 3, "they are the caller's own"
@@ -456,7 +456,7 @@ def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(
     """The owner asks in time, and has to wait; meanwhile the slot becomes another's."""
     with grounds.empty("postgres") as ground, ThreadPoolExecutor(1) as threads:
         app, jobs = ground.open_app(clock=None), ground.open_jobs(clock=None)
-        ledger = app._engine.ledger
+        ledger = app._engine.store
         mine = copy_context().run(jobs.reserve_job_slot, 42, 1, 2)
         assert mine is not None
         asked: list[Future[Any]] = []

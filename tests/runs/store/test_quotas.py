@@ -194,7 +194,7 @@ def test_no_sum_of_costs_overflows_whatever_older_runs_have(ground: Ground) -> N
 def test_what_a_statement_does_wrong_is_no_unavailable_database(ground: Ground) -> None:
     """It is not tried again ten times, and nobody is told to come back later."""
     overflow = "SELECT abs(-9223372036854775807 - 1)" if ground.kind == "sqlite" else "SELECT 9223372036854775807 + 1"
-    ledger = ground.app._engine.ledger
+    ledger = ground.app._engine.store
     with pytest.raises(SemelError, match="the database says") as told:
         run_sync(ledger.read(lambda conn: conn.execute(text(overflow)).all()))
     assert not isinstance(told.value, StoreUnavailable)

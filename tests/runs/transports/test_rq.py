@@ -129,7 +129,7 @@ def test_messages_about_runs_that_are_over_or_unknown_change_nothing_and_the_wor
     cancelled = app.submit("add_in_loop", {"a": 1, "b": 1}, delay=3600)
     app.cancel(cancelled.id)
     before, _ = [over(ground, app, run) for run in (finished, removed)]
-    run_sync(app._engine.ledger.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
+    run_sync(app._engine.store.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
     unknown = new_id()
 
     app.transport.announce([(each, "default") for each in (finished.id, removed.id, cancelled.id, unknown, "nonsense")])

@@ -111,7 +111,7 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(shop: Workshop) -> None
 
 def turn(app: App) -> int:
     """One turn of a sweeper which has turned before, so that it cleans nothing up."""
-    sweeper = Sweeper(app._engine.ledger, "sweeper", transport=DatabaseTransport(), news=app.news)
+    sweeper = Sweeper(app._engine.store, "sweeper", transport=DatabaseTransport(), hooks=app.hooks)
     sweeper._turns = 5
     return run_sync(sweeper.sweep())
 
@@ -156,7 +156,7 @@ def test_a_reservation_holds_its_slot_no_longer(shop: Workshop, by: str) -> None
 
 
 def test_the_role_of_a_dead_sweeper_is_free_no_later(shop: Workshop) -> None:
-    ledger = shop.timeless._engine.ledger
+    ledger = shop.timeless._engine.store
     assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))
     assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
     shop.clock.advance(-HOUR)

@@ -188,8 +188,8 @@ def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: P
             until(lambda: len(app.workers()) == 1)
             run = app.submit("noop", queue="elsewhere")
             run_sync(
-                app._engine.ledger.write(
-                    lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.ledger.terms
+                app._engine.store.write(
+                    lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.store.terms
                 )
             )
             until(lambda: app.get(run.id).losts == 1)
@@ -203,7 +203,7 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
     app = App(postgres_url, dedupe_window=0)
     app.model("noop", isolation="thread")(noop)
     locked, free = app.submit("noop"), app.submit("noop")
-    ledger = app._engine.ledger
+    ledger = app._engine.store
     leased = run_sync(ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 2), ledger.terms))
     with psycopg.connect(postgres_url) as other:
         other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
@@ -254,10 +254,10 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
         ledger = app.ledger(awaited=True)
         (leased,) = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1), ledger.terms)
         held = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
-        holdings = ActiveRuns()
-        holdings.add(held)
+        active = ActiveRuns()
+        active.add(held)
         card = WorkerCard(id="w", name="w", host="here", pid=1, queues=[], models={}, slots={})
-        heart = Heartbeat(ledger, holdings, WorkerLogger("w"), card=lambda: card, lost=_never, cancelled=_never)
+        heart = Heartbeat(ledger, active, WorkerLogger("w"), card=lambda: card, lost=_never, cancelled=_never)
         held.progress(0.4, "fitting")
         with engine.begin() as conn:
             conn.execute(text("ALTER TABLE semel_runs RENAME TO semel_elsewhere"))
@@ -275,7 +275,7 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
             assert shown() == (0.4, "fitting")
         await heart.beat()
         assert shown() == (0.5, "fitting")
-        assert not held.news
+        assert not held.progress_changed
         await ledger.close()
 
     def shown() -> tuple[float | None, str | None]:
@@ -296,7 +296,7 @@ def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> 
     clock = FakeClock()
     app = App(url, clock=clock)
     app.model("noop", isolation="thread")(noop)
-    ledger = app._engine.ledger
+    ledger = app._engine.store
     run = app.submit("noop")
     run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["noop"], 1), ledger.terms))
     assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))

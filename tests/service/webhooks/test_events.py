@@ -336,7 +336,7 @@ def test_what_is_old_is_forgotten_in_batches(house: House, client: httpx.Client)
     made[-1] = made[-1].replace("00000000-", "00000001-")
     columns = "subscription_id, run_id, version, state, attempts, due_us, body"
     house.write(f"INSERT INTO semel_deliveries ({columns}) VALUES {', '.join(made)}")
-    ledger = house.app._engine.ledger
+    ledger = house.app._engine.store
     assert [run_sync(ledger.write(tidy, ledger.terms, 10)) for _ in range(4)] == [True, True, False, False]
     assert house.states() == {"delivered": 1}
 

@@ -58,14 +58,14 @@ DEFAULT_LIMITS = Limits()
 def execute(
     job: Attempt,
     model: Model,
-    wire: AttemptSink,
+    sink: AttemptSink,
     results: ResultStore,
     limits: Limits = DEFAULT_LIMITS,
     *,
     cancelled: Stop | None = None,
 ) -> AttemptResult:
     """Execute the attempt in this thread. It never raises, whatever the model does."""
-    ctx = Context(job, wire, cancelled or StopFlag())
+    ctx = Context(job, sink, cancelled or StopFlag())
     try:
         return execute_attempt(ctx, job, model, results, limits)
     finally:
@@ -109,14 +109,14 @@ def _call(ctx: Context, job: Attempt, model: Model) -> Any:
 async def execute_async(
     job: Attempt,
     model: Model,
-    wire: AttemptSink,
+    sink: AttemptSink,
     results: ResultStore,
     limits: Limits = DEFAULT_LIMITS,
     *,
     cancelled: Stop | None = None,
 ) -> AttemptResult:
     """Execute the attempt in this event loop. Only the cancellation of the calling task comes through as an error."""
-    ctx = Context(job, wire, cancelled or StopFlag())
+    ctx = Context(job, sink, cancelled or StopFlag())
     token = log_capture.begin(context.lines(ctx))
     handed_over = False
     try:
@@ -149,7 +149,7 @@ async def execute_async(
 async def run_in_thread(
     job: Attempt,
     model: Model,
-    wire: AttemptSink,
+    sink: AttemptSink,
     results: ResultStore,
     limits: Limits = DEFAULT_LIMITS,
     *,
@@ -163,7 +163,7 @@ async def run_in_thread(
 
     loop = asyncio.get_running_loop()
     stop = cancelled or StopFlag()
-    relay = _Relay(loop, wire)
+    relay = _Relay(loop, sink)
     future: asyncio.Future[AttemptResult] = loop.create_future()
     work = partial(execute, job, model, relay, results, limits, cancelled=stop)
     start = partial(copy_context().run, _answer, loop, future, work)
@@ -219,9 +219,9 @@ def _answer(
 class _Relay:
     """A wire from a thread to one that lives in the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wire: AttemptSink) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sink: AttemptSink) -> None:
         self._loop = loop
-        self._wire: AttemptSink | None = wire
+        self._sink: AttemptSink | None = sink
 
     def progress(self, fraction: float, note: str) -> None:
         self._send("progress", fraction, note)
@@ -230,16 +230,16 @@ class _Relay:
         self._send("line", level, text)
 
     def close(self) -> None:
-        self._wire = None
+        self._sink = None
 
     def _send(self, method: str, *said: object) -> None:
-        if self._wire is not None:
+        if self._sink is not None:
             with suppress(RuntimeError):  # the loop has gone
                 self._loop.call_soon_threadsafe(self._arrive, method, *said)
 
     def _arrive(self, method: str, *said: object) -> None:
-        if self._wire is not None:
-            getattr(self._wire, method)(*said)
+        if self._sink is not None:
+            getattr(self._sink, method)(*said)
 
 
 async def _in_time(work: Awaitable[Any], seconds: float) -> Any:

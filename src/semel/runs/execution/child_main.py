@@ -100,7 +100,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     """The attempt is over."""
 
     ended: AttemptResult
-    haunted: bool = False
+    has_orphans: bool = False
     """The model left processes behind: this one should not serve again."""
 
 
@@ -190,7 +190,7 @@ class Child:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._wire = ParentWire(connection)
+        self._sink = ParentWire(connection)
         self._work: queue.SimpleQueue[tuple[RunAttempt, StopFlag] | None] = queue.SimpleQueue()
         self._now: tuple[RunAttempt, StopFlag] | None = None
         self._models: dict[tuple[str, str, str | None], Model] = {}
@@ -200,22 +200,22 @@ class Child:
 
     def serve(self) -> None:
         receive = receiver(self._connection)
-        hello = receive()
-        if not isinstance(hello, ChildConfig):
+        config = receive()
+        if not isinstance(config, ChildConfig):
             return
-        self._hello = hello
-        _become_alike(hello)
+        self._config = config
+        _become_alike(config)
         self._folder = Path.cwd()
         os.register_at_fork(after_in_child=self._fall_silent)
         Thread(target=self._listen, args=(receive,), name="semel-parent", daemon=True).start()
-        Thread(target=self._wire.send_leftovers, name="semel-lines", daemon=True).start()
-        self._wire.send(Ready())
+        Thread(target=self._sink.send_leftovers, name="semel-lines", daemon=True).start()
+        self._sink.send(Ready())
         while task := self._work.get():
             ended = self._execute(*task)
-            self._wire.send(Finished(ended, _has_children()))
+            self._sink.send(Finished(ended, _has_children()))
 
     def _fall_silent(self) -> None:
-        self._wire.fall_silent()
+        self._sink.fall_silent()
         log_capture.forget_process()
         for stream in self._streams:
             stream.after_fork()
@@ -241,7 +241,7 @@ class Child:
         _kill_group()
 
     def _execute(self, work: RunAttempt, stop: StopFlag) -> AttemptResult:
-        ctx = Context(work.job, self._wire, stop, Path(work.scratch))
+        ctx = Context(work.job, self._sink, stop, Path(work.scratch))
         lines = context.lines(ctx)
         log_capture.bind_process(lines)
         self._tidy_up()
@@ -255,7 +255,7 @@ class Child:
             if stop.is_set():
                 return AttemptResult(kind="cancelled", reason="cancelled before it began")
             log_capture.mute_captured_handlers(self._texts)
-            return execution.execute_attempt(ctx, work.job, model, results, self._hello.limits, fatal=work.fatal)
+            return execution.execute_attempt(ctx, work.job, model, results, self._config.limits, fatal=work.fatal)
         finally:
             for stream in self._streams:
                 stream.finish(lines)
@@ -273,7 +273,7 @@ class Child:
 
     def _opened(self) -> ResultStore:
         if self._results is None:
-            self._results = open_results(self._hello.results_url)
+            self._results = open_results(self._config.results_url)
         return self._results
 
     def _model(self, work: RunAttempt) -> Model:
@@ -331,14 +331,14 @@ def receiver(connection: socket.socket) -> Callable[[], ToChild | None]:
     return receive
 
 
-def _become_alike(hello: ChildConfig) -> None:
-    sys.path[:] = hello.path
-    sys.argv[:] = hello.argv
-    if hello.pythonpath is None:
+def _become_alike(config: ChildConfig) -> None:
+    sys.path[:] = config.path
+    sys.argv[:] = config.argv
+    if config.pythonpath is None:
         os.environ.pop("PYTHONPATH", None)
     else:
-        os.environ["PYTHONPATH"] = hello.pythonpath
-    logging.root.setLevel(hello.log_level)
+        os.environ["PYTHONPATH"] = config.pythonpath
+    logging.root.setLevel(config.log_level)
 
 
 def _kill_group() -> None:

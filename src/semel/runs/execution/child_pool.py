@@ -76,11 +76,11 @@ class ChildPool:
     async def _start_ahead(self) -> None:
         self._put_back(await self._start())
 
-    async def run(self, job: Attempt, model: Model, wire: AttemptSink) -> AttemptResult:
+    async def run(self, job: Attempt, model: Model, sink: AttemptSink) -> AttemptResult:
         """Execute the attempt in a child, as soon as one is free. Cancelling this call kills the child."""
         if self._closed:
             return AttemptResult(kind="lost", reason="the worker's child processes are closed")
-        attempt = _Attempt(job, model, wire)
+        attempt = _Attempt(job, model, sink)
         self._attempts.add(attempt)
         try:
             async with self._places:
@@ -132,9 +132,9 @@ class ChildPool:
             await self._settle(process, attempt)
 
     async def _settle(self, process: ChildProcess, attempt: _Attempt) -> None:
-        if process.haunted:
+        if process.has_orphans:
             process.kill()  # with the processes that the model left behind
-        if not process.doomed:
+        if not process.terminating:
             self._put_back(process)
         else:
             cleared = self._later(_cleared(process, attempt.scratch))
@@ -144,12 +144,12 @@ class ChildPool:
     def _waiting(self) -> ChildProcess | None:
         while self._idle:
             process = self._idle.pop()
-            if not process.doomed:
+            if not process.terminating:
                 return process
         return None
 
     async def _start(self) -> ChildProcess:
-        hello = ChildConfig(
+        config = ChildConfig(
             path=[str(entry) for entry in sys.path],
             argv=sys.argv,
             pythonpath=os.environ.get("PYTHONPATH"),
@@ -160,12 +160,12 @@ class ChildPool:
         process = ChildProcess()
         self._processes.add(process)
         process.gone.add_done_callback(lambda _: self._processes.discard(process))
-        await process.start(hello, self._start_timeout)
+        await process.start(config, self._start_timeout)
         return process
 
     def _put_back(self, process: ChildProcess) -> None:
         worn = self._max_runs is not None and process.runs >= self._max_runs
-        crowded = sum(not other.doomed for other in self._processes) > self._size
+        crowded = sum(not other.terminating for other in self._processes) > self._size
         if worn or crowded or self._closed:
             self._later(_dismissed(process, polite=True))
         else:
@@ -181,15 +181,15 @@ class ChildPool:
 class _Attempt:
     """One attempt in a child: what is asked of it, and the first final word on it."""
 
-    def __init__(self, job: Attempt, model: Model, wire: AttemptSink) -> None:
+    def __init__(self, job: Attempt, model: Model, sink: AttemptSink) -> None:
         self._loop = asyncio.get_running_loop()
         self.job = job
         self.scratch = Path(tempfile.gettempdir()) / f"semel-run-{uuid4().hex}"
         self.verdict: AttemptResult | None = None
         """What it comes to, whatever the child says."""
         self._model = model
-        self._wire = wire
-        self._lines = BoundedLog(wire)
+        self._sink = sink
+        self._lines = BoundedLog(sink)
         self._ended: asyncio.Future[AttemptResult] = self._loop.create_future()
         self._stopping: AttemptResult | None = None
         self._process: ChildProcess | None = None
@@ -198,7 +198,7 @@ class _Attempt:
     async def run_on(self, process: ChildProcess) -> AttemptResult:
         """Execute it on this child, which works for nobody else."""
         self._process = process
-        process.hear, process.hear_output = self._hear, self._hear_output
+        process.on_message, process.on_output = self._on_message, self._on_output
         process.gone.add_done_callback(self._child_gone)
         if self._model.timeout is not None:
             self._after(self._model.timeout, self._time_is_up)
@@ -213,7 +213,7 @@ class _Attempt:
             for timer in self._timers:
                 timer.cancel()
             self._lines.close()
-            process.stop_hearing()
+            process.stop_listening()
             process.gone.remove_done_callback(self._child_gone)
 
     def ask_to_stop(self, outcome: AttemptResult) -> None:
@@ -251,19 +251,19 @@ class _Attempt:
         if self._process is not None:
             self._process.kill()
 
-    def _hear(self, message: FromChild) -> None:
+    def _on_message(self, message: FromChild) -> None:
         if isinstance(message, Output):
             for level, text in message.lines:
                 self._lines.add(level, text)
             if message.progress is not None:
-                self._wire.progress(*message.progress)
+                self._sink.progress(*message.progress)
         elif isinstance(message, Finished):
             assert self._process is not None
             self._process.read_output()
-            self._process.haunted = message.haunted
+            self._process.has_orphans = message.has_orphans
             self._settle(message.ended)
 
-    def _hear_output(self, text: str) -> None:
+    def _on_output(self, text: str) -> None:
         self._lines.add("OUTPUT", text)
 
     def _child_gone(self, gone: asyncio.Future[str]) -> None:
@@ -287,7 +287,7 @@ async def _cleared(process: ChildProcess, scratch: Path) -> None:
 
 async def _dismissed(process: ChildProcess, *, polite: bool) -> None:
     """End a child that is not needed any more."""
-    process.doomed = True
+    process.terminating = True
     if polite:
         process.send(Quit())
         await asyncio.wait({process.gone}, timeout=LEAVE)

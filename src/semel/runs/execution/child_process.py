@@ -35,27 +35,27 @@ _decoder = msgspec.msgpack.Decoder(FromChild)
 
 
 class ChildProcess(asyncio.Protocol):
-    """A child. `hear` and `hear_output` are called in the event loop, until `gone` says how it ended."""
+    """A child. `hear` and `on_output` are called in the event loop, until `gone` says how it ended."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.hear: Callable[[FromChild], None] = _ignore
-        self.hear_output: Callable[[str], None] = _ignore
+        self.on_message: Callable[[FromChild], None] = _ignore
+        self.on_output: Callable[[str], None] = _ignore
         self.ready = self._loop.create_future()
         self.gone: asyncio.Future[str] = self._loop.create_future()
         self.runs = 0
-        self.doomed = self.haunted = False
+        self.terminating = self.has_orphans = False
         """Whether it was killed, or is about to leave: it gets no more work."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._output = b""
-        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._recent_output: deque[str] = deque(maxlen=LAST_WORDS)
         self._connected = True
         self._code: int | None = None
         self._lock = Lock()
         self._buried = False
 
-    async def start(self, hello: ChildConfig, patience: float) -> None:
+    async def start(self, config: ChildConfig, patience: float) -> None:
         """Start it and wait until it is ready for work; raise `ChildProcessError` with its last words if it fails."""
         try:
             ours = self._spawn()
@@ -64,7 +64,7 @@ class ChildProcess(asyncio.Protocol):
             raise ChildProcessError(f"a child process cannot be started: {error}") from error
         try:
             await self._loop.create_unix_connection(lambda: self, sock=ours)
-            self.send(hello)
+            self.send(config)
             await asyncio.wait({self.ready, self.gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             self.kill()
@@ -74,7 +74,7 @@ class ChildProcess(asyncio.Protocol):
             self.kill()
             how = await self.gone
             how = f"was not ready within {patience:g} seconds" if late else f"{how} while it started"
-            raise ChildProcessError(f"a child process {how}{self.last_words()}")
+            raise ChildProcessError(f"a child process {how}{self.recent_output()}")
 
     def send(self, message: ToChild) -> None:
         if self._transport is not None:
@@ -89,7 +89,7 @@ class ChildProcess(asyncio.Protocol):
 
     def kill(self) -> None:
         """End it at once, with all that it started."""
-        self.doomed = True
+        self.terminating = True
         with self._lock:
             if not self._buried:
                 self._kill_group()
@@ -100,11 +100,11 @@ class ChildProcess(asyncio.Protocol):
             if not self._read_some():
                 return
 
-    def last_words(self) -> str:
-        return ": " + " | ".join(self._last_words) if self._last_words else ""
+    def recent_output(self) -> str:
+        return ": " + " | ".join(self._recent_output) if self._recent_output else ""
 
-    def stop_hearing(self) -> None:
-        self.hear = self.hear_output = _ignore
+    def stop_listening(self) -> None:
+        self.on_message = self.on_output = _ignore
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -143,7 +143,7 @@ class ChildProcess(asyncio.Protocol):
                 self.ready.set_result(None)
             return
         try:
-            self.hear(message)
+            self.on_message(message)
         except Exception as error:  # noqa: BLE001 (whoever listens must not cut the connection by an error)
             self._loop.call_exception_handler({"message": "a child's words were not taken", "exception": error})
 
@@ -205,7 +205,7 @@ class ChildProcess(asyncio.Protocol):
     def _finish(self) -> None:
         if self.gone.done():
             return
-        self.doomed = True
+        self.terminating = True
         self.read_output()
         self._close_pipe()
         if self._transport is not None:
@@ -229,8 +229,8 @@ class ChildProcess(asyncio.Protocol):
             self._output = b""
         for line in whole:
             text = line.decode("utf-8", "backslashreplace").rstrip("\r")
-            self._last_words.append(text[:500])
-            self.hear_output(text)
+            self._recent_output.append(text[:500])
+            self.on_output(text)
         if not data:
             self._close_pipe()
         return bool(data)

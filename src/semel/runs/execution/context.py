@@ -57,14 +57,14 @@ class Context:
         "_lines",
         "_log",
         "_scratch",
+        "_sink",
         "_stop",
         "_told",
-        "_wire",
     )
 
     def __init__(self, job: Attempt, wire: AttemptSink, stop: Stop, scratch: Path | None = None) -> None:
         self._job = job
-        self._wire = wire
+        self._sink = wire
         self._stop = stop
         self._lines = BoundedLog(wire)
         self._scratch = scratch
@@ -140,7 +140,7 @@ class Context:
             return
         if not 0 <= fraction <= 1:
             raise InvalidRequest(f"progress is a fraction from 0 to 1, not {fraction!r}")
-        self._wire.progress(float(fraction), log_capture.clean(note, MAX_NOTE_BYTES))
+        self._sink.progress(float(fraction), log_capture.clean(note, MAX_NOTE_BYTES))
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:

@@ -34,32 +34,32 @@ class AttemptSink(Protocol):
 
 
 class BoundedLog:
-    """The log of one attempt on its way to the wire: bounded, safe in threads, deaf once the attempt is over."""
+    """The log of one attempt on its way to the sink: bounded, safe in threads, deaf once the attempt is over."""
 
-    __slots__ = ("_left", "_lock", "_wire")
+    __slots__ = ("_left", "_lock", "_sink")
 
-    def __init__(self, wire: AttemptSink) -> None:
-        self._wire: AttemptSink | None = wire
+    def __init__(self, sink: AttemptSink) -> None:
+        self._sink: AttemptSink | None = sink
         self._left = MAX_LINES
         self._lock = Lock()
 
     @property
     def over(self) -> bool:
-        return self._wire is None
+        return self._sink is None
 
     def add(self, level: str, text: str) -> None:
         with self._lock:
-            if self._left < 0 or self._wire is None:
+            if self._left < 0 or self._sink is None:
                 return
             self._left -= 1
             if self._left >= 0:
-                self._wire.line(level, clean(text, MAX_LINE_BYTES))
+                self._sink.line(level, clean(text, MAX_LINE_BYTES))
             else:
-                self._wire.line("WARNING", f"more than {MAX_LINES:,} lines: the rest was dropped")
+                self._sink.line("WARNING", f"more than {MAX_LINES:,} lines: the rest was dropped")
 
     def close(self) -> None:
         """Hear no more: what a thread or task left behind says belongs to no run."""
-        self._wire = None
+        self._sink = None
 
 
 def clean(text: str, limit: int) -> str:

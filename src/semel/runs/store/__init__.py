@@ -235,17 +235,17 @@ class RunStore:
         return RunStore(url, awaited=False, clock=self._clock, publish=self._publish, retry_for=self.retry_for)
 
 
-def wait_for_database(ledger: RunStore, seconds: float) -> None:
-    """Block until a blocking ledger can be opened, for so long; one line says that it is waited for.
+def wait_for_database(store: RunStore, seconds: float) -> None:
+    """Block until a blocking store can be opened, for so long; one line says that it is waited for.
 
-    Raises what is in the way when the time is over, and at once when waiting would not help. Closes the ledger.
+    Raises what is in the way when the time is over, and at once when waiting would not help. Closes the store.
     """
     began = time.monotonic()
     waits = False
     try:
         while True:
             try:
-                run_sync(ledger.open())
+                run_sync(store.open())
             except StoreUnavailable as error:
                 left = seconds - (time.monotonic() - began)
                 if left <= 0 or isinstance(error, StoreBroken):
@@ -257,7 +257,7 @@ def wait_for_database(ledger: RunStore, seconds: float) -> None:
             else:
                 break
     finally:
-        run_sync(ledger.close())
+        run_sync(store.close())
     if waits:
         _log.warning("the database is available after %.0f s", time.monotonic() - began)
 

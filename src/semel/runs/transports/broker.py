@@ -105,29 +105,29 @@ def _digest(app: App) -> str:
     return sha256(repr(place).encode()).hexdigest()[:16]
 
 
-def find(address: AppLocation) -> App:
+def find(location: AppLocation) -> App:
     """The app that a message is about, imported if need be."""
     failures: list[str] = []
-    for reference, main_path in address.references:
+    for reference, main_path in location.references:
         try:
             found: object = load(reference, main_path)
         except ImportError as error:
             failures.append(str(error))
             continue
         if isinstance(found, App):
-            return found if _digest(found) == address.digest else found.place_by_environment()
-    return choose(apps(), address, failures)
+            return found if _digest(found) == location.digest else found.place_by_environment()
+    return choose(apps(), location, failures)
 
 
-def choose(there: Iterable[App], address: AppLocation, failures: Sequence[str] = ()) -> App:
+def choose(there: Iterable[App], location: AppLocation, failures: Sequence[str] = ()) -> App:
     """Of these apps the one that is meant: with the same database, or the only one there is."""
     known = list(there)
     for app in known:
-        if _digest(app) == address.digest:
+        if _digest(app) == location.digest:
             return app
     if len(known) == 1:  # its URL may be spelled differently here
         return known[0]
-    names = ", ".join(reference for reference, _ in address.references) or "an app that no module holds"
+    names = ", ".join(reference for reference, _ in location.references) or "an app that no module holds"
     why = f" ({'; '.join(failures)})" if failures else ""
     raise AppNotFound(
         f"this worker cannot find the app that a run belongs to: {names}{why}. The run waits. Start the worker where"
@@ -152,16 +152,16 @@ async def _perform(app: App, run_id: str, *, sweeps: bool) -> bool:
     with _draining_on_sigterm(worker):
         done = await worker.perform(run_id)
     if not done or sweeps:
-        ledger = app.ledger(awaited=True)
+        store = app.ledger(awaited=True)
         try:
             if not done:
-                await _say_why_not(ledger, run_id)
+                await _say_why_not(store, run_id)
             if sweeps:
-                await _sweep_once(app, ledger, worker.id)
+                await _sweep_once(app, store, worker.id)
         except SemelError as error:
             _log.warning("the database did not answer after run %s: %s", run_id, error)
         finally:
-            await ledger.close()
+            await store.close()
     return done
 
 
@@ -179,21 +179,21 @@ def _draining_on_sigterm(worker: Worker) -> Iterator[None]:
             loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def _say_why_not(ledger: RunStore, run_id: str) -> None:
-    run = (await ledger.read(queries.get, [run_id])).get(run_id)
+async def _say_why_not(store: RunStore, run_id: str) -> None:
+    run = (await store.read(queries.get, [run_id])).get(run_id)
     if run is None:
         _log.warning("there is no run %s: it was removed, or this worker looks into another database", run_id)
     else:
         _log.debug("nothing to do for run %s: it is %s", run_id, run.status)
 
 
-async def _sweep_once(app: App, ledger: RunStore, holder: str) -> None:
+async def _sweep_once(app: App, store: RunStore, holder: str) -> None:
     """One turn, and the role is kept until the next would be due: so many short-lived workers sweep no more often."""
-    if await ledger.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, ledger.terms):
+    if await store.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, store.terms):
         transport: Transport = app.transport
         if isinstance(transport, BrokerTransport):  # we cannot know what others told of
             transport = _Notifier(transport, again=True)
-        await Sweeper(ledger, holder, transport=transport, news=app.news, publish=app.publish).sweep()
+        await Sweeper(store, holder, transport=transport, hooks=app.hooks, publish=app.publish).sweep()
 
 
 class BrokerTransport(ABC):
@@ -226,9 +226,9 @@ class BrokerTransport(ABC):
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
         """See Transport."""
         self.sweep()
-        return self.tell(runs, again=again)
+        return self.notify(runs, again=again)
 
-    def tell(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
+    def notify(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
         """Announce, and start nothing."""
         if time.monotonic() < self._away_until:
             return not runs
@@ -254,9 +254,9 @@ class BrokerTransport(ABC):
         if again:
             queues = {queue: ids for queue, ids in queues.items() if self.length(queue) < len(ids)}
         if queues:
-            self.send(queues, self.address())
+            self.send(queues, self.location())
 
-    def address(self) -> AppLocation:
+    def location(self) -> AppLocation:
         """Where workers find the app; looked for again only when it has more models."""
         models = len(self._app.registry.names)
         if self._known is None or self._known[0] != models:
@@ -264,7 +264,7 @@ class BrokerTransport(ABC):
         return self._known[1]
 
     @abstractmethod
-    def send(self, queues: Mapping[str, Sequence[str]], address: AppLocation) -> None:
+    def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
         """Send a message for every run, by the broker's queues; raise what the client raises, soon."""
 
     @abstractmethod
@@ -279,19 +279,19 @@ class BrokerTransport(ABC):
         """Sweep from now on, in a thread, whenever nobody else does."""
         with self._lock:
             if self._sweeping is None:
-                ledger = self._app.ledger(awaited=False)
-                ledger.outage = self._app.outage
+                store = self._app.ledger(awaited=False)
+                store.outage = self._app.outage
                 holder = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-6:]}"
                 sweeper = Sweeper(
-                    ledger,
+                    store,
                     holder,
                     transport=_Notifier(self),
-                    news=self._app.news,
+                    hooks=self._app.hooks,
                     publish=self._app.publish,
                     interval=self._sweep_every,
                     tell_again=self._tell_again,
                 )
-                self._sweeping = sweeper, ledger, holder
+                self._sweeping = sweeper, store, holder
             self._sweeping[0].start()
 
     def close(self) -> None:
@@ -299,13 +299,13 @@ class BrokerTransport(ABC):
         with self._lock:
             sweeping, self._sweeping = self._sweeping, None
         if sweeping is not None:
-            sweeper, ledger, holder = sweeping
+            sweeper, store, holder = sweeping
             run_sync(sweeper.end())
             try:
-                run_sync(ledger.write(maintenance.release_leadership, ROLE, holder))
+                run_sync(store.write(maintenance.release_leadership, ROLE, holder))
             except SemelError as error:
                 _log.debug("the sweeper's role could not be given back, it will run out: %s", error)
-            run_sync(ledger.close())
+            run_sync(store.close())
         self.disconnect()
 
 
@@ -320,7 +320,7 @@ class _Notifier:
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
         """See Transport."""
-        return self._announcer.tell(runs, again=again or self._again)
+        return self._announcer.notify(runs, again=again or self._again)
 
     def close(self) -> None:
         """See Transport."""

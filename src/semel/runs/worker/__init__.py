@@ -1,7 +1,7 @@
 """The worker: leases runs in batches, keeps them alive, executes them where they belong, and writes their ends.
 
 One process, one event loop. Async models run in the loop, blocking ones in warm child processes (or in threads where
-the model asks for it), so that the heart beats whatever they do.
+the model asks for it), so that the heartbeat goes on whatever they do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Worker:
         self.app = app
         self.name = checked_name("name", name or "worker", most=100, empty=False)
         self.id = f"{self.name}-{new_id()[-12:]}"  # who submitted a run sees it, and need not know our machines
-        self._plan = WorkerConfig(
+        self._config = WorkerConfig(
             id=self.id,
             name=self.name,
             queues=tuple(checked_name("queue", queue, empty=False) for queue in queues),
@@ -89,9 +89,9 @@ class Worker:
             drain=checked_number("drain", drain, 0, TEN_YEARS),
             sweep_every=None if sweep_every is None else checked_number("sweep_every", sweep_every, 0.01, TEN_YEARS),
         )
-        if not any(self._plan.slots.values()):
+        if not any(self._config.slots.values()):
             raise InvalidRequest("a worker needs a slot: concurrency, processes or threads must be over 0")
-        self._shift: WorkerSession | None = None
+        self._session: WorkerSession | None = None
         self._stops = 0
 
     def run(self) -> None:
@@ -112,21 +112,21 @@ class Worker:
     def stop(self) -> None:
         """Begin nothing new; end when all that is held is done, or the time to drain is over. Twice: at once."""
         self._stops += 1
-        if self._shift is not None:
-            self._shift.stop(at_once=self._stops > 1)
+        if self._session is not None:
+            self._session.stop(at_once=self._stops > 1)
 
     async def serve(self) -> None:
         """Work until :meth:`stop`, in this loop."""
         if not self._stops:
-            shift = self._shift = WorkerSession(self.app, self._plan)
-            async with shift:
-                await shift.work()
+            session = self._session = WorkerSession(self.app, self._config)
+            async with session:
+                await session.work()
 
     async def perform(self, run_id: str) -> bool:
         """Lease this run, if it can be had, and see it through; False when there is nothing to do."""
-        shift = self._shift = WorkerSession(self.app, self._plan)
-        async with shift:
-            return await shift.work_on(run_id)
+        session = self._session = WorkerSession(self.app, self._config)
+        async with session:
+            return await session.work_on(run_id)
 
 
 @contextmanager

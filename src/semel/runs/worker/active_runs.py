@@ -17,18 +17,18 @@ class ActiveRun:
 
     __slots__ = (
         "cancelled_at",
+        "finished",
+        "fraction",
+        "handing_back",
         "job",
         "leased",
         "line_count",
         "lines",
         "lost",
         "model",
-        "news",
         "note",
-        "over",
+        "progress_changed",
         "renewed",
-        "returning",
-        "share",
         "started",
         "stop",
         "task",
@@ -52,17 +52,17 @@ class ActiveRun:
         self.stop = StopFlag()
         self.task: asyncio.Task[None] | None = None
         self.started = self.renewed = now
-        self.share: float | None = None
+        self.fraction: float | None = None
         self.note = ""
-        self.news = False
+        self.progress_changed = False
         self.lines: list[LogLineRow] = []
         self.line_count = 0
-        self.lost = self.over = self.returning = False
+        self.lost = self.finished = self.handing_back = False
         self.cancelled_at: float | None = None
 
     def progress(self, fraction: float, note: str) -> None:
         """Keep how far it is until the next heartbeat."""
-        self.share, self.note, self.news = fraction, note, True
+        self.fraction, self.note, self.progress_changed = fraction, note, True
 
     def line(self, level: str, text: str) -> None:
         """Keep the line until the next flush."""
@@ -70,16 +70,16 @@ class ActiveRun:
         at_us = self.leased.changed_us + round((time.monotonic() - self.started) * MICRO)  # on the database's clock
         self.lines.append(LogLineRow(self.leased.id, self.leased.fence, self.line_count, at_us, level, text))
 
-    def beat(self) -> LeaseRenewal:
+    def renewal(self) -> LeaseRenewal:
         """A sign of life, with the progress where there is news of it."""
-        if not self.news:
+        if not self.progress_changed:
             return LeaseRenewal(self.leased.id, self.leased.fence)
-        return LeaseRenewal(self.leased.id, self.leased.fence, self.share, self.note)
+        return LeaseRenewal(self.leased.id, self.leased.fence, self.fraction, self.note)
 
-    def written(self, beat: LeaseRenewal) -> None:
+    def on_renewed(self, sent: LeaseRenewal) -> None:
         """The sign of life arrived; what it said of the progress is no news any more, unless there was more since."""
-        if (self.share, self.note) == (beat.progress, beat.note):
-            self.news = False
+        if (self.fraction, self.note) == (sent.progress, sent.note):
+            self.progress_changed = False
 
     @property
     def lease(self) -> float:

@@ -1,4 +1,4 @@
-"""The ends of attempts on their way to the ledger: gathered while one batch is being written, then sent as the next."""
+"""The ends of attempts on their way to the store: gathered while one batch is being written, then sent as the next."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class Completer:
 
     def __init__(
         self,
-        ledger: RunStore,
-        holdings: ActiveRuns,
-        book: RunLogWriter,
+        store: RunStore,
+        active: ActiveRuns,
+        run_logs: RunLogWriter,
         *,
         log: WorkerLogger,
-        news: EventHooks,
+        hooks: EventHooks,
         results: Callable[[], ResultStore],
         written: Callable[[], None],
     ) -> None:
-        self._ledger = ledger
-        self._holdings = holdings
-        self._book = book
+        self._store = store
+        self._active = active
+        self._run_logs = run_logs
         self._log = log
-        self._news = news
+        self._hooks = hooks
         self._results = results
         self._written = written
         self._waiting: list[tuple[ActiveRun, FinishRequest]] = []
         self._task: asyncio.Task[None] | None = None
-        self._alone = 0
+        self._isolate = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, held: ActiveRun, ending: FinishRequest) -> None:
         """Write it soon."""
-        held.over = True
+        held.finished = True
         self._waiting.append((held, ending))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write_all())
@@ -60,17 +60,15 @@ class Completer:
         try:
             await asyncio.sleep(0)  # who ends in this turn of the loop comes along
             while self._waiting:
-                size = 1 if self._alone else LARGEST
-                self._alone = max(0, self._alone - 1)
+                size = 1 if self._isolate else LARGEST
+                self._isolate = max(0, self._isolate - 1)
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
-                    await self._book.write([held for held, _ in batch])  # who sees the end finds the whole log
-                    over = await self._ledger.write(
-                        transitions.end, [ending for _, ending in batch], self._ledger.terms
-                    )
+                    await self._run_logs.write([held for held, _ in batch])  # who sees the end finds the whole log
+                    over = await self._store.write(transitions.end, [ending for _, ending in batch], self._store.terms)
                 except StoreUnavailable as error:
-                    self._log.say(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
-                    self._alone = len(batch) if len(batch) > 1 else self._alone  # perhaps one of them is locked
+                    self._log.log(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
+                    self._isolate = len(batch) if len(batch) > 1 else self._isolate  # perhaps one of them is locked
                     self._waiting += [each for each in batch if not each[0].lost]
                     failures += 1
                     await asyncio.sleep(_BACKOFF.after(failures))
@@ -92,38 +90,38 @@ class Completer:
             results = self._results()
             if isinstance(results, FileResults) and ending.ended.result_ref == flat_ref(ending.run_id):
                 try:
-                    await self._ledger.run_blocking(results.give_name, ending.run_id, ending.fence)
+                    await self._store.run_blocking(results.give_name, ending.run_id, ending.fence)
                 except ResultStoreError as error:
-                    self._log.say(logging.WARNING, f"a result gets its name when it is first read: {error}")
+                    self._log.log(logging.WARNING, f"a result gets its name when it is first read: {error}")
 
     def _refused(self, batch: list[tuple[ActiveRun, FinishRequest]], error: Exception) -> None:
         """The database would not have it: each gets its chance alone, and what cannot be written is given up."""
         if len(batch) > 1:
-            self._alone = len(batch)
+            self._isolate = len(batch)
             self._waiting = batch + self._waiting
             return
         held, ending = batch[0]
         if ending.ended.kind != "fatal":
-            self._log.say(logging.ERROR, f"the end of a run cannot be written as it is, so it failed: {error}", held)
+            self._log.log(logging.ERROR, f"the end of a run cannot be written as it is, so it failed: {error}", held)
             failed = AttemptResult(kind="fatal", reason=f"its end could not be written: {error}")
             self._waiting.insert(0, (held, FinishRequest(ending.run_id, ending.fence, failed)))
             return
-        self._log.say(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
-        self._holdings.drop(held)
+        self._log.log(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
+        self._active.drop(held)
 
     def _settle(self, batch: list[tuple[ActiveRun, FinishRequest]], over: dict[str, FinishedRun]) -> None:
         for held, ending in batch:
-            self._holdings.drop(held)
+            self._active.drop(held)
             if ending.run_id in over:
                 self._tell(held, ending, over[ending.run_id])
-        self._log.say_lost([held for held, ending in batch if ending.run_id not in over])
+        self._log.log_lost([held for held, ending in batch if ending.run_id not in over])
         self._written()
 
     def _tell(self, held: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
         seconds = (end.changed_us - held.leased.changed_us) / 1e6
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
         reason = f": {ending.ended.reason}" if ending.ended.reason else ""
-        self._log.say(level, f"run {end.step} after {seconds:.3f} s{reason}", held, end.status)
-        if self._news.wanted and not is_own_work(end.model, held.leased.user_id):
+        self._log.log(level, f"run {end.step} after {seconds:.3f} s{reason}", held, end.status)
+        if self._hooks.has_hooks and not is_own_work(end.model, held.leased.user_id):
             again = end.status == "PENDING"
-            self._news.tell(RunEvent("retried" if again else "ended", end.model, end.status, seconds))
+            self._hooks.emit(RunEvent("retried" if again else "ended", end.model, end.status, seconds))

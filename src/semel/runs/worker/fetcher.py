@@ -48,29 +48,29 @@ class Fetcher:
 
     def __init__(
         self,
-        plan: WorkerConfig,
+        config: WorkerConfig,
         registry: Registry,
-        ledger: RunStore,
-        holdings: ActiveRuns,
+        store: RunStore,
+        active: ActiveRuns,
         *,
         log: WorkerLogger,
         begin: Callable[[Leased], None],
         unwritten: Callable[[], int],
     ) -> None:
-        self.look = asyncio.Event()
+        self.wakeup = asyncio.Event()
         self.stopped = False
-        self._plan = plan
+        self._config = config
         self._registry = registry
-        self._ledger = ledger
-        self._holdings = holdings
+        self._store = store
+        self._active = active
         self._log = log
         self._begin = begin
         self._unwritten = unwritten
         self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
-        self._rests_until: dict[Isolation, float] = {}
-        self._sated: set[Isolation] = set()
+        self._paused_until: dict[Isolation, float] = {}
+        self._drained: set[Isolation] = set()
         self._woke = 0.0
-        self._doubt = False
+        self._lost_reply = False
 
     def take(self, kind: Isolation) -> None:
         """A slot is in use."""
@@ -80,30 +80,30 @@ class Fetcher:
         """A slot is free again."""
         self._busy[kind] -= 1
 
-    def rest(self, kind: Isolation) -> None:
+    def pause_kind(self, kind: Isolation) -> None:
         """This worker cannot begin what it leases: it leaves such runs to others for a while."""
-        self._rests_until[kind] = time.monotonic() + COOLDOWN
+        self._paused_until[kind] = time.monotonic() + COOLDOWN
 
-    def hear(self) -> None:
+    def on_change(self) -> None:
         """There may be something new to lease, of any kind."""
-        self._sated.clear()
-        self.look.set()
+        self._drained.clear()
+        self.wakeup.set()
 
     def kinds(self) -> dict[Isolation, list[str]]:
         """The models that this worker can run, by where they run."""
         kinds: dict[Isolation, list[str]] = {}
         for model in self._registry:
-            if self._plan.slots[model.isolation]:
+            if self._config.slots[model.isolation]:
                 kinds.setdefault(model.isolation, []).append(model.name)
         return kinds
 
-    async def feed(self) -> None:
+    async def fetch_loop(self) -> None:
         """Lease whenever there is room, and sleep when there is nothing to lease."""
         while not self.stopped:
-            self.look.clear()
+            self.wakeup.clear()
             got, asked = await self._lease()
             if not asked or got < asked:  # else more may be there
-                await self.sleep(await self._pause(looked=bool(asked or self._sated)))
+                await self.sleep(await self._pause(looked=bool(asked or self._drained)))
 
     async def sleep(self, seconds: float) -> None:
         """So long, or until somebody calls."""
@@ -112,13 +112,13 @@ class Fetcher:
             return
         try:
             async with asyncio.timeout(seconds):
-                await self.look.wait()
+                await self.wakeup.wait()
         except TimeoutError:
-            self._sated.clear()
+            self._drained.clear()
 
     async def _pause(self, *, looked: bool) -> float:
         """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
-        pause = jittered(self._plan.poll)
+        pause = jittered(self._config.poll)
         if not looked:
             return pause  # no room: whoever ends calls
         since = time.monotonic() - self._woke
@@ -127,81 +127,81 @@ class Fetcher:
         self._woke = time.monotonic()
         woken, until_next = await self._wake()
         if woken:
-            self._sated.clear()
+            self._drained.clear()
         return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
 
     async def _wake(self) -> tuple[int, float | None]:
         try:
-            return await self._ledger.write(lease.wake, self._ledger.terms)
+            return await self._store.write(lease.wake, self._store.terms)
         except StoreUnavailable:
             return 0, None
 
     def _room(self, kind: Isolation) -> int:
         """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
-        if self._unwritten() > 2 * sum(self._plan.slots.values()):
+        if self._unwritten() > 2 * sum(self._config.slots.values()):
             return 0
-        if time.monotonic() < self._rests_until.get(kind, 0.0):
+        if time.monotonic() < self._paused_until.get(kind, 0.0):
             return 0
-        return self._plan.slots[kind] - self._busy[kind]
+        return self._config.slots[kind] - self._busy[kind]
 
     async def _lease(self) -> tuple[int, int]:
         """Fill the room that there is; answer how many were got of how many asked for.
 
         Half of it at a time: so the database looks for the next ones while these are worked on.
         """
-        if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._holdings) and not self._sated:
-            return await self._lease_any(kinds)
+        if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._active) and not self._drained:
+            return await self._fetch_mixed(kinds)
         got = asked = 0
         for kind, names in kinds.items():
-            room = min(self._room(kind), max(1, self._plan.slots[kind] // 2))
-            if room <= 0 or self.stopped or kind in self._sated:
+            room = min(self._room(kind), max(1, self._config.slots[kind] // 2))
+            if room <= 0 or self.stopped or kind in self._drained:
                 continue
             asked += room
-            count = await self._lease_some(names, room)
+            count = await self._fetch(names, room)
             got += count
             if count < room:
-                self._sated.add(kind)  # nothing more of it, until news comes
+                self._drained.add(kind)  # nothing more of it, until news comes
         return got, asked
 
-    async def _lease_any(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
+    async def _fetch_mixed(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
         """An idle worker asks once for all kinds of models: so many that the scarcest kind of slots would do."""
         room = min(self._room(kind) for kind in kinds)
         if room <= 0:
             return 0, 0
-        got = await self._lease_some([name for names in kinds.values() for name in names], room)
+        got = await self._fetch([name for names in kinds.values() for name in names], room)
         if not got:
-            self._sated.update(kinds)
+            self._drained.update(kinds)
         return got, max(got, 1)
 
-    async def _lease_some(self, names: list[str], most: int) -> int:
-        store = self._ledger
-        request = LeaseRequest(self._plan.id, self._plan.queues, names, most)
+    async def _fetch(self, names: list[str], most: int) -> int:
+        store = self._store
+        request = LeaseRequest(self._config.id, self._config.queues, names, most)
         try:  # not retried: what the reply to a lease would have named is given back first
             limit = store.retry_for / 2 or RETRY_FOR
             leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.terms))
         except SemelError as error:
             if isinstance(error, StoreUnavailable):
-                self._ledger.unavailable(error)
+                self._store.unavailable(error)
             else:
-                self._log.say(logging.WARNING, f"no runs could be leased, trying again: {error}")
-            self._doubt = True
+                self._log.log(logging.WARNING, f"no runs could be leased, trying again: {error}")
+            self._lost_reply = True
             await self.sleep(1.0)
             return 0
         for each in leased:
             self._begin(each)
-        if self._doubt:
+        if self._lost_reply:
             try:
                 async with asyncio.timeout(5.0):
                     await self.give_back_unknown()
             except (SemelError, TimeoutError) as error:
-                self._ledger.unavailable(f"what a lost answer leased is not given back yet: {error}")
+                self._store.unavailable(f"what a lost answer leased is not given back yet: {error}")
         return len(leased)
 
     async def give_back_unknown(self) -> None:
-        """The answer to a lease was lost: what the ledger leased us then is given back, uncharged."""
-        held = await self._ledger.read(lease.held_by, self._plan.id)
-        unknown = {run: fence for run, fence in held.items() if run not in self._holdings}
+        """The answer to a lease was lost: what the store leased us then is given back, uncharged."""
+        held = await self._store.read(lease.held_by, self._config.id)
+        unknown = {run: fence for run, fence in held.items() if run not in self._active}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
         if endings:
-            await self._ledger.write(transitions.end, endings, self._ledger.terms)
-        self._doubt = False
+            await self._store.write(transitions.end, endings, self._store.terms)
+        self._lost_reply = False

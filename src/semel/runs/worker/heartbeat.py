@@ -31,16 +31,16 @@ class Heartbeat:
 
     def __init__(
         self,
-        ledger: RunStore,
-        holdings: ActiveRuns,
+        store: RunStore,
+        active: ActiveRuns,
         log: WorkerLogger,
         *,
         card: Callable[[], WorkerCard],
         lost: Callable[[ActiveRun], None],
         cancelled: Callable[[ActiveRun], None],
     ) -> None:
-        self._ledger = ledger
-        self._holdings = holdings
+        self._store = store
+        self._active = active
         self._log = log
         self._card = card
         self._lost = lost
@@ -49,15 +49,15 @@ class Heartbeat:
         self._shown: WorkerCard | None = None
         self._nudged = asyncio.Event()
 
-    async def beat_forever(self) -> None:
+    async def run(self) -> None:
         """Until cancelled. A beat that hangs does not keep us from letting go of what is ours no more."""
         beat: asyncio.Task[None] | None = None
         try:
             while True:
                 if beat is None or beat.done():
                     beat = asyncio.create_task(self._beat_in_time())
-                await self._rest()
-                self._let_go_of_the_expired()
+                await self._wait_for_next()
+                self._drop_expired()
         finally:
             if beat is not None:
                 beat.cancel()
@@ -65,11 +65,11 @@ class Heartbeat:
 
     async def _beat_in_time(self) -> None:
         try:
-            await self._ledger.runtime.within(self._limit(), self.beat())
+            await self._store.runtime.within(self._limit(), self.beat())
         except StoreUnavailable as error:
-            self._ledger.unavailable(error)
+            self._store.unavailable(error)
         except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
-            self._log.say(logging.WARNING, f"a heartbeat failed: {error!r}")
+            self._log.log(logging.WARNING, f"a heartbeat failed: {error!r}")
         else:
             return
         asyncio.get_running_loop().call_later(self._tick(TRY_AGAIN_AFTER), self.nudge)
@@ -77,10 +77,10 @@ class Heartbeat:
     def _limit(self) -> float:
         """How long to wait for the database: with time left for more than one other try before a lease ends."""
         now = time.monotonic()
-        left = [each.renewed + each.lease - now for each in self._holdings if not each.lost]
+        left = [each.renewed + each.lease - now for each in self._active if not each.lost]
         return time_for_renewal(min(left)) if left else LONGEST_TRY
 
-    async def _rest(self) -> None:
+    async def _wait_for_next(self) -> None:
         """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
         tick = self._tick(RENEW_AFTER)
@@ -92,13 +92,13 @@ class Heartbeat:
             pass
         late = time.monotonic() - began - tick
         if late > BLOCKED:
-            names = ", ".join(sorted({each.leased.model for each in self._holdings if each.model.isolation == "loop"}))
+            names = ", ".join(sorted({each.leased.model for each in self._active if each.model.isolation == "loop"}))
             who = f" (async models at work: {names}; one that blocks should be a plain function)" if names else ""
-            self._log.say(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
+            self._log.log(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
 
     def _tick(self, part: float) -> float:
         """Seconds until the next beat: this part of the shortest lease."""
-        return max(0.02, min([TICK, *(each.lease * part for each in self._holdings)]))
+        return max(0.02, min([TICK, *(each.lease * part for each in self._active)]))
 
     def watch(self, held: ActiveRun) -> None:
         """A run was begun."""
@@ -115,50 +115,50 @@ class Heartbeat:
         await self._keep_leases(now)
         card = self._card()
         if card != self._shown or now - self._carded >= CARD_EVERY:
-            await self._ledger.write(maintenance.worker_seen, card, self._ledger.terms)
+            await self._store.write(maintenance.worker_seen, card, self._store.terms)
             self._shown, self._carded = card, now
 
     async def _keep_leases(self, now: float) -> None:
-        held = [each for each in self._holdings if not each.lost]
+        held = [each for each in self._active if not each.lost]
         if not held:
             return
         soon = now + self._tick(RENEW_AFTER) / 2  # sooner by half a beat rather than later by a whole one
         if any(soon - each.renewed >= each.lease * RENEW_AFTER for each in held):
             await self._renew(held, now)
             return
-        if news := [each for each in held if each.news]:
-            await self._renew(news, now)
-        quiet = [each for each in held if each not in news] if news else held
+        if changed := [each for each in held if each.progress_changed]:
+            await self._renew(changed, now)
+        quiet = [each for each in held if each not in changed] if changed else held
         if quiet:
-            answer = await self._ledger.read_once(lease.watch, [(each.leased.id, each.leased.fence) for each in quiet])
-            self._judge(quiet, answer)
+            answer = await self._store.read_once(lease.watch, [(each.leased.id, each.leased.fence) for each in quiet])
+            self._apply_answers(quiet, answer)
 
     async def _renew(self, held: list[ActiveRun], now: float) -> None:
-        beats = [each.beat() for each in held]
-        answer = await self._ledger.write_once(lease.renew, beats, self._ledger.terms)
-        for each, beat in zip(held, beats, strict=True):
+        renewals = [each.renewal() for each in held]
+        answer = await self._store.write_once(lease.renew, renewals, self._store.terms)
+        for each, renewal in zip(held, renewals, strict=True):
             if each.leased.id in answer:
                 each.renewed = now
-                each.written(beat)
+                each.on_renewed(renewal)
         missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
         if missed:  # lost, or somebody else has locked the row for a moment
-            answer |= await self._ledger.read_once(lease.watch, missed)
-        self._judge(held, answer)
+            answer |= await self._store.read_once(lease.watch, missed)
+        self._apply_answers(held, answer)
 
-    def _judge(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:
-        ours = [each for each in held if not each.over]  # of the others the end was being written while we asked
+    def _apply_answers(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:
+        ours = [each for each in held if not each.finished]  # of the others the end was being written while we asked
         self._let_go([each for each in ours if each.leased.id not in answer])
         for each in ours:
             if answer.get(each.leased.id) and each.cancelled_at is None:
                 self._cancelled(each)
 
-    def _let_go_of_the_expired(self) -> None:
+    def _drop_expired(self) -> None:
         """Without the database for a whole lease, somebody else may have the run by now: stop working on it."""
         now = time.monotonic()
-        self._let_go([each for each in self._holdings if not each.over and now - each.renewed > each.lease])
+        self._let_go([each for each in self._active if not each.finished and now - each.renewed > each.lease])
 
     def _let_go(self, held: list[ActiveRun]) -> None:
         lost = [each for each in held if not each.lost]
         for each in lost:
             self._lost(each)
-        self._log.say_lost(lost)
+        self._log.log_lost(lost)

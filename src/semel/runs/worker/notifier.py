@@ -23,12 +23,12 @@ WAL_POLL = 0.01
 
 
 class ChangeNotifier:
-    """Calls ``seen`` in the loop whenever somebody wrote."""
+    """Calls ``on_change`` in the loop whenever somebody wrote."""
 
-    def __init__(self, url: URL, seen: Callable[[], None], *, poll: float, database: Outage) -> None:
+    def __init__(self, url: URL, on_change: Callable[[], None], *, poll: float, database: Outage) -> None:
         """``poll`` is how often its owner looks anyway; ``database`` knows whether that is away altogether."""
         self._url = url
-        self._seen = seen
+        self._on_change = on_change
         self._outage = Outage(
             _log,
             "the connection on which PostgreSQL announces runs",
@@ -46,9 +46,9 @@ class ChangeNotifier:
             from semel.once.stores.postgres import hearing
 
             self._listener = Listener(
-                hearing(self._url, greeting=""), outage=self._outage, broke=lambda: _call(loop, self._seen)
+                hearing(self._url, greeting=""), outage=self._outage, broke=lambda: _call(loop, self._on_change)
             )
-            self._listener.start(CHANNEL, lambda _: _call(loop, self._seen))
+            self._listener.start(CHANNEL, lambda _: _call(loop, self._on_change))
         else:
             self._task = loop.create_task(self._watch(f"{self._url.database}-wal"))
 
@@ -59,7 +59,7 @@ class ChangeNotifier:
             mark = _mark(path)
             if mark != last:
                 last = mark
-                self._seen()
+                self._on_change()
 
     def stop(self) -> None:
         """Look away."""
@@ -69,9 +69,9 @@ class ChangeNotifier:
             self._task.cancel()
 
 
-def _call(loop: asyncio.AbstractEventLoop, seen: Callable[[], None]) -> None:
+def _call(loop: asyncio.AbstractEventLoop, on_change: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(seen)
+        loop.call_soon_threadsafe(on_change)
 
 
 def _mark(path: str) -> tuple[int, int]:

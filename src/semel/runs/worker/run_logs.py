@@ -49,7 +49,7 @@ class WorkerLogger:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
 
-    def say(self, level: int, message: str, held: ActiveRun | None = None, status: str | None = None) -> None:
+    def log(self, level: int, message: str, held: ActiveRun | None = None, status: str | None = None) -> None:
         """One line. ``status`` is what the run is by now."""
         if held is None:
             log_run(_log, level, message, worker_id=self._worker_id)
@@ -67,15 +67,15 @@ class WorkerLogger:
             attempt_count=leased.attempts,
         )
 
-    def say_lost(self, lost: Sequence[ActiveRun]) -> None:
+    def log_lost(self, lost: Sequence[ActiveRun]) -> None:
         """One line for all leases that were lost together."""
         what = "what the attempt did is discarded, and the run goes on elsewhere or is done again"
         if len(lost) == 1:
-            self.say(logging.WARNING, f"the lease was lost: {what}", lost[0])
+            self.log(logging.WARNING, f"the lease was lost: {what}", lost[0])
         elif lost:
             ids = ", ".join(held.leased.id for held in lost[:NAMED]) + (", …" if len(lost) > NAMED else "")
             what = "what the attempts did is discarded, and the runs go on elsewhere or are done again"
-            self.say(logging.WARNING, f"{len(lost)} leases were lost: {what}: {ids}")
+            self.log(logging.WARNING, f"{len(lost)} leases were lost: {what}: {ids}")
 
 
 EVERY = 1.0
@@ -86,9 +86,9 @@ PIECE_LINES, PIECE_CHARACTERS = 500, 1_000_000
 class RunLogWriter:
     """Writes every second what was said, and what is left of a run before its end is written."""
 
-    def __init__(self, ledger: RunStore, holdings: ActiveRuns, log: WorkerLogger) -> None:
-        self._ledger = ledger
-        self._holdings = holdings
+    def __init__(self, store: RunStore, active: ActiveRuns, log: WorkerLogger) -> None:
+        self._store = store
+        self._active = active
         self._log = log
         self._writing = asyncio.Lock()
 
@@ -97,11 +97,11 @@ class RunLogWriter:
         while True:
             await asyncio.sleep(EVERY)
             try:
-                await self.write(self._holdings)
+                await self.write(self._active)
             except StoreUnavailable:
-                continue  # the ledger has reported it
+                continue  # the store has reported it
             except Exception as error:  # noqa: BLE001 -- it is tried again, whatever it was
-                self._log.say(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
+                self._log.log(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 
     async def write(self, held: Iterable[ActiveRun]) -> None:
         """Write all that these have said; when it returns, it is kept."""
@@ -110,7 +110,7 @@ class RunLogWriter:
         async with self._writing:
             for each in held:
                 while piece := _piece(each):
-                    await self._ledger.write(lease.log, each.lines[:piece])
+                    await self._store.write(lease.log, each.lines[:piece])
                     del each.lines[:piece]
 
 

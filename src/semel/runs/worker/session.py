@@ -1,4 +1,4 @@
-"""A worker's shift: the time from its start to its stop, in one event loop, with everything that it needs for it."""
+"""A worker's session: the time from its start to its stop, in one event loop, with everything that it needs for it."""
 
 from __future__ import annotations
 
@@ -43,212 +43,217 @@ SILENT = 5.0
 class WorkerSession:
     """Use it as a context: its parts are closed with it."""
 
-    def __init__(self, app: App, plan: WorkerConfig) -> None:
+    def __init__(self, app: App, config: WorkerConfig) -> None:
         self._app = app
-        self._plan = plan
-        self._log = WorkerLogger(plan.id)
-        self._told = asyncio.Event()
-        self._holdings = ActiveRuns()
-        self._stopping = self._at_once = self._mute = False
-        self._ledger = app.ledger(awaited=True)
-        self._ledger.outage = app.outage
+        self._config = config
+        self._log = WorkerLogger(config.id)
+        self._stop_requested = asyncio.Event()
+        self._active = ActiveRuns()
+        self._stopping = self._at_once = self._database_silent = False
+        self._store = app.ledger(awaited=True)
+        self._store.outage = app.outage
         self._results = app.results
-        self._book = RunLogWriter(self._ledger, self._holdings, self._log)
-        self._feeding = Fetcher(
-            plan,
+        self._run_logs = RunLogWriter(self._store, self._active, self._log)
+        self._fetcher = Fetcher(
+            config,
             app.registry,
-            self._ledger,
-            self._holdings,
+            self._store,
+            self._active,
             log=self._log,
             begin=self._begin,
-            unwritten=lambda: len(self._finisher),
+            unwritten=lambda: len(self._completer),
         )
-        self._look = self._feeding.look
-        self._finisher = Completer(
-            self._ledger,
-            self._holdings,
-            self._book,
+        self._wakeup = self._fetcher.wakeup
+        self._completer = Completer(
+            self._store,
+            self._active,
+            self._run_logs,
             log=self._log,
-            news=app.news,
+            hooks=app.hooks,
             results=lambda: app.results,
-            written=self._look.set,
+            written=self._wakeup.set,
         )
         self._children = ChildPool(
-            plan.slots["process"],
+            config.slots["process"],
             results_url=app.results.url,
             inline_bytes=app.limits.inline_bytes,
             max_result_bytes=app.limits.max_bytes,
-            max_runs_per_child=plan.max_runs_per_child,
+            max_runs_per_child=config.max_runs_per_child,
         )
         self._sweeper = Sweeper(
-            self._ledger,
-            plan.id,
+            self._store,
+            config.id,
             transport=app.transport,
-            news=app.news,
+            hooks=app.hooks,
             publish=app.publish,
-            interval=plan.sweep_every or 5.0,
+            interval=config.sweep_every or 5.0,
         )
-        self._lookout = ChangeNotifier(self._ledger.url, self._feeding.hear, poll=plan.poll, database=app.outage)
-        self._heart = Heartbeat(
-            self._ledger, self._holdings, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
+        self._notifier = ChangeNotifier(self._store.url, self._fetcher.on_change, poll=config.poll, database=app.outage)
+        self._heartbeat = Heartbeat(
+            self._store, self._active, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
         )
 
     async def __aenter__(self) -> Self:
         try:
-            await self._ledger.open()
+            await self._store.open()
         except BaseException:
-            await self._ledger.close()
+            await self._store.close()
             raise
-        self._beating = [
-            asyncio.create_task(self._heart.beat_forever()),
-            asyncio.create_task(self._book.write_forever()),
+        self._background = [
+            asyncio.create_task(self._heartbeat.run()),
+            asyncio.create_task(self._run_logs.write_forever()),
         ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Leave nothing behind, also when the task that works is cancelled: what is held is given back."""
-        if len(self._holdings) and not self._mute:
+        if len(self._active) and not self._database_silent:
             self.stop(at_once=True)
             await self._drain_all()
-        tasks = [held.task for held in self._holdings if held.task is not None]
+        tasks = [held.task for held in self._active if held.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=DEAF)
-        await self._quietly(self._feeding.give_back_unknown())
-        for task in self._beating:
+        await self._quietly(self._fetcher.give_back_unknown())
+        for task in self._background:
             task.cancel()
-        await asyncio.wait(self._beating, timeout=DEAF)
+        await asyncio.wait(self._background, timeout=DEAF)
         await self._children.close(kill=True)
-        await self._quietly(self._ledger.write(maintenance.worker_gone, self._plan.id))
-        await self._quietly(self._ledger.close())
+        await self._quietly(self._store.write(maintenance.worker_gone, self._config.id))
+        await self._quietly(self._store.close())
 
     def stop(self, *, at_once: bool) -> None:
         """Begin nothing new; ``at_once`` also gives back what is not done."""
         self._stopping, self._at_once = True, at_once
-        self._feeding.stopped = True
-        self._told.set()
-        self._look.set()
-        if len(self._holdings) and not at_once:
-            left = f"waiting up to {self._plan.drain:g} s for {len(self._holdings)} runs"
-            self._log.say(logging.INFO, f"stopping: {left}; a second signal gives them back at once")
+        self._fetcher.stopped = True
+        self._stop_requested.set()
+        self._wakeup.set()
+        if len(self._active) and not at_once:
+            left = f"waiting up to {self._config.drain:g} s for {len(self._active)} runs"
+            self._log.log(logging.INFO, f"stopping: {left}; a second signal gives them back at once")
 
     async def work(self) -> None:
         """Until stopped."""
         models = ", ".join(self._app.registry.names) or "no models"
-        self._log.say(
-            logging.INFO, f"worker started on {', '.join(self._plan.queues)} of {self._ledger.place} with {models}"
+        self._log.log(
+            logging.INFO, f"worker started on {', '.join(self._config.queues)} of {self._store.place} with {models}"
         )
         self._warn_of_idle_models()
-        if self._plan.sweep_every:
+        if self._config.sweep_every:
             self._sweeper.start()
-        self._lookout.start()
-        warming = asyncio.create_task(self._children.start()) if "process" in self._feeding.kinds() else None
+        self._notifier.start()
+        warming = asyncio.create_task(self._children.start()) if "process" in self._fetcher.kinds() else None
         try:
-            await self._feed_until_stopped()
+            await self._fetch_until_stopped()
             await self._drain_all()
         finally:
-            self._lookout.stop()
+            self._notifier.stop()
             if warming is not None:
                 warming.cancel()
-            if self._plan.sweep_every:
+            if self._config.sweep_every:
                 await self._sweeper.end()
-                await self._quietly(self._ledger.write(maintenance.release_leadership, ROLE, self._plan.id))
-            self._log.say(logging.INFO, "worker stopped")
+                await self._quietly(self._store.write(maintenance.release_leadership, ROLE, self._config.id))
+            self._log.log(logging.INFO, "worker stopped")
 
     def _warn_of_idle_models(self) -> None:
         if not self._app.registry.names:
-            self._log.say(logging.WARNING, "this app has no models: are the modules imported that define them?")
-        idle = [model.name for model in self._app.registry if not self._plan.slots[model.isolation]]
+            self._log.log(logging.WARNING, "this app has no models: are the modules imported that define them?")
+        idle = [model.name for model in self._app.registry if not self._config.slots[model.isolation]]
         if idle:
-            self._log.say(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
+            self._log.log(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
 
     async def work_on(self, run_id: str) -> bool:
         """See Worker.perform."""
-        leased = await self._ledger.write(lease.lease_these, self._plan.id, [run_id], self._ledger.terms)
+        leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.terms)
         for each in leased:
             if each.model in self._app.registry:
                 self._begin(each)
             else:
-                await self._ledger.write(
-                    transitions.end, [FinishRequest(each.id, each.fence, RETURNED, returned=True)], self._ledger.terms
+                await self._store.write(
+                    transitions.end, [FinishRequest(each.id, each.fence, RETURNED, returned=True)], self._store.terms
                 )
-        while len(self._holdings) and not self._stopping:
-            self._look.clear()
-            await self._look.wait()
+        while len(self._active) and not self._stopping:
+            self._wakeup.clear()
+            await self._wakeup.wait()
         await self._drain_all()
         return bool(leased)
 
-    async def _feed_until_stopped(self) -> None:
+    async def _fetch_until_stopped(self) -> None:
         """A stop is heard although the database may be silent: a lease whose answer is not waited for is given back."""
-        feeding, told = asyncio.create_task(self._feeding.feed()), asyncio.create_task(self._told.wait())
+        fetching, stopped = (
+            asyncio.create_task(self._fetcher.fetch_loop()),
+            asyncio.create_task(self._stop_requested.wait()),
+        )
         try:
-            await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({feeding}, timeout=1.0)
-            if feeding.done():
-                feeding.result()
+            await asyncio.wait({fetching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({fetching}, timeout=1.0)
+            if fetching.done():
+                fetching.result()
         finally:
-            for task in (feeding, told):
+            for task in (fetching, stopped):
                 task.cancel()
-            await asyncio.gather(feeding, told, return_exceptions=True)
+            await asyncio.gather(fetching, stopped, return_exceptions=True)
 
     def _begin(self, leased: Leased) -> None:
         model = self._app.registry[leased.model]
-        held = ActiveRun(leased, model, self._plan.id, time.monotonic())
-        self._holdings.add(held)
-        self._heart.watch(held)
-        self._feeding.take(model.isolation)
-        if self._app.news.wanted and not is_own_work(leased.model, leased.user_id):
+        held = ActiveRun(leased, model, self._config.id, time.monotonic())
+        self._active.add(held)
+        self._heartbeat.watch(held)
+        self._fetcher.take(model.isolation)
+        if self._app.hooks.has_hooks and not is_own_work(leased.model, leased.user_id):
             lag = max(0.0, (leased.changed_us - leased.due_us) / MICRO)
-            self._app.news.tell(RunEvent("started", leased.model, "RUNNING", lag))
-        self._log.say(logging.INFO, "run started", held)
+            self._app.hooks.emit(RunEvent("started", leased.model, "RUNNING", lag))
+        self._log.log(logging.INFO, "run started", held)
         if model.isolation == "loop" and model.timeout is not None:
             asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, held)
         held.task = asyncio.get_running_loop().create_task(self._attempt(held))
 
     async def _attempt(self, held: ActiveRun) -> None:
         try:
-            with tracing.attempt(held.leased, self._plan.id) as span:
+            with tracing.attempt(held.leased, self._config.id) as span:
                 ended = await self._execute(held)
                 if span is not None:
                     span.ended(ended)
         except asyncio.CancelledError:
-            held.returning = held.returning or held.cancelled_at is None  # whoever did it, the run is not to blame
+            held.handing_back = (
+                held.handing_back or held.cancelled_at is None
+            )  # whoever did it, the run is not to blame
             ended = (
                 RETURNED if held.cancelled_at is None else AttemptResult(kind="cancelled", reason="cancelled by force")
             )
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = AttemptResult(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
-        self._feeding.free(held.model.isolation)
-        if not held.over:
+        self._fetcher.free(held.model.isolation)
+        if not held.finished:
             self._conclude(held, ended)
-        self._look.set()
+        self._wakeup.set()
 
     def _conclude(self, held: ActiveRun, ended: AttemptResult) -> None:
         """Write the end, unless the run is someone else's by now. Only the first word counts."""
         if ended.kind == "unstarted":
             self._unfit(held, ended.reason)
-        held.over = True
+        held.finished = True
         if held.lost:
-            self._holdings.drop(held)
+            self._active.drop(held)
             return  # the heart has logged it
         try:
             ending = self._ending(held, ended)
         except Exception as error:  # noqa: BLE001 -- a run must never hang for it
             failed = AttemptResult(kind="fatal", reason=f"its end could not be made out: {error!r}")
             ending = FinishRequest(held.leased.id, held.leased.fence, failed)
-        self._finisher.add(held, ending)
+        self._completer.add(held, ending)
 
     def _unfit(self, held: ActiveRun, reason: str) -> None:
-        self._feeding.rest(held.model.isolation)
-        self._log.say(logging.ERROR, f"cannot begin, and leases no such runs for {COOLDOWN:g} s: {reason}", held)
+        self._fetcher.pause_kind(held.model.isolation)
+        self._log.log(logging.ERROR, f"cannot begin, and leases no such runs for {COOLDOWN:g} s: {reason}", held)
 
     def _abandon(self, held: ActiveRun, ended: AttemptResult) -> None:
         """Its task does not heed being cancelled: leave it behind, unheard, and let the run go on elsewhere."""
-        if not held.over:
-            self._log.say(logging.ERROR, "the model does not stop: it is left behind, and its slot with it", held)
+        if not held.finished:
+            self._log.log(logging.ERROR, "the model does not stop: it is left behind, and its slot with it", held)
             self._conclude(held, ended)
-            self._look.set()
+            self._wakeup.set()
 
     async def _execute(self, held: ActiveRun) -> AttemptResult:
         if held.model.isolation == "process":
@@ -262,7 +267,7 @@ class WorkerSession:
         delay = ended.after or 0.0
         if ended.kind == "retry" and ended.after is None:
             delay = held.model.delay(held.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
-        returned = held.returning and ended.kind in ("lost", "cancelled")
+        returned = held.handing_back and ended.kind in ("lost", "cancelled")
         if returned:
             ended = RETURNED
         if ended.kind not in ("retry", "snooze") or returned:
@@ -293,59 +298,59 @@ class WorkerSession:
         """Ask the model to stop; when its grace is over, end it by force."""
         held.cancelled_at = time.monotonic()
         held.stop.set()
-        self._log.say(logging.INFO, "asked to cancel", held)
+        self._log.log(logging.INFO, "asked to cancel", held)
         if held.model.isolation == "process":
             self._children.cancel(held.leased.id)
         elif held.model.isolation == "loop":
             asyncio.get_running_loop().call_later(held.model.grace, self._end_of_grace, held)
 
     def _end_of_grace(self, held: ActiveRun) -> None:
-        if not held.over:
+        if not held.finished:
             self._force(held)
 
     async def _drain_all(self) -> None:
         """Wait for what is held; what is not done in time is given back without charging an attempt."""
-        if len(self._holdings):
-            self._heart.nudge()  # it writes that we drain: giving runs back must not wait for that
-        deadline = time.monotonic() + self._plan.drain
-        while len(self._holdings) and time.monotonic() < deadline and not self._at_once:
-            self._look.clear()
-            await self._feeding.sleep(min(0.2, deadline - time.monotonic()))
-        for held in self._holdings:
-            if not held.over:
-                held.returning = True
+        if len(self._active):
+            self._heartbeat.nudge()  # it writes that we drain: giving runs back must not wait for that
+        deadline = time.monotonic() + self._config.drain
+        while len(self._active) and time.monotonic() < deadline and not self._at_once:
+            self._wakeup.clear()
+            await self._fetcher.sleep(min(0.2, deadline - time.monotonic()))
+        for held in self._active:
+            if not held.finished:
+                held.handing_back = True
                 self._force(held)
         ends_by = time.monotonic() + GIVE_BACK
-        while len(self._holdings) and time.monotonic() < ends_by:
-            self._look.clear()
-            await self._feeding.sleep(0.1)
-        if left := len(self._holdings):
-            self._mute = True
-            self._log.say(
+        while len(self._active) and time.monotonic() < ends_by:
+            self._wakeup.clear()
+            await self._fetcher.sleep(0.1)
+        if left := len(self._active):
+            self._database_silent = True
+            self._log.log(
                 logging.ERROR, f"{left} runs could not be given back in {GIVE_BACK:g} s: their leases run out"
             )
 
     def _card(self) -> WorkerCard:
         return WorkerCard(
-            id=self._plan.id,
-            name=self._plan.name,
+            id=self._config.id,
+            name=self._config.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            queues=self._plan.queues,
+            queues=self._config.queues,
             models={model.name: model.isolation for model in self._app.registry},
-            slots={str(kind): count for kind, count in self._plan.slots.items()},
+            slots={str(kind): count for kind, count in self._config.slots.items()},
             draining=self._stopping,
         )
 
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
         """Work that may fail, and must not take long. A database that was silent once is not asked again at the end."""
-        if self._mute and self._stopping:
+        if self._database_silent and self._stopping:
             work.close()
             return
         try:
             async with asyncio.timeout(SILENT):
                 await work
         except (SemelError, TimeoutError) as error:
-            self._mute = isinstance(error, TimeoutError)
+            self._database_silent = isinstance(error, TimeoutError)
             why = str(error) or f"not in {SILENT:g} seconds"
-            self._log.say(logging.WARNING, f"the database did not answer: {why}")
+            self._log.log(logging.WARNING, f"the database did not answer: {why}")

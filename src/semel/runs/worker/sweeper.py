@@ -45,10 +45,10 @@ class LeaderTask(PeriodicTask):
     A term is short, and its holder asks for the next one at half time. The others ask when it would be over.
     """
 
-    def __init__(self, ledger: RunStore, role: str, holder: str, interval: float) -> None:
-        super().__init__(ledger.runtime, f"semel-{role}")
-        self._outage = ledger.outage or self._outage
-        self._ledger = ledger
+    def __init__(self, store: RunStore, role: str, holder: str, interval: float) -> None:
+        super().__init__(store.runtime, f"semel-{role}")
+        self._outage = store.outage or self._outage
+        self._store = store
         self._role = role
         self._holder = holder
         self._interval = interval
@@ -62,9 +62,9 @@ class LeaderTask(PeriodicTask):
         if now >= self._asks_at:
             left = 0.0
             if now >= self._leads_until:
-                left = await self._ledger.read(maintenance.term_left, self._role, self._holder, self._ledger.terms)
-            if not left and await self._ledger.write(
-                maintenance.acquire_leadership, self._role, self._holder, self._term, self._ledger.terms
+                left = await self._store.read(maintenance.term_left, self._role, self._holder, self._store.terms)
+            if not left and await self._store.write(
+                maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.terms
             ):
                 self._leads_until, self._asks_at = now + self._term, now + self._term / 2
             else:
@@ -90,13 +90,13 @@ class LeaderTask(PeriodicTask):
 class Publisher(LeaderTask):
     """Publishes what has happened: at least once, in order, by one at a time. Its hook may be slow; nobody waits."""
 
-    def __init__(self, ledger: RunStore, holder: str, publish: Callable[[OutboxEvent], None], interval: float) -> None:
-        super().__init__(ledger, "publisher", holder, interval)
+    def __init__(self, store: RunStore, holder: str, publish: Callable[[OutboxEvent], None], interval: float) -> None:
+        super().__init__(store, "publisher", holder, interval)
         self._publish = publish
 
     async def work(self) -> None:
         """See Elected. What could not be published stays, and is tried in the next turn."""
-        while await self.elected() and (events := await self._ledger.read(outbox.unpublished)):
+        while await self.elected() and (events := await self._store.read(outbox.unpublished)):
             if not await self.publish(events):
                 return
 
@@ -105,7 +105,7 @@ class Publisher(LeaderTask):
         done: list[OutboxEvent] = []
         try:
             for event in events:
-                await self._ledger.run_blocking(self._publish, event)
+                await self._store.run_blocking(self._publish, event)
                 done.append(event)
                 if not await self.elected():
                     return False
@@ -116,7 +116,7 @@ class Publisher(LeaderTask):
             return False
         finally:
             if done:
-                await self._ledger.write(outbox.published, done)
+                await self._store.write(outbox.published, done)
         return True
 
 
@@ -125,22 +125,22 @@ class Sweeper(LeaderTask):
 
     def __init__(
         self,
-        ledger: RunStore,
+        store: RunStore,
         holder: str,
         *,
         transport: Transport,
-        news: EventHooks,
+        hooks: EventHooks,
         publish: Callable[[OutboxEvent], None] | None = None,
         interval: float = 5.0,
         tell_again: float = 30.0,
     ) -> None:
-        super().__init__(ledger, ROLE, holder, interval)
+        super().__init__(store, ROLE, holder, interval)
         self._transport = transport
-        self._news = news
-        self._publisher = None if publish is None else Publisher(ledger, holder, publish, min(interval, 1.0))
-        self._tell_again = tell_again
+        self._hooks = hooks
+        self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
+        self._announce_after = tell_again
         self._turns = 0
-        self._told: dict[tuple[str, int], float] = {}
+        self._announced: dict[tuple[str, int], float] = {}
 
     def start(self) -> None:
         """See Background."""
@@ -173,7 +173,7 @@ class Sweeper(LeaderTask):
 
     async def _turn(self) -> int:
         self._turns += 1
-        await self._ledger.write(maintenance.repair_times, self._ledger.terms)
+        await self._store.write(maintenance.repair_times, self._store.terms)
         lost = await self._take_back()
         if self._turns % 12 == 1 and (removed := await self._remove_expired()):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
@@ -185,13 +185,13 @@ class Sweeper(LeaderTask):
         total, more = 0, True
         ends_at = time.monotonic() + CLEAN_UP_FOR
         while more and time.monotonic() < ends_at:
-            removed, more = await self._ledger.write(maintenance.remove_expired, self._ledger.terms)
+            removed, more = await self._store.write(maintenance.remove_expired, self._store.terms)
             total += removed
         return total
 
     async def _take_back(self) -> int:
         total = 0
-        while lost := await self._ledger.write(transitions.lose_expired, self._ledger.terms):
+        while lost := await self._store.write(transitions.lose_expired, self._store.terms):
             total += len(lost)
             for run in lost:
                 log_run(
@@ -210,31 +210,31 @@ class Sweeper(LeaderTask):
 
     async def _count(self, lost: Sequence[Lost]) -> None:
         """Count what was lost, and the durations of attempts that were the last of their runs."""
-        if not lost or not self._news.wanted:
+        if not lost or not self._hooks.has_hooks:
             return
-        self._news.tell(RunEvent("stuck", count=len(lost)))
+        self._hooks.emit(RunEvent("stuck", count=len(lost)))
         ended = [run for run in lost if run.status != "PENDING"]
-        began = await self._ledger.read(transitions.attempts_began, [(run.id, run.fence) for run in ended])
+        began = await self._store.read(transitions.attempts_began, [(run.id, run.fence) for run in ended])
         for run in ended:
             seconds = (run.changed_us - began.get(run.id, run.started_us)) / MICRO
-            self._news.tell(RunEvent("ended", run.model, run.status, seconds))
+            self._hooks.emit(RunEvent("ended", run.model, run.status, seconds))
 
     async def _announce_again(self) -> None:
         """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""
-        _, until_next = await self._ledger.write(lease.wake, self._ledger.terms)
+        _, until_next = await self._store.write(lease.wake, self._store.terms)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
-        waiting = await self._ledger.read(lease.due, self._tell_again, 1000, self._ledger.terms)
+        waiting = await self._store.read(lease.due, self._announce_after, 1000, self._store.terms)
         now = time.monotonic()
-        self._told = {run.step: self._told[run.step] for run in waiting if run.step in self._told}
-        new = [run for run in waiting if run.step not in self._told]
-        old = [run for run in waiting if now - self._told.get(run.step, now) >= self._tell_again]
+        self._announced = {run.step: self._announced[run.step] for run in waiting if run.step in self._announced}
+        new = [run for run in waiting if run.step not in self._announced]
+        old = [run for run in waiting if now - self._announced.get(run.step, now) >= self._announce_after]
         for runs, again in ((new, False), (old, True)):
             if not runs:
                 continue
             named = [(run.id, run.queue) for run in runs]
-            if await self._ledger.run_blocking(partial(self._transport.announce, named, again=again)):
-                self._told |= {run.step: now for run in runs}
+            if await self._store.run_blocking(partial(self._transport.announce, named, again=again)):
+                self._announced |= {run.step: now for run in runs}
 
 
 def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
@@ -243,21 +243,21 @@ def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
 
 
 async def _sweep(app: App, every: float, once: bool) -> int:
-    ledger = app.ledger(awaited=True)
-    ledger.outage = app.outage
+    store = app.ledger(awaited=True)
+    store.outage = app.outage
     holder = f"sweeper-{os.getpid()}-{new_id()[-6:]}"
-    sweeper = Sweeper(ledger, holder, transport=app.transport, news=app.news, publish=app.publish, interval=every)
+    sweeper = Sweeper(store, holder, transport=app.transport, hooks=app.hooks, publish=app.publish, interval=every)
     told = asyncio.Event()
     try:
         if once:
             return await sweeper.sweep()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
-        await ledger.open()
+        await store.open()
         sweeper.start()
         await told.wait()
         await sweeper.end()
-        await ledger.write(maintenance.release_leadership, ROLE, holder)
+        await store.write(maintenance.release_leadership, ROLE, holder)
     finally:
-        await ledger.close()
+        await store.close()
     return 0

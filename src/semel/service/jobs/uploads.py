@@ -191,4 +191,4 @@ class UploadReaper(LeaderTask):
 
     async def work(self) -> None:
         """See Elected."""
-        await self._ledger.write(settle, self._ledger.terms)
+        await self._store.write(settle, self._store.terms)

@@ -106,7 +106,7 @@ class ProcessFactory:
         """Execute runs; with RQ or Celery, whose own workers do that, only sweep."""
 
         def begin(app: App) -> int:
-            app.news.hear(run_metrics())
+            app.hooks.add(run_metrics())
             ready()
             if app.transport.announces:
                 _log.info("runs are executed by RQ's or Celery's workers, which you start; this process only sweeps")
