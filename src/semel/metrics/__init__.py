@@ -1,1 +1,1 @@
-"""Hooks for ``on_event=`` that turn events into metrics: one module for each system, and none is needed."""
+"""Hooks for ``on_event=`` that turn events into metrics: one module for each system."""

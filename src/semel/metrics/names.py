@@ -1,4 +1,4 @@
-"""What the metrics are called, whatever system they go to, and what they mean."""
+"""The names of the metrics and their descriptions, for every system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from semel._validation import checked_seconds
 from semel.policy import MINUTE
 
 SAMPLE_EVERY = MINUTE
-"""Seconds between two looks at what the store holds."""
+"""Seconds between two samples of the store's size."""
 
 COUNTED = {
     "hit": "hit",
@@ -15,7 +15,7 @@ COUNTED = {
     "collision": "processing_collision",
     "unknown": "unknown",
 }
-"""The counters of what happens to keys, by the event's name."""
+"""The counter of each event."""
 
 MEANINGS = {
     "hit": "Calls that got the outcome of an earlier one",
@@ -48,12 +48,12 @@ RUN_MEANINGS = {
 }
 
 RUN_BUCKETS = (0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
-"""Bounds of the runs' histograms, in seconds: from a run that does nothing to one that takes a day."""
+"""Bounds of the histograms of runs, in seconds."""
 
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds of the store's histogram, in seconds: from a file nearby to a server that is restarting."""
+"""Bounds of the histogram of the store, in seconds: from a local file to a server that is restarting."""
 
 
 def interval(sample_every: float | None) -> float | None:
-    """Checked; None: the hook does not want to hear of the store."""
+    """The checked interval; None if the store is not sampled."""
     return None if sample_every is None else checked_seconds("sample_every", sample_every)

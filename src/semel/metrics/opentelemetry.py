@@ -17,10 +17,10 @@ except ModuleNotFoundError as error:
 
 
 class OpenTelemetryMetrics:
-    """A hook that records in OpenTelemetry's instruments. Hooks on one provider add to the same instruments.
+    """A hook that records events with OpenTelemetry. Hooks with the same provider share their instruments.
 
-    Without a provider it is the global one, which may be set later. Scopes beyond ``most_scopes`` are counted
-    together. With ``sample_every=None`` it does not hear of the store.
+    The default is the global provider, which may be set later. Scopes beyond ``most_scopes`` are counted together.
+    ``sample_every=None`` turns off the metrics of the store's size.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OpenTelemetryMetrics:
         self._scopes = Scopes(most_scopes)
 
     def __call__(self, event: Event) -> None:
-        """Record it."""
+        """Record the event."""
         match event.name:
             case "cleanup":
                 self._to.cleanup.add(int(event.value))
@@ -47,8 +47,8 @@ class OpenTelemetryMetrics:
                 self._to.count(name, event.door, self._scopes.known(event.label), event.reason)
 
 
-class _Instruments:
-    """The instruments of one provider, and the numbers that it asks for when it exports."""
+class _MeterInstruments:
+    """The instruments of one provider, and the numbers that its gauges read at export."""
 
     def __init__(self, meter: Meter) -> None:
         self._counters = {
@@ -66,7 +66,6 @@ class _Instruments:
         meter.create_observable_gauge("idempotency.keys_held", [self._holds], "{key}", MEANINGS["keys_held"])
 
     def count(self, name: str, door: str, scope: str, reason: str) -> None:
-        """One thing that happened to a key."""
         place = {"door": door, "scope": scope}
         self._counters[name].add(1, {**place, "reason": reason} if name == "miss" else place)
         if name in ("hit", "miss"):
@@ -83,19 +82,19 @@ class _Instruments:
             yield Observation(number, {"state": state})
 
 
-_known: WeakKeyDictionary[MeterProvider, _Instruments] = WeakKeyDictionary()
-_of_the_global: list[_Instruments] = []
+_known: WeakKeyDictionary[MeterProvider, _MeterInstruments] = WeakKeyDictionary()
+_global: list[_MeterInstruments] = []
 _lock = Lock()
 
 
-def _instruments(provider: MeterProvider | None) -> _Instruments:
-    """Those of the provider: it listens only to the first who observes under a name."""
+def _instruments(provider: MeterProvider | None) -> _MeterInstruments:
+    """The instruments of the provider, made once: it uses only the first gauge of a name."""
     with _lock:
         if provider is None or provider is get_meter_provider():
-            if not _of_the_global:
-                _of_the_global.append(_Instruments(get_meter_provider().get_meter("semel")))
-            return _of_the_global[0]
+            if not _global:
+                _global.append(_MeterInstruments(get_meter_provider().get_meter("semel")))
+            return _global[0]
         found = _known.get(provider)
         if found is None:
-            found = _known[provider] = _Instruments(provider.get_meter("semel"))
+            found = _known[provider] = _MeterInstruments(provider.get_meter("semel"))
         return found

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from semel.db.database import missing
@@ -35,13 +35,14 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from semel.runs.hooks import RunEvent
 
+T = TypeVar("T")
 PLACE = ("door", "scope")
 
 
 class PrometheusMetrics:
-    """A hook that counts in a registry. Hooks on one registry add to the same metrics.
+    """A hook that counts events in a registry. Hooks with the same registry share their metrics.
 
-    Scopes beyond ``most_scopes`` are counted together. With ``sample_every=None`` it does not hear of the store.
+    Scopes beyond ``most_scopes`` are counted together. ``sample_every=None`` turns off the metrics of the store's size.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class PrometheusMetrics:
         most_scopes: int = MOST_SCOPES,
     ) -> None:
         self.sample_every = interval(sample_every)
-        self._to = _instruments(registry)
+        self._to = _shared(registry, _KeyInstruments)
         self._scopes = Scopes(most_scopes)
 
     def __call__(self, event: Event) -> None:
-        """Count it."""
+        """Count the event."""
         match event.name:
             case "cleanup":
                 self._to.cleanup.inc(event.value)
@@ -71,27 +72,18 @@ class PrometheusMetrics:
 
 
 class RouterMetrics:
-    """A hook for messages alone, under the names that routers use: ``router_idempotency_hit_total{key_type}`` and
-    ``router_idempotency_miss_total{key_type, reason}``. Hooks on one registry add to the same metrics.
+    """A hook that counts messages only, under the names of routers: ``router_idempotency_hit_total{key_type}`` and
+    ``router_idempotency_miss_total{key_type, reason}``. Hooks with the same registry share their metrics.
 
-    A message's id is no label, since there is no end of them; the log has it.
+    The id of a message is not a label, as there is no limit to their number; it is logged.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, *, most_key_types: int = MOST_SCOPES) -> None:
-        with _lock:
-            found = _known_of_routers.get(registry)
-            if found is None:
-                found = _known_of_routers[registry] = {
-                    "hit": Counter("router_idempotency_hit", ROUTER_MEANINGS["hit"], ("key_type",), registry=registry),
-                    "miss": Counter(
-                        "router_idempotency_miss", ROUTER_MEANINGS["miss"], ("key_type", "reason"), registry=registry
-                    ),
-                }
-        self._to = found
+        self._to = _shared(registry, _router_counters)
         self._key_types = Scopes(most_key_types)
 
     def __call__(self, event: Event) -> None:
-        """Count it."""
+        """Count the event."""
         if event.door != "message" or event.name not in self._to:
             return
         key_type = self._key_types.known(event.label)
@@ -100,17 +92,13 @@ class RouterMetrics:
 
 
 class RunMetrics:
-    """A hook for runs: counts what happens to them in this process. Hooks on one registry add to the same metrics."""
+    """A hook that counts the runs of this process. Hooks with the same registry share their metrics."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        with _lock:
-            found = _known_of_runs.get(registry)
-            if found is None:
-                found = _known_of_runs[registry] = _RunInstruments(registry)
-        self._to = found
+        self._to = _shared(registry, _RunInstruments)
 
     def __call__(self, event: RunEvent) -> None:
-        """Count it."""
+        """Count the event."""
         match event.kind:
             case "created" | "replayed" | "refused" | "retried" as kind:
                 self._to.counters[f"runs_{kind}"].labels(event.model).inc(event.count)
@@ -124,19 +112,17 @@ class RunMetrics:
 
 
 def expose(place: str) -> None:
-    """Tell at ``http://HOST:PORT/metrics``, for this process's time, what it counts; ``place`` is ``[HOST:]PORT``."""
+    """Serve the metrics at ``http://HOST:PORT/metrics`` while this process lives; ``place`` is ``[HOST:]PORT``."""
     host, _, port = place.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"metrics are told at a port, as 9101 or 0.0.0.0:9101, not at {place!r}")
+        raise InvalidRequest(f"metrics are served at a port such as 9101 or 0.0.0.0:9101, not at {place!r}")
     try:
         start_http_server(int(port), host.strip("[]") or "127.0.0.1")
     except OSError as error:
-        raise InvalidRequest(f"metrics cannot be told at {place}: {error.strerror or error}") from error
+        raise InvalidRequest(f"metrics cannot be served at {place}: {error.strerror or error}") from error
 
 
 class _RunInstruments:
-    """The metrics of runs in one registry."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         counted = ("created", "replayed", "refused", "succeeded", "failed", "cancelled", "retried")
         self.counters = {
@@ -161,11 +147,10 @@ class _RunInstruments:
 
 
 class ReplayRatio(Collector):
-    """The gauge ``idempotency_replay_ratio``, computed when it is asked for, so that it is never a mean of means.
+    """The gauge ``idempotency_replay_ratio``, computed from the counters when it is scraped.
 
-    :class:`PrometheusMetrics` brings it along. In prometheus-client's multiprocess mode the registry that is scraped
-    is another one: beside ``MultiProcessCollector(registry)`` say ``ReplayRatio(registry)``, and it is that of all
-    processes together.
+    :class:`PrometheusMetrics` registers it. In prometheus-client's multiprocess mode another registry is scraped: call
+    ``ReplayRatio(registry)`` beside ``MultiProcessCollector(registry)`` to get the ratio over all processes.
     """
 
     def __init__(self, registry: CollectorRegistry, counted: Iterable[Collector] | None = None) -> None:
@@ -175,11 +160,11 @@ class ReplayRatio(Collector):
         registry.register(self)
 
     def describe(self) -> list[Metric]:
-        """Its name, for the registry."""
+        """The metric without samples."""
         return [GaugeMetricFamily("idempotency_replay_ratio", MEANINGS["replay_ratio"], labels=PLACE)]
 
     def collect(self) -> Iterator[Metric]:
-        """The ratio of every door and scope."""
+        """The ratio for each door and scope."""
         (ratio,) = self.describe()
         hits: Tally[tuple[str, ...]] = Tally()
         calls: Tally[tuple[str, ...]] = Tally()
@@ -194,9 +179,7 @@ class ReplayRatio(Collector):
         yield ratio
 
 
-class _Instruments:
-    """The metrics of one registry."""
-
+class _KeyInstruments:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.counters = {
             event: Counter(
@@ -215,22 +198,29 @@ class _Instruments:
             "idempotency_keys_held",
             MEANINGS["keys_held"],
             ("state",),
-            multiprocess_mode="mostrecent",  # every process looks into the same store
+            multiprocess_mode="mostrecent",  # all processes sample the same store
             registry=registry,
         )
         ReplayRatio(registry, [self.counters["hit"], self.counters["miss"]])
 
 
-_known: WeakKeyDictionary[CollectorRegistry, _Instruments] = WeakKeyDictionary()
-_known_of_routers: WeakKeyDictionary[CollectorRegistry, dict[str, Counter]] = WeakKeyDictionary()
-_known_of_runs: WeakKeyDictionary[CollectorRegistry, _RunInstruments] = WeakKeyDictionary()
+def _router_counters(registry: CollectorRegistry) -> dict[str, Counter]:
+    labels = {"hit": ("key_type",), "miss": ("key_type", "reason")}
+    return {
+        event: Counter(f"router_idempotency_{event}", ROUTER_MEANINGS[event], names, registry=registry)
+        for event, names in labels.items()
+    }
+
+
+_made: WeakKeyDictionary[CollectorRegistry, dict[Any, Any]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def _instruments(registry: CollectorRegistry) -> _Instruments:
-    """Those of the registry: a name can be registered once."""
+def _shared(registry: CollectorRegistry, make: Callable[[CollectorRegistry], T]) -> T:
+    """The metrics of the registry, made once, as a registry takes each name once."""
     with _lock:
-        found = _known.get(registry)
-        if found is None:
-            found = _known[registry] = _Instruments(registry)
+        made = _made.setdefault(registry, {})
+        if make not in made:
+            made[make] = make(registry)
+        found: T = made[make]
         return found

@@ -1,4 +1,4 @@
-"""Metrics for statsd and its kin, through any client: ``Once(url, on_event=StatsdMetrics(client))``."""
+"""Metrics for statsd, through any client: ``Once(url, on_event=StatsdMetrics(client))``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from semel.errors import InvalidRequest
 from semel.metrics.names import COUNTED, SAMPLE_EVERY, interval
 from semel.once.stats import MOST_SCOPES, Event, Scopes
 
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-_NOT_IN_A_TAG = re.compile(r"[^\w./:-]+", re.ASCII)
+_INVALID_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_INVALID_IN_TAG = re.compile(r"[^\w./:-]+", re.ASCII)
 
 
 class StatsdMetrics:
-    """A hook that sends each event through a client with ``incr`` or ``increment``, ``timing`` and ``gauge``.
+    """A hook that sends events through a client with ``incr`` or ``increment``, ``timing`` and ``gauge``.
 
-    A client whose methods take ``tags=`` (Datadog's, for one) is given door, scope, reason, verb and state as tags.
-    For the others ``by_scope=True`` makes door, scope and reason part of the name. Scopes beyond ``most_scopes`` are
-    counted together. With ``sample_every=None`` it does not hear of the store.
+    If the client's methods take ``tags=``, as Datadog's do, it gets door, scope, reason, verb and state as tags.
+    Otherwise ``by_scope=True`` puts door, scope and reason into the name. Scopes beyond ``most_scopes`` are counted
+    together. ``sample_every=None`` turns off the metrics of the store's size.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StatsdMetrics:
         self._scopes = Scopes(most_scopes)
 
     def __call__(self, event: Event) -> None:
-        """Send it."""
+        """Send the event."""
         match event.name:
             case "cleanup":
                 self._send(self._count, "cleanup.count", int(event.value))
@@ -58,10 +58,10 @@ class StatsdMetrics:
 
     def _send(self, method: Callable[..., object], name: str, value: float, /, **about: str) -> None:
         if self._tagged:
-            tags = [f"{tag}:{_NOT_IN_A_TAG.sub('_', said)}" for tag, said in about.items()]
+            tags = [f"{tag}:{_INVALID_IN_TAG.sub('_', said)}" for tag, said in about.items()]
             method(f"idempotency.{name}", value, tags=tags)
         else:
-            parts = [_NOT_IN_A_NAME.sub("_", said) for said in about.values()]
+            parts = [_INVALID_IN_NAME.sub("_", said) for said in about.values()]
             method(".".join(("idempotency", name, *parts)), value)
 
 
