@@ -15,7 +15,7 @@ from semel.errors import StoreBroken, StoreUnavailable
 from semel.once.store import KeyRef
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore, SharedStoreSuite, StoreSuite
-from semel.testing.harness import ask
+from semel.testing.harness import claim_request as ask
 from semel.types import Granted
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-a-store.md"

@@ -1,6 +1,6 @@
-"""The conformance kit: the store contract in executable form, with a fake clock and injected faults.
+"""The conformance kit: the contract of a store as tests, with a fake clock and injected faults.
 
-Whoever writes a store runs its rules in pytest::
+The author of a store runs the tests with pytest::
 
     from semel.testing import StoreSuite
 
@@ -8,7 +8,7 @@ Whoever writes a store runs its rules in pytest::
         def open(self, clock):
             return MyStore(clock)
 
-:class:`FakeClock` and :class:`FaultyStore` are of use in any test; only the two suites need pytest.
+:class:`FakeClock` and :class:`FaultyStore` are useful in any test; only the two suites need pytest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FakeClock", "FaultyStore", "SharedStoreSuite", "StoreSuite", "World"
 
 
 def __getattr__(name: str) -> Any:
-    """Load the suites when they are asked for, so that the rest works without pytest."""
+    """Import the suites on first use, so that the rest works without pytest."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -14,5 +14,5 @@ class FakeClock:
         return self.us
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; a negative number is a clock that jumps back."""
+        """Move the clock; a negative number moves it back."""
         self.us += round(seconds * 1e6)

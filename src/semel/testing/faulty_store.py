@@ -1,4 +1,4 @@
-"""A store between whose caller and data something goes wrong, when told to."""
+"""A store that fails on request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ B = TypeVar("B")
 
 
 class FaultyStore:
-    """Any store, with faults on call: a request that is lost before it is applied, or a reply lost after it was.
+    """Wraps a store and injects faults: a request is lost before it is applied, or a reply after it was.
 
-    To the caller both are the same :class:`~semel.errors.StoreUnavailable`, as with a broken connection::
+    The caller gets the same :class:`~semel.errors.StoreUnavailable` for both, as with a broken connection::
 
         store = FaultyStore(MemoryStore())
-        store.lose_reply("claim")           # the next claim is written, and its caller never hears of it
-        store.lose_request("complete", 2)   # the next two completes never arrive
-        store.away = True                   # nothing arrives until it is False again
+        store.lose_reply("claim")           # the next claim is applied, but its caller gets an error
+        store.lose_request("complete", 2)   # the next two completes are not applied
+        store.away = True                   # every call fails until it is False again
         store.calls["claim"]                # how often it was called
     """
 
@@ -48,11 +48,11 @@ class FaultyStore:
             self._requests[verb] += times
 
     def lose_reply(self, verb: Verb, times: int = 1) -> None:
-        """Fail the next calls of this verb after the store has done what they ask."""
+        """Fail the next calls of this verb after the store has applied them."""
         with self._lock:
             self._replies[verb] += times
 
-    async def _pass(self, verb: Verb, call: Callable[[A], Awaitable[B]], argument: A) -> B:
+    async def _call(self, verb: Verb, call: Callable[[A], Awaitable[B]], argument: A) -> B:
         with self._lock:
             self.calls[verb] += 1
             lost = self.away or _one_less(self._requests, verb)
@@ -65,51 +65,39 @@ class FaultyStore:
         return answer
 
     async def open(self) -> None:
-        """See the contract, for this and all other verbs."""
-        await self._pass("open", lambda _: self.inner.open(), ())
+        await self._call("open", lambda _: self.inner.open(), ())
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """Claim, unless a fault comes between."""
-        return await self._pass("claim", self.inner.claim, requests)
+        return await self._call("claim", self.inner.claim, requests)
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
-        """Renew, unless a fault comes between."""
-        return await self._pass("renew", self.inner.renew, requests)
+        return await self._call("renew", self.inner.renew, requests)
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
-        """Complete, unless a fault comes between."""
-        return await self._pass("complete", self.inner.complete, requests)
+        return await self._call("complete", self.inner.complete, requests)
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
-        """Release, unless a fault comes between."""
-        return await self._pass("release", self.inner.release, requests)
+        return await self._call("release", self.inner.release, requests)
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        """Forget, unless a fault comes between."""
-        return await self._pass("forget", self.inner.forget, requests)
+        return await self._call("forget", self.inner.forget, requests)
 
     async def forget_scope(self, request: ForgetScope) -> int:
-        """Forget a scope, unless a fault comes between."""
-        return await self._pass("forget_scope", self.inner.forget_scope, request)
+        return await self._call("forget_scope", self.inner.forget_scope, request)
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        """Look, unless a fault comes between."""
-        return await self._pass("get", self.inner.get, refs)
+        return await self._call("get", self.inner.get, refs)
 
     async def purge(self, limit: int) -> int:
-        """Purge, unless a fault comes between."""
-        return await self._pass("purge", self.inner.purge, limit)
+        return await self._call("purge", self.inner.purge, limit)
 
     async def stats(self) -> Held:
-        """Count, unless a fault comes between."""
-        return await self._pass("stats", lambda _: self.inner.stats(), ())
+        return await self._call("stats", lambda _: self.inner.stats(), ())
 
     def watch(self, ring: OnReleased) -> None:
-        """Rings come through; they may be lost anyway."""
         self.inner.watch(ring)
 
     async def close(self) -> None:
-        """Closing always works."""
         await self.inner.close()
 
 

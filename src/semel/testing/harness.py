@@ -1,4 +1,4 @@
-"""One rule's world: the store under test, a clock to move, and ways to call it, alone or all at once."""
+"""What a rule works with: the store under test, a fake clock, and calls one by one or all at once."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from semel.types import Claim, Granted, Held, Kind, Record, Verdict
 KEY, SCOPE = "key", "scope"
 LEASE, TTL = 60.0, 3600.0
 PATIENCE = 60
-"""Seconds after which something that should have happened counts as hanging."""
+"""Seconds after which a call counts as hanging."""
 
 SWITCH_PROBABILITY = 0.35
-"""How likely a thread in a race is to let another one run, at each line of the store's own code."""
+"""The probability of a thread switch at each line of the store's code during a race."""
 
 
 class Opener(Protocol):
-    """Opens the store under test, on a clock or (None) on the store's own time."""
+    """Opens the store under test with a clock, or with the store's own time if it is None."""
 
     def __call__(self, *, clock: Clock | None) -> Store: ...
 
 
 def us(seconds: float) -> int:
-    """Seconds as the contract's microseconds."""
+    """Seconds as microseconds."""
     return round(seconds * 1e6)
 
 
-def ask(
+def claim_request(
     key: str = KEY,
     *,
     scope: str = SCOPE,
@@ -71,42 +71,42 @@ def ask(
     done: OutcomeData | None = None,
     force: bool = False,
 ) -> ClaimRequest:
-    """A request for a key, under a new attempt id unless one is given. Times are seconds."""
+    """A request to claim a key, with a new attempt id unless one is given. Times are seconds."""
     attempt = attempt or uuid.uuid4().hex
     return ClaimRequest(scope, key, fingerprint, attempt, us(lease), us(ttl), unknown, waiting, resolving, done, force)
 
 
-def done(value: Any = None, *, kind: Kind = "value", value_ttl: float | None = None) -> OutcomeData:
+def outcome_data(value: Any = None, *, kind: Kind = "value", value_ttl: float | None = None) -> OutcomeData:
     """An outcome with this value."""
     return OutcomeData(kind, codec.encode(value), None if value_ttl is None else us(value_ttl))
 
 
-def completing(claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> Complete:
-    """What the owner of this claim sends to complete it."""
-    return Complete(claim.scope, claim.key, claim.fence, done(value, value_ttl=value_ttl))
+def complete_request(claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> Complete:
+    """The owner's request to complete the claim."""
+    return Complete(claim.scope, claim.key, claim.fence, outcome_data(value, value_ttl=value_ttl))
 
 
-def releasing(claim: Claim) -> Release:
-    """What the owner of this claim sends to give it back."""
+def release_request(claim: Claim) -> Release:
+    """The owner's request to release the claim."""
     return Release(claim.scope, claim.key, claim.fence)
 
 
-def forgetting(claim: Claim, *, force: bool = False) -> Forget:
-    """What an operator sends to forget the record of this claim."""
+def forget_request(claim: Claim, *, force: bool = False) -> Forget:
+    """An operator's request to forget the record of the claim."""
     return Forget(claim.scope, claim.key, claim.fence, force)
 
 
-def renewing(claim: Claim, lease: float = LEASE) -> Renew:
-    """What the owner of this claim sends to renew it."""
+def renew_request(claim: Claim, lease: float = LEASE) -> Renew:
+    """The owner's request to renew the claim."""
     return Renew(claim.scope, claim.key, claim.fence, us(lease))
 
 
 class StoreClient:
-    """A store with its verbs as plain calls, whether it blocks or must be awaited."""
+    """Calls a store's verbs as plain functions, for blocking and async stores."""
 
     store: Store
     run: Callable[[Any], Any]
-    """``run(answer)``: the answer; where it is still to come, it is run to its end in the store's own way."""
+    """``run(answer)`` returns the answer, awaited if it is awaitable."""
 
     def __init__(self, store: Store, run: Callable[[Any], Any]) -> None:
         self.store = store
@@ -118,8 +118,8 @@ class StoreClient:
         return verdicts
 
     def claim(self, key: str = KEY, **asked: Any) -> Verdict:
-        """Claim one key; :func:`ask` says what can be asked."""
-        (verdict,) = self.claims([ask(key, **asked)])
+        """Claim one key, with the arguments of :func:`claim_request`."""
+        (verdict,) = self.claims([claim_request(key, **asked)])
         return verdict
 
     def granted(self, key: str = KEY, **asked: Any) -> Claim:
@@ -136,28 +136,28 @@ class StoreClient:
 
     def complete(self, claim: Claim, value: Any = None, *, value_ttl: float | None = None) -> bool:
         """Complete one claim."""
-        (answer,) = self.run(self.store.complete([completing(claim, value, value_ttl=value_ttl)]))
+        (answer,) = self.run(self.store.complete([complete_request(claim, value, value_ttl=value_ttl)]))
         return bool(answer)
 
     def release(self, claim: Claim) -> bool:
         """Release one claim."""
-        (answer,) = self.run(self.store.release([releasing(claim)]))
+        (answer,) = self.run(self.store.release([release_request(claim)]))
         return bool(answer)
 
     def forget(self, claim: Claim, *, force: bool = False) -> bool:
         """Forget the record of one claim."""
-        (answer,) = self.run(self.store.forget([forgetting(claim, force=force)]))
+        (answer,) = self.run(self.store.forget([forget_request(claim, force=force)]))
         return bool(answer)
 
     def forget_scope(self, scope: str = SCOPE, limit: int = 1000, *, force: bool = False) -> int:
-        """Forget keys of a scope once."""
+        """Forget one batch of a scope's keys."""
         forgotten: int = self.run(self.store.forget_scope(ForgetScope(scope, limit, force)))
         return forgotten
 
     def renew(self, claim: Claim, lease: float = LEASE) -> int | None:
         """Renew one claim."""
         answer: int | None
-        (answer,) = self.run(self.store.renew([renewing(claim, lease)]))
+        (answer,) = self.run(self.store.renew([renew_request(claim, lease)]))
         return answer
 
     def get(self, key: str = KEY, scope: str = SCOPE) -> Record | None:
@@ -167,37 +167,37 @@ class StoreClient:
         return record
 
     def record(self, key: str = KEY, scope: str = SCOPE) -> Record:
-        """The key's record, which must be there."""
+        """The key's record, which must exist."""
         record = self.get(key, scope)
         assert record is not None, f"expected a record of {key!r} in {scope!r}"
         return record
 
     def value(self, key: str = KEY, scope: str = SCOPE) -> Any:
-        """The value of the key's outcome, which must be there."""
+        """The value of the key's outcome, which must exist."""
         outcome = self.record(key, scope).outcome
         assert outcome is not None, f"expected an outcome of {key!r} in {scope!r}"
         return outcome.value
 
     @contextmanager
     def untouched(self, key: str = KEY, scope: str = SCOPE) -> Iterator[None]:
-        """What happens inside must leave the key's record as it is."""
+        """Asserts that the block does not change the key's record."""
         before = replace(self.record(key, scope), now_us=0)
         yield
         assert replace(self.record(key, scope), now_us=0) == before
 
     def purge(self, limit: int = 1000) -> int:
-        """Purge once."""
+        """Purge one batch."""
         removed: int = self.run(self.store.purge(limit))
         return removed
 
     def stats(self) -> Held:
-        """Count."""
+        """How many keys the store has."""
         held: Held = self.run(self.store.stats())
         return held
 
 
 class World(StoreClient):
-    """The store under test, opened on a clock that stands still, and everything a rule needs around it."""
+    """The store under test, opened with a fake clock, and everything else that a rule needs."""
 
     def __init__(self, opener: Opener, *, is_async: bool = False, clock: FakeClock | None = None) -> None:
         self.clock = clock or FakeClock()
@@ -226,7 +226,7 @@ class World(StoreClient):
             self._runner.close()
 
     def opened(self, clock: Clock | None) -> Store:
-        """The store opened (once more) on a clock; None for its own time. It is closed with the world."""
+        """Open the store (once more) with a clock, or with its own time if None. Closed at the end of the rule."""
         store = self._opener(clock=clock)
         self._opened.append(store)
         self.run(store.open())
@@ -237,9 +237,9 @@ class World(StoreClient):
         return StoreClient(self.opened(clock), self.run)
 
     def once(self, store: Store | None = None, **options: Any) -> Any:
-        """``Once`` or ``AsyncOnce`` over the store, as the store wants it; :attr:`run` what its verbs answer.
+        """``Once`` or ``AsyncOnce`` with the store; pass what its methods return to :attr:`run`.
 
-        Calls that meet a key at work are told at once, unless they ask to wait.
+        A call whose key is in flight fails at once, unless it asks to wait.
         """
         kind = AsyncOnce if self.is_async else Once
         face = kind(store or self.store, policy=Policy(in_flight="conflict"), collect=False, **options)
@@ -247,7 +247,7 @@ class World(StoreClient):
         return face
 
     def working(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as :meth:`once` wants it: plain, or async."""
+        """The function for :meth:`once`: plain, or async."""
         if not self.is_async:
             return function
 
@@ -258,7 +258,7 @@ class World(StoreClient):
         return work
 
     def meeting(self, parties: int) -> Callable[[], Any]:
-        """Work, as :meth:`once` wants it, that ends when so many are doing it at the same time."""
+        """A function for :meth:`once` that returns once so many calls of it run at the same time."""
         if not self.is_async:
             gate = threading.Barrier(parties)
             return lambda: gate.wait(PATIENCE)
@@ -271,17 +271,17 @@ class World(StoreClient):
         return meet
 
     def _await(self, answer: Any) -> Any:
-        return self._runner.run(settled(answer)) if isawaitable(answer) else answer
+        return self._runner.run(awaited(answer)) if isawaitable(answer) else answer
 
     def together(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-        """Make all the calls at the same moment, in threads or in tasks, and give their answers in order."""
+        """Make all calls at the same moment, in threads or tasks, and return their answers in order."""
         calls = list(calls)
         return self._in_tasks(calls) if self.is_async else self._in_threads(calls)
 
     def _in_tasks(self, calls: list[Callable[[], Any]]) -> list[Any]:
         async def gathered() -> list[Any]:
             async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(settled(call())) for call in calls]
+                tasks = [group.create_task(awaited(call())) for call in calls]
             return [task.result() for task in tasks]
 
         return self._runner.run(gathered())
@@ -300,20 +300,20 @@ class World(StoreClient):
 
 @contextmanager
 def _forced_switches(store: Store) -> Iterator[None]:
-    """Let other threads run in the middle of the store's code, again and again.
+    """Switch threads often in the middle of the store's code.
 
-    A thread that does not wait for anything mostly runs through, and what is not atomic would go unseen for years.
-    A store with round trips needs no such help: its threads wait for each of them.
+    A thread that never waits is rarely interrupted, so a race in the store would not be found. A store with round
+    trips needs no forced switches, as its threads wait for each of them.
     """
     modules = set() if store.coalesce else {kind.__module__ for kind in type(store).__mro__}
 
     def enter(frame: FrameType, _event: str, _arg: Any) -> Any:
-        return give_way if frame.f_globals.get("__name__") in modules else None
+        return switch if frame.f_globals.get("__name__") in modules else None
 
-    def give_way(_frame: FrameType, _event: str, _arg: Any) -> Any:
+    def switch(_frame: FrameType, _event: str, _arg: Any) -> Any:
         if random.random() < SWITCH_PROBABILITY:  # noqa: S311 -- chance, not a secret
             time.sleep(0)
-        return give_way
+        return switch
 
     usual = sys.gettrace()
     sys.settrace(enter if modules else usual)
@@ -324,9 +324,9 @@ def _forced_switches(store: Store) -> Iterator[None]:
 
 
 def _block(answer: Any) -> Any:
-    return run_sync(settled(answer)) if isawaitable(answer) else answer
+    return run_sync(awaited(answer)) if isawaitable(answer) else answer
 
 
-async def settled(answer: Any) -> Any:
-    """The answer, awaited where it must be."""
+async def awaited(answer: Any) -> Any:
+    """The answer, awaited if it is awaitable."""
     return await answer if isawaitable(answer) else answer

@@ -1,4 +1,4 @@
-"""Eight processes for the rules that only processes can break: started when first needed, kept for the next rule."""
+"""Eight processes for the rules about several processes. Started on first use, and kept for the next rule."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SIZE = 8
 
 _IMPORTS = [
     "pytest",
-    "semel.testing.rules.shared",
+    "semel.testing.rules.multiprocess",
     "semel.once.stores.redis",
     "semel.once.stores.postgres",
     "psycopg",
     "asyncpg",
 ]
-"""What takes a second or two to import, times eight; what is not installed is passed over."""
+"""Slow imports, done once in the fork server. Packages that are not installed are skipped."""
 
 _READY, _GO, _DONE, _FAILED = "ready", "go", "done", "failed"
 
 
 class WorkerProcesses:
-    """Processes that each open the store, say so, and at a word do their job on it all at once."""
+    """Processes that each open the store, report that they are ready, and start their job at the same moment."""
 
-    _present: WorkerProcesses | None = None
+    _instance: WorkerProcesses | None = None
 
     def __init__(self) -> None:
         context = _context()
@@ -39,23 +39,23 @@ class WorkerProcesses:
         self._processes = []
         for number in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), name=f"semel-crew-{number}", daemon=True)
+            process = context.Process(target=_serve, args=(theirs,), name=f"semel-worker-{number}", daemon=True)
             process.start()
-            theirs.close()  # so that the end of either process is the end of the line for the other
+            theirs.close()  # so that each side gets EOFError when the other process ends
             self._lines.append(ours)
             self._processes.append(process)
 
     @classmethod
-    def present(cls) -> WorkerProcesses:
-        """The crew of this process."""
-        if cls._present is None:
-            cls._present = cls()
-        return cls._present
+    def shared(cls) -> WorkerProcesses:
+        """The processes of this test process."""
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
 
     def work(
         self, world: World, opener: Opener, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
-        """Call ``job(world, *arguments)`` in one process for each of the arguments; give the answers in order."""
+        """Call ``job(world, *arguments)`` in one process for each of the arguments; return the answers in order."""
         lines = self._lines[: len(arguments)]
         try:
             for line, own in zip(lines, arguments, strict=True):
@@ -66,20 +66,20 @@ class WorkerProcesses:
                 line.send(_GO)
             return [self._expect(line, _DONE) for line in lines]
         except BaseException:
-            self.dismiss()  # some may be waiting for a word that will not come
+            self.stop()  # some may wait for a message that will not come
             raise
 
     def _expect(self, line: Connection, wanted: str) -> Any:
         if not line.poll(PATIENCE):
             raise AssertionError(f"a process was not {wanted} within {PATIENCE} s")
-        said, answer = line.recv()
-        if said != wanted:
+        state, answer = line.recv()
+        if state != wanted:
             raise AssertionError(f"a process failed:\n{answer}")
         return answer
 
-    def dismiss(self) -> None:
-        """End the processes; whoever needs a crew next gets a new one."""
-        WorkerProcesses._present = None
+    def stop(self) -> None:
+        """End the processes. The next call of :meth:`shared` starts new ones."""
+        WorkerProcesses._instance = None
         for line in self._lines:
             line.close()
         for process in self._processes:
@@ -91,7 +91,7 @@ class WorkerProcesses:
 
 
 def _context() -> SpawnContext | ForkServerContext:
-    """Processes that inherit nothing of this one; where the system can, forked from one that did the imports."""
+    """Processes that inherit nothing from this one, forked from a server that did the imports if the system can."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
@@ -100,13 +100,13 @@ def _context() -> SpawnContext | ForkServerContext:
 
 
 def _serve(line: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end ends the line
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
     while True:
         try:
             _one_job(line)
         except EOFError:
             return
-        except Exception:  # noqa: BLE001 -- whatever it is, the parent shall show it
+        except Exception:  # noqa: BLE001 -- the parent shows it
             line.send((_FAILED, traceback.format_exc()))
 
 

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from semel.once.store import KeyRef
-from semel.testing.harness import LEASE, SCOPE, TTL, World, ask, completing, done, releasing, renewing, us
+from semel.testing.harness import (
+    LEASE,
+    SCOPE,
+    TTL,
+    World,
+    claim_request,
+    complete_request,
+    outcome_data,
+    release_request,
+    renew_request,
+    us,
+)
 from semel.types import Granted, InFlight, Mismatch, Replay, Unknown
 
 
@@ -12,7 +23,7 @@ class Claims:
 
     def test_an_absent_key_is_granted(self, world: World) -> None:
         """Nothing stands in the way: the claim carries what was asked, and both its times count from now."""
-        request = ask("key", scope="scope", fingerprint="1:aa", attempt="me", lease=LEASE, ttl=TTL)
+        request = claim_request("key", scope="scope", fingerprint="1:aa", attempt="me", lease=LEASE, ttl=TTL)
         (verdict,) = world.claims([request])
         assert isinstance(verdict, Granted)
         assert verdict.reason == "absent"
@@ -113,7 +124,7 @@ class Claims:
 
     def test_claiming_with_an_outcome_completes_in_one_step(self, world: World) -> None:
         """Nobody ever sees such a key in flight: it is completed from the start, by its own fence."""
-        claim = world.granted(done=done("marked", kind="seen"))
+        claim = world.granted(done=outcome_data("marked", kind="seen"))
         record = world.record()
         assert (record.state, record.fence) == ("completed", claim.fence)
         assert record.created_us == record.completed_us == world.clock.us
@@ -126,23 +137,27 @@ class Claims:
         world.granted("at work")
         world.completed("done", value="first")
         with world.untouched("at work"), world.untouched("done"):
-            assert isinstance(world.claim("at work", done=done("second")), InFlight)
-            verdict = world.claim("done", done=done("second"))
+            assert isinstance(world.claim("at work", done=outcome_data("second")), InFlight)
+            verdict = world.claim("done", done=outcome_data("second"))
         assert isinstance(verdict, Replay)
         assert verdict.outcome.value == "first"
 
     def test_two_claims_of_one_key_in_one_batch_are_judged_in_order(self, world: World) -> None:
         """The second sees what the first has written, as if it had come a moment later."""
-        first, second, third = world.claims([ask(), ask("other"), ask()])
+        first, second, third = world.claims([claim_request(), claim_request("other"), claim_request()])
         assert isinstance(first, Granted)
         assert isinstance(second, Granted)
         assert isinstance(third, InFlight)
         assert world.record().fence == first.claim.fence
-        first, second = world.claims([ask("marked", done=done(1)), ask("marked", done=done(2))])
+        first, second = world.claims(
+            [claim_request("marked", done=outcome_data(1)), claim_request("marked", done=outcome_data(2))]
+        )
         assert isinstance(first, Granted)
         assert isinstance(second, Replay)
         assert second.outcome.value == world.value("marked") == 1
-        first, second = world.claims([ask("print", fingerprint="1:aa"), ask("print", fingerprint="1:bb")])
+        first, second = world.claims(
+            [claim_request("print", fingerprint="1:aa"), claim_request("print", fingerprint="1:bb")]
+        )
         assert isinstance(first, Granted)
         assert isinstance(second, Mismatch)
 
@@ -151,7 +166,12 @@ class Claims:
         world.granted("abandoned", lease=1)
         world.completed("expired", ttl=1)
         world.clock.advance(2)
-        asked = [ask("abandoned"), ask("expired"), ask("expired"), ask("abandoned")]
+        asked = [
+            claim_request("abandoned"),
+            claim_request("expired"),
+            claim_request("expired"),
+            claim_request("abandoned"),
+        ]
         verdicts = world.claims(asked)
         for key, first, second in (("abandoned", 0, 3), ("expired", 1, 2)):
             winner = verdicts[first]
@@ -169,7 +189,7 @@ class Claims:
         world.completed("done", value="was")
         world.granted("print", fingerprint="1:aa")
         keys = ["zz", "busy", "print", "lost", "done", "aa"]
-        verdicts = world.claims([ask(key, fingerprint="1:bb" if key == "print" else "") for key in keys])
+        verdicts = world.claims([claim_request(key, fingerprint="1:bb" if key == "print" else "") for key in keys])
         kinds = [type(verdict) for verdict in verdicts]
         assert kinds == [Granted, InFlight, Mismatch, Unknown, Replay, Granted]
         z, in_flight, _, unknown, replay, a = verdicts
@@ -187,19 +207,19 @@ class Claims:
         """Claimed, looked at, renewed, completed, replayed and released by the hundred, each answer in its place."""
         names = [f"{number * 7919 % 700:03}" for number in range(700)]
         claims = []
-        for name, verdict in zip(names, world.claims([ask(name) for name in names]), strict=True):
+        for name, verdict in zip(names, world.claims([claim_request(name) for name in names]), strict=True):
             assert isinstance(verdict, Granted)
             assert verdict.claim.key == name
             claims.append(verdict.claim)
         store, run = world.store, world.run
         until = world.clock.us + us(90)
-        assert run(store.renew([renewing(claim, 90) for claim in claims])) == [until] * 700
-        assert run(store.complete([completing(claim, claim.key) for claim in claims[:350]])) == [True] * 350
-        verdicts = world.claims([ask(name) for name in names])
+        assert run(store.renew([renew_request(claim, 90) for claim in claims])) == [until] * 700
+        assert run(store.complete([complete_request(claim, claim.key) for claim in claims[:350]])) == [True] * 350
+        verdicts = world.claims([claim_request(name) for name in names])
         values = [verdict.outcome.value for verdict in verdicts[:350] if isinstance(verdict, Replay)]
         assert values == names[:350]
         assert all(isinstance(verdict, InFlight) for verdict in verdicts[350:])
-        assert run(store.release([releasing(claim) for claim in claims[350:]])) == [True] * 350
+        assert run(store.release([release_request(claim) for claim in claims[350:]])) == [True] * 350
         records = run(store.get([KeyRef(SCOPE, name) for name in names]))
         assert [record and record.key for record in records] == names[:350] + [None] * 350
 

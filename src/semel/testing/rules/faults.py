@@ -8,7 +8,16 @@ import pytest
 
 from semel.errors import StoreBroken, StoreUnavailable
 from semel.testing.faulty_store import FaultyStore
-from semel.testing.harness import World, ask, completing, done, forgetting, releasing, renewing, us
+from semel.testing.harness import (
+    World,
+    claim_request,
+    complete_request,
+    forget_request,
+    outcome_data,
+    release_request,
+    renew_request,
+    us,
+)
 from semel.testing.rules.lifecycle import Work
 from semel.types import Granted, InFlight, Replay
 
@@ -19,7 +28,7 @@ class Faults:
     def test_a_claim_is_sent_again(self, world: World) -> None:
         """Lost on the way there or back, the same request sent again is granted, and nobody else was meanwhile."""
         for lost in ("lose_request", "lose_reply"):
-            request = ask(lost)
+            request = claim_request(lost)
             first, again = _twice(world, lost, "claim", [request])
             assert isinstance(first[0], Granted)
             assert again == first
@@ -29,17 +38,17 @@ class Faults:
     def test_a_mark_is_sent_again(self, world: World) -> None:
         """It is this caller's mark, not one that was seen before."""
         for lost in ("lose_request", "lose_reply"):
-            request = ask(lost, done=done("mine"))
+            request = claim_request(lost, done=outcome_data("mine"))
             first, again = _twice(world, lost, "claim", [request])
             assert isinstance(first[0], Granted)
             assert again == first
-            assert isinstance(world.claim(lost, done=done("other")), Replay)
+            assert isinstance(world.claim(lost, done=outcome_data("other")), Replay)
 
     def test_a_complete_is_sent_again(self, world: World) -> None:
         """It is True, and the value is the one that was sent."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
-            first, again = _twice(world, lost, "complete", [completing(claim, "value")])
+            first, again = _twice(world, lost, "complete", [complete_request(claim, "value")])
             assert first == again == [True]
             assert world.value(lost) == "value"
 
@@ -47,7 +56,7 @@ class Faults:
         """It is True, and the key is absent; it frees nobody else's claim that came in between."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
-            first, again = _twice(world, lost, "release", [releasing(claim)])
+            first, again = _twice(world, lost, "release", [release_request(claim)])
             assert first == again == [True]
             world.granted(lost)
             with world.untouched(lost):
@@ -57,7 +66,7 @@ class Faults:
         """It moves the lease, and says to when."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
-            first, again = _twice(world, lost, "renew", [renewing(claim, 90)])
+            first, again = _twice(world, lost, "renew", [renew_request(claim, 90)])
             assert first == again == [world.clock.us + us(90)]
             assert world.record(lost).lease_until_us == world.clock.us + us(90)
 
@@ -65,7 +74,7 @@ class Faults:
         """It is True, and the key is absent; what was claimed in between stays, however much it is forced."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.completed(lost)
-            first, again = _twice(world, lost, "forget", [forgetting(claim)])
+            first, again = _twice(world, lost, "forget", [forget_request(claim)])
             assert first == again == [True]
             world.granted(lost)
             with world.untouched(lost):
@@ -75,7 +84,13 @@ class Faults:
         """A batch of everything: each request is answered as the first time."""
         world.granted("busy")
         world.completed("done", value=1)
-        requests = [ask("new"), ask("busy"), ask("marked", done=done(2)), ask("done"), ask("new")]
+        requests = [
+            claim_request("new"),
+            claim_request("busy"),
+            claim_request("marked", done=outcome_data(2)),
+            claim_request("done"),
+            claim_request("new"),
+        ]
         first, again = _twice(world, "lose_reply", "claim", requests)
         assert [type(verdict) for verdict in first] == [Granted, InFlight, Granted, Replay, InFlight]
         assert again == first

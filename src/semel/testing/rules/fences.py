@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from semel.testing.harness import World, done
+from semel.testing.harness import World, outcome_data
 from semel.types import Claim, InFlight, Replay
 
 
@@ -94,7 +94,7 @@ class Fences:
         fences.append((taken := world.granted(lease=10, ttl=20)).fence)
         assert world.complete(taken)
         world.clock.us = taken.expires_us + 1
-        fences.append((expired := world.granted(ttl=20, done=done())).fence)
+        fences.append((expired := world.granted(ttl=20, done=outcome_data())).fence)
         world.clock.us = expired.expires_us + 1
         assert world.purge() == 1
         fences.append((purged := world.granted(lease=10, ttl=20)).fence)
@@ -108,7 +108,7 @@ class Fences:
         world.purge()
         fences.append((finished := world.completed()).fence)
         assert world.forget(finished)
-        fences.append(world.granted(done=done()).fence)
+        fences.append(world.granted(done=outcome_data()).fence)
         assert world.forget_scope() == 1
         world.purge()
         fences.append(world.granted().fence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semel.testing.harness import World, ask
+from semel.testing.harness import World, claim_request
 from semel.types import Granted, InFlight, Mismatch, Replay
 
 
@@ -101,7 +101,7 @@ class Fingerprints:
         for key, order in (("a", ("1:bb", "1:aa")), ("b", ("1:aa", "1:bb"))):
             world.granted(key, fingerprint="1:aa", lease=10)
             world.clock.advance(10)
-            verdicts = world.claims([ask(key, fingerprint=fingerprint) for fingerprint in order])
+            verdicts = world.claims([claim_request(key, fingerprint=fingerprint) for fingerprint in order])
             by_print = dict(zip(order, verdicts, strict=True))
             assert isinstance(by_print["1:aa"], Granted)
             assert by_print["1:bb"] == Mismatch("1:aa")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from semel.once.store import KeyRef
-from semel.testing.harness import World, ask, completing
+from semel.testing.harness import World, claim_request, complete_request
 from semel.types import Granted, InFlight, Replay
 
 _SEPARATORS = (":", "/", "|", ",", " ", "_", "-", ".", "\\", "{", "}", "}:", "::", "'", '"', "%", "*")
@@ -83,10 +83,10 @@ class Names:
     def test_a_batch_keeps_scopes_apart(self, world: World) -> None:
         """The same key in several scopes, in one batch, each answered for its own scope."""
         scopes = ["b", "a", "c"]
-        verdicts = world.claims([ask(scope=scope) for scope in scopes])
+        verdicts = world.claims([claim_request(scope=scope) for scope in scopes])
         claims = [verdict.claim for verdict in verdicts if isinstance(verdict, Granted)]
         assert [claim.scope for claim in claims] == scopes
-        answers = world.run(world.store.complete([completing(claim, claim.scope) for claim in claims[:2]]))
+        answers = world.run(world.store.complete([complete_request(claim, claim.scope) for claim in claims[:2]]))
         assert answers == [True, True]
         records = world.run(world.store.get([KeyRef(scope, "key") for scope in ("c", "a", "none", "b", "a")]))
         assert [record and (record.scope, record.state) for record in records] == [
@@ -101,9 +101,9 @@ class Names:
 def _all_apart(world: World, pairs: list[tuple[str, str]]) -> None:
     """Every pair is a key of its own: granted, in flight afterwards, and found under its own name."""
     pairs = list(dict.fromkeys(pairs))
-    verdicts = world.claims([ask(key, scope=scope) for scope, key in pairs])
+    verdicts = world.claims([claim_request(key, scope=scope) for scope, key in pairs])
     assert [pair for pair, verdict in zip(pairs, verdicts, strict=True) if not isinstance(verdict, Granted)] == []
     records = world.run(world.store.get([KeyRef(scope, key) for scope, key in pairs]))
     assert [record and (record.scope, record.key) for record in records] == pairs
-    again = world.claims([ask(key, scope=scope) for scope, key in reversed(pairs)])
+    again = world.claims([claim_request(key, scope=scope) for scope, key in reversed(pairs)])
     assert [verdict for verdict in again if not isinstance(verdict, InFlight)] == []

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from semel.once.store import Complete, OutcomeData
-from semel.testing.harness import SCOPE, World, ask, done
+from semel.testing.harness import SCOPE, World, claim_request, outcome_data
 from semel.types import Outcome, Replay
 
 FALSY: tuple[Any, ...] = (None, 0, 0.0, False, "", b"", [], {}, (), set(), frozenset(), Decimal(0), timedelta(0))
@@ -91,7 +91,7 @@ class Outcomes:
 
     def test_a_value_recorded_with_the_claim_fades_alike(self, world: World) -> None:
         """Recorded in one step, the value's time counts from the claim."""
-        world.granted(ttl=1000, done=done("short-lived", value_ttl=10))
+        world.granted(ttl=1000, done=outcome_data("short-lived", value_ttl=10))
         world.clock.advance(10)
         assert _replayed(world).value == "short-lived"
         world.clock.us += 1
@@ -123,7 +123,7 @@ class Outcomes:
 def _replay_exactly(world: World, values: tuple[Any, ...]) -> None:
     for number, value in enumerate(values):
         world.completed(f"completed {number}", value=value)
-        world.granted(f"marked {number}", done=done(value))
+        world.granted(f"marked {number}", done=outcome_data(value))
     for number, value in enumerate(values):
         for key in (f"completed {number}", f"marked {number}"):
             replayed = _replayed(world, key).value
@@ -132,6 +132,6 @@ def _replay_exactly(world: World, values: tuple[Any, ...]) -> None:
 
 
 def _replayed(world: World, key: str = "key") -> Outcome:
-    (verdict,) = world.claims([ask(key)])
+    (verdict,) = world.claims([claim_request(key)])
     assert isinstance(verdict, Replay), f"expected a replay of {key!r}, got {verdict}"
     return verdict.outcome

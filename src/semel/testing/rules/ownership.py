@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from semel.testing.harness import World, ask, completing, done, releasing, renewing, us
+from semel.testing.harness import (
+    World,
+    claim_request,
+    complete_request,
+    outcome_data,
+    release_request,
+    renew_request,
+    us,
+)
 from semel.types import Granted, InFlight, Replay
 
 
@@ -11,7 +19,7 @@ class Ownership:
 
     def test_an_attempt_that_is_sent_again_is_granted_again(self, world: World) -> None:
         """Its reply was lost: it gets the same claim with the same fence, and is not held up by itself."""
-        request = ask()
+        request = claim_request()
         (first,) = world.claims([request])
         world.clock.advance(1)
         with world.untouched():
@@ -22,7 +30,7 @@ class Ownership:
 
     def test_an_attempt_with_an_outcome_is_granted_again_too(self, world: World) -> None:
         """A mark whose reply was lost is still this caller's mark, not a replay of someone else's."""
-        request = ask(done=done("mine"))
+        request = claim_request(done=outcome_data("mine"))
         (first,) = world.claims([request])
         world.clock.advance(1)
         with world.untouched():
@@ -30,11 +38,11 @@ class Ownership:
         assert isinstance(first, Granted)
         assert isinstance(again, Granted)
         assert again.claim == first.claim
-        assert isinstance(world.claim(done=done("other")), Replay)
+        assert isinstance(world.claim(done=outcome_data("other")), Replay)
 
     def test_an_attempt_twice_in_one_batch_is_one_claim(self, world: World) -> None:
         """Both answers are the same grant."""
-        request = ask()
+        request = claim_request()
         first, again = world.claims([request, request])
         assert isinstance(first, Granted)
         assert isinstance(again, Granted)
@@ -42,7 +50,7 @@ class Ownership:
 
     def test_an_attempt_is_not_held_up_by_its_own_ended_lease(self, world: World) -> None:
         """Sent again after its lease ended, with nobody in between, it gets the key; also where others get Unknown."""
-        request = ask(lease=10, unknown=True)
+        request = claim_request(lease=10, unknown=True)
         (first,) = world.claims([request])
         world.clock.advance(10)
         (again,) = world.claims([request])
@@ -54,7 +62,7 @@ class Ownership:
 
     def test_an_attempt_that_was_overtaken_is_not_granted(self, world: World) -> None:
         """Sent again after another attempt took the key over, it waits like everyone else."""
-        request = ask(lease=10)
+        request = claim_request(lease=10)
         world.claims([request])
         world.clock.advance(10)
         new = world.granted()
@@ -76,13 +84,13 @@ class Ownership:
     def test_two_completes_of_one_claim_in_one_batch_record_one_value(self, world: World) -> None:
         """Both answers are True, and one of the two values stays."""
         claim = world.granted()
-        answers = world.run(world.store.complete([completing(claim, "one"), completing(claim, "two")]))
+        answers = world.run(world.store.complete([complete_request(claim, "one"), complete_request(claim, "two")]))
         assert answers == [True, True]
         assert world.value() in ("one", "two")
 
     def test_what_was_marked_in_one_step_is_never_overwritten_either(self, world: World) -> None:
         """Its own fence completes and releases it with True, and nothing changes."""
-        claim = world.granted(done=done("marked"))
+        claim = world.granted(done=outcome_data("marked"))
         with world.untouched():
             assert world.complete(claim, "second") is True
             assert world.release(claim) is True
@@ -103,7 +111,7 @@ class Ownership:
         assert world.release(claim) is True
         assert world.release(claim) is True
         assert world.get() is None
-        assert world.run(world.store.release([releasing(claim), releasing(claim)])) == [True, True]
+        assert world.run(world.store.release([release_request(claim), release_request(claim)])) == [True, True]
 
     def test_releasing_what_one_completed_changes_nothing(self, world: World) -> None:
         """A release that comes after the complete of the same fence is True, and the outcome stays."""
@@ -151,11 +159,11 @@ class Ownership:
         mixed = [stale[2], own[1], absent, own[0], stale[0], own[2], stale[1]]
         held = [claim in own for claim in mixed]
         store, run, now = world.store, world.run, world.clock.us
-        renewed = run(store.renew([renewing(claim, 5) for claim in mixed]))
+        renewed = run(store.renew([renew_request(claim, 5) for claim in mixed]))
         assert renewed == [now + us(5) if holds else None for holds in held]
-        completed = run(store.complete([completing(claim, claim.key) for claim in mixed]))
+        completed = run(store.complete([complete_request(claim, claim.key) for claim in mixed]))
         assert completed == held
-        released = run(store.release([releasing(claim) for claim in mixed]))
+        released = run(store.release([release_request(claim) for claim in mixed]))
         assert released == [holds or claim is absent for holds, claim in zip(held, mixed, strict=True)]
         assert [world.value(claim.key) for claim in own] == ["own 0", "own 1", "own 2"]
         assert [world.record(claim.key).state for claim in stale] == ["claimed"] * 3

@@ -8,7 +8,17 @@ from functools import partial
 from typing import Any
 
 from semel.once.store import KeyRef
-from semel.testing.harness import KEY, SCOPE, World, ask, completing, done, releasing, renewing, us
+from semel.testing.harness import (
+    KEY,
+    SCOPE,
+    World,
+    claim_request,
+    complete_request,
+    outcome_data,
+    release_request,
+    renew_request,
+    us,
+)
 from semel.types import Claim, Granted, InFlight, Replay, Verdict
 
 CALLERS = 64
@@ -23,7 +33,7 @@ def _race(world: World, names: list[str], **asked: Any) -> Iterator[tuple[str, l
     """All callers go through the keys, one by one; give each key and the verdicts on it."""
 
     async def claim_each() -> list[Verdict]:
-        return [(await world.store.claim([ask(name, **asked)]))[0] for name in names]
+        return [(await world.store.claim([claim_request(name, **asked)]))[0] for name in names]
 
     per_caller = world.together([claim_each] * CALLERS)
     return zip(names, map(list, zip(*per_caller, strict=True)), strict=True)
@@ -51,7 +61,9 @@ class Races:
         names = [f"key {number}" for number in range(50)]
         shuffle = random.Random(7)  # noqa: S311 -- any order will do, the same on every run
         orders = [shuffle.sample(names, len(names)) for _ in range(16)]
-        per_caller = world.together([partial(world.store.claim, [ask(name) for name in order]) for order in orders])
+        per_caller = world.together(
+            [partial(world.store.claim, [claim_request(name) for name in order]) for order in orders]
+        )
         owners: dict[str, list[Claim]] = {name: [] for name in names}
         for order, verdicts in zip(orders, per_caller, strict=True):
             for name, verdict in zip(order, verdicts, strict=True):
@@ -64,17 +76,21 @@ class Races:
         """Batches that were sent again while the first ones were on their way meet each other, in other orders."""
         names = [f"key {number}" for number in range(50)]
         claims = [
-            verdict.claim for verdict in world.claims([ask(name) for name in names]) if isinstance(verdict, Granted)
+            verdict.claim
+            for verdict in world.claims([claim_request(name) for name in names])
+            if isinstance(verdict, Granted)
         ]
         orders = [random.Random(number).sample(claims, 50) for number in range(16)]  # noqa: S311 -- any order will do
         store, until = world.store, world.clock.us + us(90)
-        renewals = [partial(store.renew, [renewing(claim, 90) for claim in order]) for order in orders]
+        renewals = [partial(store.renew, [renew_request(claim, 90) for claim in order]) for order in orders]
         answered = {answer for answers in world.together(renewals) for answer in answers}
         assert answered <= {until, claims[0].lease_until_us}  # moved here, or by another that was about to
         assert {world.record(name).lease_until_us for name in names} == {until}
-        completions = [partial(store.complete, [completing(claim, claim.key) for claim in order]) for order in orders]
+        completions = [
+            partial(store.complete, [complete_request(claim, claim.key) for claim in order]) for order in orders
+        ]
         assert world.together(completions) == [[True] * 50] * 16
-        releases = [partial(store.release, [releasing(claim) for claim in order]) for order in orders]
+        releases = [partial(store.release, [release_request(claim) for claim in order]) for order in orders]
         assert world.together(releases) == [[True] * 50] * 16
         assert [world.value(name) for name in names] == names
 
@@ -109,7 +125,7 @@ class Races:
         """All bring an outcome along: one is recorded, and all others are given that one."""
 
         async def mark_each(number: int) -> list[Verdict]:
-            return [(await world.store.claim([ask(name, done=done(number))]))[0] for name in "ab"]
+            return [(await world.store.claim([claim_request(name, done=outcome_data(number))]))[0] for name in "ab"]
 
         per_caller = world.together([partial(mark_each, number) for number in range(CALLERS)])
         for verdicts in zip(*per_caller, strict=True):
@@ -123,7 +139,7 @@ class Races:
         world.clock.advance(10)
         owner = world.granted()
         both = [(stale, "stale"), (owner, "new")] * (CALLERS // 2)
-        answers = world.together([partial(world.store.complete, [completing(*each)]) for each in both])
+        answers = world.together([partial(world.store.complete, [complete_request(*each)]) for each in both])
         assert answers == [[False], [True]] * (CALLERS // 2)
         assert world.value() == "new"
 
@@ -133,8 +149,8 @@ class Races:
         world.clock.advance(10)
         calls: list[Any] = []
         for claim in lost:
-            calls += [partial(world.store.claim, [ask(claim.key)]) for _ in range(3)]
-            calls.insert(-1, partial(world.store.complete, [completing(claim, "owner")]))
+            calls += [partial(world.store.claim, [claim_request(claim.key)]) for _ in range(3)]
+            calls.insert(-1, partial(world.store.complete, [complete_request(claim, "owner")]))
         answers = [answer for (answer,) in world.together(calls)]
         for number, claim in enumerate(lost):
             first, second, completed, third = answers[4 * number : 4 * number + 4]
@@ -148,8 +164,8 @@ class Races:
         world.clock.advance(10)
         calls: list[Any] = []
         for claim in lost:
-            calls += [partial(world.store.claim, [ask(claim.key)]) for _ in range(3)]
-            calls.insert(-1, partial(world.store.renew, [renewing(claim, 30)]))
+            calls += [partial(world.store.claim, [claim_request(claim.key)]) for _ in range(3)]
+            calls.insert(-1, partial(world.store.renew, [renew_request(claim, 30)]))
         answers = [answer for (answer,) in world.together(calls)]
         for number, claim in enumerate(lost):
             first, second, renewed, third = answers[4 * number : 4 * number + 4]
@@ -165,7 +181,7 @@ class Races:
         async def take_turns() -> int:
             turns = 0
             for _ in range(20):
-                (verdict,) = await world.store.claim([ask()])
+                (verdict,) = await world.store.claim([claim_request()])
                 if isinstance(verdict, Granted):
                     fence = verdict.claim.fence
                     held.append(fence)
@@ -173,7 +189,7 @@ class Races:
                     if record is None or record.fence != fence or held[-1] != fence:
                         broken.append(fence)
                     turns += 1
-                    assert await world.store.release([releasing(verdict.claim)]) == [True]
+                    assert await world.store.release([release_request(verdict.claim)]) == [True]
             return turns
 
         assert sum(world.together([take_turns] * 16)) == len(held)
@@ -184,11 +200,14 @@ class Races:
     def test_the_collector_leaves_what_is_claimed_meanwhile(self, world: World) -> None:
         """Gone records are claimed and purged at once: whoever was granted one still holds it afterwards."""
         names = [f"key {number}" for number in range(20)]
-        world.claims([ask(name, lease=10, ttl=10) for name in names])
+        world.claims([claim_request(name, lease=10, ttl=10) for name in names])
         world.clock.advance(11)
         calls: list[Any] = []
         for _ in range(8):
-            calls += [partial(world.store.purge, 5), partial(world.store.claim, [ask(name) for name in names])]
+            calls += [
+                partial(world.store.purge, 5),
+                partial(world.store.claim, [claim_request(name) for name in names]),
+            ]
         batches = [answer for answer in world.together(calls) if isinstance(answer, list)]
         for name, verdicts in zip(names, zip(*batches, strict=True), strict=True):
             claims = winners(list(verdicts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from semel.testing.harness import LEASE, World, ask, done, us
+from semel.testing.harness import LEASE, World, claim_request, outcome_data, us
 from semel.types import Claim, Granted, InFlight, Mismatch, Replay, Unknown
 
 
@@ -203,7 +203,7 @@ class Times:
 
     def test_an_attempt_does_not_revive_what_is_gone(self, world: World) -> None:
         """Sent again after retention, an attempt is a new claim with a new fence."""
-        request = ask(lease=10, ttl=100)
+        request = claim_request(lease=10, ttl=100)
         (first,) = world.claims([request])
         assert isinstance(first, Granted)
         world.clock.us = first.claim.expires_us + 1
@@ -239,7 +239,7 @@ class Times:
             first = world.claim(key)
             assert isinstance(first, InFlight)
             assert first.retry_after == lease
-        assert isinstance(world.claim("marks", done=done()), InFlight)
+        assert isinstance(world.claim("marks", done=outcome_data()), InFlight)
         world.clock.advance(4)
         again = world.claim("waits")
         assert isinstance(again, InFlight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semel.once.store import KeyRef
-from semel.testing.harness import SCOPE, World, ask, done
+from semel.testing.harness import SCOPE, World, claim_request, outcome_data
 from semel.types import Granted, Held, InFlight, Replay
 
 
@@ -19,7 +19,7 @@ class Upkeep:
     def test_a_store_may_be_closed_twice(self, world: World) -> None:
         """Closing what is closed is allowed."""
         store = world.opened(world.clock)
-        world.run(store.claim([ask()]))
+        world.run(store.claim([claim_request()]))
         assert world.run(store.close()) is None
         assert world.run(store.close()) is None
 
@@ -28,7 +28,7 @@ class Upkeep:
         world.completed("completed", ttl=10)
         world.granted("abandoned", ttl=10, lease=10)
         world.granted("unknown", ttl=10, lease=10, unknown=True)
-        world.granted("marked", ttl=10, done=done())
+        world.granted("marked", ttl=10, done=outcome_data())
         assert world.purge() == 0
         world.clock.advance(11)
         assert world.stats().expired == 4
@@ -44,7 +44,7 @@ class Upkeep:
         world.granted("abandoned", ttl=100, lease=10)
         world.granted("unknown", ttl=100, lease=10, unknown=True)
         world.granted("at work", ttl=10, lease=1000)
-        world.granted("marked", ttl=100, done=done("kept"))
+        world.granted("marked", ttl=100, done=outcome_data("kept"))
         world.clock.us = gone.expires_us + 1
         kept = ("completed", "abandoned", "unknown", "at work", "marked")
         before = [world.record(key) for key in kept]
@@ -54,8 +54,8 @@ class Upkeep:
 
     def test_purge_is_bounded(self, world: World) -> None:
         """It removes at most as many as it is told; fewer means that nothing is left for now."""
-        world.claims([ask(f"gone {number}", ttl=10, done=done()) for number in range(25)])
-        world.claims([ask(f"kept {number}", ttl=100, done=done()) for number in range(5)])
+        world.claims([claim_request(f"gone {number}", ttl=10, done=outcome_data()) for number in range(25)])
+        world.claims([claim_request(f"kept {number}", ttl=100, done=outcome_data()) for number in range(5)])
         world.clock.advance(11)
         assert [world.purge(10) for _ in range(4)] == [10, 10, 5, 0]
         assert world.stats() == Held(completed=5)
@@ -64,7 +64,7 @@ class Upkeep:
         """The value goes, is counted once, and the key still answers, as a tombstone."""
         claim = world.granted("completed", ttl=1000)
         assert world.complete(claim, "x" * 1000, value_ttl=10)
-        world.granted("marked", ttl=1000, done=done("y", value_ttl=10))
+        world.granted("marked", ttl=1000, done=outcome_data("y", value_ttl=10))
         world.completed("kept", value="z", ttl=1000)
         world.clock.advance(10)
         assert world.purge() == 0
@@ -82,15 +82,17 @@ class Upkeep:
 
     def test_fading_values_is_bounded_too(self, world: World) -> None:
         """Records that go and values that fade share one limit."""
-        world.claims([ask(f"gone {number}", ttl=10, done=done()) for number in range(4)])
-        world.claims([ask(f"fades {number}", ttl=100, done=done("v", value_ttl=10)) for number in range(6)])
+        world.claims([claim_request(f"gone {number}", ttl=10, done=outcome_data()) for number in range(4)])
+        world.claims(
+            [claim_request(f"fades {number}", ttl=100, done=outcome_data("v", value_ttl=10)) for number in range(6)]
+        )
         world.clock.advance(11)
         assert [world.purge(7) for _ in range(3)] == [7, 3, 0]
         assert world.stats() == Held(completed=6)
 
     def test_a_tombstone_goes_with_its_key(self, world: World) -> None:
         """Faded first, the record is removed when its retention ends."""
-        world.granted(ttl=100, done=done("v", value_ttl=10))
+        world.granted(ttl=100, done=outcome_data("v", value_ttl=10))
         world.clock.advance(11)
         assert world.purge() == 1
         world.clock.advance(90)
@@ -133,11 +135,11 @@ class Upkeep:
     def test_stats_count_what_is_held(self, world: World) -> None:
         """By what a caller would meet: an owner at work, one that vanished, an outcome, or nothing any more."""
         assert world.stats() == Held()
-        world.claims([ask(f"expired {number}", ttl=5, done=done()) for number in range(2)])
-        world.claims([ask(f"abandoned {number}", lease=5) for number in range(3)])
-        world.claims([ask(f"unknown {number}", lease=5, unknown=True) for number in range(4)])
-        world.claims([ask(f"at work {number}", lease=100, ttl=5) for number in range(5)])
-        world.claims([ask(f"marked {number}", done=done()) for number in range(6)])
+        world.claims([claim_request(f"expired {number}", ttl=5, done=outcome_data()) for number in range(2)])
+        world.claims([claim_request(f"abandoned {number}", lease=5) for number in range(3)])
+        world.claims([claim_request(f"unknown {number}", lease=5, unknown=True) for number in range(4)])
+        world.claims([claim_request(f"at work {number}", lease=100, ttl=5) for number in range(5)])
+        world.claims([claim_request(f"marked {number}", done=outcome_data()) for number in range(6)])
         world.completed("completed", scope="other")
         world.clock.advance(5)
         assert world.stats() == Held(in_flight=5, abandoned=3, unknown=4, completed=9)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from semel.testing.harness import SCOPE, World, ask, done, forgetting
+from semel.testing.harness import SCOPE, World, claim_request, forget_request, outcome_data
 from semel.types import Granted, InFlight, Replay
 
 
-class Forgetting:
+class Removal:
     """What an operator takes away, and what not."""
 
     def test_a_forgotten_key_is_absent(self, world: World) -> None:
@@ -66,7 +66,12 @@ class Forgetting:
     def test_a_batch_is_forgotten_each_in_its_place(self, world: World) -> None:
         """In the order of the batch, also where one key is named twice."""
         completed, at_work, forced = world.completed("b"), world.granted("c"), world.granted("a")
-        batch = [forgetting(at_work), forgetting(completed), forgetting(forced, force=True), forgetting(completed)]
+        batch = [
+            forget_request(at_work),
+            forget_request(completed),
+            forget_request(forced, force=True),
+            forget_request(completed),
+        ]
         assert world.run(world.store.forget(batch)) == [False, True, True, True]
         assert isinstance(world.claim("c"), InFlight)
         assert world.stats().live == 1
@@ -74,7 +79,7 @@ class Forgetting:
     def test_a_scope_is_forgotten_without_the_keys_at_work(self, world: World) -> None:
         """Completed, marked and abandoned go; what is in flight goes by force alone; other scopes stay."""
         world.completed("completed")
-        world.granted("marked", done=done())
+        world.granted("marked", done=outcome_data())
         world.granted("abandoned", lease=10)
         others = ("other", f"{SCOPE}:", f"{SCOPE[:-1]}*", SCOPE[:-1], f"{SCOPE[:-1]}?")
         for scope in others:
@@ -93,8 +98,8 @@ class Forgetting:
 
     def test_forgetting_a_scope_is_bounded(self, world: World) -> None:
         """It takes at most as many as it is told; fewer means that none is left."""
-        world.claims([ask(f"at work {number}") for number in range(5)])
-        world.claims([ask(f"done {number}", done=done()) for number in range(25)])
+        world.claims([claim_request(f"at work {number}") for number in range(5)])
+        world.claims([claim_request(f"done {number}", done=outcome_data()) for number in range(25)])
         assert [world.forget_scope(limit=10) for _ in range(4)] == [10, 10, 5, 0]
         assert world.stats().live == 5
 

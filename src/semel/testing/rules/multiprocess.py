@@ -11,7 +11,19 @@ import pytest
 
 from semel.errors import StoreUnavailable
 from semel.once.store import ClaimRequest, KeyRef, Store
-from semel.testing.harness import KEY, LEASE, SCOPE, Opener, World, ask, completing, releasing, renewing, settled, us
+from semel.testing.harness import (
+    KEY,
+    LEASE,
+    SCOPE,
+    Opener,
+    World,
+    awaited,
+    claim_request,
+    complete_request,
+    release_request,
+    renew_request,
+    us,
+)
 from semel.testing.processes import SIZE, WorkerProcesses
 from semel.testing.rules.races import winners
 from semel.types import Claim, Granted, InFlight, Replay, Verdict
@@ -19,7 +31,7 @@ from semel.types import Claim, Granted, InFlight, Replay, Verdict
 DAY = 86400.0
 
 
-class Shared:
+class Multiprocess:
     """Processes and clients that share nothing but the store."""
 
     server_clock: ClassVar[bool]
@@ -56,12 +68,12 @@ class Shared:
         meet = world.meeting(2)
 
         async def wait() -> Any:
-            await settled(meet())
-            return await settled(waiter.claim("key", wait=30))
+            await awaited(meet())
+            return await awaited(waiter.claim("key", wait=30))
 
         async def end() -> None:
-            await settled(meet())
-            await settled(owner.complete(verdict.claim, "ended"))
+            await awaited(meet())
+            await awaited(owner.complete(verdict.claim, "ended"))
 
         waited, _ = world.together([wait, end])
         assert isinstance(waited, Replay)
@@ -93,10 +105,10 @@ class Shared:
         claim = world.granted()
         asked: tuple[Callable[[Store], Any], ...] = (
             lambda store: store.open(),
-            lambda store: store.claim([ask()]),
-            lambda store: store.renew([renewing(claim)]),
-            lambda store: store.complete([completing(claim)]),
-            lambda store: store.release([releasing(claim)]),
+            lambda store: store.claim([claim_request()]),
+            lambda store: store.renew([renew_request(claim)]),
+            lambda store: store.complete([complete_request(claim)]),
+            lambda store: store.release([release_request(claim)]),
             lambda store: store.get([KeyRef(SCOPE, KEY)]),
             lambda store: store.purge(10),
             lambda store: store.stats(),
@@ -114,7 +126,7 @@ class Shared:
 
     def test_of_8_processes_one_gets_the_key(self, world: World) -> None:
         """Processes that share nothing but the store ask for one key: exactly one is granted."""
-        answers = self._apart(world, _claim_each, [([ask()],) for _ in range(SIZE)])
+        answers = self._apart(world, _claim_each, [([claim_request()],) for _ in range(SIZE)])
         verdicts = [verdict for (verdict,) in answers]
         (winner,) = winners(verdicts)
         assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == SIZE - 1
@@ -124,7 +136,7 @@ class Shared:
         """Absent, expired, released or left by a vanished owner: each key has one new owner, with a greater fence."""
         old = _left_behind(world, range(12))
         names = [*old, *(f"absent {number}" for number in range(12))]
-        answers = self._apart(world, _claim_each, [([ask(name) for name in names],) for _ in range(SIZE)])
+        answers = self._apart(world, _claim_each, [([claim_request(name) for name in names],) for _ in range(SIZE)])
         for name, verdicts in zip(names, zip(*answers, strict=True), strict=True):
             (winner,) = winners(list(verdicts))
             assert winner.fence > old.get(name, 0)
@@ -136,7 +148,7 @@ class Shared:
         names = [*old, *(f"absent {number}" for number in range(40))]
         orders = [names[at:] + names[:at] for at in range(0, 8 * 7, 7)]
         orders[1::2] = [order[::-1] for order in orders[1::2]]
-        answers = self._apart(world, _claim_batch, [([ask(name) for name in order],) for order in orders])
+        answers = self._apart(world, _claim_batch, [([claim_request(name) for name in order],) for order in orders])
         found = [winner for verdicts in answers for winner in winners(verdicts)]
         assert sorted(winner.key for winner in found) == sorted(names)
         assert all(world.record(winner.key).fence == winner.fence > old.get(winner.key, 0) for winner in found)
@@ -161,7 +173,7 @@ class Shared:
             assert sum(not replayed for _, replayed in results) == 1
 
     def _apart(self, world: World, job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return WorkerProcesses.present().work(world, self.opener(), job, arguments)
+        return WorkerProcesses.shared().work(world, self.opener(), job, arguments)
 
 
 def _left_behind(world: World, numbers: range) -> dict[str, int]:
@@ -190,12 +202,12 @@ def _claim_batch(world: World, requests: list[ClaimRequest]) -> list[Verdict]:
 
 def _again(request: ClaimRequest) -> ClaimRequest:
     """The same request as an attempt of this process."""
-    return ask(request.key, scope=request.scope)
+    return claim_request(request.key, scope=request.scope)
 
 
 def _complete_each(world: World, claims: list[Claim], value: str) -> list[bool]:
     """In a process of its own: complete one after the other."""
-    return [world.run(world.store.complete([completing(claim, value)]))[0] for claim in claims]
+    return [world.run(world.store.complete([complete_request(claim, value)]))[0] for claim in claims]
 
 
 def _work(world: World, names: list[str], value: str) -> list[tuple[str, bool]]:
