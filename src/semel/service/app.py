@@ -1,9 +1,9 @@
-"""The service put together: an app's runs behind HTTP.
+"""The ASGI application of the service.
 
     from semel.service import asgi
     application = asgi(app)            # any ASGI server runs it, any ASGI app mounts it
 
-``semel serve`` does the same from the environment; see serving.
+``semel serve`` configures the same from the environment.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from semel.service.auth.middleware import AuthMiddleware, Principal, forbid_cook
 from semel.service.jobs.providers import handlers_of
 from semel.service.settings import Settings
 from semel.service.state import CurrentState, ServiceState
-from semel.service.telemetry.access_log import AccessLogMiddleware, note_unforeseen
+from semel.service.telemetry.access_log import AccessLogMiddleware, log_unexpected
 
 
 class _Litestar(Litestar):
-    """Without the plugins for other libraries' models, which would be imported wherever they are installed."""
+    """Without the plugins that would import other libraries, such as pydantic, wherever they are installed."""
 
     @staticmethod
     def _get_default_plugins(plugins: list[Any]) -> list[Any]:
         return [*plugins, MsgspecDIPlugin()]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI. Litestar's own answer to OPTIONS names the methods of the first handler of a route only."""
+        """Litestar's own response to OPTIONS names the methods of the first handler of a route only."""
 
         async def send_allow(message: Any) -> None:
             if message["type"] == "http.response.start" and scope.get("path_template") in self._methods:
@@ -66,10 +66,9 @@ def _without_allow(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 
 
 class _Rendered(JsonRenderPlugin):
-    """The schema with where the service is, which may be mounted below a path, and with every bound of the bodies."""
+    """The schema with the mount point as its server, and with the complete schemas of bodies."""
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """See Litestar."""
         root = request.scope.get("root_path", "")
         components = openapi_schema["components"]
         components = {**components, "schemas": {**components["schemas"], **_bodies(request.app)}}
@@ -77,7 +76,7 @@ class _Rendered(JsonRenderPlugin):
 
 
 def _bodies(app: Litestar) -> dict[str, Any]:
-    """The bodies as msgspec decodes them: Litestar leaves out bounds of 0, and that unknown fields are refused."""
+    """The schemas of bodies by msgspec: Litestar omits bounds of 0, and that unknown fields are refused."""
     routes = (route for route in app.routes if isinstance(route, HTTPRoute))
     fields = [handler.parsed_data_field for route in routes for handler in route.route_handlers]
     kinds = [field.annotation for field in fields if field is not None]
@@ -95,7 +94,7 @@ def build(service: ServiceState) -> Any:
     def get_service() -> ServiceState:
         return service
 
-    def get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Principal:  # noqa: ARG001 -- one after the other
+    def get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Principal:  # noqa: ARG001 -- Litestar resolves it after the service
         caller: Principal = request.scope["state"]["caller"]
         return caller
 
@@ -125,7 +124,7 @@ def build(service: ServiceState) -> Any:
         },
         guards=[forbid_cookie_on_api],
         exception_handlers={Exception: dashboard.handle_error},
-        after_exception=[note_unforeseen],
+        after_exception=[log_unexpected],
         request_class=JsonRequest,
         before_request=require_known_query,
         lifespan=[lifespan],
@@ -145,7 +144,7 @@ def build(service: ServiceState) -> Any:
             ),
             security=[{"token": []}, {}],
         ),
-        request_max_body_size=None,  # the gate looks after that
+        request_max_body_size=None,  # AuthMiddleware limits it
     )
     inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, error_page)
     return AccessLogMiddleware(inner, service)

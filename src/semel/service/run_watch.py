@@ -1,7 +1,6 @@
-"""Who waits for runs to change: one look at the database serves all of them.
+"""Waiting for runs to change: one query a few times a second serves all requests that wait.
 
-A client that waits costs a place in a table, not a statement: everybody's runs are looked at together, a few times a
-second, and nobody asks while nobody waits.
+No query is sent while no request waits.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
 
 SHORTEST = 0.02
 LONGEST = 0.25
-"""Seconds between two looks: short after somebody came or something changed, longer while nothing happens."""
+"""Seconds between two queries: short after a new waiter or a change, longer while nothing happens."""
 SHARE = 4
-"""A look that took long is followed by a pause of so many times that."""
+"""A slow query is followed by a pause of so many times its duration."""
 AT_ONCE = 500
-"""Runs in one statement."""
+"""Runs in one query."""
 
 _log = logging.getLogger("semel.service")
 
 
 class Waiter:
-    """One who waits for a run to be other than it was when they saw it, or only for its end."""
+    """A request that waits for a run to change, or to end."""
 
     __slots__ = ("_end_only", "_line", "_mark", "changed")
 
@@ -43,19 +42,19 @@ class Waiter:
         self.changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def waits(self, mark: RunVersion, line: tuple[int, int]) -> bool:
-        """Whether there is nothing new for them in how the run stands now."""
+        """Whether nothing that it waits for has happened."""
         if self._end_only:
             return mark.status not in TERMINAL
         return mark == self._mark and self._line in (None, line)
 
     def wake(self) -> None:
-        """It has changed, or there is nothing more to wait for."""
+        """End the wait."""
         if not self.changed.done():
             self.changed.set_result(None)
 
 
 class RunWatch:
-    """Looks at the runs that somebody waits for, in the server's event loop."""
+    """Polls the runs that requests wait for."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -65,11 +64,11 @@ class RunWatch:
         self._ending = False
 
     async def open(self) -> None:
-        """Begin; there is nothing to do before somebody waits."""
+        """Start; the first waiter starts the polling."""
         self._ending = False
 
     async def close(self) -> None:
-        """Let everybody go."""
+        """End all waits."""
         self.dismiss()
         if self._task is not None:
             self._task.cancel()
@@ -78,7 +77,7 @@ class RunWatch:
             self._task = None
 
     def dismiss(self) -> None:
-        """The server is about to end: whoever waits is answered now, and nobody waits any more."""
+        """The server is shutting down: end all waits now, and allow no new ones."""
         self._ending = True
         for waiters in self._waiters.values():
             for waiter in waiters:
@@ -86,16 +85,16 @@ class RunWatch:
 
     @property
     def ending(self) -> bool:
-        """Whether the server is about to end."""
+        """Whether the server is shutting down."""
         return self._ending
 
     async def change(
         self, run: Run, seconds: float, *, line: tuple[int, int] | None = None, end_only: bool = False
     ) -> bool:
-        """Wait until the run is other than it was read, for so long at the most; True when it is.
+        """Wait until the run has changed since it was read, or until the time is over; returns whether it has.
 
-        With ``line``, the (fence, line) of the last line seen, also until it has logged more. ``end_only``: until it
-        is over, whatever happens before.
+        With ``line``, the (fence, line) of the last log line seen, also until it has logged more. ``end_only``: until
+        it has ended.
         """
         if self._ending or seconds <= 0:
             return False
@@ -103,7 +102,7 @@ class RunWatch:
         self._waiters.setdefault(run.id, set()).add(waiter)
         self._pause = SHORTEST
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look_on())
+            self._task = asyncio.create_task(self._poll_forever())
         try:
             async with asyncio.timeout(seconds):
                 await waiter.changed
@@ -119,20 +118,20 @@ class RunWatch:
         if not waiters:
             del self._waiters[run_id]
 
-    async def _look_on(self) -> None:
+    async def _poll_forever(self) -> None:
         while self._waiters:
             await asyncio.sleep(self._pause)
             self._pause = min(self._pause * 1.5, LONGEST)
             started = time.monotonic()
             try:
-                await self._look()
-            except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again: somebody waits
-                if not isinstance(error, StoreUnavailable):  # which the ledger has reported
-                    _log.warning("runs that somebody waits for could not be looked at: %r", error)
+                await self._poll()
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the next try may succeed
+                if not isinstance(error, StoreUnavailable):  # which the store has logged
+                    _log.warning("runs that requests wait for could not be read: %r", error)
                 self._pause = LONGEST
             self._pause = max(self._pause, SHARE * (time.monotonic() - started))
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         ids = list(self._waiters)
         for start in range(0, len(ids), AT_ONCE):
             some = ids[start : start + AT_ONCE]

@@ -122,7 +122,7 @@ def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CannotPack, match="'pipe' is neither a file nor a folder"):
         packed(folder, tmp_path / "1")
-    with pytest.raises(CannotPack, match="it is no folder, or was removed"):
+    with pytest.raises(CannotPack, match="it is not a folder, or was removed"):
         packed(tmp_path / "nowhere", tmp_path / "2")
 
 

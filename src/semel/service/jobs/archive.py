@@ -1,6 +1,6 @@
-"""Pack a folder so that the same content gives the same bytes: names in order, no times, no owners.
+"""Pack a folder as a reproducible tar.gz: names in order, no times, no owners.
 
-It is streamed, a piece at a time; what the folder's links lead to outside of it is never read.
+It is streamed in chunks. Links that lead out of the folder are refused.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from msgspec import Struct
 from semel.errors import ResultStoreError, SemelError
 
 CHUNK = 1 << 20
-_FOR_GOOD = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+_PERMANENT = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 class CannotPack(SemelError):
-    """The folder cannot be packed, and trying again will not help."""
+    """The folder cannot be packed, and a retry will not help."""
 
 
 class Packed(Struct, frozen=True):
-    """An archive: its SHA-256 in hex, and its bytes."""
+    """An archive: its SHA-256 in hex, and its size in bytes."""
 
     digest: str
     size: int
 
 
 class Item(Struct, frozen=True):
-    """Something in the folder, by its path from there."""
+    """An entry of the folder; ``name`` is its relative path."""
 
     name: str
     path: Path
     kind: str
     size: int = 0
-    runs: bool = False
+    executable: bool = False
     target: str = ""
 
 
-def pack(folder: Path, target: Path, told: Callable[[int, int], None]) -> Packed:
-    """Write the folder as a tar.gz. ``told`` is called with the bytes that are packed, of how many, and may raise."""
+def pack(folder: Path, target: Path, on_progress: Callable[[int, int], None]) -> Packed:
+    """Write the folder as a tar.gz. ``on_progress`` gets the bytes packed so far and in total, and may raise."""
     try:
         items = list(_walk(folder.resolve(), folder.resolve()))
     except OSError as error:
         raise _classify(error, folder, folder) from error
     total = sum(item.size for item in items)
-    count = _Count(total, told)
+    count = _Count(total, on_progress)
     with target.open("xb") as file:
         digesting = _Digesting(file)
         with (
@@ -67,7 +67,7 @@ def pack(folder: Path, target: Path, told: Callable[[int, int], None]) -> Packed
 
 def _walk(root: Path, folder: Path) -> Iterator[Item]:
     if not folder.is_dir():
-        raise CannotPack("the data is not there: it is no folder, or was removed")
+        raise CannotPack("the data is not there: it is not a folder, or was removed")
     for entry in sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name)):
         path = Path(entry.path)
         name = path.relative_to(root).as_posix()
@@ -78,13 +78,13 @@ def _walk(root: Path, folder: Path) -> Iterator[Item]:
             yield from _walk(root, path)
         elif entry.is_file(follow_symlinks=False):
             status = entry.stat(follow_symlinks=False)
-            yield Item(name, path, "file", size=status.st_size, runs=bool(status.st_mode & stat.S_IXUSR))
+            yield Item(name, path, "file", size=status.st_size, executable=bool(status.st_mode & stat.S_IXUSR))
         else:
             raise CannotPack(f"{name!r} is neither a file nor a folder")
 
 
 def _inside(root: Path, link: Path, name: str) -> str:
-    """Where a link leads, from its own folder: only to what is packed, too."""
+    """The target of a link, relative to the link's folder; refused if it is outside of what is packed."""
     try:
         aim = link.resolve()
     except (OSError, RuntimeError) as error:
@@ -96,7 +96,7 @@ def _inside(root: Path, link: Path, name: str) -> str:
 
 def _add(archive: tarfile.TarFile, item: Item, count: _Count, folder: Path) -> None:
     entry = tarfile.TarInfo(item.name)
-    entry.mode = 0o755 if item.runs or item.kind == "folder" else 0o644
+    entry.mode = 0o755 if item.executable or item.kind == "folder" else 0o644
     if item.kind == "file":
         entry.size = item.size
         try:
@@ -112,7 +112,7 @@ def _add(archive: tarfile.TarFile, item: Item, count: _Count, folder: Path) -> N
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The file itself: one that has become a link, or a pipe, meanwhile is not followed."""
+    """Open the file; fails if it has become a link or a pipe meanwhile."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -127,28 +127,28 @@ def _require_end(file: IO[bytes]) -> None:
 
 
 def _classify(error: OSError, path: Path, folder: Path) -> Exception:
-    """Whether it is for good, in words that name no folder of the server."""
+    """A permanent or a transient error, whose message names no folder of the server."""
     name = path.name if path == folder else path.resolve().name
     said = f"{name!r} cannot be read: {error.strerror or error}"
-    return CannotPack(said) if error.errno in _FOR_GOOD else OSError(error.errno, said)
+    return CannotPack(said) if error.errno in _PERMANENT else OSError(error.errno, said)
 
 
 class _Count:
-    """How much of the whole is packed."""
+    """Counts the packed bytes."""
 
-    def __init__(self, total: int, told: Callable[[int, int], None]) -> None:
+    def __init__(self, total: int, on_progress: Callable[[int, int], None]) -> None:
         self._total = total
-        self._told = told
+        self._on_progress = on_progress
         self._packed = 0
-        told(0, total)
+        on_progress(0, total)
 
     def add(self, size: int) -> None:
         self._packed += size
-        self._told(self._packed, self._total)
+        self._on_progress(self._packed, self._total)
 
 
 class _Counting:
-    """A file that tells how much of it was read."""
+    """A file whose reads are counted."""
 
     def __init__(self, file: IO[bytes], count: _Count) -> None:
         self._file = file
@@ -161,7 +161,7 @@ class _Counting:
 
 
 class _Digesting:
-    """A file whose digest is known when it is written."""
+    """A file that computes its digest while it is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

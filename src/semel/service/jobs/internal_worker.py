@@ -1,7 +1,7 @@
-"""The service's own work, as runs: what needs this server, such as its files and its providers, is done here.
+"""The service's own runs, such as uploads and predictions of providers, which need this server.
 
-A small worker in the server's event loop serves a queue of its own, so that this work, too, is leased, fenced,
-retried and found again when a server dies. Nobody else is told of that queue, and nobody else submits to it.
+A small worker in the server's event loop serves a queue of its own, so that this work, too, is leased, fenced, retried,
+and recovered when a server dies. No other worker serves that queue, and callers cannot submit to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 QUEUE = INTERNAL_QUEUE
 """The queue of the service's own models. Their names begin with ``semel.``"""
 
-_here: ContextVar[InternalWorker] = ContextVar("semel_internal_work")
+_current: ContextVar[InternalWorker] = ContextVar("semel_internal_work")
 
 
 class InternalWorker:
@@ -34,14 +34,14 @@ class InternalWorker:
     def __init__(self, service: ServiceState) -> None:
         self.service = service
         self.stopping = threading.Event()
-        """What works in a thread looks at it: a thread cannot be stopped from outside."""
+        """Checked by runs in threads, which cannot be cancelled."""
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
         self._settler: UploadReaper | None = None
         self._installed = False
 
     async def open(self) -> None:
-        """Begin to work."""
+        """Start."""
         from semel.service.jobs import uploads
 
         if not self._installed:
@@ -51,13 +51,13 @@ class InternalWorker:
         self._worker = Worker(
             _with_own_models(self.service.app), queues=[QUEUE], name="service", processes=0, threads=4, concurrency=100
         )
-        _here.set(self)
+        _current.set(self)
         self._task = asyncio.create_task(self._worker.serve())
         self._settler = uploads.UploadReaper(self.service.store, self._worker.id)
         self._settler.start()
 
     async def close(self) -> None:
-        """Stop, and give back what is not done."""
+        """Stop, and give unfinished runs back."""
         self.stopping.set()
         if self._settler is not None:
             await self._settler.end()
@@ -68,18 +68,18 @@ class InternalWorker:
                 await self._task
 
 
-def here() -> InternalWorker:
-    """For the service's own models: the server that this one runs in."""
-    return _here.get()
+def current_worker() -> InternalWorker:
+    """The worker that executes the current run; for the service's own models."""
+    return _current.get()
 
 
 def _with_own_models(app: App) -> App:
-    """The app as a worker sees it that knows the service's own models only."""
-    alike = copy.copy(app)
+    """The app with the service's own models only."""
+    own = copy.copy(app)
     for made in ("aio", "_engine"):
-        alike.__dict__.pop(made, None)
-    alike.registry = Registry()
+        own.__dict__.pop(made, None)
+    own.registry = Registry()
     for model in app.registry:
         if model.name.startswith(INTERNAL_PREFIX):
-            alike.registry.add(model)
-    return alike
+            own.registry.add(model)
+    return own

@@ -1,13 +1,12 @@
-"""Who does the work of a job: our own workers, or somebody else's cloud.
+"""Providers, which execute jobs: our own workers, or a cloud.
 
-A provider turns a config into an order: which model is run, with which parameters. A provider in a cloud brings a model
-of its own (its name begins with ``semel.``, its queue is that of
-:mod:`semel.service.jobs.internal_worker`), which the service itself works on: it asks the cloud once, and waits. Each
-provider is a class, made once for a service. Installed packages offer theirs by the entry point group
-``semel.providers``: its name there is the provider's name.
+A provider turns a config into the run of a model. That of a cloud has a model of its own (whose name begins with
+``semel.``, in the queue of :mod:`semel.service.jobs.internal_worker`), which the service executes: it calls the cloud
+once, and waits. A provider is a class, instantiated once for each service. Installed packages register theirs in the
+entry point group ``semel.providers``, under the provider's name.
 
-A config whose settings for a provider say ``{"simulate": true}`` goes to our own workers instead, whatever cloud it is
-submitted to: that is how the demo's configs, and tests of pipelines, need no account anywhere.
+A config whose settings for a provider say ``{"simulate": true}`` runs on our own workers instead: the demo's configs,
+and tests of pipelines, need no account.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _log = logging.getLogger("semel.service")
 
 
 class RunSpec(Struct, frozen=True, kw_only=True):
-    """The run that a job becomes."""
+    """The run of a job."""
 
     model: str
     parameters: dict[str, Any]
@@ -43,12 +42,12 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
 
 class Provider(Protocol):
-    """One small contract for all."""
+    """What every provider implements."""
 
     name: str
 
     def order(self, config: Config) -> RunSpec:
-        """The run for a config, or an ``InvalidRequest`` that says what is missing, such as a token."""
+        """The run for a config; raises ``InvalidRequest`` if something is missing, such as a token."""
 
     def install(self, service: ServiceState) -> None:
         """Register the models that the provider needs with ``site.app``; called once, before the server starts.
@@ -64,7 +63,6 @@ class LocalProvider:
     name = "local"
 
     def order(self, config: Config) -> RunSpec:
-        """See :class:`Provider`."""
         if config.model is None:
             raise InvalidRequest(f"the config {config.name!r} names no model, which the provider 'local' needs")
         if config.model.startswith(INTERNAL_PREFIX) or config.queue == INTERNAL_QUEUE:
@@ -78,7 +76,7 @@ class LocalProvider:
         )
 
     def install(self, service: ServiceState) -> None:
-        """See :class:`Provider`: the app's models are there already."""
+        """The app's models are registered already."""
 
 
 def load_providers() -> dict[str, Provider]:

@@ -1,8 +1,8 @@
-"""The data of jobs: packed and put into the result store under its digest before the job's run may start.
+"""Uploads of job data: a folder is packed and stored under its digest before the job's run may start.
 
-An upload is a run of the service's own model ``semel.upload``, created together with the job. It ends by releasing the
-job's run, in one transaction; so whatever dies in between, the upload is done again, and the run is released once.
-What became of it stands in the job's row (``data_state``): uploading, then uploaded, failed or cancelled.
+An upload is a run of the service's own model ``semel.upload``, created together with the job. Its last step releases
+the job's run, in one transaction: after a crash the upload is repeated, and the run is released once. The job's row has
+its state (``data_state``): uploading, then uploaded, failed or cancelled.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from semel.runs.store import RunStore, maintenance, transitions
 from semel.runs.types import INTERNAL_QUEUE, TERMINAL
 from semel.runs.worker.sweeper import LeaderTask
 from semel.service.jobs.archive import CannotPack, pack
-from semel.service.jobs.internal_worker import InternalWorker, here
+from semel.service.jobs.internal_worker import InternalWorker, current_worker
 
 MODEL = "semel.upload"
-TOLD_EVERY = 0.5
-"""Seconds between two notes of how far it is."""
+PROGRESS_EVERY = 0.5
+"""Seconds between two writes of the progress."""
 LEASE = 20.0
 SETTLE_EVERY = 5.0
 
 
 def install(app: App) -> None:
-    """Let the app know the model."""
+    """Register the model."""
     options: dict[str, Any] = {"max_attempts": 5, "max_lost": 10, "backoff": (1, 5, 20, 60), "lease": LEASE}
     app.registry.add(make_model(MODEL, upload, isolation="thread", queue=INTERNAL_QUEUE, **options))
 
 
 def upload(ctx: Context, job_id: str) -> dict[str, Any]:
-    """Pack the job's folder, keep it, and release the job's run."""
-    work = here()
+    """Pack the job's folder, store it, and release the job's run."""
+    work = current_worker()
     with _blocking_store(work.service.app) as store:
         folder = run_sync(store.read(folder_of, job_id))
         if folder is None:
@@ -59,7 +59,7 @@ def upload(ctx: Context, job_id: str) -> dict[str, Any]:
 
 @contextmanager
 def _blocking_store(app: App) -> Iterator[RunStore]:
-    """One that blocks: this is a thread."""
+    """A blocking store, for this thread."""
     store = app.ledger(awaited=False)
     try:
         yield store
@@ -69,15 +69,15 @@ def _blocking_store(app: App) -> Iterator[RunStore]:
 
 def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWorker, store: RunStore) -> dict[str, Any]:
     app = work.service.app
-    told = _ProgressReporter(ctx, job_id, work, store)
+    reporter = _ProgressReporter(ctx, job_id, work, store)
     with scratch("upload") as place:
         archive = place / "data.tar.gz"
-        packed = pack(folder, archive, told.tell)
+        packed = pack(folder, archive, reporter.report)
         ref = ref_of(packed.digest)
-        told.tell(told.total, told.total, at_once=True)
+        reporter.report(reporter.total, reporter.total, at_once=True)
         if not _is_there(app, ref, packed.size):
             app.results.put_file(ref, archive)
-        queue = run_sync(store.write(released, job_id, ref, store.terms))
+        queue = run_sync(store.write(release_run, job_id, ref, store.terms))
         if not _is_there(app, ref, packed.size):  # removed with an old run, before this one was known to need it
             app.results.put_file(ref, archive)
     if queue is None:
@@ -95,7 +95,7 @@ def _is_there(app: App, ref: str, size: int) -> bool:
 
 
 class _ProgressReporter:
-    """Keeps the job's row informed, and finds out whether anybody still wants the data."""
+    """Stores the progress in the job's row, and stops the upload if the job no longer needs it."""
 
     def __init__(self, ctx: Context, job_id: str, work: InternalWorker, store: RunStore) -> None:
         self._ctx = ctx
@@ -105,17 +105,17 @@ class _ProgressReporter:
         self._last = 0.0
         self.total = 0
 
-    def tell(self, packed: int, total: int, *, at_once: bool = False) -> None:
-        """Say how far it is; raises when the work is to stop."""
+    def report(self, packed: int, total: int, *, at_once: bool = False) -> None:
+        """Store the progress; raises if the upload is to stop."""
         self.total = total
         self._ctx.check()
         if self._work.stopping.is_set():
             raise Retry("the server was stopped")
         now = time.monotonic()
-        if at_once or now - self._last >= TOLD_EVERY:
+        if at_once or now - self._last >= PROGRESS_EVERY:
             self._last = now
             self._ctx.progress(packed / total if total else 1.0, f"{packed:,} of {total:,} bytes")
-            if not run_sync(self._store.write(progressed, self._job_id, packed, total)):
+            if not run_sync(self._store.write(write_progress, self._job_id, packed, total)):
                 raise RunCancelled("the job is over, or its data is there already")
 
 
@@ -124,13 +124,13 @@ def _uploading(run_id: str) -> Any:
 
 
 def folder_of(conn: Connection, run_id: str) -> str | None:
-    """What is to be uploaded for the job, if it is."""
+    """The folder that is to be uploaded for the job, if any."""
     folder: str | None = conn.scalar(select(jobs.c.data).where(_uploading(run_id)))
     return folder
 
 
-def progressed(conn: Connection, run_id: str, packed: int, total: int) -> bool:
-    """Note how far the upload is. False when nobody waits for it any more, which is noted, too."""
+def write_progress(conn: Connection, run_id: str, packed: int, total: int) -> bool:
+    """Store the progress. Returns False, and cancels the upload, if the run does not wait for it any more."""
     waits = exists().where(runs.c.id == run_id, runs.c.status == "PENDING")
     noted = update(jobs).where(_uploading(run_id), waits).values(data_bytes=packed, data_total=total)
     if conn.execute(noted).rowcount:
@@ -139,8 +139,8 @@ def progressed(conn: Connection, run_id: str, packed: int, total: int) -> bool:
     return False
 
 
-def released(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
-    """The data is there: release the run, once. Answers the run's queue; None when it was not waiting any more."""
+def release_run(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
+    """The data is stored: release the run, once. Returns the run's queue; None if it does not wait any more."""
     maintenance.lock_data(conn, data_ref, terms)
     done = update(jobs).where(_uploading(run_id)).values(data_state="uploaded", data_ref=data_ref)
     if not conn.execute(done).rowcount:
@@ -152,7 +152,7 @@ def released(conn: Connection, run_id: str, data_ref: str, terms: StatementConte
 
 
 def fail(conn: Connection, run_id: str, why: str, terms: StatementContext) -> None:
-    """The data will never be there: end the run that waits for it."""
+    """The data cannot be uploaded: cancel the run that waits for it."""
     why = transitions.storable(why)[:1000]
     failed = update(jobs).where(_uploading(run_id)).values(data_state="failed", data_error=why)
     if conn.execute(failed).rowcount:
@@ -160,14 +160,14 @@ def fail(conn: Connection, run_id: str, why: str, terms: StatementContext) -> No
 
 
 def cancel(conn: Connection, run_id: str, why: str, terms: StatementContext) -> None:
-    """Cancel a job's run, and its upload where that is under way."""
+    """Cancel a job's run, and its upload if there is one."""
     stopped = update(jobs).where(_uploading(run_id)).values(data_state="cancelled").returning(jobs.c.upload_id)
     upload_id = conn.scalar(stopped)
     transitions.cancel(conn, [run_id] if upload_id is None else [run_id, upload_id], why, terms)
 
 
 def settle(conn: Connection, terms: StatementContext) -> int:
-    """Find jobs whose upload is over without having said so: it failed too often, was cancelled or removed."""
+    """End jobs whose upload ended without a result: it failed too often, was cancelled or deleted."""
     query = (
         select(jobs.c.run_id, runs.c.status, runs.c.last_error)
         .select_from(jobs.outerjoin(runs, runs.c.id == jobs.c.upload_id))
@@ -184,11 +184,10 @@ def settle(conn: Connection, terms: StatementContext) -> int:
 
 
 class UploadReaper(LeaderTask):
-    """One server at a time looks after jobs whose upload is over."""
+    """Calls :func:`settle` in one server at a time."""
 
     def __init__(self, store: RunStore, holder: str) -> None:
         super().__init__(store, "settler", holder, SETTLE_EVERY)
 
     async def work(self) -> None:
-        """See Elected."""
         await self._store.write(settle, self._store.terms)

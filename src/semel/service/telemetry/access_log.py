@@ -1,7 +1,7 @@
-"""Around everything that is answered: a name for each request, a line in the log, and the numbers for those who watch.
+"""The access log: an id, a line in the log, and metrics for each request.
 
-Plain ASGI, outside of the gate: what is refused there is seen here, too. Of a request only its method, its route (never
-its path, which holds ids and keys), who sent it, how it ended and which run it concerned are logged.
+Plain ASGI middleware, outside of authentication, so that refused requests are logged, too. It logs the method, the
+route (never the path, which has ids and keys), the sender, the status, and the run that the request concerned.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 REQUEST_ID = b"x-request-id"
 UNROUTED = "(none)"
-"""The route of requests that were refused before they had one, and of those to nowhere."""
-_FIT = re.compile(rb"[\w.:=+/-]{1,128}")
+"""The route of requests that were refused before they were routed, and of unknown paths."""
+_VALID_ID = re.compile(rb"[\w.:=+/-]{1,128}")
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Asked every few seconds by machines: in the log only when they fail, or for debugging."""
+"""Polled every few seconds by machines: logged at level debug unless they fail."""
 
 _log = logging.getLogger("semel.access")
-_watched: ContextVar[_Seen | None] = ContextVar("semel_watched_request", default=None)
+_current: ContextVar[_RequestRecord | None] = ContextVar("semel_current_request", default=None)
 
 
 def concerns(run_id: str, run: Any) -> None:
-    """Let the access line of the present request name this run; ``run`` is a Run, or a row with its columns."""
-    seen = _watched.get()
+    """Add a run to the log line of the current request; ``run`` is a Run, or a row with its columns."""
+    seen = _current.get()
     if seen is not None:
         seen.run = {
             "model": run.model,
@@ -51,7 +51,7 @@ def concerns(run_id: str, run: Any) -> None:
 
 
 class AccessLogMiddleware:
-    """The application of a site, watched."""
+    """Logs and counts the requests of a service."""
 
     def __init__(self, inner: Any, service: ServiceState) -> None:
         self._inner = inner
@@ -60,7 +60,7 @@ class AccessLogMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Open it for the time of the block, and close it: for applications that mount it and tell it nothing."""
+        """Open the service for the duration of the block; for applications that mount it without lifespan events."""
         await self._service.ensure_open()
         try:
             yield
@@ -68,19 +68,18 @@ class AccessLogMiddleware:
             await self._service.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
         if "litestar_app" in scope:
             scope = with_root_path(scope)
-        seen = _Seen(scope)
+        seen = _RequestRecord(scope)
 
         async def send_and_see(message: Any) -> None:
             await send(seen.through(message))
 
         self._meters.begin()
-        _watched.set(seen)
+        _current.set(seen)
         try:
             with bound_contextvars(request_id=seen.id), tracing.request(scope):
                 await self._inner(scope, receive, send_and_see)
@@ -88,15 +87,15 @@ class AccessLogMiddleware:
             seen.failed = True
             raise
         finally:
-            _watched.set(None)
+            _current.set(None)
             route = route_of(scope)
             seconds = time.perf_counter() - seen.began
             self._meters.end(seen.method, route, seen.status, seconds)
             _log_request(seen, route, scope, seconds)
 
 
-class _Seen:
-    """What is seen of one request."""
+class _RequestRecord:
+    """What is logged of one request."""
 
     __slots__ = ("began", "failed", "id", "method", "run", "status")
 
@@ -104,12 +103,12 @@ class _Seen:
         self.began = time.perf_counter()
         self.method: str = scope["method"]
         self.id = request_id(scope)
-        self.status = 499  # until an answer begins: the client went away before
+        self.status = 499  # until a response begins: the client disconnected before
         self.failed = False
         self.run: dict[str, Any] = {}
 
     def through(self, message: Any) -> Any:
-        """The message on its way out; the first carries the request's name."""
+        """The message to send; the first gets the request's id as a header."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self.id.encode())]
@@ -117,7 +116,7 @@ class _Seen:
 
 
 def with_root_path(scope: Any) -> Any:
-    """The scope with the prefix under which another Litestar mounts us, which takes it off the path without a word."""
+    """The scope with the prefix under which another Litestar mounts us: it removes the prefix from the path."""
     whole = unquote(scope.get("raw_path", b"").decode("latin-1"))
     path = scope["path"].rstrip("/")
     prefix = whole.rstrip("/").removesuffix(path)
@@ -127,21 +126,21 @@ def with_root_path(scope: Any) -> Any:
 
 
 def request_id(scope: Any) -> str:
-    """The name that the request brought along, if it is a fit one, or a new one."""
+    """The id that the request has, if it is valid; else a new one."""
     for name, value in scope["headers"]:
-        if name == REQUEST_ID and _FIT.fullmatch(value):
+        if name == REQUEST_ID and _VALID_ID.fullmatch(value):
             text: str = value.decode()
             return text
     return uuid.uuid4().hex
 
 
 def route_of(scope: Any) -> str:
-    """The route with its parameters' names."""
+    """The route, such as ``/runs/{run_id:str}``."""
     route: str = scope.get("path_template") or UNROUTED
     return route
 
 
-def _log_request(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
+def _log_request(seen: _RequestRecord, route: str, scope: Any, seconds: float) -> None:
     level = logging.INFO
     if seen.failed or seen.status >= 500:
         level = logging.ERROR if seen.failed or seen.status == 500 else logging.WARNING
@@ -164,8 +163,8 @@ def _log_request(seen: _Seen, route: str, scope: Any, seconds: float) -> None:
     _log.log(level, "%s %s %d", seen.method, route, seen.status, extra=fields)
 
 
-def note_unforeseen(error: Exception, scope: Any) -> None:
-    """An exception that nobody foresaw: the answer says nothing of it, the log everything."""
+def log_unexpected(error: Exception, scope: Any) -> None:
+    """Log an unexpected exception, which the response does not describe."""
     if problem_of(error).status != 500:
         return
     _log.error("%s %s failed", scope.get("method"), route_of(scope), exc_info=error, extra={"route": route_of(scope)})

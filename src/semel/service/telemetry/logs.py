@@ -1,4 +1,4 @@
-"""What the processes of the service log: one line a thing, for people or as JSON, with no secret in it."""
+"""The log of the service's processes: for people or as JSON, without secrets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from semel.service.settings import Settings
 
 _NOISY = {"alembic": logging.WARNING, "httpx": logging.WARNING, "_granian": logging.WARNING}
 
-_OF_LINES = frozenset({"exception", "stack"})
+_MULTILINE = frozenset({"exception", "stack"})
 
 Line = MutableMapping[str, Any]
 
 
 def set_up(settings: Settings) -> None:
-    """Let everything that this process logs, whoever says it, go to stderr in one form."""
+    """Send everything that this process logs to stderr, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(settings.log_format, colors=sys.stderr.isatty()))
     root = logging.getLogger()
@@ -51,25 +51,24 @@ def formatter(how: str, *, colors: bool = False) -> logging.Formatter:
         renderer = structlog.dev.ConsoleRenderer(
             colors=colors, exception_formatter=plain, pad_event_to=0, sort_keys=False
         )
-        shown += [_without_nothing, _safe_text, renderer]
+        shown += [_without_none, _safe_text, renderer]
     return structlog.stdlib.ProcessorFormatter(processors=shown)
 
 
 def _plain_event(_logger: Any, _name: str, line: Line) -> Line:
-    """The worker says its fields in the text, too, for those who log text: here they are fields already."""
-    line.pop("message", None)  # left by another formatter
+    """Remove the fields from the worker's message, which repeats them for plain-text logs."""
+    line.pop("message", None)  # set by another formatter
     if "payload_hash" in line:
         line["event"] = line["event"].rpartition(" model=")[0] or line["event"]
     return line
 
 
-def _without_nothing(_logger: Any, _name: str, line: Line) -> Line:
-    """People need not read what is not there."""
+def _without_none(_logger: Any, _name: str, line: Line) -> Line:
     return {name: value for name, value in line.items() if value is not None}
 
 
 def _safe(value: Any, *, lines: bool) -> Any:
-    """The value without secrets and control characters: whoever logs a password by mistake has not told it."""
+    """The value without secrets and control characters."""
     if isinstance(value, str):
         masked = without_secrets(value)
         return printable(masked) if lines else one_line(masked)
@@ -83,14 +82,13 @@ def _safe(value: Any, *, lines: bool) -> Any:
 
 
 def _safe_json(_logger: Any, _name: str, line: Line) -> Line:
-    """JSON has an escape of its own for the end of a line."""
     return {name: _safe(value, lines=True) for name, value in line.items()}
 
 
 def _safe_text(_logger: Any, _name: str, line: Line) -> Line:
-    """Of a traceback every line is kept, and none of them begins as a message does."""
-    safe = {name: _safe(value, lines=name in _OF_LINES) for name, value in line.items()}
-    return {name: indented(value) if name in _OF_LINES else value for name, value in safe.items()}
+    """Indent the lines of a traceback, so that none looks like a message of its own."""
+    safe = {name: _safe(value, lines=name in _MULTILINE) for name, value in line.items()}
+    return {name: indented(value) if name in _MULTILINE else value for name, value in safe.items()}
 
 
 def _json(line: Any, **_: Any) -> str:

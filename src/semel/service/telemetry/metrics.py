@@ -1,7 +1,7 @@
-"""The numbers of ``/metrics``: of all processes of a server together, and of the database that they share.
+"""The metrics of ``/metrics``: of all processes of a server together, and of their database.
 
-``semel serve`` gives its processes a folder (prometheus-client's multiprocess mode) in which each counts for itself;
-whoever is asked adds up. A service that is mounted elsewhere counts in its own process.
+``semel serve`` gives its processes a folder (prometheus-client's multiprocess mode), in which each of them counts; the
+one that is scraped adds up. A mounted service counts in its own process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from semel.runs.store import RunStore
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Where the processes count, as prometheus-client calls it."""
+"""prometheus-client's variable for the folder."""
 FRESH = 5.0
-"""Seconds for which what was read from the database is told again."""
-PATIENCE = 3.0
-"""Seconds to wait for the database: the other numbers are not kept back by it."""
+"""Seconds for which the values of the database are cached."""
+TIMEOUT = 3.0
+"""Seconds to wait for the database; the other metrics are returned without it."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -42,13 +42,13 @@ def run_metrics() -> RunMetrics:
 
 
 def mark_dead(pid: int) -> None:
-    """A process is gone, and with it what it was doing at the moment; what it has done still counts."""
+    """A process has exited: drop its gauges. Its counters stay."""
     if FOLDER in os.environ:
         mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
 
 class HttpMeters:
-    """What is answered by this process."""
+    """The HTTP metrics of this process."""
 
     def __init__(self) -> None:
         self.requests = Counter("semel_http_requests", "Requests that were answered", ("method", "route", "status"))
@@ -60,11 +60,11 @@ class HttpMeters:
         )
 
     def begin(self) -> None:
-        """A request came."""
+        """A request has begun."""
         self.in_flight.inc()
 
     def end(self, method: str, route: str, status: int, seconds: float) -> None:
-        """It was answered. Methods are without number, too: those that are not HTTP's are counted together."""
+        """It has ended. Unknown methods are counted together, to bound the number of labels."""
         method = method if method in _METHODS else "(other)"
         self.in_flight.dec()
         self.requests.labels(method, route, str(status)).inc()
@@ -76,7 +76,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @cache
 def http_meters() -> HttpMeters:
-    """Those of this process: a name can be registered once."""
+    """A metric can be registered only once in a process."""
     return HttpMeters()
 
 
@@ -90,9 +90,9 @@ class MetricsPage:
         self._backlog: list[Metric] = []
 
     async def render(self) -> bytes:
-        """Everything, in Prometheus' format."""
+        """All metrics, in Prometheus' text format."""
         backlog = await self._fresh()
-        return await asyncio.to_thread(_shown, backlog)
+        return await asyncio.to_thread(_render, backlog)
 
     async def _fresh(self) -> list[Metric]:
         async with self._reading:
@@ -103,7 +103,7 @@ class MetricsPage:
 
     async def _read(self) -> list[Metric]:
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 backlog = await self._store.read(queries.backlog, self._store.terms)
                 workers = await self._store.read(queries.list_workers, self._store.terms)
         except (SemelError, TimeoutError):
@@ -123,8 +123,8 @@ def _gauge(name: str, meaning: str, value: float) -> Metric:
     return GaugeMetricFamily(name, meaning, value=value)
 
 
-class _Given(Collector):
-    """Metrics that were put together already."""
+class _Fixed(Collector):
+    """Metrics that were collected already."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -133,19 +133,19 @@ class _Given(Collector):
         return iter(self._metrics)
 
 
-def _shown(backlog: list[Metric]) -> bytes:
+def _render(backlog: list[Metric]) -> bytes:
     several = FOLDER in os.environ
     counted: Collector = MultiProcessCollector(None) if several else REGISTRY  # type: ignore[no-untyped-call]
     metrics = list(counted.collect())
     registry = CollectorRegistry()
-    registry.register(_Given([*metrics, _replays(metrics), *backlog]))
+    registry.register(_Fixed([*metrics, _replay_ratio(metrics), *backlog]))
     if several:
-        ReplayRatio(registry, [_Given(metrics)])
+        ReplayRatio(registry, [_Fixed(metrics)])
     return generate_latest(registry)
 
 
-def _replays(metrics: list[Metric]) -> Metric:
-    """How many of the submissions found a run which was there: of all processes, so that it is no mean of means."""
+def _replay_ratio(metrics: list[Metric]) -> Metric:
+    """The share of submissions that found an existing run, over all processes."""
     totals = {"runs_created_total": 0.0, "runs_replayed_total": 0.0}
     for sample in (sample for metric in metrics for sample in metric.samples):
         if sample.name in totals:

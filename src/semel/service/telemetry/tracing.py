@@ -1,7 +1,4 @@
-"""Traces through OpenTelemetry, where its API is installed: from the request that submits a run to its worker.
-
-Without it nothing happens here, at no cost.
-"""
+"""Spans of requests by OpenTelemetry, if its API is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def request(scope: Any) -> AbstractContextManager[None]:
-    """A span around a request, within the trace that the caller is in."""
+    """A span around a request, in the caller's trace."""
     return _request(scope) if INSTALLED else _NOTHING
 
 
