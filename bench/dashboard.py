@@ -131,7 +131,7 @@ class Lookers:
     def _read(self, place: int) -> None:
         try:
             while piece := self._lines[place].recv(65536):
-                self.heard[place] += piece.count(b"event: parts")
+                self.heard[place] += piece.count(b"event: replace")
         except OSError:
             pass
 

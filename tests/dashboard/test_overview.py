@@ -12,7 +12,6 @@ from sqlalchemy import Connection, text
 
 from semel import App
 from semel._concurrency.sync import run_sync
-from semel.dashboard import sse
 from semel.dashboard.overview import chart, feed, queries
 from semel.dashboard.overview.chart import DAY, HOUR, WEEK, WINDOWS, Window
 from semel.dashboard.overview.feed import StepCounts
@@ -22,6 +21,7 @@ from semel.db.dialect import StatementContext
 from semel.runs.store import quotas
 from semel.runs.store.maintenance import acquire_leadership
 from semel.runs.types import Quota, id_at, new_id
+from semel.service import sse
 from semel.service.auth import tokens
 from support.auth import BOTH, Person, Town, eventually, shared_town, town_on
 from support.pages import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
@@ -189,7 +189,7 @@ def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
 
 
 def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
+    monkeypatch.setattr(sse, "CHECK_EVERY", 0.1)
     person = town.admit("brief", "operator", tenant)
     with browser(town, person) as brief, listening(brief.client, "/ui/live") as events:
         assert next(events).kind == "replace"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from semel.dashboard import sse
 from semel.dashboard.runs import detail as run_page
 from semel.dashboard.runs import run_list
+from semel.service import sse
 from support.auth import BOTH, Town, eventually
 from support.dashboard_runs import ended, events, hand, idle, runs_town, submitted
 from support.pages import Browser, Node, browser, parsed
@@ -70,7 +70,7 @@ def test_an_open_list_shows_nobody_elses_rows(town: Town, role: str, tenant: str
 
 def test_an_open_list_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "QUIET_PAUSE", 0.1)
-    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
+    monkeypatch.setattr(sse, "CHECK_EVERY", 0.1)
     person = town.admit("temp")
     with browser(town, person) as temp, temp.client.stream("GET", "/ui/live/runs") as answer:
         told = events(answer.iter_lines())
@@ -129,7 +129,7 @@ def test_the_stream_of_a_run_that_is_over_says_so_at_once(town: Town, operator: 
 
 def test_an_open_page_ends_for_whose_token_is_taken_away(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_page, "QUEUE_EVERY", 0.1)
-    monkeypatch.setattr(sse, "RECHECK_EVERY", 0.1)
+    monkeypatch.setattr(sse, "CHECK_EVERY", 0.1)
     person = town.admit("brief")
     run_id = idle(town, "brief")
     with browser(town, person) as brief, brief.client.stream("GET", f"/ui/live/runs/{run_id}") as answer:

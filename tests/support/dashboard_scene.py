@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from semel import App, Granted, Once, Unknown
-from semel.dashboard import sse
 from semel.dashboard.overview import feed
 from semel.dashboard.runs import run_list
+from semel.service import sse
 from support.apps import dashboard_app
 from support.auth import Person, Town, eventually
 from support.browser import Visitor
@@ -94,7 +94,7 @@ def _looking_often() -> Iterator[None]:
     """Open pages are told sooner than they need to be, so that tests wait less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "REFRESH_EVERY", 0.3)
-        patch.setattr(sse, "RECHECK_EVERY", 0.5)
+        patch.setattr(sse, "CHECK_EVERY", 0.5)
         patch.setattr(run_list, "BUSY_PAUSE", 0.3)
         patch.setattr(run_list, "QUIET_PAUSE", 0.3)
         yield

@@ -9,11 +9,12 @@ from litestar import Response, get
 from litestar.params import QueryParameter
 from litestar.response import Stream
 
-from semel.dashboard import sse
 from semel.dashboard.overview.chart import WINDOWS
 from semel.dashboard.overview.feed import OverviewFeed
+from semel.dashboard.sse import NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import address, page, redirect
 from semel.service.api.params import TheRequest, root_of
+from semel.service.sse import longest_wait
 from semel.service.state import CurrentPrincipal, CurrentState
 
 WindowName: TypeAlias = Annotated[Literal["hour", "day", "week"], QueryParameter(name="window")]
@@ -41,20 +42,20 @@ async def live(
 ) -> Stream:
     """The parts of the page: first all of them, then each that changes."""
     feed = service.overview_feeds.of(caller, WINDOWS[window])
-    updates = sse.live_stream(service, caller, _updates(feed, root_of(request)))
+    updates = live_response(service, caller, _updates(feed, root_of(request)))
     await feed.view()
     return updates
 
 
-async def _updates(feed: OverviewFeed, root: str) -> AsyncGenerator[bytes]:
+async def _updates(feed: OverviewFeed, root: str) -> AsyncGenerator[bytes, None]:
     sent: dict[str, str] = {}
     with feed.watched():
         while True:
             parts = feed.render(root)
             changed = [html for name, html in parts.items() if sent.get(name) != html]
-            yield sse.replace_event("\n".join(changed)) if changed else sse.NO_UPDATE
+            yield replace_event("\n".join(changed)) if changed else NO_UPDATE
             sent = parts
-            await feed.wait_for_change(sse.RECHECK_EVERY)
+            await feed.wait_for_change(longest_wait())
 
 
 HANDLERS = (show, redirect_home, live)

@@ -13,16 +13,17 @@ from litestar.response import Stream
 from msgspec import Struct
 
 from semel.api_types import Problem
-from semel.dashboard import sse
 from semel.dashboard.runs import queries
 from semel.dashboard.runs.downloads import image_type
 from semel.dashboard.runs.timeline import draw_timeline
+from semel.dashboard.sse import END_EVENT, NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
 from semel.errors import ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
 from semel.service.api.params import RunId, TheRequest
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
+from semel.service.sse import longest_wait, to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 PARTS = ("state", "waiting", "timeline", "outcome", "log", "facts")
@@ -87,26 +88,28 @@ async def show(run_id: RunId, request: TheRequest, service: CurrentState, caller
 async def live(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
     """The parts of the page that change, until the run ends."""
     run = await service.run(run_id, caller)
-    return sse.live_stream(service, caller, _updates(request, service, caller, run))
+    return live_response(service, caller, _updates(request, service, caller, run))
 
 
-async def _updates(request: TheRequest, service: ServiceState, caller: Principal, run: Run) -> AsyncGenerator[bytes]:
-    detail = await sse.shielded(_read_detail(service, caller, run))
+async def _updates(
+    request: TheRequest, service: ServiceState, caller: Principal, run: Run
+) -> AsyncGenerator[bytes, None]:
+    detail = await to_completion(_read_detail(service, caller, run))
     sent: dict[str, str] = {}
     names: Sequence[str] = PARTS
     while True:
         data = template_context(detail)
         parts = {name: render_part(request, caller, f"run/{name}.html", **data) for name in names}
         changed = [part for name, part in parts.items() if sent.get(name) != part]
-        yield sse.replace_event("".join(changed)) if changed else sse.NO_UPDATE
+        yield replace_event("".join(changed)) if changed else NO_UPDATE
         sent |= parts
         if detail.run.done:
-            yield sse.END_EVENT
+            yield END_EVENT
             return
         changed_run = await _wait_for_change(service, detail)
         names = PARTS if changed_run else PARTS_BY_TIME
         try:
-            detail = await sse.shielded(_read_again(service, caller, detail, changed=changed_run))
+            detail = await to_completion(_read_again(service, caller, detail, changed=changed_run))
         except StoreUnavailable:
             pass  # a short outage ends no stream
         except RunNotFound:
@@ -126,7 +129,7 @@ def _redraw_after(run: Run) -> float:
     if run.status == "PENDING":
         return QUEUE_EVERY
     age = 0 if run.started_us is None else time.time_ns() // 1000 - run.started_us
-    return min(max(REDRAW_EVERY, age / MICRO / 20), sse.HEARTBEAT)
+    return min(max(REDRAW_EVERY, age / MICRO / 20), longest_wait())
 
 
 async def _read_again(service: ServiceState, caller: Principal, detail: RunDetail, *, changed: bool) -> RunDetail:

@@ -9,7 +9,6 @@ from typing import Any
 from litestar import Response, get
 from litestar.response import Stream
 
-from semel.dashboard.sse import shielded
 from semel.dashboard.templating import iso
 from semel.runs.store import queries
 from semel.runs.types import Run
@@ -17,6 +16,7 @@ from semel.service.api import run_files
 from semel.service.api.params import IfNoneMatch, RunId
 from semel.service.api.problems import ApiError
 from semel.service.api.run_files import ArtifactName
+from semel.service.sse import to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 LINES = 1000
@@ -72,7 +72,7 @@ async def log(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) ->
 
 async def _log_lines(service: ServiceState, run: Run) -> AsyncIterator[bytes]:
     after = (0, 0)
-    while lines := await shielded(service.store.read(queries.logs, run.id, after, LINES)):
+    while lines := await to_completion(service.store.read(queries.logs, run.id, after, LINES)):
         text = "".join(f"{iso(line.at_us)} {line.fence} {line.level} {line.text}\n" for line in lines)
         yield text.encode("utf-8", "replace")
         after = (lines[-1].fence, lines[-1].line)

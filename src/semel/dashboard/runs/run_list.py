@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,11 +11,11 @@ from litestar.response import Stream
 from msgspec import Struct
 from sqlalchemy import Connection
 
-from semel.dashboard import sse
 from semel.dashboard.forms import Form, form_of
 from semel.dashboard.runs import queries
 from semel.dashboard.runs.filters import SPANS, RunFilters, parse_filters
 from semel.dashboard.runs.queries import IdRange, RunRow, SearchResult
+from semel.dashboard.sse import NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import address, page, redirect, redirect_with_message, render_part
 from semel.errors import InvalidRequest, SemelError, StoreUnavailable
 from semel.runs.store.queries import Filter
@@ -24,6 +23,7 @@ from semel.runs.types import INTERNAL_PREFIX, STATUSES, Run, checked_id
 from semel.service.api.params import TheRequest, root_of
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
+from semel.service.sse import pause, to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 PATH = "/ui/runs"
@@ -35,11 +35,9 @@ MAX_WATCHED = 200
 BUSY_PAUSE = 2.0
 QUIET_PAUSE = 5.0
 """Seconds between two reads of an open list: after a change, and after a while without one."""
-TICK = 0.5
-"""Seconds within which the stream of an open list notices that the server is shutting down."""
 
 
-class RunPage(Struct, frozen=True):
+class ListPage(Struct, frozen=True):
     """A page of the list, and where the pages next to it begin."""
 
     rows: list[RunRow]
@@ -53,7 +51,7 @@ class RunPage(Struct, frozen=True):
         return None if self.reached is None else int(self.reached.replace("-", "")[:12], 16) * 1000
 
 
-def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str | None) -> RunPage:
+def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str | None) -> ListPage:
     if filters.after is not None:
         found = queries.scan(conn, wanted, IdRange(start=filters.after, down=False), PAGE_SIZE + 1)
         if len(found.ids) > PAGE_SIZE or found.reached is not None:
@@ -74,10 +72,10 @@ def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str 
 
 def _page_of(
     conn: Connection, found: SearchResult, wanted: Filter, user: str | None, *, older: bool, newer: bool
-) -> RunPage:
+) -> ListPage:
     rows = queries.rows(conn, found.ids, wanted.tenant, user)
     last = found.ids[-1] if older and found.ids else found.reached
-    return RunPage(rows, last, found.ids[0] if newer and found.ids else None, found.reached)
+    return ListPage(rows, last, found.ids[0] if newer and found.ids else None, found.reached)
 
 
 @get(PATH)
@@ -110,7 +108,7 @@ async def live(request: TheRequest, service: CurrentState, caller: CurrentPrinci
         raise InvalidRequest(f"at most {MAX_WATCHED} runs can be watched at a time")
     counts_newer = request.query_params.get("first") == "1"
     updates = _updates(request, service, caller, _filters_of(request), ids, counts_newer=counts_newer)
-    return sse.live_stream(service, caller, updates)
+    return live_response(service, caller, updates)
 
 
 class OpenList(Struct, frozen=True):
@@ -128,24 +126,22 @@ async def _updates(
     ids: list[str],
     *,
     counts_newer: bool,
-) -> AsyncGenerator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     sent, latest = OpenList(newer_runs=-1), OpenList()
     wait = BUSY_PAUSE
     while True:
         wanted = filters.as_filter(caller) if counts_newer else None
         with suppress(StoreUnavailable):  # a short outage ends no stream
-            latest = await sse.shielded(service.store.read(_read_again, caller, ids, latest, wanted))
+            latest = await to_completion(service.store.read(_read_again, caller, ids, latest, wanted))
         data = {"rows": latest.rows or [], "newer_runs": latest.newer_runs, "filters": filters}
         changed = {
             "runs/rows.html": latest.rows != sent.rows,
             "runs/newer.html": latest.newer_runs != sent.newer_runs,
         }
         parts = [render_part(request, caller, name, **data) for name, is_new in changed.items() if is_new]
-        yield sse.replace_event("".join(parts)) if parts else sse.NO_UPDATE
+        yield replace_event("".join(parts)) if parts else NO_UPDATE
         sent, wait = latest, BUSY_PAUSE if parts else min(wait * 1.5, QUIET_PAUSE)
-        for _ in range(max(1, round(wait / TICK))):
-            await asyncio.sleep(TICK)
-            yield sse.NO_UPDATE
+        await pause(service, wait)
 
 
 def _read_again(
