@@ -1,4 +1,4 @@
-"""A verb on an async engine. Apart from the rest, since SQLAlchemy's asyncio part takes long to import."""
+"""Databases for event loops. A module of its own, since SQLAlchemy's asyncio part takes long to import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class AsyncDatabase:
-    """See Database. Over an engine of a user's: its pool belongs to one event loop at a time, and is not closed."""
+    """A user's async engine: its pool belongs to one event loop at a time, and is not closed here."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class AsyncDatabase:
             except Exception:
                 await conn.close()
                 raise
-            except BaseException:  # cancelled: who knows what the connection was about to say
+            except BaseException:  # cancelled: the connection may be in the middle of a reply
                 await _discard(conn)
                 raise
             await conn.close()
@@ -56,7 +56,7 @@ class AsyncDatabase:
     write_many = write
 
     async def close(self) -> None:
-        """See Database."""
+        """Nothing to close: the engine is the user's."""
 
 
 class _LoopPool:
@@ -69,10 +69,10 @@ class _LoopPool:
 
 
 class AsyncPostgresDatabase:
-    """See Database. Each event loop has a few connections, which its tasks share; they are closed when it ends."""
+    """PostgreSQL over asyncpg. The tasks of an event loop share a few connections, which are closed when it ends."""
 
     def __init__(self, url: URL, pool: int = POOL) -> None:
-        async_postgres_engine(url)  # says at once when the URL or a driver cannot be used
+        async_postgres_engine(url)  # raises at once when the URL or a driver cannot be used
         self._pools = PerLoop(
             lambda: _LoopPool(async_postgres_engine(url), pool), end=self._close, abandon=self._abandon
         )
@@ -146,7 +146,7 @@ class AsyncPostgresDatabase:
             await _discard(conn)
 
     async def close(self) -> None:
-        """See Database. Other event loops close theirs when they end."""
+        """Close the connections of this event loop. Other loops close theirs when they end."""
         await self._pools.end()
 
     async def _close(self, pool: _LoopPool) -> None:
@@ -163,7 +163,7 @@ class AsyncPostgresDatabase:
 
 
 async def _discard(conn: AsyncConnection) -> None:
-    """Close without a word to a server that may not listen."""
+    """Close without telling the server, which may be silent."""
     with suppress(Exception):  # it was closed already
         raw: Any = await conn.get_raw_connection()
         raw.driver_connection.terminate()
@@ -190,7 +190,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
             execution_options={COMMITS: True},
             hide_parameters=True,
         )
-    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy's word for greenlet missing
+    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy raises it where greenlet is missing
         raise missing("postgres", error) from error
     event.listen(engine.sync_engine, "connect", _keep_alive)
     event.listen(engine.sync_engine, "invalidate", _terminate)
@@ -206,12 +206,12 @@ _OPTIONS = {
 
 
 def _terminate(connection: Any, _record: Any, _error: Any) -> None:
-    """A call that was cancelled has waited for long enough: SQLAlchemy would take leave of the server, for seconds."""
+    """Close at once after a cancelled call: SQLAlchemy would wait seconds for the server."""
     connection.driver_connection.terminate()
 
 
 def _keep_alive(connection: Any, _record: Any) -> None:
-    """What libpq does by its own settings; asyncpg has none for it."""
+    """Set the TCP keepalives that libpq sets by itself; asyncpg has no setting for them."""
     line = connection.driver_connection._transport.get_extra_info("socket")
     if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
         return

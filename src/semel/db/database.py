@@ -1,5 +1,6 @@
-"""Ways to run a verb (a plain function over a ``Connection``) on a database: on SQLite here, blocking or in a thread;
-on PostgreSQL, and inside the user's own transaction, in the modules beside. One body of SQL serves all of them.
+"""The :class:`Database` protocol, and SQLite: how a verb (a function of a ``Connection``) is run.
+
+PostgreSQL and the user's own transaction have modules of their own. One body of SQL serves all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 COMMITS = "semel_commits"
-"""The mark of a connection whose statements commit by themselves."""
+"""The execution option of a connection whose statements commit by themselves."""
 
 abandoned_connections: list[Any] = []
 """Connections of a parent process or of a closed loop: never used again, and never closed from here."""
@@ -40,9 +41,9 @@ class Database(Protocol):
     async def optimistic_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """As ``write``, for work that looks first and then may not need to write: it waits for no writer until then.
+        """As ``write``, for work that reads first and may not need to write: it waits for no writer until then.
 
-        When someone else wrote between its look and its write, the work runs again from the start.
+        When another process wrote between its read and its write, the work runs again from the start.
         """
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -96,7 +97,7 @@ class BlockingDatabase:
         return self._engine.dialect.name == "sqlite"
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """See Database. SQLite has one writer: threads queue here instead of spinning on the file's lock."""
+        # SQLite has one writer: threads queue here instead of spinning on the file's lock.
         with translate_errors(self._where):
             if not self._is_sqlite:
                 with self._engine.connect() as conn:
@@ -122,7 +123,7 @@ class BlockingDatabase:
         try:
             with translate_errors(self._where), self._alone(self._writing), self._looking() as conn, conn.begin():
                 return work(conn, *args, **kwargs)
-        except StoreUnavailable:  # another process wrote since our look, so what we saw cannot be built upon
+        except StoreUnavailable:  # another process wrote since our read
             return await self.write(work, *args, **kwargs)
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:

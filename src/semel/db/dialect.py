@@ -1,7 +1,7 @@
-"""One statement for both dialects: the text is put together once for each, from the few words in which they differ.
+"""One statement for both databases: its text is rendered once for each, from the few expressions that differ.
 
-A statement takes a whole batch: arrays on PostgreSQL, one JSON text on SQLite. Its time is ``:now``, which is the
-injected clock's or None for the database's own on PostgreSQL, and always the host's on SQLite.
+A statement takes a whole batch: arrays on PostgreSQL, a JSON text on SQLite. Its time is ``:now``: on PostgreSQL that
+of the injected clock, or None for the database's own; on SQLite always the host's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dialect(Protocol):
-    """What the dialects say differently."""
+    """The expressions in which PostgreSQL and SQLite differ."""
 
     now: str
     """The time in microseconds."""
@@ -32,10 +32,10 @@ class Dialect(Protocol):
     def batch(self, columns: Mapping[str, str]) -> str:
         """The batch as a table ``b`` with these columns (name: PostgreSQL type)."""
 
-    def among(self, column: str, name: str, kind: str = "text") -> str:
+    def is_in(self, column: str, name: str, kind: str = "text") -> str:
         """True when the column is in the list ``:name``."""
 
-    def plain(self, column: str) -> str:
+    def as_text(self, column: str) -> str:
         """An id as text."""
 
     def identity(self, column: str) -> str:
@@ -44,7 +44,7 @@ class Dialect(Protocol):
     def locking(self, table: str, *, skip: bool) -> str:
         """Lock what was selected; ``skip`` what others have locked. SQLite has one writer, who has locked all."""
 
-    def own(self, columns: str) -> str:
+    def returning(self, columns: str) -> str:
         """Columns of the changed table ``k``, as RETURNING names them."""
 
     def total(self, column: str, where: str) -> str:
@@ -57,7 +57,7 @@ class Dialect(Protocol):
 
 
 class Postgres:
-    """See Words."""
+    """The :class:`Dialect` of PostgreSQL."""
 
     now = "(SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM statement_timestamp()) * 1000000)::bigint))"
     patience = "set_config('lock_timeout', '5s', true)"
@@ -67,10 +67,10 @@ class Postgres:
         arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
         return f"unnest({arrays}) AS b({', '.join(columns)})"
 
-    def among(self, column: str, name: str, kind: str = "text") -> str:
+    def is_in(self, column: str, name: str, kind: str = "text") -> str:
         return f"{column} = ANY(CAST(:{name} AS {kind}[]))"
 
-    def plain(self, column: str) -> str:
+    def as_text(self, column: str) -> str:
         return f"CAST({column} AS text)"
 
     def identity(self, column: str) -> str:
@@ -79,11 +79,11 @@ class Postgres:
     def locking(self, table: str, *, skip: bool) -> str:
         return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
-    def own(self, columns: str) -> str:
+    def returning(self, columns: str) -> str:
         return ", ".join(f"k.{name}" for name in columns.split(", "))
 
     def total(self, column: str, where: str) -> str:
-        """See Words. The sum of bigints is a numeric."""
+        # The sum of bigints is a numeric.
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
 
     def unindexed(self, column: str) -> str:
@@ -91,7 +91,7 @@ class Postgres:
 
 
 class Sqlite:
-    """See Words."""
+    """The :class:`Dialect` of SQLite."""
 
     now = "CAST(:now AS INTEGER)"
     patience = "NULL"
@@ -101,22 +101,22 @@ class Sqlite:
         picks = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(columns))
         return f"(SELECT {picks} FROM json_each(:batch)) AS b"
 
-    def among(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite is not asked for types
+    def is_in(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite is not asked for types
         return f"{column} IN (SELECT value FROM json_each(:{name}))"
 
-    def plain(self, column: str) -> str:
+    def as_text(self, column: str) -> str:
         return column
 
-    identity = plain
+    identity = as_text
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
         return ""
 
-    def own(self, columns: str) -> str:
+    def returning(self, columns: str) -> str:
         return columns
 
     def total(self, column: str, where: str) -> str:
-        """See Words. ``sum`` raises where 64 bits are too few; ``total`` is a float."""
+        # sum() raises where 64 bits are too few; total() is a float.
         return f"total({column}) FILTER (WHERE {where})"
 
     def unindexed(self, column: str) -> str:
@@ -127,26 +127,26 @@ _DIALECTS: dict[str, Dialect] = {"postgresql": Postgres(), "sqlite": Sqlite()}
 
 
 class StatementContext(Struct, frozen=True):
-    """What every verb is told: the time (None: the database's), and whether its events are to be published."""
+    """What every statement depends on: the time (None: the database's), and whether its events are published."""
 
     now: int | None = None
     publish: bool = False
 
 
 class Statement:
-    """A statement, its text made for each dialect when it is first needed there."""
+    """A statement, rendered for a dialect when it is first run there."""
 
-    def __init__(self, told: Callable[[Dialect], str], columns: Mapping[str, str] | None = None) -> None:
-        self._told = told
+    def __init__(self, render: Callable[[Dialect], str], columns: Mapping[str, str] | None = None) -> None:
+        self._render = render
         self._columns = columns
         self._texts: dict[str, TextClause] = {}
 
     def rows(self, conn: Connection, batch: Iterable[Sequence[Any]] | None = None, **values: Any) -> Sequence[Any]:
-        """Run it and give the rows that it returns."""
+        """Run it and return its rows."""
         return fetch(conn, self.text(conn), self._values(conn, batch, values))
 
     def count(self, conn: Connection, batch: Iterable[Sequence[Any]] | None = None, **values: Any) -> int:
-        """Run it and say how many rows it changed."""
+        """Run it and return how many rows it changed."""
         changed: int = conn.execute(self.text(conn), self._values(conn, batch, values)).rowcount
         return changed
 
@@ -155,7 +155,7 @@ class Statement:
         name = conn.dialect.name
         found = self._texts.get(name)
         if found is None:
-            found = self._texts[name] = text(self._told(_DIALECTS[name]))
+            found = self._texts[name] = text(self._render(_DIALECTS[name]))
         return found
 
     def _values(
@@ -202,7 +202,7 @@ def transaction(conn: Connection) -> Iterator[None]:
     conn.execute(_BEGIN)
     try:
         yield
-    except Exception:  # after anything else the connection is given up, and a silent server's word is not waited for
+    except Exception:  # after a cancellation the connection is discarded, without waiting for a silent server
         if not conn.invalidated:
             conn.execute(_ROLLBACK)
         raise

@@ -71,7 +71,7 @@ class Kept(Generic[C]):
 
 
 class Shelf(Generic[C]):
-    """The open connections that nobody uses; the one that was used last is used next.
+    """The idle connections, last in, first out.
 
     When one of them broke or fell silent, the others, which may be as dead, are of an older ``generation``: whoever
     has one in use does not put it back.
@@ -205,7 +205,7 @@ class PostgresDatabase:
 
 
 def _discard(conn: Connection) -> None:
-    """Close without a word to a server that may not listen."""
+    """Close without telling the server, which may be silent."""
     conn.invalidate()
     conn.close()
 

@@ -1,4 +1,4 @@
-"""What the key engine does in the background: collects what expired, renews leases, samples the store."""
+"""What the key engine does in the background: removes expired keys, renews leases, samples the store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Collector(PeriodicTask):
         self._counters.warn()
 
     async def collect(self) -> int:
-        """Remove everything that is gone; answer how much it was."""
+        """Remove all expired keys; returns how many."""
         total = 0
         while True:
             removed = await self._purge(BATCH)
@@ -104,7 +104,7 @@ class Renewer(PeriodicTask):
         self._leases.pop(claim, None)
 
     def pause(self) -> float:
-        """See Background. When idle it sleeps as long as a usual claim could, so that watching rarely wakes it."""
+        # When idle it sleeps as long as a usual claim could, so that watch() rarely wakes it.
         now = time.monotonic()
         self._wakes = math.inf  # whoever is watched from here on wakes us
         self._wakes = min([now + self._idle, *(lease.due for lease in self._leases.copy().values())])
@@ -138,7 +138,7 @@ class Renewer(PeriodicTask):
 
 
 class Sampler(PeriodicTask):
-    """Looks at times what the store holds, for those who want to be told, and whether there is something to warn of."""
+    """Samples the store's size for the hooks, and logs warnings."""
 
     def __init__(self, runtime: Runtime, stats: Callable[[], Awaitable[Held]], counters: StatsCounter) -> None:
         super().__init__(runtime, "semel-sampler")
@@ -148,12 +148,12 @@ class Sampler(PeriodicTask):
         self._slept = False
 
     def look_every(self, interval: float) -> None:
-        """Look at least so often."""
+        """Sample at least so often."""
         self._interval = min(self._interval, interval)
         self.nudge()
 
     def pause(self) -> float:
-        """See Background. The first look comes soon."""
+        # The first sample is taken soon.
         pause, self._slept = self._interval if self._slept else min(1.0, self._interval), True
         return jittered(pause, 0.9, 1.1)
 

@@ -337,7 +337,7 @@ class PostgresStore:
         return twin
 
     async def open(self) -> None:
-        """See the contract. Migrations are the operator's decision, so this only checks."""
+        # Migrations are the operator's decision, so this only checks.
         await self._database.read(migrate.require)
         self._ready = True
 

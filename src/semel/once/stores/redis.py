@@ -393,7 +393,7 @@ class RedisStore:
         return [answer > 0 for answer, _ in answers]
 
     async def forget_scope(self, request: ForgetScope) -> int:
-        """See the contract. Walks over every key under the prefix."""
+        # Scans every key under the prefix.
         forgotten = 0
         async with aclosing(self._scan(500, request.scope)) as scan:
             async for found in scan:
@@ -412,7 +412,7 @@ class RedisStore:
         return [None if record is None or gone(record, record.now_us) else record for record in records]
 
     async def purge(self, limit: int) -> int:
-        """See the contract. The server drops most records by itself; this finds what its clean-up has not."""
+        # Redis drops most records by itself; this removes the rest.
         removed = 0
         async with aclosing(self._scan(limit)) as scan:
             async for found in scan:
@@ -425,7 +425,7 @@ class RedisStore:
         return removed
 
     async def stats(self) -> Held:
-        """See the contract. Walks over every key under the prefix."""
+        # Scans every key under the prefix.
         count = dict.fromkeys(Held.__struct_fields__, 0)
         async for refs in self._scan(500):
             for answer, now in await self._run(_GET, (), self._names(refs)):

@@ -126,7 +126,7 @@ class SqliteStore:
             await self.open()
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        """See the contract. What is done, or being done, is told without waiting for whoever writes to the file."""
+        # A key that is done or in flight is reported without waiting for the writer of the file.
         await self._prepare()
         if self._bound:
             return await self._database.write(_claim_writing, requests, self._clock)

@@ -46,20 +46,20 @@ class Leased(Struct, frozen=True):
     """When this attempt could have begun."""
 
 
-def _leasing(words: Dialect, which: str) -> str:
+def _leasing(dialect: Dialect, which: str) -> str:
     """Lease the runs that ``which`` picks, as ``p``, unless somebody else is at it."""
-    now = words.now
+    now = dialect.now
     return changing(
-        words,
+        dialect,
         f"""picked AS MATERIALIZED (
-  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {words.locking("p", skip=True)}
+  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {dialect.locking("p", skip=True)}
 )""",
         f"""UPDATE semel_runs AS k
 SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
     attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
     started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL,
     progress_us = {now}
-FROM picked WHERE k.id = picked.picked_id AND {words.unindexed("k.status")} = 'PENDING'""",
+FROM picked WHERE k.id = picked.picked_id AND {dialect.unindexed("k.status")} = 'PENDING'""",
         _LEASED,
     )
 
@@ -72,12 +72,12 @@ _LEASED = (
 _LEASE = Statement(
     lambda w: _leasing(
         w,
-        f"p.ready AND p.queue = :queue AND {w.among('p.model', 'models')} "
+        f"p.ready AND p.queue = :queue AND {w.is_in('p.model', 'models')} "
         "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
     )
 )
 _LEASE_THESE = Statement(
-    lambda w: _leasing(w, f"(p.ready OR p.due_us <= {w.now}) AND {w.among('p.id', 'ids', 'uuid')}")
+    lambda w: _leasing(w, f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')}")
 )
 
 
@@ -165,7 +165,7 @@ SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coal
     progress_us = CASE WHEN in_progress <> coalesce(progress, -1) OR in_note <> coalesce(progress_note, '')
                        THEN {w.now} ELSE progress_us END
 FROM held WHERE {fenced(w)}
-RETURNING {w.plain(w.own("id"))}, {w.own("cancel_us")}
+RETURNING {w.as_text(w.returning("id"))}, {w.returning("cancel_us")}
 """
     ),
     _RENEW_COLUMNS,
@@ -195,7 +195,7 @@ _WATCH_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _WATCH = Statement(
     lambda w: (
         f"""
-SELECT {w.plain("k.id")}, k.cancel_us FROM {w.batch(_WATCH_COLUMNS)}
+SELECT {w.as_text("k.id")}, k.cancel_us FROM {w.batch(_WATCH_COLUMNS)}
 JOIN semel_runs AS k ON {fenced(w)}
 """
     ),
@@ -210,7 +210,7 @@ def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
 
 
 _HELD_BY = Statement(
-    lambda w: f"SELECT {w.plain('id')}, fence FROM semel_runs WHERE status = 'RUNNING' AND worker = :worker"
+    lambda w: f"SELECT {w.as_text('id')}, fence FROM semel_runs WHERE status = 'RUNNING' AND worker = :worker"
 )
 
 

@@ -240,7 +240,7 @@ _REMOVE_LOGS = Statement(
     lambda w: (
         f"""
 DELETE FROM semel_run_logs WHERE (run_id, fence, line) IN (
-  SELECT p.run_id, p.fence, p.line FROM semel_run_logs AS p WHERE {w.among("p.run_id", "ids", "uuid")} LIMIT :most
+  SELECT p.run_id, p.fence, p.line FROM semel_run_logs AS p WHERE {w.is_in("p.run_id", "ids", "uuid")} LIMIT :most
 )"""
     )
 )

@@ -93,10 +93,10 @@ _NAMES = [column.name for column in _SHOWN]
 _IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uuid))
 
 
-def _get(words: Dialect) -> str:
+def _get(dialect: Dialect) -> str:
     """As text with an array: it is one statement, however many ids there are, and its rows cost half as much."""
-    shown = ", ".join(words.plain(name) if name in _IDS else name for name in _NAMES)
-    return f"SELECT {shown} FROM semel_runs WHERE {words.among('id', 'ids', 'uuid')}"
+    shown = ", ".join(dialect.as_text(name) if name in _IDS else name for name in _NAMES)
+    return f"SELECT {shown} FROM semel_runs WHERE {dialect.is_in('id', 'ids', 'uuid')}"
 
 
 _GET = Statement(_get)

@@ -149,21 +149,21 @@ _RUN_COLUMNS = {
 }
 
 
-def _insert_runs(words: Dialect) -> str:
+def _insert_runs(dialect: Dialect) -> str:
     inserted = f"""
 INSERT INTO semel_runs AS k (
   id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts, errors,
   losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, asked_cost,
   created_us, due_us, lease_us, stall_us, trace, data_ref)
-SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1, {words.now},
-  0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of, in_cost,
-  in_cost, {words.now}, {words.now} + in_delay, in_lease, in_stall, in_trace,
+SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1,
+  {dialect.now}, 0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of,
+  in_cost, in_cost, {dialect.now}, {dialect.now} + in_delay, in_lease, in_stall, in_trace,
   (SELECT d.data_ref FROM semel_runs AS d WHERE d.id = in_retry_of)
-FROM {words.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
-    if not words.writes_in_with:
+FROM {dialect.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
+    if not dialect.writes_in_with:
         return f"{inserted} RETURNING id, created_us"
     return f"""
-WITH made AS ({inserted} RETURNING {words.own(NOTED)}, queue, created_us),
+WITH made AS ({inserted} RETURNING {dialect.returning(NOTED)}, queue, created_us),
 noted AS (INSERT INTO semel_run_events ({EVENT})
           SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM made)
 SELECT CAST(id AS text), created_us,

@@ -78,14 +78,14 @@ class Lost(FinishedRun, frozen=True):
     user_id: str
 
 
-def changing(words: Dialect, prelude: str, update: str, returning: str) -> str:
+def changing(dialect: Dialect, prelude: str, update: str, returning: str) -> str:
     """An UPDATE of ``semel_runs AS k`` that notes what it changed: in the statement itself where that can be."""
     with_ = f"WITH {prelude}" if prelude else ""
-    if not words.writes_in_with:
+    if not dialect.writes_in_with:
         return f"{with_} {update} RETURNING {returning}"
     columns = ", ".join(dict.fromkeys([*NOTED.split(", "), *returning.split(", ")]))
     return f"""
-{with_ + "," if with_ else "WITH"} changed AS ({update} RETURNING {words.own(columns)}),
+{with_ + "," if with_ else "WITH"} changed AS ({update} RETURNING {dialect.returning(columns)}),
 noted AS (INSERT INTO semel_run_events ({EVENT}) SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM changed)
 SELECT {returning.replace("id,", "CAST(id AS text),", 1)} FROM changed
 """
@@ -95,7 +95,7 @@ _NOTE = Statement(
     lambda w: (
         f"""
 INSERT INTO semel_run_events ({EVENT})
-SELECT {NOTED}, :publish, {WANTED} FROM semel_runs WHERE {w.among("id", "ids")}
+SELECT {NOTED}, :publish, {WANTED} FROM semel_runs WHERE {w.is_in("id", "ids")}
 """
     )
 )
@@ -120,17 +120,17 @@ def note(conn: Connection, rows: Sequence[Any], terms: StatementContext) -> None
         _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
 
 
-def unlocked(words: Dialect, columns: dict[str, str]) -> str:
+def unlocked(dialect: Dialect, columns: dict[str, str]) -> str:
     """The batch without the runs that somebody has locked: one of them must not cost a worker all its leases."""
-    if not words.writes_in_with:
-        return f"SELECT * FROM {words.batch(columns)}"
-    return f"""SELECT b.* FROM {words.batch(columns)}
-  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND {words.unindexed("h.status")} = 'RUNNING'
+    if not dialect.writes_in_with:
+        return f"SELECT * FROM {dialect.batch(columns)}"
+    return f"""SELECT b.* FROM {dialect.batch(columns)}
+  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND {dialect.unindexed("h.status")} = 'RUNNING'
   FOR UPDATE OF h SKIP LOCKED"""
 
 
-def fenced(words: Dialect) -> str:
-    return f"k.id = in_id AND k.fence = in_fence AND {words.unindexed('k.status')} = 'RUNNING'"
+def fenced(dialect: Dialect) -> str:
+    return f"k.id = in_id AND k.fence = in_fence AND {dialect.unindexed('k.status')} = 'RUNNING'"
 
 
 _STATUS_AFTER = """CASE
@@ -222,17 +222,17 @@ _SUCCEED = _succeeding(
 _SUCCEED_PLAINLY = _succeeding(dict(islice(_SUCCEED_COLUMNS.items(), _PLAIN)))
 
 
-def _losing(words: Dialect, which: str) -> str:
+def _losing(dialect: Dialect, which: str) -> str:
     return changing(
-        words,
+        dialect,
         f"""held AS MATERIALIZED (
   SELECT h.id AS in_id, h.fence AS in_fence, 'lost' AS in_kind, 'lost' AS in_step, 0 AS in_delay,
          CAST(NULL AS text) AS in_traceback, CAST(NULL AS bigint) AS in_cost,
          'worker ' || h.worker || ' was lost: no sign of life before the lease ended' AS in_why
   FROM semel_runs AS h
-  WHERE h.status = 'RUNNING' AND h.lease_until_us < {words.now} AND {which} {words.locking("h", skip=True)}
+  WHERE h.status = 'RUNNING' AND h.lease_until_us < {dialect.now} AND {which} {dialect.locking("h", skip=True)}
 )""",
-        _END_SET.format(now=words.now, fenced=fenced(words)),
+        _END_SET.format(now=dialect.now, fenced=fenced(dialect)),
         _LOST,
     )
 
@@ -242,7 +242,7 @@ _LOSE = Statement(
         w, f"h.id IN (SELECT id FROM semel_runs WHERE status = 'RUNNING' AND lease_until_us < {w.now} LIMIT :most)"
     )
 )
-LOSE_THESE = Statement(lambda w: _losing(w, w.among("h.id", "ids", "uuid")))
+LOSE_THESE = Statement(lambda w: _losing(w, w.is_in("h.id", "ids", "uuid")))
 
 
 @hot
@@ -314,7 +314,7 @@ _BEGAN_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _BEGAN = Statement(
     lambda w: (
         f"""
-SELECT {w.plain("k.run_id")}, k.at_us FROM {w.batch(_BEGAN_COLUMNS)}
+SELECT {w.as_text("k.run_id")}, k.at_us FROM {w.batch(_BEGAN_COLUMNS)}
 JOIN semel_run_events AS k ON k.run_id = in_id AND k.fence = in_fence AND k.step = 'leased'
 """
     ),
@@ -332,7 +332,7 @@ _MINE_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _MINE = Statement(
     lambda w: (
         f"""
-SELECT {w.plain("k.id")}, {", ".join(f"k.{name}" for name in _OVER.split(", ")[1:])}
+SELECT {w.as_text("k.id")}, {", ".join(f"k.{name}" for name in _OVER.split(", ")[1:])}
 FROM {w.batch(_MINE_COLUMNS)} JOIN semel_runs AS k ON k.id = in_id AND k.fence = in_fence
 WHERE {w.unindexed("k.status")} = 'SUCCEEDED'
 """
@@ -352,7 +352,7 @@ _CANCEL = Statement(
         w,
         f"""held AS MATERIALIZED (
   SELECT h.id AS held_id FROM semel_runs AS h
-  WHERE {w.among("h.id", "ids", "uuid")} AND (h.status = 'PENDING' OR (h.status = 'RUNNING' AND h.cancel_us IS NULL))
+  WHERE {w.is_in("h.id", "ids", "uuid")} AND (h.status = 'PENDING' OR (h.status = 'RUNNING' AND h.cancel_us IS NULL))
   ORDER BY h.id {w.locking("h", skip=False)}
 )""",
         f"""UPDATE semel_runs AS k
@@ -380,7 +380,7 @@ _RELEASE = Statement(
         f"""UPDATE semel_runs AS k
 SET ready = true, due_us = {w.now}, data_ref = :data_ref, step = 'uploaded', note = NULL, version = version + 1,
     changed_us = {w.now}
-WHERE {w.among("k.id", "ids", "uuid")} AND {w.unindexed("k.status")} = 'PENDING'
+WHERE {w.is_in("k.id", "ids", "uuid")} AND {w.unindexed("k.status")} = 'PENDING'
   AND k.due_us - k.created_us >= {HELD_US}""",
         "id, queue",
     )

@@ -170,21 +170,21 @@ _COLUMNS = ("subscription_id", "run_id", "version", "state", "attempts", "due_us
 _SHOWN = [deliveries.c[name] for name in _COLUMNS]
 
 
-def _leasing(words: Dialect) -> str:
-    shown = words.own(", ".join(_COLUMNS)).replace("k.run_id", words.plain("k.run_id"))
+def _leasing(dialect: Dialect) -> str:
+    shown = dialect.returning(", ".join(_COLUMNS)).replace("k.run_id", dialect.as_text("k.run_id"))
     return f"""
 WITH picked AS MATERIALIZED (
   SELECT p.run_id AS picked_id, p.version AS picked_version FROM semel_deliveries AS p
-  WHERE p.subscription_id = :subscription AND p.state = 'waiting' AND p.due_us <= {words.now}
+  WHERE p.subscription_id = :subscription AND p.state = 'waiting' AND p.due_us <= {dialect.now}
     AND NOT EXISTS (
       SELECT 1 FROM semel_deliveries AS e
       WHERE e.run_id = p.run_id AND e.version < p.version AND e.subscription_id = :subscription
         AND e.state = 'waiting' AND e.last_status IS NULL AND e.last_error IS NULL
     )
     AND EXISTS (SELECT 1 FROM semel_subscriptions AS s WHERE s.id = :subscription AND s.disabled_us IS NULL)
-  ORDER BY p.due_us, p.run_id, p.version LIMIT :most {words.locking("p", skip=True)}
+  ORDER BY p.due_us, p.run_id, p.version LIMIT :most {dialect.locking("p", skip=True)}
 )
-UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {words.now} + :lease, wait_us = :lease
+UPDATE semel_deliveries AS k SET attempts = attempts + 1, due_us = {dialect.now} + :lease, wait_us = :lease
 FROM picked WHERE k.run_id = picked_id AND k.version = picked_version AND k.subscription_id = :subscription
 RETURNING {shown}
 """
@@ -210,17 +210,19 @@ _RENEW_COLUMNS = {
 }
 
 
-def _renewing(words: Dialect) -> str:
-    batch = words.batch(_RENEW_COLUMNS)
-    if words.writes_in_with:  # what is locked is being settled
+def _renewing(dialect: Dialect) -> str:
+    batch = dialect.batch(_RENEW_COLUMNS)
+    if dialect.writes_in_with:  # what is locked is being settled
         batch = f"""(SELECT b.* FROM {batch} JOIN semel_deliveries AS h
   ON h.run_id = b.in_id AND h.version = b.in_version AND h.subscription_id = b.in_subscription
   FOR UPDATE OF h SKIP LOCKED) AS held"""
     return f"""
-UPDATE semel_deliveries AS k SET due_us = {words.now} + :lease, wait_us = :lease FROM {batch}
+UPDATE semel_deliveries AS k SET due_us = {dialect.now} + :lease, wait_us = :lease FROM {batch}
 WHERE k.run_id = in_id AND k.version = in_version AND k.subscription_id = in_subscription
   AND k.attempts = in_attempts AND k.due_us = in_due AND k.state = 'waiting'
-RETURNING {words.own("subscription_id, run_id, version, due_us").replace("k.run_id", words.plain("k.run_id"))}
+RETURNING {
+        dialect.returning("subscription_id, run_id, version, due_us").replace("k.run_id", dialect.as_text("k.run_id"))
+    }
 """
 
 
