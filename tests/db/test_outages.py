@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from semel import App, Context
-from semel._concurrency import outage
+from semel._concurrency import retry
 from semel.cli import main as semel_command
 from semel.runs.store import maintenance
 from semel.runs.transports import DatabaseTransport
@@ -130,7 +130,7 @@ def test_a_worker_logs_an_outage_when_it_begins_and_when_it_ends(
     line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many of its parts meet it: the heartbeat, the leases, the ends of runs, their lines, the sweeper."""
-    monkeypatch.setattr(outage, "EVERY", 2.0)
+    monkeypatch.setattr(retry, "EVERY", 2.0)
     cut, url = line
     cut.up()
     app = app_of(url, tmp_path, lease=300)
@@ -193,7 +193,7 @@ def test_a_listener_that_fails_alone_says_what_that_means_for_runs(
 
     monkeypatch.setattr(notifier, "PATIENCE", 0.2)
     cut, url = line
-    well = outage.Outage(notifier._log, "the database", "it does not matter")
+    well = retry.Outage(notifier._log, "the database", "it does not matter")
 
     async def watch() -> None:
         looks = asyncio.Event()

@@ -43,8 +43,8 @@ class LoopGuard:
         """No loop of the parent runs here."""
         self._loop = None
 
-    def enter(self) -> None:
-        """Call it before the connections are used."""
+    def check(self) -> None:
+        """Raise unless the connections may be used in the running loop; call it before they are."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -21,6 +20,7 @@ from anyio import to_thread
 from msgspec import Struct
 
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.retry import Backoff
 from semel._concurrency.sync import LoopGuard
 from semel.client.errors import Answer, is_retryable, refusal, unexpected_response
 from semel.errors import InvalidRequest, SemelError, ServerUnreachable
@@ -56,7 +56,8 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after that many attempts."""
-        return self.backoff * 2.0 ** min(attempt - 1, 60) * random.uniform(*self.jitter)  # noqa: S311 -- jitter
+        low, high = self.jitter
+        return Backoff(self.backoff, low=low, high=high).after(attempt)
 
     def wait(self, attempt: int, outcome: Any) -> float | None:
         """Seconds until the next attempt, however many there were; None when the response is final."""
@@ -190,13 +191,13 @@ class AsyncClientBackend(AsyncBackend):
         self._client = None
 
     async def request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        self._loop_guard.enter()
+        self._loop_guard.check()
         if self._client is None:
             self._client = httpx.AsyncClient(**self._options)
         return await self._client.send(self._client.build_request(method, path, **request), stream=True)
 
     async def close(self) -> None:
-        self._loop_guard.enter()
+        self._loop_guard.check()
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

@@ -36,7 +36,7 @@ class AsyncDatabase:
         self._engine.sync_engine.dispose(close=False)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        self._home.enter()
+        self._home.check()
         with translate_errors():
             conn = await self._engine.connect()
             try:

@@ -1,4 +1,4 @@
-"""``Once`` and ``AsyncOnce``: the same verbs, blocking and awaited. All the thinking is in the engine."""
+"""``Once`` and ``AsyncOnce``: the same verbs, blocking and awaited, over one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 class OnceBase:
-    """What both faces share: how they are made, and how they read a decorator's arguments."""
+    """What ``Once`` and ``AsyncOnce`` share: how they are made, and how they read a decorator's arguments."""
 
     _world: type[ThreadRuntime | AsyncioRuntime]
 
@@ -82,7 +82,7 @@ class OnceBase:
         )
 
     @classmethod
-    def _over(cls, engine: KeyEngine) -> Self:
+    def _with_engine(cls, engine: KeyEngine) -> Self:
         face = cls.__new__(cls)
         face._engine = engine
         return face
@@ -94,7 +94,7 @@ class OnceBase:
         self, guarded: type[Guarded[..., Any] | AsyncGuarded[..., Any]], policy: Policy, **plan: Any
     ) -> Callable[[Callable[..., Any]], Any]:
         def decorate(function: Callable[..., Any]) -> Any:
-            _want(function, awaited=guarded is AsyncGuarded)
+            _check_function(function, awaited=guarded is AsyncGuarded)
             return guarded(self._engine, GuardSpec(function, policy, **plan))
 
         return decorate
@@ -106,7 +106,7 @@ class OnceBase:
         scope = checked_key("scope", scope)
         return CallRequest(key_text(key), scope, fingerprint, policy, renew=renew, codec=codec_of(work) or PLAIN)
 
-    def _joined(self, session: Any, *, is_async: bool) -> KeyEngine:
+    def _engine_on(self, session: Any, *, is_async: bool) -> KeyEngine:
         store, must_await = join(self._engine.store, session)
         if must_await != is_async:
             raise InvalidRequest("Once.on() takes a blocking session or connection, AsyncOnce.on() an async one")
@@ -238,13 +238,13 @@ class Once(OnceBase):
         **changes: Any,
     ) -> Result[R]:
         """Run a piece of work once for this key, or give what came of it."""
-        _want(work, awaited=False)
+        _check_function(work, awaited=False)
         request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)
         return run_sync(call_once(self._engine, call_function, request, work))
 
     def on(self, session: Connection | Session) -> Once:
         """The same verbs inside your own transaction: what they write commits or vanishes with it."""
-        return Once._over(self._joined(session, is_async=False))
+        return Once._with_engine(self._engine_on(session, is_async=False))
 
     def __enter__(self) -> Self:
         try:
@@ -361,7 +361,7 @@ class AsyncOnce(OnceBase):
 
     def on(self, session: AsyncConnection | AsyncSession) -> AsyncOnce:
         """As :meth:`Once.on`, for an async session or connection."""
-        return AsyncOnce._over(self._joined(session, is_async=True))
+        return AsyncOnce._with_engine(self._engine_on(session, is_async=True))
 
     async def __aenter__(self) -> Self:
         try:
@@ -377,7 +377,7 @@ class AsyncOnce(OnceBase):
         await self.close()
 
 
-def _want(function: Callable[..., Any], *, awaited: bool) -> None:
+def _check_function(function: Callable[..., Any], *, awaited: bool) -> None:
     if not callable(function):
         raise InvalidRequest(f"only a function can be guarded, not {function!r:.80}")
     if is_async(function) != awaited:
