@@ -1,12 +1,14 @@
-"""What every test can ask for: a server for the whole session, a URL of an empty database for itself, a browser."""
+"""Fixtures for every test: servers for the whole session, empty databases, a browser."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from support import servers
+from support.databases import DATABASES, Databases, StoreUrls, TestDatabase
 
 if TYPE_CHECKING:  # a browser's driver takes long to import, and most tests need none
     from playwright.sync_api import Browser
@@ -55,11 +57,31 @@ def sqlite_url(tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
+    """A store of each kind for the tests of a module; each test takes keys or scopes of its own."""
+    with ExitStack() as cleanup:
+        yield StoreUrls(request, cleanup)
+
+
+@pytest.fixture(scope="module")
+def databases(request: pytest.FixtureRequest) -> Iterator[Databases]:
+    with ExitStack() as cleanup:
+        yield Databases(request, cleanup)
+
+
+@pytest.fixture(params=DATABASES)
+def database(request: pytest.FixtureRequest, databases: Databases) -> Iterator[TestDatabase]:
+    """An empty database with all tables, on each kind of database."""
+    with databases.empty(request.param) as database:
+        yield database
+
+
+@pytest.fixture(scope="module")
 def chromium() -> Iterator["Browser"]:
     from support import browser
 
-    with browser.chromium() as browser:
-        yield browser
+    with browser.chromium() as chromium:
+        yield chromium
 
 
 @pytest.fixture

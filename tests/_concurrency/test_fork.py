@@ -4,13 +4,12 @@ The forks happen in processes of their own: a fork of the tests' own would copy 
 """
 
 import textwrap
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import pytest
 
-from support.databases import KINDS, SHARED_KINDS, StoreUrls, store_urls
+from support.databases import KINDS, SHARED_KINDS, StoreUrls
 from support.programs import outcome
 
 names = count()
@@ -39,12 +38,6 @@ def in_child(work):
 def key(name):
     return f"{mark} {name}"
 """
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 def run(program: str, url: str) -> Any:

@@ -15,8 +15,12 @@ from semel.runs.store import lease, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal
 from semel.runs.types import Artifact
 from semel.runs.worker.active_runs import ActiveRun
-from support.quotas import KINDS, Grounds
-from support.runs_harness import Hand, Workshop, effects, touch, until
+from support.databases import DATABASES as KINDS
+from support.databases import Databases as Grounds
+from support.runs_harness import ManualWorker as Hand
+from support.runs_harness import RunsHarness as Workshop
+from support.runs_harness import effects, touch
+from support.waiting import eventually as until
 
 MOMENT = 0.000001
 LEASE = 60

@@ -14,10 +14,14 @@ from semel import App, AsyncClient, Client, CostLimitExceeded, KeyReused, Quota,
 from semel import submit_cloud_job as submit
 from semel.service import Settings
 from support import faulty_server
-from support.clients import Face
-from support.faulty_server import Rogue, problem, saying
+from support.clients import ClientDriver as Face
+from support.faulty_server import FaultyServer as Rogue
+from support.faulty_server import problem, saying
 from support.jobs import add_models, write_config
-from support.service import PATIENCE, Served, made_app, served
+from support.service import PATIENCE
+from support.service import TestServer as Served
+from support.service import make_app as made_app
+from support.service import serve as served
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

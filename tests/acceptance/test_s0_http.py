@@ -25,7 +25,10 @@ from semel import App, Quota, demo
 from semel.service import Settings
 from support import servers
 from support.jobs import SUBMIT, job, job_in, submit
-from support.service import PATIENCE, Served, made_app, served
+from support.service import PATIENCE
+from support.service import TestServer as Served
+from support.service import make_app as made_app
+from support.service import serve as served
 
 DOCUMENTS = Path(__file__).parent / "documents"
 CONFIGS = ["my-training-config", "production", "production-lora", "flux-lora-v1"]

@@ -12,9 +12,11 @@ import pytest
 from sqlalchemy import create_engine, inspect, make_url
 
 from semel import AsyncJobStore, CostLimitExceeded, InvalidRequest, KeyReused, Quota, QuotaExceeded, Run
+from support.databases import DATABASES as KINDS
+from support.databases import Databases as Grounds
+from support.databases import TestDatabase as Ground
 from support.programs import Program
 from support.quota_race import killed, last_words, race
-from support.quotas import KINDS, Ground, Grounds
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
@@ -94,7 +96,7 @@ def test_s0_5_a_key_with_another_payload_is_refused(ground: Ground) -> None:
 
 LOST_RESPONSE = """
 import os, signal
-from support.quotas import open_app
+from support.databases import open_app
 run = open_app(url, clock=lambda: now).submit("train", {"number": 1}, user=42, idempotency_key="client-1")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -672,7 +674,7 @@ def test_s0_36_keys_and_slots_hold_across_processes_and_after_one_dies(ground: G
 
 def test_s0_36_eight_processes_with_one_key_make_one_job(ground: Ground) -> None:
     source = """
-    from support.quotas import open_app
+    from support.databases import open_app
     app = open_app(url)
     app.usage(0)
     tell("ready")

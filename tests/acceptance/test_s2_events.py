@@ -7,7 +7,8 @@ import pytest
 import redis as redis_client
 
 from semel.cli import main as semel_command
-from support.serve_command import Serving, until
+from support.serve_command import ServeProcess as Serving
+from support.waiting import eventually as until
 from support.webhooks import Received, Receiver, receiving
 
 

@@ -17,8 +17,12 @@ from semel import RunNotComplete, Worker
 from semel.cli import main as semel_command
 from semel.client import Client
 from semel.demo import baseline_forecast
-from support.run_service import ended, on_database, token, until
-from support.service import Served, served
+from support.run_service import app_with_models as on_database
+from support.run_service import ended
+from support.service import TestServer as Served
+from support.service import issue_token as token
+from support.service import serve as served
+from support.waiting import eventually as until
 
 MODEL = "baseline_forecast_v1"
 PARAMETERS = {"scenario": "high_inflation", "horizon_months": 24, "region": "AU"}

@@ -16,7 +16,7 @@ from semel.runs.store.lease import LeaseRequest
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import Sweeper
 from semel.testing import FakeClock
-from support.serve_command import until
+from support.waiting import eventually as until
 
 
 def work(number: int = 0, *, fatal: bool = False) -> int:

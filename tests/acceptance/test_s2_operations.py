@@ -12,9 +12,10 @@ from semel import App
 from semel.cli import main as semel_command
 from semel.service import Settings
 from support import servers
-from support.hosting import unannounced
-from support.serve_command import Serving, until
-from support.service import made_app
+from support.serve_command import ServeProcess as Serving
+from support.service import host_without_lifespan as unannounced
+from support.service import make_app as made_app
+from support.waiting import eventually as until
 
 FIELDS = {"run_id", "payload_hash", "worker_id", "status", "attempt_count"}
 

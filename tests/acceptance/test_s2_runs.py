@@ -30,9 +30,13 @@ from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.run_logs import WorkerLogger
 from semel.runs.worker.sweeper import Sweeper
 from support.apps import worker_models
+from support.databases import DATABASES as KINDS
+from support.databases import Databases as Grounds
 from support.programs import Program
-from support.quotas import KINDS, Grounds
-from support.runs_harness import Hand, Workshop, effects, in_threads, until
+from support.runs_harness import ManualWorker as Hand
+from support.runs_harness import RunsHarness as Workshop
+from support.runs_harness import effects, in_threads
+from support.waiting import eventually as until
 
 MOMENT = 0.000001
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")

@@ -12,7 +12,7 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from semel.cli import main as semel_command
 from semel.service import wsgi
-from support.hosting import hosted_wsgi
+from support.service import host_wsgi as hosted_wsgi
 from support.transports import Ground, until
 
 

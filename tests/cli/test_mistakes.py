@@ -6,7 +6,8 @@ import pytest
 
 from semel.cli import main
 from support.cli import parsed
-from support.serve_command import Serving, command, until
+from support.serve_command import ServeProcess, command
+from support.waiting import eventually
 
 USAGE = 2
 
@@ -123,8 +124,10 @@ def test_a_value_of_the_environment_is_named_by_its_variable(tmp_path: Path) -> 
 def test_a_server_warns_of_folders_that_it_cannot_use(tmp_path: Path, sqlite_url: str) -> None:
     (tmp_path / "letter.txt").write_text("Dear reader")
     place = str(tmp_path / "letter.txt" / "artifacts")
-    with Serving(tmp_path, "--db", sqlite_url, "--no-worker", "--configs", "nofolder", "--artifacts", place) as serving:
-        until(lambda: "(--artifacts)" in serving.log, "it warns")
+    with ServeProcess(
+        tmp_path, "--db", sqlite_url, "--no-worker", "--configs", "nofolder", "--artifacts", place
+    ) as serving:
+        eventually(lambda: "(--artifacts)" in serving.log, "it warns")
         assert "there is no folder nofolder (--configs)" in serving.log
         assert f"{place} (--artifacts) cannot be written (Not a directory)" in serving.log
         assert "Traceback" not in serving.log
@@ -135,8 +138,8 @@ def test_a_server_serves_the_queues_that_are_named_and_warns_of_nothing_that_is_
 ) -> None:
     (tmp_path / "configs").mkdir()
     where = ["--db", sqlite_url, "--configs", "configs", "--artifacts", str(tmp_path / "made" / "here")]
-    with Serving(tmp_path, *where, "--queue", "one", "--queues", "two,three") as serving:
-        until(lambda: "worker started on one, two, three" in serving.log, "the worker starts")
+    with ServeProcess(tmp_path, *where, "--queue", "one", "--queues", "two,three") as serving:
+        eventually(lambda: "worker started on one, two, three" in serving.log, "the worker starts")
         assert "(--" not in serving.log
     assert list((tmp_path / "made" / "here").iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The commands that go through a server: what they print, how they end, on both databases."""
+"""The commands that go through a server: what they print, how they end."""
 
 import json
 import re
@@ -16,26 +16,19 @@ from semel.api_types import RemoteJob, RemoteUpload
 from semel.cli import main
 from semel.cli.jobs import print_job
 from semel.service.auth import tokens
-from support.cli import ID, UNSERVED, Desk, add_models, at_desk
-from support.service import PATIENCE, Served, made_app, served
+from support.cli import ID, UNSERVED, CliServer, add_models, cli_server
+from support.service import PATIENCE, TestServer, make_app, serve
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     folder = tmp_path_factory.mktemp("cli")
-    if request.param == "sqlite":
-        with at_desk(f"sqlite:///{folder / 'semel.db'}", folder) as desk:
-            yield desk
-        return
-    server = request.getfixturevalue("postgres_server")
-    url = server.database()
-    with at_desk(url, folder) as desk:
-        yield desk
-    server.drop(url)
+    with cli_server(f"sqlite:///{folder / 'semel.db'}", folder) as place:
+        yield place
 
 
 @pytest.fixture
-def desk(place: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def server(place: CliServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[CliServer]:
     monkeypatch.setenv("SEMEL_SERVER", place.service.address)
     for name in ("SEMEL_TOKEN", "SEMEL_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -48,7 +41,7 @@ Told = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def semel(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Told:
+def semel(server: CliServer, capsys: pytest.CaptureFixture[str]) -> Told:
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
         code = main(arguments)
@@ -58,11 +51,11 @@ def semel(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Told:
     return run
 
 
-def test_submit_prints_the_id_alone_so_that_it_can_be_used(desk: Desk, semel: Told) -> None:
+def test_submit_prints_the_id_alone_so_that_it_can_be_used(server: CliServer, semel: Told) -> None:
     code, out, err = semel("submit", "add", "a=1")
     assert (code, err) == (0, "")
     assert ID.fullmatch(out.strip())
-    assert desk.app.wait(out.strip(), timeout=PATIENCE).parameters == {"a": 1}
+    assert server.app.wait(out.strip(), timeout=PATIENCE).parameters == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -78,18 +71,22 @@ def test_submit_prints_the_id_alone_so_that_it_can_be_used(desk: Desk, semel: To
         ("b=", ""),
     ],
 )
-def test_a_value_is_json_where_it_is_json_and_text_otherwise(desk: Desk, semel: Told, given: str, meant: Any) -> None:
+def test_a_value_is_json_where_it_is_json_and_text_otherwise(
+    server: CliServer, semel: Told, given: str, meant: Any
+) -> None:
     code, out, _ = semel("submit", "add", "--queue", UNSERVED, "a=1", given)
     assert code == 0
-    assert desk.app.get(out.strip()).parameters == {"a": 1, "b": meant}
+    assert server.app.get(out.strip()).parameters == {"a": 1, "b": meant}
 
 
-def test_parameters_come_from_a_file_and_are_overridden_by_words(desk: Desk, semel: Told, tmp_path: Path) -> None:
+def test_parameters_come_from_a_file_and_are_overridden_by_words(
+    server: CliServer, semel: Told, tmp_path: Path
+) -> None:
     file = tmp_path / "inputs.json"
     file.write_text('{"a": 1, "b": "of the file"}')
     code, out, _ = semel("submit", "add", "--params", f"@{file}", "--queue", UNSERVED, "a=5")
     assert code == 0
-    assert desk.app.get(out.strip()).parameters == {"a": 5, "b": "of the file"}
+    assert server.app.get(out.strip()).parameters == {"a": 5, "b": "of the file"}
 
 
 def test_the_same_key_finds_the_same_run(semel: Told) -> None:
@@ -128,11 +125,11 @@ def test_wait_with_json_prints_the_run_as_it_ended(semel: Told) -> None:
     assert (run["status"], run["model"], run["parameters"]) == ("SUCCEEDED", "add", {"a": 506})
 
 
-def test_a_wait_that_takes_too_long_leaves_the_run_alone(desk: Desk, semel: Told) -> None:
+def test_a_wait_that_takes_too_long_leaves_the_run_alone(server: CliServer, semel: Told) -> None:
     code, out, err = semel("submit", "hold", "--wait", "--timeout", "0.3s")
     assert code == 1
     assert f"it has not ended in 0.3 s; the run goes on: semel wait {out.strip()} (or show, " in err
-    assert not desk.app.get(out.strip()).done
+    assert not server.app.get(out.strip()).done
     code, out, err = semel("wait", out.strip(), "--timeout", "0.1s", "--json")
     assert (code, json.loads(out)["model"]) == (1, "hold")
 
@@ -208,8 +205,8 @@ def test_a_server_that_is_not_there_is_told_with_where_it_was_looked_for(
     assert err.startswith("semel: ")
 
 
-def test_runs_are_listed_newest_first_and_filtered(desk: Desk, semel: Told) -> None:
-    ids = [desk.submit("add", {"a": number}, queue="listed") for number in range(3)]
+def test_runs_are_listed_newest_first_and_filtered(server: CliServer, semel: Told) -> None:
+    ids = [server.submit("add", {"a": number}, queue="listed") for number in range(3)]
     code, out, err = semel("runs", "--queue", "listed")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -228,8 +225,8 @@ def test_no_runs_are_no_failure(semel: Told) -> None:
     assert semel("runs", "--queue", "empty") == (0, "", "there are no such runs\n")
 
 
-def test_show_tells_of_a_runs_life(desk: Desk, semel: Told) -> None:
-    run_id = desk.ended("add", {"a": 1}, idempotency_key=f"show-{time.time_ns()}")
+def test_show_tells_of_a_runs_life(server: CliServer, semel: Told) -> None:
+    run_id = server.ended("add", {"a": 1}, idempotency_key=f"show-{time.time_ns()}")
     code, out, _ = semel("show", run_id)
     assert code == 0
     for part in (run_id, "SUCCEEDED", '{"a": 1}', "created", "leased", "succeeded", "1 of "):
@@ -240,53 +237,53 @@ def test_show_tells_of_a_runs_life(desk: Desk, semel: Told) -> None:
     assert told["run"]["run_id"] == run_id
 
 
-def test_an_error_that_was_overcome_is_shown_as_the_last_one(desk: Desk, semel: Told) -> None:
+def test_an_error_that_was_overcome_is_shown_as_the_last_one(server: CliServer, semel: Told) -> None:
     code, out, err = semel("submit", "falter", "--wait")
     assert code == 0, err
     code, out, _ = semel("show", out.strip())
     assert re.search(r"^attempts +2 of 2$", out, re.MULTILINE)
     assert re.search(r"^last error +ConnectionError: the line was busy$", out, re.MULTILINE)
     assert "Traceback" not in out
-    run_id = desk.ended("fail", {"why": "no paper"})
+    run_id = server.ended("fail", {"why": "no paper"})
     out = semel("show", run_id)[1]
     assert re.search(r"^error +.*no paper$", out, re.MULTILINE)
     assert "Traceback" in out
 
 
-def test_a_run_that_was_submitted_before_is_waited_for(desk: Desk, semel: Told) -> None:
-    run_id = desk.submit("hold")
+def test_a_run_that_was_submitted_before_is_waited_for(server: CliServer, semel: Told) -> None:
+    run_id = server.submit("hold")
     code, out, err = semel("wait", run_id, "--timeout", "0.2s")
     assert (code, out.strip()) == (1, run_id)
     assert "the run goes on" in err
-    desk.gate.set()
+    server.gate.set()
     code, _, err = semel("wait", run_id[-10:])
     assert code == 0
     assert "SUCCEEDED after" in err
     told = json.loads(semel("wait", run_id, "--json")[1])
     assert (told["run_id"], told["status"]) == (run_id, "SUCCEEDED")
-    assert semel("wait", desk.ended("fail", {}))[0] == 1
+    assert semel("wait", server.ended("fail", {}))[0] == 1
 
 
-def test_show_says_why_a_run_waits(desk: Desk, semel: Told) -> None:
-    run_id = desk.submit("add", {"a": 1}, queue=UNSERVED)
+def test_show_says_why_a_run_waits(server: CliServer, semel: Told) -> None:
+    run_id = server.submit("add", {"a": 1}, queue=UNSERVED)
     assert f"no live worker serves the queue '{UNSERVED}'" in semel("show", run_id)[1]
     assert UNSERVED in json.loads(semel("show", run_id, "--json")[1])["waiting"]["reason"]
 
 
-def test_a_failure_is_shown_with_its_error(desk: Desk, semel: Told) -> None:
-    run_id = desk.ended("fail", {"why": "no paper"})
+def test_a_failure_is_shown_with_its_error(server: CliServer, semel: Told) -> None:
+    run_id = server.ended("fail", {"why": "no paper"})
     assert "no paper" in semel("show", run_id)[1]
     code, out, err = semel("result", run_id)
     assert (code, out) == (1, "")
     assert "FAILED" in err
 
 
-def test_a_part_of_an_id_is_enough(desk: Desk, semel: Told) -> None:
-    run_id = desk.submit("add", {"a": 1}, queue=UNSERVED)
+def test_a_part_of_an_id_is_enough(server: CliServer, semel: Told) -> None:
+    run_id = server.submit("add", {"a": 1}, queue=UNSERVED)
     assert json.loads(semel("show", run_id[-8:], "--json")[1])["run"]["run_id"] == run_id
     assert json.loads(semel("show", run_id[-14:].upper(), "--json")[1])["run"]["run_id"] == run_id
     assert json.loads(semel("show", run_id.replace("-", ""), "--json")[1])["run"]["run_id"] == run_id
-    desk.submit("add", {"a": 1}, queue=UNSERVED)
+    server.submit("add", {"a": 1}, queue=UNSERVED)
     code, _, err = semel("cancel", run_id[:7])
     assert code == 1
     assert re.search(r"\d+ runs begin or end with", err)
@@ -297,10 +294,10 @@ async def diverge() -> dict[str, float]:
 
 
 def test_a_result_that_is_not_finite_is_printed_as_json_with_its_warning(
-    desk: Desk, semel: Told, tmp_path: Path
+    server: CliServer, semel: Told, tmp_path: Path
 ) -> None:
-    desk.app.model("diverge")(diverge)
-    run_id = desk.ended("diverge", {})
+    server.app.model("diverge")(diverge)
+    run_id = server.ended("diverge", {})
     code, out, err = semel("result", run_id)
     assert (code, json.loads(out)) == (0, {"loss": None})
     assert err.startswith("semel: warning: $.loss is nan")
@@ -310,8 +307,8 @@ def test_a_result_that_is_not_finite_is_printed_as_json_with_its_warning(
     assert re.search(r"^warnings +\$\.loss is nan", semel("show", run_id)[1], re.MULTILINE)
 
 
-def test_a_result_is_printed_and_written(desk: Desk, semel: Told, tmp_path: Path) -> None:
-    run_id = desk.ended("add", {"a": 1, "b": "zwölf \x1b[31m"})
+def test_a_result_is_printed_and_written(server: CliServer, semel: Told, tmp_path: Path) -> None:
+    run_id = server.ended("add", {"a": 1, "b": "zwölf \x1b[31m"})
     code, out, err = semel("result", run_id)
     assert (code, err) == (0, "")
     assert json.loads(out) == {"text": "zwölf \x1b[31m"}
@@ -325,8 +322,8 @@ def test_a_result_is_printed_and_written(desk: Desk, semel: Told, tmp_path: Path
     assert "Traceback" not in err
 
 
-def test_a_file_that_a_run_left_is_fetched(desk: Desk, tmp_path: Path, capfdbinary: Any) -> None:
-    run_id = desk.ended("leave", {"text": "Dear reader"})
+def test_a_file_that_a_run_left_is_fetched(server: CliServer, tmp_path: Path, capfdbinary: Any) -> None:
+    run_id = server.ended("leave", {"text": "Dear reader"})
     target = tmp_path / "letter.txt"
     assert "notes/a letter.txt (11 B)" in main_out(capfdbinary, "show", run_id)
     assert main(["result", run_id, "--artifact", "notes/a letter.txt", "-o", str(target)]) == 0
@@ -342,48 +339,48 @@ def main_out(capture: Any, *arguments: str) -> str:
     return str(capture.readouterr().out.decode())
 
 
-def test_logs_are_printed_and_followed_to_the_end(desk: Desk, semel: Told) -> None:
-    run_id = desk.ended("add", {"a": 1})
+def test_logs_are_printed_and_followed_to_the_end(server: CliServer, semel: Told) -> None:
+    run_id = server.ended("add", {"a": 1})
     code, out, _ = semel("logs", run_id)
     assert code == 0
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    adding 1 to 10\n", out)
     assert json.loads(semel("logs", run_id, "--json")[1])["text"] == "adding 1 to 10"
-    run_id = desk.submit("hold", {"why": "for the log"})
-    desk.until(run_id, lambda run: run.status == "RUNNING")
-    threading.Timer(0.2, desk.gate.set).start()
+    run_id = server.submit("hold", {"why": "for the log"})
+    server.until(run_id, lambda run: run.status == "RUNNING")
+    threading.Timer(0.2, server.gate.set).start()
     code, out, _ = semel("logs", run_id, "--follow")
     assert code == 0
     assert "holding for the log" in out
-    assert desk.app.get(run_id).done
+    assert server.app.get(run_id).done
 
 
-def test_cancel_and_retry_take_several_and_tell_of_each(desk: Desk, semel: Told) -> None:
-    ids = [desk.submit("add", {"a": number}, queue=UNSERVED) for number in range(2)]
-    done = desk.ended("add", {"a": 1})
+def test_cancel_and_retry_take_several_and_tell_of_each(server: CliServer, semel: Told) -> None:
+    ids = [server.submit("add", {"a": number}, queue=UNSERVED) for number in range(2)]
+    done = server.ended("add", {"a": 1})
     code, out, err = semel("cancel", ids[0], done, "--why", "no need", ids[1])
     assert code == 1
     assert out == "".join(f"{each} CANCELLED\n" for each in ids)
     assert "SUCCEEDED already" in err
-    assert desk.app.timeline(ids[0])[-1].note == "no need"
+    assert server.app.timeline(ids[0])[-1].note == "no need"
     code, out, err = semel("retry", *ids)
     assert (code, err) == (0, "")
     again = out.split()
-    assert [desk.app.get(each).retry_of for each in again] == ids
+    assert [server.app.get(each).retry_of for each in again] == ids
     assert semel("retry", ids[0])[1].split() == again[:1]
     told = json.loads(semel("cancel", "--json", *again)[1])
     assert [run["status"] for run in told["runs"]] == ["CANCELLED", "CANCELLED"]
 
 
-def test_a_running_run_is_asked_to_end(desk: Desk, semel: Told) -> None:
-    run_id = desk.submit("hold", {})
-    desk.until(run_id, lambda run: run.status == "RUNNING")
+def test_a_running_run_is_asked_to_end(server: CliServer, semel: Told) -> None:
+    run_id = server.submit("hold", {})
+    server.until(run_id, lambda run: run.status == "RUNNING")
     code, out, _ = semel("cancel", run_id)
     assert (code, out) == (0, f"{run_id} is asked to end\n")
-    desk.until(run_id, lambda run: run.status == "CANCELLED")
+    server.until(run_id, lambda run: run.status == "CANCELLED")
 
 
-def test_models_workers_and_sums_are_told(desk: Desk, semel: Told) -> None:
-    desk.ended("add", {"a": 1})
+def test_models_workers_and_sums_are_told(server: CliServer, semel: Told) -> None:
+    server.ended("add", {"a": 1})
     code, out, _ = semel("models")
     assert code == 0
     assert re.search(r"^add +a\* b +default +Adds, and says so\.$", out, re.MULTILINE)
@@ -410,17 +407,17 @@ def test_models_workers_and_sums_are_told(desk: Desk, semel: Told) -> None:
     assert added["counts"]["SUCCEEDED"] >= 1
 
 
-def test_warnings_of_a_quota_are_told(desk: Desk, semel: Told) -> None:
-    desk.app.set_quota("warned", Quota(max_concurrent=1, action="warn"))
+def test_warnings_of_a_quota_are_told(server: CliServer, semel: Told) -> None:
+    server.app.set_quota("warned", Quota(max_concurrent=1, action="warn"))
     code, _, err = semel("submit", "add", "a=1", "--user", "warned", "--queue", UNSERVED)
     assert code == 0
     assert "1 of 1 concurrent jobs in use" in err
 
 
 def test_a_job_is_submitted_once_shown_listed_and_cancelled(
-    desk: Desk, semel: Told, monkeypatch: pytest.MonkeyPatch
+    server: CliServer, semel: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SEMEL_DB", desk.app.url)
+    monkeypatch.setenv("SEMEL_DB", server.app.url)
     body = {"model": "add", "parameters": {"a": 1}, "queue": UNSERVED}
     assert semel("config", "set", "sums", json.dumps(body))[0] == 0
     code, out, err = semel("job", "submit", "sums", "--key", "job-1")
@@ -445,9 +442,9 @@ def test_a_job_is_submitted_once_shown_listed_and_cancelled(
 
 
 def test_a_job_that_is_refused_is_told_in_words_of_its_config(
-    desk: Desk, semel: Told, monkeypatch: pytest.MonkeyPatch
+    server: CliServer, semel: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SEMEL_DB", desk.app.url)
+    monkeypatch.setenv("SEMEL_DB", server.app.url)
     for name in ("odd", "even"):
         assert semel("config", "set", name, '{"model": "nosuch", "parameters": {}}')[0] == 0
     code, out, err = semel("job", "submit", "odd")
@@ -462,12 +459,12 @@ def test_a_job_that_is_refused_is_told_in_words_of_its_config(
 
 
 def test_a_job_is_shown_with_its_data_in_words_and_how_to_get_its_result(
-    desk: Desk, semel: Told, monkeypatch: pytest.MonkeyPatch
+    server: CliServer, semel: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SEMEL_DB", desk.app.url)
+    monkeypatch.setenv("SEMEL_DB", server.app.url)
     assert semel("config", "set", "done", '{"model": "add", "parameters": {"a": 1}}')[0] == 0
     job_id = semel("job", "submit", "done")[1].strip()
-    desk.until(job_id, lambda run: run.done)
+    server.until(job_id, lambda run: run.done)
     code, out, _ = semel("job", "show", job_id)
     assert code == 0
     assert re.search(rf"^result +semel result {job_id}$", out, re.MULTILINE)
@@ -498,7 +495,7 @@ def test_the_data_of_a_job_is_told_in_words(
     assert f"data       {said}\n" in capsys.readouterr().out
 
 
-def test_a_run_that_nobody_serves_is_submitted_with_a_remark(desk: Desk, semel: Told) -> None:
+def test_a_run_that_nobody_serves_is_submitted_with_a_remark(server: CliServer, semel: Told) -> None:
     code, out, err = semel("submit", "add", "a=501", "--queue", "nosuch")
     assert (code, ID.fullmatch(out.strip()) is not None) == (0, True)
     assert err == "semel: no live worker serves the queue 'nosuch'; it waits until one does\n"
@@ -511,8 +508,8 @@ def test_a_run_that_nobody_serves_is_submitted_with_a_remark(desk: Desk, semel: 
     assert semel("submit", "add", "a=504", "--queue", "nosuch", "--delay", "1h")[2] == ""
 
 
-def test_the_fields_of_a_run_that_waits_are_in_line(desk: Desk, semel: Told) -> None:
-    run_id = desk.submit("add", {"a": 1}, queue=UNSERVED)
+def test_the_fields_of_a_run_that_waits_are_in_line(server: CliServer, semel: Told) -> None:
+    run_id = server.submit("add", {"a": 1}, queue=UNSERVED)
     code, out, _ = semel("show", run_id)
     assert code == 0
     fields = out.partition("\n\n")[0].splitlines()
@@ -520,22 +517,19 @@ def test_the_fields_of_a_run_that_waits_are_in_line(desk: Desk, semel: Told) -> 
     assert {re.match(r"[a-z ]+?  +", line).end() for line in fields} == {12}  # type: ignore[union-attr]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def guarded(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Served, str]]:
+@pytest.fixture
+def guarded(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TestServer, str]]:
     """A server that wants tokens, and the URL of its database."""
-    url: str = request.getfixturevalue("postgres_url" if request.param == "postgresql" else "sqlite_url")
-    app = made_app(url, tmp_path)
+    app = make_app(sqlite_url, tmp_path)
     add_models(app, threading.Event())
-    with served(app) as service:
+    with serve(app) as service:
         monkeypatch.setenv("SEMEL_SERVER", service.address)
-        yield service, url
+        yield service, sqlite_url
     app.close()
 
 
 def test_a_token_of_the_command_opens_the_server(
-    guarded: tuple[Served, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    guarded: tuple[TestServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, url = guarded
     capsys.readouterr()

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.cli import ID, Desk, at_desk
+from support.cli import ID, CliServer, cli_server
 from support.service import PATIENCE
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     folder = tmp_path_factory.mktemp("terminal")
-    with at_desk(f"sqlite:///{folder / 'semel.db'}", folder) as desk:
-        yield desk
+    with cli_server(f"sqlite:///{folder / 'semel.db'}", folder) as server:
+        yield server
 
 
 @pytest.fixture
-def desk(place: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def server(place: CliServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[CliServer]:
     monkeypatch.setenv("SEMEL_SERVER", place.service.address)
     place.gate.clear()
     yield place
@@ -61,7 +61,7 @@ def read_until(terminal: int, wanted: str) -> str:
     return shown.decode()
 
 
-def test_in_a_terminal_there_is_a_bar_and_ctrl_c_ends_the_wait_but_not_the_run(desk: Desk) -> None:
+def test_in_a_terminal_there_is_a_bar_and_ctrl_c_ends_the_wait_but_not_the_run(server: CliServer) -> None:
     process, terminal = in_terminal("submit", "hold", "--wait", columns=200)
     try:
         shown = read_until(terminal, "25%  holding")
@@ -79,12 +79,12 @@ def test_in_a_terminal_there_is_a_bar_and_ctrl_c_ends_the_wait_but_not_the_run(d
     assert f"semel: interrupted; the run goes on: semel wait {found[0]} (or show, logs, result, cancel)" in shown
     assert len(ID.findall(shown)) == 2  # printed for use, and in the remark
     assert "Traceback" not in shown
-    assert desk.app.get(found[0]).status == "RUNNING"
-    assert not desk.app.get(found[0]).cancel_requested
+    assert server.app.get(found[0]).status == "RUNNING"
+    assert not server.app.get(found[0]).cancel_requested
 
 
-def test_in_a_terminal_a_table_fits(desk: Desk) -> None:
-    desk.submit("add", {"a": 1, "b": "x" * 300}, queue="narrow")
+def test_in_a_terminal_a_table_fits(server: CliServer) -> None:
+    server.submit("add", {"a": 1, "b": "x" * 300}, queue="narrow")
     process, terminal = in_terminal("runs", "--queue", "narrow", columns=70)
     try:
         shown = read_until(terminal, "\x00 never")
@@ -100,15 +100,15 @@ def test_in_a_terminal_a_table_fits(desk: Desk) -> None:
     assert "…" in lines[1]
 
 
-def test_watch_shows_again_until_it_is_interrupted(desk: Desk) -> None:
-    desk.submit("add", {"a": 1}, queue="watched")
+def test_watch_shows_again_until_it_is_interrupted(server: CliServer) -> None:
+    server.submit("add", {"a": 1}, queue="watched")
     process = subprocess.Popen(
         [*COMMAND, "runs", "--queue", "watched", "--watch", "0.1", "--json"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
         assert len(json.loads(process.stdout.readline())["runs"]) == 1
-        desk.submit("add", {"a": 2}, queue="watched")
+        server.submit("add", {"a": 2}, queue="watched")
         deadline = time.monotonic() + PATIENCE
         while len(json.loads(process.stdout.readline())["runs"]) < 2:
             assert time.monotonic() < deadline
@@ -119,7 +119,7 @@ def test_watch_shows_again_until_it_is_interrupted(desk: Desk) -> None:
         process.communicate()
 
 
-def test_a_wait_that_is_interrupted_prints_the_run_for_programs(desk: Desk) -> None:
+def test_a_wait_that_is_interrupted_prints_the_run_for_programs(server: CliServer) -> None:
     command = [*COMMAND, "submit", "hold", "--wait", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -135,11 +135,11 @@ def test_a_wait_that_is_interrupted_prints_the_run_for_programs(desk: Desk) -> N
     run = json.loads(out)
     assert run["model"] == "hold"
     assert err.count(run["run_id"]) == 1
-    assert desk.app.get(run["run_id"]).status == "RUNNING"
+    assert server.app.get(run["run_id"]).status == "RUNNING"
 
 
-def test_to_follow_a_log_ends_with_ctrl_c(desk: Desk) -> None:
-    run_id = desk.submit("hold", {"why": "to be followed"})
+def test_to_follow_a_log_ends_with_ctrl_c(server: CliServer) -> None:
+    run_id = server.submit("hold", {"why": "to be followed"})
     process = subprocess.Popen(
         [*COMMAND, "logs", run_id, "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -154,9 +154,9 @@ def test_to_follow_a_log_ends_with_ctrl_c(desk: Desk) -> None:
     assert (process.returncode, err) == (INTERRUPTED, "semel: interrupted; the run goes on\n")
 
 
-def test_a_reader_who_has_had_enough_is_no_traceback(desk: Desk) -> None:
+def test_a_reader_who_has_had_enough_is_no_traceback(server: CliServer) -> None:
     for number in range(50):
-        desk.submit("add", {"a": number, "b": "x" * 10_000}, queue="long")
+        server.submit("add", {"a": number, "b": "x" * 10_000}, queue="long")
     process = subprocess.Popen(
         [*COMMAND, "runs", "--queue", "long", "--limit", "50", "--json"],
         stdout=subprocess.PIPE,

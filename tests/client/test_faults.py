@@ -1,8 +1,7 @@
-"""What the clients do when servers and connections fail: on SQLite and PostgreSQL, blocking and awaited."""
+"""What the clients do when servers and connections fail: blocking and awaited."""
 
 import hashlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,58 +27,10 @@ from semel import (
     UnknownModel,
 )
 from semel.client import RemoteRun
-from support import faulty_server, servers
-from support.clients import PATIENCE, Face, gate, gates, with_models, working_service
-from support.faulty_server import Rogue, problem, saying
-from support.service import Served, served
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgres_server: servers.Postgres
-) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("service")
-    if request.param == "sqlite":
-        with working_service(f"sqlite:///{folder / 'semel.db'}", folder) as service:
-            yield service
-        return
-    url = postgres_server.database()
-    with working_service(url, folder) as service:
-        yield service
-    postgres_server.drop(url)
-
-
-@pytest.fixture(params=["blocking", "awaited"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def client(service: Served, kind: str) -> Iterator[Face]:
-    with Face(kind, service.address) as face:
-        yield face
-
-
-@pytest.fixture
-def line(service: Served) -> Iterator[Rogue]:
-    """What lies between client and server, and does what it is told."""
-    with Rogue(service.address) as line:
-        yield line
-
-
-@pytest.fixture
-def far(line: Rogue, kind: str) -> Iterator[Face]:
-    """A client on the other side of the line."""
-    with Face(kind, line.url) as face:
-        yield face
-
-
-@pytest.fixture
-def alone(kind: str) -> Iterator[tuple[Face, Rogue]]:
-    """A client of a server that only misbehaves."""
-    with Rogue() as server, Face(kind, server.url) as face:
-        yield face, server
-
+from support import faulty_server
+from support.clients import PATIENCE, ClientDriver, gate, gates, with_models
+from support.faulty_server import FaultyServer, problem, saying
+from support.service import TestServer, serve
 
 LOSSES = {
     "lost answer": faulty_server.lose_the_answer,
@@ -97,7 +48,9 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whatever_is_lost_one_run_comes_of_one_submission(far: Face, line: Rogue, service: Served, loss: str) -> None:
+def test_whatever_is_lost_one_run_comes_of_one_submission(
+    far: ClientDriver, line: FaultyServer, service: TestServer, loss: str
+) -> None:
     line.faults = [LOSSES[loss]] * 3
     run = far.submit("add", {"a": 1})
     assert len(line.sent) == 4
@@ -126,7 +79,7 @@ FINAL: dict[str, tuple[faulty_server.Fault, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", FINAL)
-def test_what_would_be_the_same_again_is_not_asked_again(alone: tuple[Face, Rogue], name: str) -> None:
+def test_what_would_be_the_same_again_is_not_asked_again(alone: tuple[ClientDriver, FaultyServer], name: str) -> None:
     client, server = alone
     fault, kind = FINAL[name]
     server.faults = [fault]
@@ -136,7 +89,9 @@ def test_what_would_be_the_same_again_is_not_asked_again(alone: tuple[Face, Rogu
     assert len(server.sent) == 1
 
 
-def test_an_error_without_a_name_of_its_own_tells_what_the_server_said(alone: tuple[Face, Rogue]) -> None:
+def test_an_error_without_a_name_of_its_own_tells_what_the_server_said(
+    alone: tuple[ClientDriver, FaultyServer],
+) -> None:
     client, server = alone
     server.faults = [problem(413, "BODY_TOO_LARGE")]
     with pytest.raises(ServiceError, match="it is BODY_TOO_LARGE") as caught:
@@ -145,7 +100,7 @@ def test_an_error_without_a_name_of_its_own_tells_what_the_server_said(alone: tu
     assert (error.status, error.code, error.retryable, error.idempotency_key) == (413, "BODY_TOO_LARGE", False, "k")
 
 
-def test_failures_that_stay_are_told_after_the_last_try(alone: tuple[Face, Rogue]) -> None:
+def test_failures_that_stay_are_told_after_the_last_try(alone: tuple[ClientDriver, FaultyServer]) -> None:
     client, server = alone
     server.faults = [problem(503, "STORE_UNAVAILABLE", retryable=True)] * 4
     with pytest.raises(StoreUnavailable):
@@ -159,7 +114,7 @@ def test_failures_that_stay_are_told_after_the_last_try(alone: tuple[Face, Rogue
 
 def test_retry_after_is_waited_for_and_waits_grow(kind: str) -> None:
     waits: list[float] = []
-    with Rogue() as server, Face(kind, server.url, backoff=1.0) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url, backoff=1.0) as client:
         note_waits(client, waits)
         server.faults = [saying(503), saying(429, retry_after="7"), saying(503), saying(500)]
         with pytest.raises(ServiceError):
@@ -173,7 +128,7 @@ def test_retry_after_is_waited_for_and_waits_grow(kind: str) -> None:
     assert waits[3:] == [60]
 
 
-def note_waits(client: Face, waits: list[float]) -> None:
+def note_waits(client: ClientDriver, waits: list[float]) -> None:
     """So that nobody waits, and it is known how long they would have."""
 
     async def note(duration: float) -> None:
@@ -183,16 +138,16 @@ def note_waits(client: Face, waits: list[float]) -> None:
 
 
 def test_a_server_that_is_not_there_is_named_with_the_way_to_start_one(kind: str) -> None:
-    with Rogue() as gone:
+    with FaultyServer() as gone:
         url = gone.url
-    with Face(kind, url) as client, pytest.raises(ServerUnreachable, match="semel serve") as caught:
+    with ClientDriver(kind, url) as client, pytest.raises(ServerUnreachable, match="semel serve") as caught:
         client.get(str(uuid4()))
     assert url in str(caught.value)
     assert isinstance(caught.value, ConnectionError)
 
 
 def test_a_server_that_never_answers_leaves_the_key_to_ask_with(kind: str) -> None:
-    with Rogue() as server, Face(kind, server.url, timeout=0.1, retries=1) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url, timeout=0.1, retries=1) as client:
         server.faults = [faulty_server.keep_silent, faulty_server.drip]
         with pytest.raises(ServerUnreachable, match="may have been carried out") as caught:
             client.submit("add", {"a": 1})
@@ -201,7 +156,9 @@ def test_a_server_that_never_answers_leaves_the_key_to_ask_with(kind: str) -> No
     assert caught.value.idempotency_key in str(caught.value)
 
 
-def test_many_are_stored_once_though_an_answer_is_lost(far: Face, line: Rogue, service: Served) -> None:
+def test_many_are_stored_once_though_an_answer_is_lost(
+    far: ClientDriver, line: FaultyServer, service: TestServer
+) -> None:
     queue = f"idle-{uuid4()}"
     line.faults = [faulty_server.lose_the_answer]
     answers = far.submit_many([{"model": "add", "parameters": {"a": n}, "queue": queue} for n in range(5)])
@@ -209,7 +166,9 @@ def test_many_are_stored_once_though_an_answer_is_lost(far: Face, line: Rogue, s
     assert len(service.app.runs(queue=queue).runs) == 5
 
 
-def test_when_the_server_goes_away_amid_many_the_rest_have_the_error_and_their_keys(far: Face, line: Rogue) -> None:
+def test_when_the_server_goes_away_amid_many_the_rest_have_the_error_and_their_keys(
+    far: ClientDriver, line: FaultyServer
+) -> None:
     line.faults = [faulty_server.pass_on, *[faulty_server.lose_the_request] * 4]
     asked = [{"model": "add", "parameters": {"a": n}, "queue": "idle"} for n in range(600)]
     answers = far.submit_many(asked)
@@ -219,12 +178,12 @@ def test_when_the_server_goes_away_amid_many_the_rest_have_the_error_and_their_k
 
 
 @pytest.mark.parametrize("tell", [False, True])
-def test_a_wait_outlives_lost_connections(far: Face, line: Rogue, tell: bool) -> None:
+def test_a_wait_outlives_lost_connections(far: ClientDriver, line: FaultyServer, tell: bool) -> None:
     name = gate()
     run = far.submit("gated", {"gate": name})
     seen: list[str] = []
 
-    def open_the_gate(rogue: Rogue, client: Any, sent: Any) -> None:
+    def open_the_gate(rogue: FaultyServer, client: Any, sent: Any) -> None:
         seen.append(sent.path)
         gates[name].set()
 
@@ -237,7 +196,7 @@ def test_a_wait_outlives_lost_connections(far: Face, line: Rogue, tell: bool) ->
     ]
     line.faults = [*([faulty_server.pass_on] if tell else []), *away, open_the_gate]
     options: dict[str, Any] = {"progress": lambda run: None} if tell else {}
-    with Face(far.kind, line.url, retries=3 if tell else 100) as client:
+    with ClientDriver(far.kind, line.url, retries=3 if tell else 100) as client:
         assert client.wait(run.id, timeout=PATIENCE, **options).status == "SUCCEEDED"
     assert len(seen) == 1
 
@@ -249,17 +208,17 @@ def test_a_wait_outlives_a_server_that_is_restarted(kind: str, tmp_path: Path) -
     waited: list[RemoteRun] = []
 
     def wait(run_id: str) -> None:
-        with Face(kind, line.url) as client:
+        with ClientDriver(kind, line.url) as client:
             waited.append(client.wait(run_id, timeout=PATIENCE, progress=lambda run: told.set()))
 
-    with Rogue() as line, app.working(processes=0):
-        with served(app) as first:
+    with FaultyServer() as line, app.working(processes=0):
+        with serve(app) as first:
             line.behind = first.address
             waiting = threading.Thread(target=wait, args=(app.submit("gated", {"gate": name}).id,))
             waiting.start()
             assert told.wait(PATIENCE)
         gates[name].set()
-        with served(app) as second:
+        with serve(app) as second:
             line.behind = second.address
             waiting.join(PATIENCE)
     assert [run.status for run in waited] == ["SUCCEEDED"]
@@ -267,7 +226,7 @@ def test_a_wait_outlives_a_server_that_is_restarted(kind: str, tmp_path: Path) -
 
 
 def test_waiting_at_a_server_that_was_never_there_ends(kind: str) -> None:
-    with Rogue() as server, Face(kind, server.url) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url) as client:
         server.faults = [faulty_server.reset] * 10
         with pytest.raises(ServerUnreachable):
             client.wait(str(uuid4()))
@@ -289,7 +248,7 @@ def test_a_server_that_holds_nothing_back_is_not_asked_all_the_time(kind: str) -
         "links": {},
         "model": "add",
     }
-    with Rogue() as server, Face(kind, server.url) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url) as client:
         note_waits(client, waits)
         server.faults = [saying(200, run), *[saying(200, run)] * 3, saying(200, {**run, "status": "FAILED"})]
         assert client.wait(run["run_id"]).status == "FAILED"
@@ -300,7 +259,9 @@ def test_a_server_that_holds_nothing_back_is_not_asked_all_the_time(kind: str) -
     assert waits == [1.0] * 6
 
 
-def test_a_file_is_fetched_whole_however_often_it_breaks_off(far: Face, line: Rogue, tmp_path: Path) -> None:
+def test_a_file_is_fetched_whole_however_often_it_breaks_off(
+    far: ClientDriver, line: FaultyServer, tmp_path: Path
+) -> None:
     run = far.submit_and_wait("files", {"size": 300_000}, timeout=PATIENCE)
     [artifact] = run.artifacts
     assert (artifact.name, artifact.size) == ("deep/data é.bin", 300_000)
@@ -315,7 +276,7 @@ def test_a_file_is_fetched_whole_however_often_it_breaks_off(far: Face, line: Ro
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_file_that_cannot_be_had_leaves_what_was_there(far: Face, line: Rogue, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_had_leaves_what_was_there(far: ClientDriver, line: FaultyServer, tmp_path: Path) -> None:
     run = far.submit_and_wait("files", {"size": 10}, timeout=PATIENCE)
     target = tmp_path / "data.bin"
     target.write_bytes(b"what was there before")
@@ -335,7 +296,7 @@ def test_a_file_that_cannot_be_had_leaves_what_was_there(far: Face, line: Rogue,
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_events_go_on_where_the_connection_broke_off(far: Face, line: Rogue) -> None:
+def test_events_go_on_where_the_connection_broke_off(far: ClientDriver, line: FaultyServer) -> None:
     name = gate()
     run = far.submit("gated", {"gate": name})
     cuts = [faulty_server.cut_after(size) for size in (700, 10, 600)]
@@ -358,7 +319,7 @@ def test_events_go_on_where_the_connection_broke_off(far: Face, line: Rogue) -> 
     assert any("last-event-id" in each.headers for each in line.sent)
 
 
-def test_whoever_stops_listening_leaves_no_connection_behind(client: Face) -> None:
+def test_whoever_stops_listening_leaves_no_connection_behind(client: ClientDriver) -> None:
     run = client.submit("add", {"a": 1}, delay=3600)
     events = client.each(client.client.events(run.id))
     assert next(events).data["step"] == "created"

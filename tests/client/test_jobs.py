@@ -1,4 +1,4 @@
-"""The clients on jobs, over real HTTP, on SQLite and PostgreSQL, blocking and awaited."""
+"""The clients on jobs, over real HTTP, blocking and awaited."""
 
 import asyncio
 import threading
@@ -27,57 +27,29 @@ from semel import (
     submit_cloud_job,
 )
 from semel.service import Settings
-from support import faulty_server, servers
-from support.clients import Face
-from support.faulty_server import Rogue, problem, saying
-from support.jobs import add_models, token, write_config
-from support.service import Served, made_app, served
+from support import faulty_server
+from support.clients import ClientDriver
+from support.faulty_server import FaultyServer, problem, saying
+from support.jobs import add_models, write_config
+from support.service import TestServer, issue_token, make_app, serve
 
 PATIENCE = 30
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgres_server: servers.Postgres
-) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     folder = tmp_path_factory.mktemp("service")
-    url = postgres_server.database() if request.param == "postgres" else f"sqlite:///{folder / 'semel.db'}"
-    app = made_app(url, folder)
+    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
     add_models(app)
     pretended = {"replicate": {"simulate": True}}
     write_config(folder / "configs", "adding", model="add", parameters={"a": 1}, providers=pretended, cost=2)
     write_config(folder / "configs", "idle", model="add", queue="nobody-serves", providers=pretended)
-    with served(app, Settings(configs=str(folder / "configs"))) as service, app.working(processes=0):
+    with serve(app, Settings(configs=str(folder / "configs"))) as service, app.working(processes=0):
         yield service
     app.close()
-    if request.param == "postgres":
-        postgres_server.drop(url)
 
 
-@pytest.fixture(params=["blocking", "awaited"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def client(service: Served, kind: str) -> Iterator[Face]:
-    with Face(kind, service.address) as face:
-        yield face
-
-
-@pytest.fixture
-def line(service: Served) -> Iterator[Rogue]:
-    with Rogue(service.address) as line:
-        yield line
-
-
-@pytest.fixture
-def far(line: Rogue, kind: str) -> Iterator[Face]:
-    with Face(kind, line.url) as face:
-        yield face
-
-
-def test_a_job_is_submitted_and_found_again_by_its_key(client: Face) -> None:
+def test_a_job_is_submitted_and_found_again_by_its_key(client: ClientDriver) -> None:
     key = f"gh-owner/repo-{uuid4()}"
     job = client.submit_job("adding", idempotency_key=key, tracker_run_name="gh-17")
     again = client.submit_job("adding", idempotency_key=key, tracker_run_name="gh-18")
@@ -108,7 +80,9 @@ def test_a_job_is_submitted_and_found_again_by_its_key(client: Face) -> None:
         saying(408),
     ],
 )
-def test_whatever_is_lost_one_job_comes_of_one_submission(far: Face, line: Rogue, loss: faulty_server.Fault) -> None:
+def test_whatever_is_lost_one_job_comes_of_one_submission(
+    far: ClientDriver, line: FaultyServer, loss: faulty_server.Fault
+) -> None:
     line.faults = [loss] * 3
     job = far.submit_job("idle")
     assert len(line.sent) == 4
@@ -119,7 +93,7 @@ def test_whatever_is_lost_one_job_comes_of_one_submission(far: Face, line: Rogue
     ]
 
 
-def test_jobs_are_listed_and_cancelled(client: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_listed_and_cancelled(client: ClientDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("semel.client.jobs.PAGE", 2)
     ids = [client.submit_job("idle", provider="local").job_id for _ in range(5)][::-1]
     assert [job.job_id for job in client.jobs(provider="local", limit=5)] == ids
@@ -138,13 +112,13 @@ def test_jobs_are_listed_and_cancelled(client: Face, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("job_id", ["0a1b2c3d-0000-4000-8000-000000000000", "no-id", "..", "", "submit"])
-def test_a_job_that_is_not_there_is_not_found(client: Face, job_id: str) -> None:
+def test_a_job_that_is_not_there_is_not_found(client: ClientDriver, job_id: str) -> None:
     for verb in (client.job, client.cancel_job):
         with pytest.raises(RunNotFound):
             verb(job_id)
 
 
-def test_configs_and_costs_are_shown(client: Face) -> None:
+def test_configs_and_costs_are_shown(client: ClientDriver) -> None:
     configs = {config.name: config for config in client.configs()}
     assert (configs["adding"].model, configs["adding"].source, configs["adding"].cost) == ("add", "file", 2)
     costs = client.costs()
@@ -166,7 +140,7 @@ def test_configs_and_costs_are_shown(client: Face) -> None:
     ],
 )
 def test_what_can_be_no_job_is_said_at_once(
-    far: Face, line: Rogue, config: str, options: dict[str, Any], said: str
+    far: ClientDriver, line: FaultyServer, config: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ServiceError, match=said) as caught:
         far.submit_job(config, **options)
@@ -186,7 +160,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_an_answer_that_makes_no_sense_is_told_as_such(kind: str, name: str) -> None:
-    with Rogue() as server, Face(kind, server.url) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url) as client:
         server.faults = [NONSENSE[name]]
         with pytest.raises(ServiceError) as caught:
             client.submit_job("adding")
@@ -198,7 +172,7 @@ def test_an_answer_that_makes_no_sense_is_told_as_such(kind: str, name: str) -> 
 
 
 def test_refusals_of_the_request_itself_have_their_names(kind: str) -> None:
-    with Rogue() as server, Face(kind, server.url) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url) as client:
         kinds: list[type[SemelError]] = []
         for fault in (problem(400, "INVALID_REQUEST"), problem(401, "UNAUTHENTICATED"), problem(403, "FORBIDDEN")):
             server.faults = [fault]
@@ -211,20 +185,20 @@ def test_refusals_of_the_request_itself_have_their_names(kind: str) -> None:
             client.submit_job("adding")
 
 
-def test_the_function_of_the_document_submits_and_finds(service: Served) -> None:
+def test_the_function_of_the_document_submits_and_finds(service: TestServer) -> None:
     key = f"training/{uuid4()}"
     first = asyncio.run(submit_cloud_job(service.address, "idle", key, "experiment-42"))
     again = asyncio.run(submit_cloud_job(f"{service.address}/", "idle", idempotency_key=key))
     assert first == SubmitResult(success=True, job_id=first.job_id)
     assert again == SubmitResult(success=True, job_id=first.job_id, was_duplicate=True)
     assert first.idempotency_key == key
-    with Face("blocking", service.address) as client:
+    with ClientDriver("blocking", service.address) as client:
         assert client.job(first.job_id).tracker_run_name == "experiment-42"
 
 
-def test_the_function_of_the_document_says_what_went_wrong_and_raises_nothing(service: Served) -> None:
-    with Rogue(service.address) as line:
-        gone = Rogue()
+def test_the_function_of_the_document_says_what_went_wrong_and_raises_nothing(service: TestServer) -> None:
+    with FaultyServer(service.address) as line:
+        gone = FaultyServer()
         gone.__exit__()
         assert asyncio.run(submit_cloud_job(gone.url, "idle")).error.startswith("Connection error: ")  # type: ignore[union-attr]
         for fault in (faulty_server.reset, faulty_server.lose_the_answer, faulty_server.garbage):
@@ -238,7 +212,7 @@ def test_the_function_of_the_document_says_what_went_wrong_and_raises_nothing(se
             asyncio.run(submit_cloud_job("no address", "idle"))
 
 
-def test_the_function_of_the_document_can_be_cancelled(service: Served) -> None:
+def test_the_function_of_the_document_can_be_cancelled(service: TestServer) -> None:
     async def give_up(url: str, came: threading.Event) -> None:
         task = asyncio.create_task(submit_cloud_job(url, "idle"))
         await asyncio.to_thread(came.wait, PATIENCE)
@@ -248,11 +222,11 @@ def test_the_function_of_the_document_can_be_cancelled(service: Served) -> None:
 
     came = threading.Event()
 
-    def note(server: Rogue, client: Any, sent: Any) -> None:
+    def note(server: FaultyServer, client: Any, sent: Any) -> None:
         came.set()
         faulty_server.keep_silent(server, client, sent)
 
-    with Rogue() as server:
+    with FaultyServer() as server:
         server.faults = [note]
         asyncio.run(give_up(server.url, came))
 
@@ -263,8 +237,8 @@ def test_a_token_is_taken_from_the_environment_or_given(
     app = App(sqlite_url, artifacts=tmp_path / "artifacts")
     add_models(app)
     write_config(tmp_path / "configs", "adding", model="add")
-    ann = token(app, "ann")
-    with served(app, Settings(configs=str(tmp_path / "configs"))) as service:
+    ann = issue_token(app, "ann")
+    with serve(app, Settings(configs=str(tmp_path / "configs"))) as service:
         app.set_quota("ann", Quota(max_concurrent=1))
         refused = asyncio.run(submit_cloud_job(service.address, "adding", provider="local"))
         assert "token" in str(refused.error)
@@ -272,7 +246,7 @@ def test_a_token_is_taken_from_the_environment_or_given(
         monkeypatch.setenv("SEMEL_TOKEN", ann)
         full = asyncio.run(submit_cloud_job(service.address, "adding", provider="local"))
         assert full == SubmitResult(success=False, error="Quota exceeded: Maximum 1 concurrent jobs allowed")
-        with Face(kind, service.address) as client:
+        with ClientDriver(kind, service.address) as client:
             with pytest.raises(QuotaExceeded):
                 client.submit_job("adding", provider="local")
             with pytest.raises(Forbidden):
@@ -282,11 +256,11 @@ def test_a_token_is_taken_from_the_environment_or_given(
 
 def test_limits_on_cost_are_told_apart(kind: str) -> None:
     said = "Cost limit exceeded: $10.00 spent of $10.00 daily limit."
-    with Rogue() as server, Face(kind, server.url) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url) as client:
         server.faults = [saying(200, {"success": False, "error": said})]
         with pytest.raises(CostLimitExceeded) as caught:
             client.submit_job("adding")
         assert str(caught.value) == said
         server.faults = [faulty_server.keep_silent]
-        with Face(kind, server.url, retries=0) as hasty, pytest.raises(ServerUnreachable):
+        with ClientDriver(kind, server.url, retries=0) as hasty, pytest.raises(ServerUnreachable):
             hasty.submit_job("adding", timeout=0.05)

@@ -1,4 +1,4 @@
-"""The clients on runs, over real HTTP, on SQLite and PostgreSQL, blocking and awaited."""
+"""The clients on runs, over real HTTP, blocking and awaited."""
 
 import asyncio
 import logging
@@ -34,60 +34,13 @@ from semel import (
 from semel._concurrency.sync import run_sync
 from semel.client import AsyncClient, Client, RemoteRun
 from semel.service.auth import tokens
-from support import faulty_server, servers
-from support.clients import PATIENCE, Face, gate, gates, with_models, working_service
-from support.faulty_server import Rogue, problem, saying
-from support.service import Served, served
+from support import faulty_server
+from support.clients import PATIENCE, ClientDriver, gate, gates, with_models
+from support.faulty_server import FaultyServer, problem, saying
+from support.service import TestServer, serve
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgres_server: servers.Postgres
-) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("service")
-    if request.param == "sqlite":
-        with working_service(f"sqlite:///{folder / 'semel.db'}", folder) as service:
-            yield service
-        return
-    url = postgres_server.database()
-    with working_service(url, folder) as service:
-        yield service
-    postgres_server.drop(url)
-
-
-@pytest.fixture(params=["blocking", "awaited"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def client(service: Served, kind: str) -> Iterator[Face]:
-    with Face(kind, service.address) as face:
-        yield face
-
-
-@pytest.fixture
-def line(service: Served) -> Iterator[Rogue]:
-    """What lies between client and server, and does what it is told."""
-    with Rogue(service.address) as line:
-        yield line
-
-
-@pytest.fixture
-def far(line: Rogue, kind: str) -> Iterator[Face]:
-    """A client on the other side of the line."""
-    with Face(kind, line.url) as face:
-        yield face
-
-
-@pytest.fixture
-def alone(kind: str) -> Iterator[tuple[Face, Rogue]]:
-    """A client of a server that only misbehaves."""
-    with Rogue() as server, Face(kind, server.url) as face:
-        yield face, server
-
-
-def test_a_run_is_submitted_waited_for_and_its_result_fetched(client: Face) -> None:
+def test_a_run_is_submitted_waited_for_and_its_result_fetched(client: ClientDriver) -> None:
     run = client.submit("add", {"a": 1, "b": 2}, idempotency_key=f"ci/{uuid4()}")
     assert isinstance(run, RemoteRun)
     assert (run.status, run.replayed, run.parameters, run.user) == ("PENDING", False, {"a": 1, "b": 2}, "local")
@@ -97,7 +50,7 @@ def test_a_run_is_submitted_waited_for_and_its_result_fetched(client: Face) -> N
     assert client.get(run.id).version == ended.version
 
 
-def test_a_key_used_again_finds_its_run_and_with_other_content_is_refused(client: Face) -> None:
+def test_a_key_used_again_finds_its_run_and_with_other_content_is_refused(client: ClientDriver) -> None:
     key = f"k-{uuid4()}"
     first = client.submit("add", {"a": 1}, idempotency_key=key)
     again = client.submit("add", {"a": 1}, idempotency_key=key)
@@ -106,14 +59,14 @@ def test_a_key_used_again_finds_its_run_and_with_other_content_is_refused(client
         client.submit("add", {"a": 2}, idempotency_key=key)
 
 
-def test_without_a_key_every_submission_is_new_and_has_one(client: Face) -> None:
+def test_without_a_key_every_submission_is_new_and_has_one(client: ClientDriver) -> None:
     first, second = (client.submit("add", {"a": 1}) for _ in range(2))
     assert first.id != second.id
     assert first.idempotency_key.startswith("py-client-")
     assert first.idempotency_key != second.idempotency_key
 
 
-def test_what_is_said_of_a_submission_arrives(client: Face) -> None:
+def test_what_is_said_of_a_submission_arrives(client: ClientDriver) -> None:
     run = client.submit("add", {"a": 1}, user=7, queue="nobody-serves", priority=5, delay=3600, cost=0.5, key_ttl=60)
     assert (run.user, run.queue, run.priority, run.cost) == ("7", "nobody-serves", 5, 0.5)
     assert run.due_at - run.created_at == timedelta(hours=1)
@@ -123,7 +76,7 @@ def test_what_is_said_of_a_submission_arrives(client: Face) -> None:
     assert client.waiting(run.id) is None
 
 
-def test_many_are_submitted_at_once_each_with_its_answer(client: Face) -> None:
+def test_many_are_submitted_at_once_each_with_its_answer(client: ClientDriver) -> None:
     key = f"k-{uuid4()}"
     asked: list[dict[str, Any]] = [{"model": "add", "parameters": {"a": n}, "queue": "idle"} for n in range(1200)]
     asked[3]["idempotency_key"] = key
@@ -144,7 +97,7 @@ def test_many_are_submitted_at_once_each_with_its_answer(client: Face) -> None:
 
 
 def test_a_result_that_is_not_finite_is_null_on_the_wire_and_exact_through_the_client(
-    client: Face, service: Served
+    client: ClientDriver, service: TestServer
 ) -> None:
     run = client.submit_and_wait("diverge", timeout=PATIENCE)
     assert run.status == "SUCCEEDED"
@@ -158,14 +111,16 @@ def test_a_result_that_is_not_finite_is_null_on_the_wire_and_exact_through_the_c
 @pytest.mark.parametrize(
     "wrong", [{"model": "add"}, "add", [{"parameters": {}}], [{"model": "add", "colour": 1}], [{"model": float("nan")}]]
 )
-def test_submissions_that_make_no_sense_are_refused_before_they_are_sent(alone: tuple[Face, Rogue], wrong: Any) -> None:
+def test_submissions_that_make_no_sense_are_refused_before_they_are_sent(
+    alone: tuple[ClientDriver, FaultyServer], wrong: Any
+) -> None:
     client, server = alone
     with pytest.raises(InvalidRequest):
         client.submit_many(wrong)
     assert server.sent == []
 
 
-def test_parameters_are_written_as_they_are_or_refused(client: Face) -> None:
+def test_parameters_are_written_as_they_are_or_refused(client: ClientDriver) -> None:
     when = datetime(2026, 1, 2, tzinfo=UTC)
     with pytest.raises(InvalidParameters, match="'a'"):
         client.submit("add", {"a": when})
@@ -173,7 +128,7 @@ def test_parameters_are_written_as_they_are_or_refused(client: Face) -> None:
         client.submit("add", {"a": float("nan")})
 
 
-def test_the_whole_list_is_iterated_over_page_by_page(client: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_list_is_iterated_over_page_by_page(client: ClientDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("semel.client.runs.PAGE", 3)
     queue = f"idle-{uuid4()}"
     asked = [{"model": "add", "parameters": {"a": n}, "queue": queue, "user": "u"} for n in range(8)]
@@ -191,7 +146,7 @@ def test_the_whole_list_is_iterated_over_page_by_page(client: Face, monkeypatch:
         client.runs(status="GONE")
 
 
-def test_progress_is_told_while_a_run_is_waited_for(client: Face) -> None:
+def test_progress_is_told_while_a_run_is_waited_for(client: ClientDriver) -> None:
     name = gate()
     told: list[RemoteRun] = []
 
@@ -206,7 +161,7 @@ def test_progress_is_told_while_a_run_is_waited_for(client: Face) -> None:
     assert len({each.version for each in told}) >= 2
 
 
-def test_a_wait_has_an_end(client: Face) -> None:
+def test_a_wait_has_an_end(client: ClientDriver) -> None:
     run = client.submit("add", {"a": 1}, delay=3600)
     with pytest.raises(TimeoutError, match="still PENDING"):
         client.wait(run.id, timeout=0.05)
@@ -216,7 +171,7 @@ def test_a_wait_has_an_end(client: Face) -> None:
     assert client.wait(run.id, timeout=0).status == "CANCELLED"
 
 
-def test_a_run_that_failed_has_no_result_and_can_be_retried(client: Face) -> None:
+def test_a_run_that_failed_has_no_result_and_can_be_retried(client: ClientDriver) -> None:
     run = client.submit_and_wait("fail", {"word": "never"}, timeout=PATIENCE)
     assert (run.status, "never" in run.error) == ("FAILED", True)
     with pytest.raises(RunNotComplete) as caught:
@@ -230,7 +185,7 @@ def test_a_run_that_failed_has_no_result_and_can_be_retried(client: Face) -> Non
 
 
 @pytest.mark.parametrize("run_id", ["0a1b2c3d-0000-4000-8000-000000000000", "no-id", "..", "", "a/b", "é" * 300, 7])
-def test_a_run_that_is_not_there_is_not_found_by_any_verb(client: Face, run_id: Any) -> None:
+def test_a_run_that_is_not_there_is_not_found_by_any_verb(client: ClientDriver, run_id: Any) -> None:
     for verb in ("get", "wait", "result", "cancel", "retry", "timeline", "waiting", "logs", "events"):
         with pytest.raises(RunNotFound):
             getattr(client, verb)(run_id)
@@ -238,7 +193,7 @@ def test_a_run_that_is_not_there_is_not_found_by_any_verb(client: Face, run_id: 
         client.artifact(run_id, "name")
 
 
-def test_the_log_is_read_and_followed(client: Face) -> None:
+def test_the_log_is_read_and_followed(client: ClientDriver) -> None:
     name = gate()
     run = client.submit("gated", {"gate": name})
     lines = []
@@ -251,7 +206,7 @@ def test_the_log_is_read_and_followed(client: Face) -> None:
     assert client.logs(client.submit("add", {"a": 1}, delay=60).id) == []
 
 
-def test_events_come_as_they_happen_and_end_with_the_run(client: Face) -> None:
+def test_events_come_as_they_happen_and_end_with_the_run(client: ClientDriver) -> None:
     name = gate()
     run = client.submit("gated", {"gate": name})
     events = []
@@ -265,7 +220,7 @@ def test_events_come_as_they_happen_and_end_with_the_run(client: Face) -> None:
     assert [event.data["status"] for event in client.events(run.id) if event.kind == "state"][-1] == "SUCCEEDED"
 
 
-def test_sums_models_workers_and_use_are_shown(client: Face) -> None:
+def test_sums_models_workers_and_use_are_shown(client: ClientDriver) -> None:
     client.submit_and_wait("add", {"a": 1}, timeout=PATIENCE)
     [add] = [each for each in client.summary() if each.model == "add"]
     assert add.counts["SUCCEEDED"] >= 1
@@ -279,7 +234,7 @@ def test_sums_models_workers_and_use_are_shown(client: Face) -> None:
     assert all(worker.alive for worker in client.workers())
 
 
-def test_quotas_are_set_shown_and_met(client: Face) -> None:
+def test_quotas_are_set_shown_and_met(client: ClientDriver) -> None:
     user = f"user-{uuid4()}/of team"
     client.set_quota(user, Quota(max_concurrent=1))
     client.submit("add", {"a": 1}, user=user, delay=3600)
@@ -303,10 +258,10 @@ def test_the_token_goes_with_every_request_and_shows_nowhere(
     monkeypatch.setenv("SEMEL_TOKEN", f" {secret}\n")
     caplog.set_level(logging.DEBUG)
     shown = []
-    with Rogue() as server:
+    with FaultyServer() as server:
         monkeypatch.setenv("SEMEL_SERVER", server.url)
         for token in (None, secret):
-            with Face(kind, None, token=token) as client:
+            with ClientDriver(kind, None, token=token) as client:
                 shown += [
                     repr(client.client),
                     repr(vars(client.client)),
@@ -320,7 +275,7 @@ def test_the_token_goes_with_every_request_and_shows_nowhere(
                     client.submit("add")
                 shown += [repr(each.value) + str(each.value) + "".join(locals_of(each)) for each in (refused, lost)]
         assert {each.headers["authorization"] for each in server.sent} == {f"Bearer {secret}"}
-    with Face(kind, server.url) as client, pytest.raises(ServerUnreachable):
+    with ClientDriver(kind, server.url) as client, pytest.raises(ServerUnreachable):
         client.models()
     assert "thisissecret" not in "".join(shown) + caplog.text
     assert "again in" in caplog.text
@@ -369,11 +324,14 @@ def test_options_that_make_no_sense_are_refused(options: Any) -> None:
 
 def test_roles_and_strangers_are_told_apart(tmp_path: Path, kind: str) -> None:
     app = with_models(App(f"sqlite:///{tmp_path / 'semel.db'}", artifacts=tmp_path / "artifacts"))
-    with served(app) as service:
+    with serve(app) as service:
         made = [make_token(service, user, role) for user, role in (("ann", "submitter"), ("op", "operator"))]
-        with Face(kind, service.address) as nobody, pytest.raises(Unauthenticated):
+        with ClientDriver(kind, service.address) as nobody, pytest.raises(Unauthenticated):
             nobody.submit("add", {"a": 1})
-        with Face(kind, service.address, token=made[0]) as ann, Face(kind, service.address, token=made[1]) as op:
+        with (
+            ClientDriver(kind, service.address, token=made[0]) as ann,
+            ClientDriver(kind, service.address, token=made[1]) as op,
+        ):
             run = ann.submit("add", {"a": 1})
             assert run.user == "ann"
             with pytest.raises(Forbidden):
@@ -388,17 +346,17 @@ def test_roles_and_strangers_are_told_apart(tmp_path: Path, kind: str) -> None:
     app.close()
 
 
-def make_token(service: Served, user: str, role: str) -> str:
+def make_token(service: TestServer, user: str, role: str) -> str:
     ledger = service.app.ledger(awaited=False)
     run_sync(ledger.open())
     request = tokens.NewToken(name=user, user=user, role=role)
     text = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
     run_sync(ledger.close())
-    service.site.auth.clear_cache()
+    service.state.auth.clear_cache()
     return str(text)
 
 
-def test_an_async_client_serves_one_loop_after_another_and_none_besides(service: Served) -> None:
+def test_an_async_client_serves_one_loop_after_another_and_none_besides(service: TestServer) -> None:
     client = AsyncClient(service.address)
 
     async def look() -> int:
@@ -419,7 +377,7 @@ def test_an_async_client_serves_one_loop_after_another_and_none_besides(service:
     asyncio.run(look_from_two())
 
 
-def test_threads_share_a_client(service: Served) -> None:
+def test_threads_share_a_client(service: TestServer) -> None:
     with Client(service.address) as client:
         found: list[str] = []
 
@@ -434,7 +392,7 @@ def test_threads_share_a_client(service: Served) -> None:
         assert len(set(found)) == 8
 
 
-def test_a_forked_child_has_connections_of_its_own(service: Served) -> None:
+def test_a_forked_child_has_connections_of_its_own(service: TestServer) -> None:
     program = f"""
         import os
         from semel import Client

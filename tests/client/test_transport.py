@@ -33,6 +33,7 @@ from semel import InvalidRequest
 from semel.client import AsyncIdempotentTransport, IdempotentTransport
 from semel.client.http import retry_after
 from semel.http.asgi import IdempotencyMiddleware
+from support.waiting import eventually
 
 PATIENCE = 30
 KEY = "Idempotency-Key"
@@ -166,19 +167,12 @@ def serving(app: Any) -> Iterator[int]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.started)
+        eventually(lambda: server.started)
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.002)
 
 
 class Lifespan:
@@ -373,7 +367,7 @@ def test_s1_31_with_the_door_a_timeout_is_retried_until_the_first_request_is_don
     """The first try times out, the next ones meet 409 while it is in progress, the last one gets its answer."""
 
     def let_go_after_some_tries() -> None:
-        until(lambda: len(guarded_line.requests) >= 4)
+        eventually(lambda: len(guarded_line.requests) >= 4)
         shop.go.set()
 
     letting_go = threading.Thread(target=let_go_after_some_tries)
@@ -725,7 +719,7 @@ def test_a_cancelled_wait_ends_at_once(line: Line) -> None:
     async def main() -> None:
         async with httpx.AsyncClient(transport=AsyncIdempotentTransport(longest_wait=3600, deadline=None)) as client:
             posting = asyncio.create_task(client.post(f"{line.url}/orders"))
-            await asyncio.to_thread(until, lambda: line.requests)
+            await asyncio.to_thread(eventually, lambda: line.requests)
             posting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await posting

@@ -7,14 +7,14 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from support.dashboard_scene import Scene, Visit, scene_on
+from support.dashboard import DashboardServer, Visit, dashboard_server
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DashboardServer]:
     folder = tmp_path_factory.mktemp("scene")
-    with scene_on(f"sqlite:///{folder / 'semel.db'}", folder) as scene:
-        yield scene
+    with dashboard_server(f"sqlite:///{folder / 'semel.db'}", folder) as server:
+        yield server
 
 
 def sign_in(page: Page, secret: str) -> None:
@@ -22,9 +22,11 @@ def sign_in(page: Page, secret: str) -> None:
     page.get_by_role("button", name="Sign in").click()
 
 
-def test_who_signs_in_gets_the_page_that_was_asked_for_and_who_signs_out_gets_none(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    visitor = visit(scene.address)
+def test_who_signs_in_gets_the_page_that_was_asked_for_and_who_signs_out_gets_none(
+    visit: Visit, server: DashboardServer
+) -> None:
+    alice = server.newcomer()
+    visitor = visit(server.address)
     page = visitor.go("/ui/runs?status=FAILED")
     expect(page).to_have_title("Sign in · semel")
     visitor.look("sign-in")
@@ -33,22 +35,22 @@ def test_who_signs_in_gets_the_page_that_was_asked_for_and_who_signs_out_gets_no
     sign_in(page, "semel_wrong")
     expect(page.get_by_role("alert")).to_contain_text("UNAUTHENTICATED")
     sign_in(page, str(alice.secret))
-    expect(page).to_have_url(f"{scene.address}/ui/runs?status=FAILED")
+    expect(page).to_have_url(f"{server.address}/ui/runs?status=FAILED")
     assert "semel_session" not in page.evaluate("document.cookie"), "no script can read the token"
     session = next(each for each in visitor.context.cookies() if each["name"] == "semel_session")
     assert (session["httpOnly"], session["sameSite"], session["path"]) == (True, "Strict", "/")
 
     page.get_by_role("button", name="Sign out").click()
-    expect(page).to_have_url(f"{scene.address}/ui/sign-in")
+    expect(page).to_have_url(f"{server.address}/ui/sign-in")
     page.go_back()
     expect(page).to_have_title("Sign in · semel")
     assert [each["name"] for each in visitor.context.cookies() if each["name"] == "semel_session"] == []
 
 
-def test_a_submitter_sees_own_runs_only_and_no_page_for_operators(visit: Visit, scene: Scene) -> None:
-    alice, bob = scene.newcomer(), scene.newcomer()
-    own, other = scene.submit(alice, "add", {"a": 1}), scene.submit(bob, "add", {"a": 2})
-    visitor = scene.enter(visit, alice)
+def test_a_submitter_sees_own_runs_only_and_no_page_for_operators(visit: Visit, server: DashboardServer) -> None:
+    alice, bob = server.newcomer(), server.newcomer()
+    own, other = server.submit(alice, "add", {"a": 1}), server.submit(bob, "add", {"a": 2})
+    visitor = server.enter(visit, alice)
     page = visitor.go("/ui/runs")
     expect(page.locator("[data-row]")).to_have_count(1)
     expect(page.locator(f"a[href$='{own}']")).to_be_visible()
@@ -64,10 +66,10 @@ def test_a_submitter_sees_own_runs_only_and_no_page_for_operators(visit: Visit, 
     expect(visitor.go("/ui/keys").get_by_role("alert")).to_contain_text("FORBIDDEN")
 
 
-def test_keys_move_through_the_list_and_to_the_search(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    newest_first = [scene.submit(alice, "add", {"a": number}) for number in range(3)][::-1]
-    page = scene.enter(visit, alice).go("/ui/runs")
+def test_keys_move_through_the_list_and_to_the_search(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
+    newest_first = [server.submit(alice, "add", {"a": number}) for number in range(3)][::-1]
+    page = server.enter(visit, alice).go("/ui/runs")
     expect(page.locator("[data-row]")).to_have_count(3)
 
     def focused() -> str:
@@ -83,8 +85,8 @@ def test_keys_move_through_the_list_and_to_the_search(visit: Visit, scene: Scene
     page.keyboard.press("Escape")
 
 
-def test_tab_goes_through_the_page_in_its_order_and_can_skip_the_frame(visit: Visit, scene: Scene) -> None:
-    page = scene.enter(visit, scene.newcomer()).go("/ui/runs")
+def test_tab_goes_through_the_page_in_its_order_and_can_skip_the_frame(visit: Visit, server: DashboardServer) -> None:
+    page = server.enter(visit, server.newcomer()).go("/ui/runs")
     names = []
     for _ in range(6):
         page.keyboard.press("Tab")
@@ -93,8 +95,8 @@ def test_tab_goes_through_the_page_in_its_order_and_can_skip_the_frame(visit: Vi
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus can be seen"
 
 
-def test_the_switch_changes_the_colours_and_the_next_page_keeps_them(visit: Visit, scene: Scene) -> None:
-    page = scene.enter(visit, scene.newcomer()).go("/ui/runs")
+def test_the_switch_changes_the_colours_and_the_next_page_keeps_them(visit: Visit, server: DashboardServer) -> None:
+    page = server.enter(visit, server.newcomer()).go("/ui/runs")
 
     def ground() -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
@@ -109,10 +111,10 @@ def test_the_switch_changes_the_colours_and_the_next_page_keeps_them(visit: Visi
     assert ground() == light
 
 
-def test_pages_work_without_the_script(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    run_id = scene.submit(alice, "add", {"a": 1}, delay=3600)
-    visitor = visit(scene.address, java_script_enabled=False)
+def test_pages_work_without_the_script(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
+    run_id = server.submit(alice, "add", {"a": 1}, delay=3600)
+    visitor = visit(server.address, java_script_enabled=False)
     page = visitor.page
     page.goto("/ui/runs")
     sign_in(page, str(alice.secret))
@@ -120,7 +122,7 @@ def test_pages_work_without_the_script(visit: Visit, scene: Scene) -> None:
     page.locator("[data-row] input[name=run]").check()
     page.get_by_role("button", name="Cancel", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Cancel: 1 of 1 done")
-    assert scene.ended(run_id)["status"] == "CANCELLED"
+    assert server.ended(run_id)["status"] == "CANCELLED"
 
 
 def stay(page: Page) -> None:
@@ -137,9 +139,11 @@ def state(page: Page) -> Locator:
     return page.locator("#run-state")
 
 
-def test_a_run_is_submitted_from_the_form_and_watched_to_its_end_without_a_reload(visit: Visit, scene: Scene) -> None:
-    gate = scene.gate()
-    page = scene.enter(visit, scene.newcomer()).go("/")
+def test_a_run_is_submitted_from_the_form_and_watched_to_its_end_without_a_reload(
+    visit: Visit, server: DashboardServer
+) -> None:
+    gate = server.gate()
+    page = server.enter(visit, server.newcomer()).go("/")
     page.get_by_role("link", name="Submit").click()
     page.get_by_role("link", name="hold", exact=True).click()
     page.get_by_label("until").fill(str(gate))
@@ -158,10 +162,10 @@ def test_a_run_is_submitted_from_the_form_and_watched_to_its_end_without_a_reloa
 
 
 def test_what_does_not_fit_the_signature_is_said_beside_the_field_and_nothing_is_submitted(
-    visit: Visit, scene: Scene
+    visit: Visit, server: DashboardServer
 ) -> None:
-    alice = scene.newcomer()
-    visitor = scene.enter(visit, alice)
+    alice = server.newcomer()
+    visitor = server.enter(visit, alice)
     visitor.pardon("answered 400: POST .*/ui/submit")
     page = visitor.go("/ui/submit?model=add")
     page.get_by_role("button", name="Submit", exact=True).click()
@@ -179,13 +183,15 @@ def test_what_does_not_fit_the_signature_is_said_beside_the_field_and_nothing_is
     expect(page.locator("#run-outcome")).to_contain_text("42")
 
 
-def test_a_failing_model_shows_its_error_and_its_traceback_and_is_retried(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    visitor = scene.enter(visit, alice)
+def test_a_failing_model_shows_its_error_and_its_traceback_and_is_retried(
+    visit: Visit, server: DashboardServer
+) -> None:
+    alice = server.newcomer()
+    visitor = server.enter(visit, alice)
     overview = visitor.go("/")
     expect(overview.locator("#failures")).to_contain_text("No run has failed")
     stay(overview)
-    run_id = scene.submit(alice, "fail", {"text": "no memory left"})
+    run_id = server.submit(alice, "fail", {"text": "no memory left"})
     expect(overview.locator("#failures")).to_contain_text("ValueError: no memory left")
     assert stayed(overview), "the overview was told"
     overview.locator(f"#failures a[href$='{run_id}']").click()
@@ -199,26 +205,26 @@ def test_a_failing_model_shows_its_error_and_its_traceback_and_is_retried(visit:
     assert run_id not in page.url
 
 
-def test_a_run_is_cancelled_from_its_page_once_that_is_confirmed(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    run_id = scene.submit(alice, "hold", {"until": str(scene.gate())})
-    visitor = scene.enter(visit, alice)
+def test_a_run_is_cancelled_from_its_page_once_that_is_confirmed(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
+    run_id = server.submit(alice, "hold", {"until": str(server.gate())})
+    visitor = server.enter(visit, alice)
     page = visitor.go(f"/ui/runs/{run_id}")
     expect(state(page)).to_contain_text("RUNNING")
     visitor.pardon("dialog: Cancel this run?")
     page.get_by_role("button", name="Cancel").click()
-    assert scene.root.get(f"/runs/{run_id}").json()["cancel_requested"] is False, "no was the answer"
+    assert server.root.get(f"/runs/{run_id}").json()["cancel_requested"] is False, "no was the answer"
     visitor.agree("Cancel this run? It is running: it is asked to stop, and has time to clean up.")
     page.get_by_role("button", name="Cancel").click()
     expect(state(page)).to_contain_text("CANCELLED")
     expect(page.get_by_role("button", name="Retry")).to_be_visible()
 
 
-def test_many_runs_are_cancelled_and_retried_at_once(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
+def test_many_runs_are_cancelled_and_retried_at_once(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
     for number in range(3):
-        scene.submit(alice, "add", {"a": number}, delay=3600)
-    visitor = scene.enter(visit, alice)
+        server.submit(alice, "add", {"a": number}, delay=3600)
+    visitor = server.enter(visit, alice)
     page = visitor.go("/ui/runs?status=PENDING")
     page.get_by_label("Select all on this page").check()
     expect(page.locator("input[name=run]:checked")).to_have_count(3)
@@ -236,10 +242,10 @@ def test_many_runs_are_cancelled_and_retried_at_once(visit: Visit, scene: Scene)
     expect(page.get_by_role("heading", level=1)).to_have_text("Retry: 1 of 1 done")
 
 
-def test_a_list_that_is_open_follows_its_runs_and_tells_of_newer_ones(visit: Visit, scene: Scene) -> None:
-    alice, gate = scene.newcomer(), scene.gate()
-    first = scene.submit(alice, "hold", {"until": str(gate)})
-    page = scene.enter(visit, alice).go("/ui/runs")
+def test_a_list_that_is_open_follows_its_runs_and_tells_of_newer_ones(visit: Visit, server: DashboardServer) -> None:
+    alice, gate = server.newcomer(), server.gate()
+    first = server.submit(alice, "hold", {"until": str(gate)})
+    page = server.enter(visit, alice).go("/ui/runs")
     row = page.locator("[data-row]", has=page.locator(f"a[href$='{first}']"))
     expect(row).to_contain_text("RUNNING")
     stay(page)
@@ -247,19 +253,19 @@ def test_a_list_that_is_open_follows_its_runs_and_tells_of_newer_ones(visit: Vis
     gate.touch()
     expect(row).to_contain_text("SUCCEEDED")
     expect(row.get_by_role("checkbox")).to_be_checked()
-    scene.submit(alice, "add", {"a": 1})
+    server.submit(alice, "add", {"a": 1})
     page.get_by_role("link", name="1 newer run").click()
     expect(page.locator("[data-row]")).to_have_count(2)
     assert stayed(page)
 
 
 def test_a_quota_that_is_full_says_why_nothing_is_submitted_and_the_form_keeps_what_was_typed(
-    visit: Visit, scene: Scene
+    visit: Visit, server: DashboardServer
 ) -> None:
-    alice = scene.newcomer()
-    scene.root.put(f"/admin/quotas/{scene.name_of(alice)}", json={"max_concurrent": 1})
-    held = scene.submit(alice, "hold", {"until": str(scene.gate())})
-    visitor = scene.enter(visit, alice)
+    alice = server.newcomer()
+    server.root.put(f"/admin/quotas/{server.name_of(alice)}", json={"max_concurrent": 1})
+    held = server.submit(alice, "hold", {"until": str(server.gate())})
+    visitor = server.enter(visit, alice)
     visitor.pardon("answered 429: POST .*/ui/submit")
     page = visitor.go("/ui/submit?model=add")
     expect(page.locator(".warning")).to_contain_text("1 of 1")
@@ -273,37 +279,37 @@ def test_a_quota_that_is_full_says_why_nothing_is_submitted_and_the_form_keeps_w
     expect(page.locator("#usage")).to_contain_text("1 of 1")
     expect(page.locator("#usage")).to_contain_text("full")
     alice.post(f"/runs/{held}/cancel")
-    scene.ended(held)
+    server.ended(held)
     page = visitor.go("/ui/submit?model=add")
     page.locator("#p-a").fill("7")
     page.get_by_role("button", name="Submit", exact=True).click()
     expect(page.locator("#run-outcome")).to_contain_text("7")
 
 
-def test_a_run_that_waits_says_why(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    run_id = scene.submit(alice, "add", {"a": 1}, queue="gpu")
-    page = scene.enter(visit, alice).go(f"/ui/runs/{run_id}")
+def test_a_run_that_waits_says_why(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
+    run_id = server.submit(alice, "add", {"a": 1}, queue="gpu")
+    page = server.enter(visit, alice).go(f"/ui/runs/{run_id}")
     expect(page.locator("#run-waiting")).to_contain_text("no live worker serves the queue 'gpu'")
 
 
-def test_an_admin_edits_a_quota_and_an_operator_cannot(visit: Visit, scene: Scene) -> None:
-    name = scene.name_of(scene.newcomer())
-    page = scene.enter(visit, scene.newcomer("admin")).go(f"/ui/quotas?user={name}")
+def test_an_admin_edits_a_quota_and_an_operator_cannot(visit: Visit, server: DashboardServer) -> None:
+    name = server.name_of(server.newcomer())
+    page = server.enter(visit, server.newcomer("admin")).go(f"/ui/quotas?user={name}")
     page.get_by_label("Concurrent").fill("4")
     page.get_by_label("Per month").fill("12.5")
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("status").first).to_contain_text(f"Saved the quota of {name}")
-    quota = scene.root.get(f"/admin/quotas/{name}").json()["quota"]
+    quota = server.root.get(f"/admin/quotas/{name}").json()["quota"]
     assert (quota["max_concurrent"], quota["cost_monthly"], quota["per_day"]) == (4, 12.5, None)
-    page = scene.enter(visit, scene.newcomer("operator")).go(f"/ui/quotas?user={name}")
+    page = server.enter(visit, server.newcomer("operator")).go(f"/ui/quotas?user={name}")
     expect(page.locator("#usage")).to_contain_text("0 of 4")
     expect(page.get_by_role("button", name="Save")).to_have_count(0)
 
 
-def test_an_unknown_outcome_is_found_and_resolved(visit: Visit, scene: Scene) -> None:
-    scene.leave_unknown("payment-1", "orders")
-    page = scene.enter(visit, scene.newcomer("admin")).go("/ui/keys")
+def test_an_unknown_outcome_is_found_and_resolved(visit: Visit, server: DashboardServer) -> None:
+    server.leave_unknown("payment-1", "orders")
+    page = server.enter(visit, server.newcomer("admin")).go("/ui/keys")
     page.locator("#unresolved").get_by_role("link", name="payment-1").click()
     expect(page.locator("#claim")).to_contain_text("unknown")
     page.get_by_label("was done: later calls replay the value below").check()
@@ -313,11 +319,11 @@ def test_an_unknown_outcome_is_found_and_resolved(visit: Visit, scene: Scene) ->
     expect(page.locator("#unresolved")).to_contain_text("No keys with unknown outcomes")
 
 
-def test_two_runs_are_compared(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
+def test_two_runs_are_compared(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
     for number in (1, 2):
-        scene.ended(scene.submit(alice, "add", {"a": number, "b": 5}))
-    page = scene.enter(visit, alice).go("/ui/runs")
+        server.ended(server.submit(alice, "add", {"a": number, "b": 5}))
+    page = server.enter(visit, alice).go("/ui/runs")
     for box in page.locator("input[name=run]").all():
         box.check()
     page.get_by_role("button", name="Compare two").click()
@@ -329,15 +335,17 @@ def test_two_runs_are_compared(visit: Visit, scene: Scene) -> None:
     )
 
 
-def test_a_page_that_is_open_when_the_token_is_revoked_goes_to_the_sign_in(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    run_id = scene.submit(alice, "hold", {"until": str(scene.gate())})
-    visitor = scene.enter(visit, alice)
+def test_a_page_that_is_open_when_the_token_is_revoked_goes_to_the_sign_in(
+    visit: Visit, server: DashboardServer
+) -> None:
+    alice = server.newcomer()
+    run_id = server.submit(alice, "hold", {"until": str(server.gate())})
+    visitor = server.enter(visit, alice)
     overview = visitor.go("/")
     run = visitor.context.new_page()
     run.goto(f"/ui/runs/{run_id}")
     expect(state(run)).to_contain_text("RUNNING")
-    assert scene.root.delete(f"/admin/tokens/{alice.id}").status_code == 204
+    assert server.root.delete(f"/admin/tokens/{alice.id}").status_code == 204
     for page in (overview, run):
         expect(page).to_have_title("Sign in · semel")
 
@@ -345,14 +353,14 @@ def test_a_page_that_is_open_when_the_token_is_revoked_goes_to_the_sign_in(visit
 HOSTILE = "</pre><script>alert('s')</script><img src=x onerror=\"alert('i')\"><svg onload=alert(1)>'&amp;{{ 7*7 }}"
 
 
-def test_what_users_write_is_shown_as_text_wherever_it_comes_up(visit: Visit, scene: Scene) -> None:
-    alice = scene.newcomer()
-    said = scene.submit(alice, "shout", {"text": HOSTILE}, idempotency_key=HOSTILE)
-    failed = scene.submit(alice, "fail", {"text": HOSTILE})
-    held = scene.submit(alice, "hold", {"until": str(scene.gate()), "note": HOSTILE})
+def test_what_users_write_is_shown_as_text_wherever_it_comes_up(visit: Visit, server: DashboardServer) -> None:
+    alice = server.newcomer()
+    said = server.submit(alice, "shout", {"text": HOSTILE}, idempotency_key=HOSTILE)
+    failed = server.submit(alice, "fail", {"text": HOSTILE})
+    held = server.submit(alice, "hold", {"until": str(server.gate()), "note": HOSTILE})
     for run_id in (said, failed):
-        scene.ended(run_id)
-    visitor = scene.enter(visit, scene.root)
+        server.ended(run_id)
+    visitor = server.enter(visit, server.root)
     quoted = quote(HOSTILE, safe="")
     for path, place in (
         (f"/ui/runs/{said}", "#run-log"),
@@ -375,16 +383,18 @@ def test_what_users_write_is_shown_as_text_wherever_it_comes_up(visit: Visit, sc
         expect(visitor.go(path).locator(field)).to_have_value(HOSTILE)
 
 
-def test_what_users_write_is_text_also_in_what_arrives_while_the_page_is_open(visit: Visit, scene: Scene) -> None:
+def test_what_users_write_is_text_also_in_what_arrives_while_the_page_is_open(
+    visit: Visit, server: DashboardServer
+) -> None:
     """And a carriage return, which progress bars write, does not end a line of the stream."""
-    alice = scene.newcomer()
+    alice = server.newcomer()
     hostile = f"{HOSTILE}\rdata: forged\r\revent: end\r\r end"
-    visitor = scene.enter(visit, alice)
+    visitor = server.enter(visit, alice)
     page = visitor.go("/")
     stay(page)
-    scene.submit(alice, "fail", {"text": hostile})
+    server.submit(alice, "fail", {"text": hostile})
     expect(page.locator("#failures")).to_contain_text("alert('s')")
-    held = scene.submit(alice, "shout", {"text": hostile}, delay=2)
+    held = server.submit(alice, "shout", {"text": hostile}, delay=2)
     run = visitor.context.new_page()
     run.goto(f"/ui/runs/{held}")
     expect(state(run)).to_contain_text("PENDING")

@@ -8,27 +8,27 @@ import pytest
 
 from semel import Granted, Once, Unknown
 from semel.http.protocol import scope_of
-from support.auth import BOTH, Person, Town, shared_town
 from support.pages import Browser, browser
+from support.service import TokenClient, TokenServer, shared_server
 
 SCRIPT = "<script>alert(1)</script>"
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def root(town: Town) -> Iterator[Browser]:
-    with browser(town, town.root) as root:
+def root(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.root) as root:
         yield root
 
 
 @pytest.fixture
-def once(town: Town) -> Iterator[Once]:
-    once = Once(town.app.url, collect=False)
+def once(server: TokenServer) -> Iterator[Once]:
+    once = Once(server.app.url, collect=False)
     yield once
     once.close()
 
@@ -41,7 +41,7 @@ def lose(once: Once, key: str, scope: str = "orders") -> None:
         assert time.monotonic() < deadline
 
 
-def submitted(person: Person, key: str) -> str:
+def submitted(person: TokenClient, key: str) -> str:
     answer = person.post("/runs", json={"model": "add", "parameters": {"a": 1}, "idempotency_key": key, "delay": 600})
     assert answer.status_code == 201, answer.text
     run_id: str = answer.json()["run_id"]
@@ -49,7 +49,7 @@ def submitted(person: Person, key: str) -> str:
 
 
 def test_a_key_in_flight_shows_its_owner_its_lease_its_expiry_and_its_fingerprint(
-    town: Town, root: Browser, once: Once
+    server: TokenServer, root: Browser, once: Once
 ) -> None:
     claim = once.claim("shown", scope="orders", fingerprint="1:abc", lease=3600, ttl=7200)
     assert isinstance(claim, Granted)
@@ -81,8 +81,8 @@ def test_a_key_that_cannot_be_is_refused_on_the_page(root: Browser, key: str) ->
     assert "INVALID_REQUEST" in page.one(class_="problem").text
 
 
-def test_a_key_of_runs_points_to_the_run_of_each_user_who_has_it(town: Town, root: Browser) -> None:
-    first, other = submitted(town.admit("mona"), "shared"), submitted(town.admit("ned"), "shared")
+def test_a_key_of_runs_points_to_the_run_of_each_user_who_has_it(server: TokenServer, root: Browser) -> None:
+    first, other = submitted(server.admit("mona"), "shared"), submitted(server.admit("ned"), "shared")
     page = root.open("/ui/keys", params={"key": "shared"})
     rows = page.one(id="key-runs").one("table")
     assert {link["href"] for link in rows.all("a", class_="id")} == {f"/ui/runs/{first}", f"/ui/runs/{other}"}
@@ -92,8 +92,10 @@ def test_a_key_of_runs_points_to_the_run_of_each_user_who_has_it(town: Town, roo
     assert [row[2] for row in one] == ["ned"]
 
 
-def test_a_key_of_runs_is_deleted_after_a_second_question_and_then_makes_a_new_run(town: Town, root: Browser) -> None:
-    otto = town.admit("otto")
+def test_a_key_of_runs_is_deleted_after_a_second_question_and_then_makes_a_new_run(
+    server: TokenServer, root: Browser
+) -> None:
+    otto = server.admit("otto")
     first = submitted(otto, "gone")
     where = {"key": "gone", "user": "otto", "kind": "key"}
     asked = root.open("/ui/keys/delete", params=where)
@@ -169,10 +171,10 @@ def test_work_that_happened_without_a_value_is_null(root: Browser, once: Once) -
     assert record.outcome.value is None
 
 
-def test_operators_look_and_change_nothing_and_submitters_do_not_look(town: Town, once: Once) -> None:
+def test_operators_look_and_change_nothing_and_submitters_do_not_look(server: TokenServer, once: Once) -> None:
     lose(once, "theirs")
     where = {"scope": "orders", "key": "theirs"}
-    with browser(town, town.admit("olga", "operator")) as olga:
+    with browser(server, server.admit("olga", "operator")) as olga:
         page = olga.open("/ui/keys", params=where)
         assert page.status == 200
         assert not page.all("form", action="/ui/keys/resolve")
@@ -180,18 +182,20 @@ def test_operators_look_and_change_nothing_and_submitters_do_not_look(town: Town
         assert olga.open("/ui/keys/delete", params=where).status == 403
         assert olga.send("/ui/keys/delete", {**where, "sure": "yes"}).status == 403
         assert olga.send("/ui/keys/resolve", {**where, "done": "no"}).status == 403
-    with browser(town, town.admit("sam")) as sam:
+    with browser(server, server.admit("sam")) as sam:
         assert sam.open("/ui/keys", params=where).status == 403
         assert sam.send("/ui/keys/resolve", {**where, "done": "no"}).status == 403
         assert not sam.open("/ui/submit").all("a", href="/ui/keys")
     assert once.get("theirs", scope="orders") is not None
 
 
-def test_a_tenant_has_its_own_keys_and_the_main_tenant_asks_for_them(town: Town, root: Browser, once: Once) -> None:
+def test_a_tenant_has_its_own_keys_and_the_main_tenant_asks_for_them(
+    server: TokenServer, root: Browser, once: Once
+) -> None:
     lose(once, "inside", scope_of("acme", "orders"))
     lose(once, "outside")
-    run = submitted(town.admit("road", tenant="acme"), "beep")
-    with browser(town, town.admit("wile", "admin", "acme")) as wile:
+    run = submitted(server.admit("road", tenant="acme"), "beep")
+    with browser(server, server.admit("wile", "admin", "acme")) as wile:
         page = wile.open("/ui/keys", params={"scope": "orders", "key": "inside"})
         assert "unknown" in page.one(id="claim").text
         assert "outside" not in page.text
@@ -210,10 +214,10 @@ def test_a_tenant_has_its_own_keys_and_the_main_tenant_asks_for_them(town: Town,
     assert once.get("outside", scope="orders") is not None
 
 
-def test_html_in_keys_scopes_and_users_is_text(town: Town, root: Browser, once: Once) -> None:
+def test_html_in_keys_scopes_and_users_is_text(server: TokenServer, root: Browser, once: Once) -> None:
     key, scope = f"k{SCRIPT}", f's"{SCRIPT}'
     lose(once, key, scope)
-    submitted(town.admit(f"u{SCRIPT}"), key)
+    submitted(server.admit(f"u{SCRIPT}"), key)
     for path, params in (
         ("/ui/keys", {"scope": scope, "key": key, "user": f"u{SCRIPT}"}),
         ("/ui/keys/delete", {"scope": scope, "key": key}),
@@ -225,7 +229,7 @@ def test_html_in_keys_scopes_and_users_is_text(town: Town, root: Browser, once: 
         assert SCRIPT in page.text
 
 
-def test_nothing_is_changed_without_the_forms_secret(town: Town, root: Browser, once: Once) -> None:
+def test_nothing_is_changed_without_the_forms_secret(server: TokenServer, root: Browser, once: Once) -> None:
     lose(once, "kept")
     where = {"scope": "orders", "key": "kept", "sure": "yes", "done": "no"}
     for path in ("/ui/keys/delete", "/ui/keys/resolve"):

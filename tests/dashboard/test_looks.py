@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from semel import JobStore
-from support.dashboard_scene import Scene, Visit, scene_on
+from support.dashboard import DashboardServer, Visit, dashboard_server
 
 HEAVIEST = 200_000
 """Bytes of a page with everything that it needs."""
@@ -15,27 +15,27 @@ HEAVIEST = 200_000
 class Shown:
     """A scene in which every page has something to show."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        ann, ben = scene.admit("ann"), scene.admit("ben")
-        store = JobStore(scene.app.url)
+    def __init__(self, server: DashboardServer) -> None:
+        self.scene = server
+        ann, ben = server.admit("ann"), server.admit("ben")
+        store = JobStore(server.app.url)
         assert store.reserve_job_slot("ann", 5, 600)
         store.close()
         runs = [{"model": "add", "parameters": {"a": number, "b": 2}} for number in range(30)]
         for person in (ann, ben):
             assert person.post("/runs/bulk", json=runs).status_code == 200
-        self.painted = scene.submit(ann, "paint", idempotency_key="order-17")
-        self.failed = scene.submit(ben, "fail", {"text": "the <b>model</b> had no memory left"})
-        self.held = scene.submit(ann, "hold", {"until": "the-data-is-there", "note": "epoch 4 of 10"})
-        self.waiting = scene.submit(ben, "add", {"a": 1}, queue="gpu")
-        self.cancelled = scene.submit(ben, "add", {"a": 1}, delay=3600)
+        self.painted = server.submit(ann, "paint", idempotency_key="order-17")
+        self.failed = server.submit(ben, "fail", {"text": "the <b>model</b> had no memory left"})
+        self.held = server.submit(ann, "hold", {"until": "the-data-is-there", "note": "epoch 4 of 10"})
+        self.waiting = server.submit(ben, "add", {"a": 1}, queue="gpu")
+        self.cancelled = server.submit(ben, "add", {"a": 1}, delay=3600)
         ben.post(f"/runs/{self.cancelled}/cancel")
-        scene.root.put("/admin/quotas/ann", json={"max_concurrent": 5, "per_day": 40, "cost_monthly": 10.0})
-        scene.root.put("/admin/quotas/ben", json={"max_concurrent": 1, "per_hour": 100})
-        scene.root.put("/admin/quotas/*", json={"max_concurrent": 10, "action": "warn"})
-        scene.leave_unknown("payment-9", "orders")
+        server.root.put("/admin/quotas/ann", json={"max_concurrent": 5, "per_day": 40, "cost_monthly": 10.0})
+        server.root.put("/admin/quotas/ben", json={"max_concurrent": 1, "per_hour": 100})
+        server.root.put("/admin/quotas/*", json={"max_concurrent": 10, "action": "warn"})
+        server.leave_unknown("payment-9", "orders")
         for run_id in (self.painted, self.failed):
-            scene.ended(run_id)
+            server.ended(run_id)
 
 
 PAGES = {
@@ -60,8 +60,8 @@ PAGES = {
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     folder: Path = tmp_path_factory.mktemp("shown")
-    with scene_on(f"sqlite:///{folder / 'semel.db'}", folder) as scene:
-        yield Shown(scene)
+    with dashboard_server(f"sqlite:///{folder / 'semel.db'}", folder) as server:
+        yield Shown(server)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -23,19 +23,21 @@ from semel.runs.store.maintenance import acquire_leadership
 from semel.runs.types import Quota, id_at, new_id
 from semel.service import sse
 from semel.service.auth import tokens
-from support.auth import BOTH, Person, Town, eventually, shared_town, town_on
+from support.databases import DATABASES
 from support.pages import Browser, Event, Page, browser, listening, made_run, put_runs, put_workers
+from support.service import TokenClient, TokenServer, shared_server, token_server
+from support.waiting import eventually
 
 NASTY = '<script>alert(1)</script>"><img src=x onerror=alert(2)>'
 MINUTE = 60 * 1_000_000
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        ledger = town.app.ledger(awaited=False)
+@pytest.fixture(scope="module", params=DATABASES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        ledger = server.app.ledger(awaited=False)
         run_sync(ledger.write(nobody_sweeps, ledger.terms))
-        yield town
+        yield server
 
 
 def nobody_sweeps(conn: Connection, terms: StatementContext) -> None:
@@ -57,8 +59,8 @@ def _pages_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def operator(town: Town, tenant: str) -> Iterator[Browser]:
-    with browser(town, town.admit("olga", "operator", tenant)) as operator:
+def operator(server: TokenServer, tenant: str) -> Iterator[Browser]:
+    with browser(server, server.admit("olga", "operator", tenant)) as operator:
         yield operator
 
 
@@ -91,7 +93,7 @@ def test_an_empty_house_says_so(operator: Browser) -> None:
 
 
 def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
-    town: Town, tenant: str, request: pytest.FixtureRequest
+    server: TokenServer, tenant: str, request: pytest.FixtureRequest
 ) -> None:
     two_ago = HOUR.starts(time.time_ns() // 1000)[-3] + MINUTE // 2
     at = time.time() - two_ago / 1e6
@@ -101,7 +103,7 @@ def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
     made.append(made_run(at, tenant=tenant, status="PENDING"))
     made.append(made_run(at, tenant=tenant, status="RUNNING", worker="w", lease_until=-60, started=at))
     made += [made_run(7200, tenant=tenant), made_run(3 * 86400, tenant=tenant), made_run(9 * 86400, tenant=tenant)]
-    put_runs(town.app, made)
+    put_runs(server.app, made)
     operator: Browser = request.getfixturevalue("operator")
     page = operator.open("/")
     shown = figures(page)
@@ -119,16 +121,16 @@ def test_runs_are_counted_by_state_and_drawn_by_when_they_were_submitted(
     assert totals == {"hour": "3", "day": "4", "week": "5"}
 
 
-def test_a_run_goes_through_its_states_before_our_eyes(town: Town, tenant: str) -> None:
-    person = town.admit("olga", "operator", tenant)
-    with browser(town, person) as olga, listening(olga.client, "/ui/live") as events:
+def test_a_run_goes_through_its_states_before_our_eyes(server: TokenServer, tenant: str) -> None:
+    person = server.admit("olga", "operator", tenant)
+    with browser(server, person) as olga, listening(olga.client, "/ui/live") as events:
         first = next(events)
         assert first.ids == list(live_parts(olga))
         assert figures(first)["Pending"] == "0"
         made = person.post("/runs", json={"model": "add", "parameters": {"a": 1}}).json()
         event = until_event(events, lambda each: each.text("figures") and figures(each)["Pending"] == "1")
         assert "failures" not in event.ids, "what is as it was is not sent again"
-        with town.app.working(processes=0):
+        with server.app.working(processes=0):
             until_event(events, lambda each: each.text("figures") and figures(each)["Succeeded"][0] == "1")
         assert person.get(f"/runs/{made['run_id']}").json()["status"] == "SUCCEEDED"
 
@@ -150,8 +152,8 @@ def until_event(events: Iterator[Event], fits: Any) -> Event:
     raise AssertionError("the stream ended")
 
 
-def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: Browser) -> None:
-    put_runs(town.app, [made_run(30, tenant=tenant, status="FAILED", last_error="it was too late")])
+def test_what_is_sent_is_what_the_page_shows(server: TokenServer, tenant: str, operator: Browser) -> None:
+    put_runs(server.app, [made_run(30, tenant=tenant, status="FAILED", last_error="it was too late")])
     with listening(operator.client, "/ui/live?window=day") as events:
         event = next(events)
     page = operator.open("/?window=day")
@@ -159,65 +161,65 @@ def test_what_is_sent_is_what_the_page_shows(town: Town, tenant: str, operator: 
         assert page.one(id=part).text == event.text(part), part
 
 
-def scene_of(town: Town, tenant: str) -> feed.OverviewFeed:
-    return town.site.overview_feeds.get(Audience(tenant), HOUR)
+def scene_of(server: TokenServer, tenant: str) -> feed.OverviewFeed:
+    return server.state.overview_feeds.get(Audience(tenant), HOUR)
 
 
 def test_nothing_is_sent_while_nothing_happens_and_one_look_serves_all_who_look(
-    town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, tenant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "REFRESH_EVERY", 1.0)
-    people = [town.admit(f"olga{number}", "operator", tenant) for number in range(3)]
+    people = [server.admit(f"olga{number}", "operator", tenant) for number in range(3)]
     with (
-        browser(town, people[0]) as one,
-        browser(town, people[1]) as two,
-        browser(town, people[2]) as three,
+        browser(server, people[0]) as one,
+        browser(server, people[1]) as two,
+        browser(server, people[2]) as three,
         listening(one.client, "/ui/live") as first,
         listening(two.client, "/ui/live") as second,
         listening(three.client, "/ui/live") as third,
     ):
         lines = (first, second, third)
         assert [len(next(each).ids) for each in lines] == [8, 8, 8]
-        scene = scene_of(town, tenant)
+        scene = scene_of(server, tenant)
         begun, looks = time.monotonic(), scene.refreshes
         eventually(lambda: scene.refreshes >= looks + 2)
         assert scene.refreshes - looks <= 1 + (time.monotonic() - begun) / feed.REFRESH_EVERY
-        put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
+        put_runs(server.app, [made_run(5, tenant=tenant, status="PENDING")])
         heard = [until_event(each, lambda event: event.text("figures")) for each in lines]
         assert [figures(each)["Pending"] for each in heard] == ["1"] * 3
     eventually(lambda: not scene.is_watched and scene._task is not None and scene._task.done())
 
 
-def test_a_stream_ends_with_its_token(town: Town, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_with_its_token(server: TokenServer, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "CHECK_EVERY", 0.1)
-    person = town.admit("brief", "operator", tenant)
-    with browser(town, person) as brief, listening(brief.client, "/ui/live") as events:
+    person = server.admit("brief", "operator", tenant)
+    with browser(server, person) as brief, listening(brief.client, "/ui/live") as events:
         assert next(events).kind == "replace"
-        revoke(town, person)
+        revoke(server, person)
         assert until_event(events, lambda each: each.kind == "signed-out").html == ""
         assert next(events, None) is None
-        town.site.auth.clear_cache()
+        server.state.auth.clear_cache()
         assert brief.client.get("/ui/live", follow_redirects=False).headers["location"] == "/ui/sign-in"
 
 
-def revoke(town: Town, person: Person) -> None:
-    ledger = town.app.ledger(awaited=False)
+def revoke(server: TokenServer, person: TokenClient) -> None:
+    ledger = server.app.ledger(awaited=False)
     assert run_sync(ledger.write(tokens.revoke, person.id))
     run_sync(ledger.close())
 
 
-def test_a_stream_outlives_a_database_that_cannot_answer(town: Town, tenant: str, operator: Browser) -> None:
+def test_a_stream_outlives_a_database_that_cannot_answer(server: TokenServer, tenant: str, operator: Browser) -> None:
     with listening(operator.client, "/ui/live") as events:
         next(events)
-        write(town.app, "ALTER TABLE semel_reservations RENAME TO semel_reservations_away")
+        write(server.app, "ALTER TABLE semel_reservations RENAME TO semel_reservations_away")
         try:
-            scene = scene_of(town, tenant)
-            drive_quota(town.app, tenant, "root")
-            put_runs(town.app, [made_run(5, tenant=tenant, status="PENDING")])
+            scene = scene_of(server, tenant)
+            drive_quota(server.app, tenant, "root")
+            put_runs(server.app, [made_run(5, tenant=tenant, status="PENDING")])
             looks = scene.refreshes
             eventually(lambda: scene.refreshes >= looks + 2)
         finally:
-            write(town.app, "ALTER TABLE semel_reservations_away RENAME TO semel_reservations")
+            write(server.app, "ALTER TABLE semel_reservations_away RENAME TO semel_reservations")
         event = until_event(events, lambda each: each.text("figures") and figures(each)["Pending"] == "1")
         assert "quotas" in event.ids
 
@@ -228,19 +230,19 @@ def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
     run_sync(ledger.close())
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", DATABASES)
 def test_after_a_restart_a_stream_begins_with_everything(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = request.getfixturevalue(f"{kind}_url")
-    with town_on(url, tmp_path) as town, browser(town, town.root) as root:
-        secret = town.root.secret
+    with token_server(url, tmp_path) as server, browser(server, server.root) as root:
+        secret = server.root.secret
         with listening(root.client, "/ui/live") as events:
             assert figures(next(events))["Pending"] == "0"
-            town.site.watch.dismiss()  # as the server does when it is told to end
+            server.state.watch.dismiss()  # as the server does when it is told to end
             assert next(events, None) is None
-        town.root.post("/runs", json={"model": "add", "parameters": {"a": 1}})
-    with town_on(url, tmp_path) as town, town.client() as client:
+        server.root.post("/runs", json={"model": "add", "parameters": {"a": 1}})
+    with token_server(url, tmp_path) as server, server.client() as client:
         client.cookies.set("semel_session", secret or "", domain="127.0.0.1")
         with listening(client, "/ui/live") as events:
             event = next(events)
@@ -248,7 +250,9 @@ def test_after_a_restart_a_stream_begins_with_everything(
             assert len(event.ids) == 8
 
 
-def test_percentiles_are_of_the_runs_that_ended_in_the_window(town: Town, tenant: str, operator: Browser) -> None:
+def test_percentiles_are_of_the_runs_that_ended_in_the_window(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
     made = []
     for number in range(1, 101):  # waits number/10 s, takes number s
         at = 600.0
@@ -257,18 +261,18 @@ def test_percentiles_are_of_the_runs_that_ended_in_the_window(town: Town, tenant
     made.append(made_run(7300, tenant=tenant, started=7300, finished=7200))  # ended before the window
     made.append(made_run(300, tenant=tenant, status="CANCELLED", finished=200, started_us=None))  # never began
     made.append(made_run(5000, tenant=tenant, due=100, started=4999, finished=90))  # a retry has moved its time
-    put_runs(town.app, made)
+    put_runs(server.app, made)
     rows = table(operator.open("/"), "latency")
     assert rows == [["5.0 s", "9.5 s", "9.9 s", "101"], ["51.0 s", "1 min 36 s", "1 min 40 s", "101"]]
 
 
 def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
-    town: Town, tenant: str, operator: Browser
+    server: TokenServer, tenant: str, operator: Browser
 ) -> None:
     many = queries.SAMPLE + 50
     made = [made_run(1200 - number, tenant=tenant) for number in range(many)]
     made += [made_run(3000, tenant=tenant, status="FAILED") for _ in range(6)]
-    put_runs(town.app, made)
+    put_runs(server.app, made)
     page = operator.open("/")
     # 500 succeeded in the last (1200 - 50 = 1150 to 19 min 20 s) and six failed in the hour.
     rate = float(figures(page)["Throughput"].removeprefix("about ").split()[0])
@@ -276,34 +280,36 @@ def test_the_throughput_counts_every_end_over_the_time_that_was_looked_at(
     assert "From the newest runs" in page.one(id="latency").text
 
 
-def test_numbers_that_are_taken_from_the_newest_runs_say_so(town: Town, tenant: str, operator: Browser) -> None:
+def test_numbers_that_are_taken_from_the_newest_runs_say_so(
+    server: TokenServer, tenant: str, operator: Browser
+) -> None:
     """Runs that waited for long may lie beyond the newest: then the number is called what it is."""
     made = [made_run(7200 + n, tenant=tenant, finished=600) for n in range(300)]
     made += [made_run(4200 + n / 10, tenant=tenant, finished=4100) for n in range(queries.SAMPLE - 100)]
-    put_runs(town.app, made)
+    put_runs(server.app, made)
     page = operator.open("/")
     assert figures(page)["Throughput"].startswith("about ")
     assert "From the newest runs" in page.one(id="latency").text
 
 
 def test_what_failed_last_comes_first_though_it_was_submitted_long_ago(
-    town: Town, tenant: str, operator: Browser
+    server: TokenServer, tenant: str, operator: Browser
 ) -> None:
     failed = {"tenant": tenant, "status": "FAILED"}
     younger = [made_run(1800 + n, **failed, last_error="older") for n in range(20)]
-    put_runs(town.app, [*younger, made_run(7200, finished=5, last_error="broke just now", **failed)])
+    put_runs(server.app, [*younger, made_run(7200, finished=5, last_error="broke just now", **failed)])
     assert "broke just now" in table(operator.open("/"), "failures")[0][-1]
 
 
-def test_streams_of_the_overview_take_the_callers_places(town: Town) -> None:
-    with browser(town, town.admit("listener")) as listener, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(town.site.wait_slots, "_most", 0)
+def test_streams_of_the_overview_take_the_callers_places(server: TokenServer) -> None:
+    with browser(server, server.admit("listener")) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.state.wait_slots, "_most", 0)
         assert listener.client.get("/ui/live").status_code == 429
 
 
-def test_runs_that_do_not_get_on_are_found_with_the_reason(town: Town, tenant: str, operator: Browser) -> None:
+def test_runs_that_do_not_get_on_are_found_with_the_reason(server: TokenServer, tenant: str, operator: Browser) -> None:
     lost, late, early, later = put_runs(
-        town.app,
+        server.app,
         [
             made_run(500, tenant=tenant, status="RUNNING", worker="gone", lease_until=30, started=400, model="train"),
             made_run(300, tenant=tenant, status="PENDING", queue="nobody-serves"),
@@ -323,14 +329,14 @@ def test_runs_that_do_not_get_on_are_found_with_the_reason(town: Town, tenant: s
     assert page.one(id="stuck").one("a", title=lost)["href"] == f"/ui/runs/{lost}"
 
 
-def test_the_latest_failures_come_first_with_their_errors(town: Town, tenant: str, operator: Browser) -> None:
+def test_the_latest_failures_come_first_with_their_errors(server: TokenServer, tenant: str, operator: Browser) -> None:
     made = [
         made_run(600 - number, tenant=tenant, status="FAILED", last_error=f"ValueError: {number}", attempts=number)
         for number in range(12)
     ]
     made.append(made_run(10, tenant=tenant, status="FAILED", last_error=None))
     made.append(made_run(8 * 86400, tenant=tenant, status="FAILED", last_error="long ago"))
-    put_runs(town.app, made)
+    put_runs(server.app, made)
     rows = table(operator.open("/"), "failures")
     assert [row[4] for row in rows[:3]] == [
         "no error recorded",
@@ -340,9 +346,9 @@ def test_the_latest_failures_come_first_with_their_errors(town: Town, tenant: st
     assert len(rows) == queries.FAILURES
 
 
-def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(town: Town) -> None:
+def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(server: TokenServer) -> None:
     put_workers(
-        town.app,
+        server.app,
         [
             {"id": "w-alive", "name": "alive", "seen": 3},
             {"id": "w-silent", "name": "silent", "seen": 300},
@@ -351,9 +357,9 @@ def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(to
         ],
     )
     held = put_runs(
-        town.app, [made_run(60, status="RUNNING", worker="w-alive", lease_until=-60, started=50) for _ in range(8)]
+        server.app, [made_run(60, status="RUNNING", worker="w-alive", lease_until=-60, started=50) for _ in range(8)]
     )
-    with browser(town, town.root) as root:
+    with browser(server, server.root) as root:
         rows = {row[0].split()[0]: row for row in table(root.open("/"), "workers")}
     assert {name: rows[name][1] for name in ("alive", "silent", "stops")} == {
         "alive": "alive",
@@ -367,24 +373,26 @@ def test_workers_are_shown_with_what_they_hold_and_the_silent_ones_are_marked(to
     assert rows["silent"][4] == "none"
 
 
-def test_what_a_worker_holds_of_other_tenants_is_counted_and_not_named(town: Town) -> None:
-    put_workers(town.app, [{"id": "w-lent", "name": "lent", "seen": 3}])
+def test_what_a_worker_holds_of_other_tenants_is_counted_and_not_named(server: TokenServer) -> None:
+    put_workers(server.app, [{"id": "w-lent", "name": "lent", "seen": 3}])
     held = {"status": "RUNNING", "worker": "w-lent", "lease_until": -60, "started": 50}
-    theirs = put_runs(town.app, [made_run(60, tenant="elsewhere", **held) for _ in range(8)])
-    (own,) = put_runs(town.app, [made_run(60, **held)])
-    with browser(town, town.root) as root:
+    theirs = put_runs(server.app, [made_run(60, tenant="elsewhere", **held) for _ in range(8)])
+    (own,) = put_runs(server.app, [made_run(60, **held)])
+    with browser(server, server.root) as root:
         rows = {row[0].split()[0]: row for row in table(root.open("/"), "workers")}
     assert own[-12:] in rows["lent"][4]
     assert rows["lent"][4].endswith("and 8 more")
     assert not [each for each in theirs if each[-12:] in rows["lent"][4]]
 
 
-def test_quota_use_is_shown_most_used_first(town: Town, tenant: str, operator: Browser) -> None:
+def test_quota_use_is_shown_most_used_first(server: TokenServer, tenant: str, operator: Browser) -> None:
     for user, limit in (("ann", 4), ("bob", 10), ("cid", 2), ("dan", 0)):
-        drive_quota(town.app, tenant, user, max_concurrent=limit)
+        drive_quota(server.app, tenant, user, max_concurrent=limit)
     active = [("ann", 4), ("bob", 3), ("cid", 3), ("eve", 5)]
     made = [made_run(20, tenant=tenant, status="PENDING", user_id=user) for user, many in active for _ in range(many)]
-    put_runs(town.app, [*made, made_run(20, tenant=tenant, user_id="dan"), made_run(20, tenant=tenant, user_id="fay")])
+    put_runs(
+        server.app, [*made, made_run(20, tenant=tenant, user_id="dan"), made_run(20, tenant=tenant, user_id="fay")]
+    )
     rows = table(operator.open("/"), "quotas")
     assert [row[0] for row in rows] == ["cid", "ann", "dan", "bob", "eve"]
     assert rows[0][2] == "150 % over Concurrent: 3 of 2"
@@ -393,14 +401,14 @@ def test_quota_use_is_shown_most_used_first(town: Town, tenant: str, operator: B
     assert rows[4][1:] == ["5", "no limit"]
 
 
-def test_a_submitter_sees_their_own_runs_and_nothing_of_others(town: Town, tenant: str) -> None:
-    drive_quota(town.app, tenant, "sue", max_concurrent=5)
-    drive_quota(town.app, tenant, "maxim", max_concurrent=5)
-    put_workers(town.app, [{"id": f"w-{tenant}", "seen": 1}])
+def test_a_submitter_sees_their_own_runs_and_nothing_of_others(server: TokenServer, tenant: str) -> None:
+    drive_quota(server.app, tenant, "sue", max_concurrent=5)
+    drive_quota(server.app, tenant, "maxim", max_concurrent=5)
+    put_workers(server.app, [{"id": f"w-{tenant}", "seen": 1}])
     own = {"tenant": tenant, "user_id": "sue"}
     other = {"tenant": tenant, "user_id": "maxim", "model": "secret-model"}
     put_runs(
-        town.app,
+        server.app,
         [
             made_run(50, **own, status="FAILED", last_error="mine"),
             made_run(500, **own, status="PENDING"),
@@ -413,7 +421,7 @@ def test_a_submitter_sees_their_own_runs_and_nothing_of_others(town: Town, tenan
             made_run(50, **other, status="RUNNING", worker="w-hidden", lease_until=10, started=40),
         ],
     )
-    with browser(town, town.admit("sue", tenant=tenant)) as sue:
+    with browser(server, server.admit("sue", tenant=tenant)) as sue:
         page = sue.open("/")
         with listening(sue.client, "/ui/live") as events:
             event = next(events)
@@ -428,16 +436,16 @@ def test_a_submitter_sees_their_own_runs_and_nothing_of_others(town: Town, tenan
             assert word not in (page.answer.text if seen is page else event.html), word
 
 
-def test_tenants_do_not_learn_of_each_other(town: Town, tenant: str, operator: Browser) -> None:
+def test_tenants_do_not_learn_of_each_other(server: TokenServer, tenant: str, operator: Browser) -> None:
     theirs = put_runs(
-        town.app,
+        server.app,
         [
             made_run(50, tenant=f"{tenant}-other", user_id="theirs", status="FAILED", last_error="theirs"),
             made_run(500, tenant=f"{tenant}-other", user_id="theirs", status="PENDING"),
             made_run(50, user_id="theirs", status="RUNNING", worker=f"w-{tenant}", lease_until=10, started=40),
         ],
     )
-    put_workers(town.app, [{"id": f"w-{tenant}", "name": f"n-{tenant}", "host": "hidden-host", "seen": 1}])
+    put_workers(server.app, [{"id": f"w-{tenant}", "name": f"n-{tenant}", "host": "hidden-host", "seen": 1}])
     page = operator.open("/")
     shown = figures(page)
     assert (shown["Pending"], shown["Running"], shown["Failed"].split()[0]) == ("0", "0", "0")
@@ -448,11 +456,11 @@ def test_tenants_do_not_learn_of_each_other(town: Town, tenant: str, operator: B
         assert word not in page.answer.text
 
 
-def test_what_users_write_is_shown_as_text(town: Town, tenant: str, operator: Browser) -> None:
-    put_workers(town.app, [{"id": f"nasty-{tenant}", "name": NASTY, "queues": '["<i>q</i>"]', "seen": 1}])
+def test_what_users_write_is_shown_as_text(server: TokenServer, tenant: str, operator: Browser) -> None:
+    put_workers(server.app, [{"id": f"nasty-{tenant}", "name": NASTY, "queues": '["<i>q</i>"]', "seen": 1}])
     nasty = {"tenant": tenant, "user_id": NASTY, "model": NASTY}
     put_runs(
-        town.app,
+        server.app,
         [
             made_run(50, **nasty, status="FAILED", last_error=NASTY),
             made_run(500, **nasty, status="PENDING", queue="<b>queue</b>"),
@@ -473,17 +481,17 @@ def test_what_users_write_is_shown_as_text(town: Town, tenant: str, operator: Br
         assert not [each for each in root.walk() if "onerror" in each.attributes]
 
 
-def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(town: Town) -> None:
-    before = ReplayRate(*hits_shown(town))
+def test_the_replay_rate_is_shown_to_the_house_with_its_thresholds(server: TokenServer) -> None:
+    before = ReplayRate(*hits_shown(server))
     body = {"model": "add", "parameters": {"a": 1}, "idempotency_key": f"rate-{time.time_ns()}"}
     for _ in range(5):
-        assert town.root.post("/runs", json=body).status_code in (200, 201)
-    town.site.overview_feeds.replay_counter._read_at = -1000.0
-    eventually(lambda: hits_shown(town) == (before.replayed + 4, before.created + 1))
+        assert server.root.post("/runs", json=body).status_code in (200, 201)
+    server.state.overview_feeds.replay_counter._read_at = -1000.0
+    eventually(lambda: hits_shown(server) == (before.replayed + 4, before.created + 1))
 
 
-def hits_shown(town: Town) -> tuple[int, int]:
-    with browser(town, town.root) as root:
+def hits_shown(server: TokenServer) -> tuple[int, int]:
+    with browser(server, server.root) as root:
         said = figures(root.open("/"))["Replay rate"]
     found = re.search(r"([\d,]+) replayed, ([\d,]+) created since the server started", said)
     assert found, said

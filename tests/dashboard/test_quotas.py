@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from semel import JobStore, Quota
-from support.auth import BOTH, Person, Town, shared_town
+from support.databases import DATABASES
 from support.pages import Browser, Node, Page, browser
+from support.service import TokenClient, TokenServer, shared_server
 
 SCRIPT = "<script>alert(1)</script>"
 LIMITS = {
@@ -23,27 +24,27 @@ LIMITS = {
 }
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module", params=DATABASES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def root(town: Town) -> Iterator[Browser]:
-    with browser(town, town.root) as root:
+def root(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.root) as root:
         yield root
 
 
-def spend(person: Person, cost: float = 0.0, **more: Any) -> str:
+def spend(person: TokenClient, cost: float = 0.0, **more: Any) -> str:
     answer = person.post("/runs", json={"model": "add", "parameters": {"a": 1}, "cost": cost, "delay": 600, **more})
     assert answer.status_code == 201, answer.text
     run_id: str = answer.json()["run_id"]
     return run_id
 
 
-def reserve(town: Town, user: str) -> str:
-    store = JobStore(town.app.url)
+def reserve(server: TokenServer, user: str) -> str:
+    store = JobStore(server.app.url)
     reservation = store.reserve_job_slot(user, 10, ttl_seconds=300)
     store.close()
     assert reservation
@@ -54,14 +55,14 @@ def bar(page: Page, label: str) -> Node:
     return next(each for each in page.one(id="usage").all("div", class_="bar") if each.text.startswith(label))
 
 
-def test_a_submitter_sees_the_own_use_limits_and_reservations_and_nobody_elses(town: Town) -> None:
-    kate, other = town.admit("kate"), town.admit("other")
-    town.app.set_quota("kate", Quota(max_concurrent=5, cost_daily=10.0))
+def test_a_submitter_sees_the_own_use_limits_and_reservations_and_nobody_elses(server: TokenServer) -> None:
+    kate, other = server.admit("kate"), server.admit("other")
+    server.app.set_quota("kate", Quota(max_concurrent=5, cost_daily=10.0))
     for _ in range(3):
         spend(kate, 1.25)
     spend(other, 7.0)
-    held, others = reserve(town, "kate"), reserve(town, "other")
-    with browser(town, kate) as browsing:
+    held, others = reserve(server, "kate"), reserve(server, "other")
+    with browser(server, kate) as browsing:
         page = browsing.open("/ui/quotas")
         assert bar(page, "Concurrent").text == "Concurrent 4 of 5 (80 %) nearly full"
         assert bar(page, "Concurrent").one("progress").classes == ["near"]
@@ -76,28 +77,28 @@ def test_a_submitter_sees_the_own_use_limits_and_reservations_and_nobody_elses(t
         assert browsing.open("/ui/quotas", params={"tenant": "acme"}).status == 403
 
 
-def test_what_is_full_and_what_is_over_is_marked_in_words(town: Town, root: Browser) -> None:
-    lou = town.admit("lou")
-    town.app.set_quota("lou", Quota(max_concurrent=1, per_hour=1, cost_monthly=0.5, action="warn"))
+def test_what_is_full_and_what_is_over_is_marked_in_words(server: TokenServer, root: Browser) -> None:
+    lou = server.admit("lou")
+    server.app.set_quota("lou", Quota(max_concurrent=1, per_hour=1, cost_monthly=0.5, action="warn"))
     spend(lou, 1.0)
     spend(lou)
     page = root.open("/ui/quotas", params={"user": "lou"})
     assert bar(page, "Concurrent").text == "Concurrent 2 of 1 (200 %) over the limit"
     assert bar(page, "Spent this month").text == "Spent this month $1.00 of $0.50 (200 %) over the limit"
     assert bar(page, "Spent this month").one("progress")["value"] == "1.0"
-    town.app.set_quota("lou", Quota(max_concurrent=2, per_day=0))
+    server.app.set_quota("lou", Quota(max_concurrent=2, per_day=0))
     page = root.open("/ui/quotas", params={"user": "lou"})
     assert bar(page, "Concurrent").text == "Concurrent 2 of 2 (100 %) full"
     assert "over the limit" in bar(page, "Last 24 hours").text
 
 
-def test_users_are_sorted_by_how_full_their_fullest_limit_is(town: Town, root: Browser) -> None:
+def test_users_are_sorted_by_how_full_their_fullest_limit_is(server: TokenServer, root: Browser) -> None:
     for name, count, limit in (("sort-low", 1, 10), ("sort-full", 3, 3), ("sort-mid", 1, 2)):
-        person = town.admit(name)
-        town.app.set_quota(name, Quota(max_concurrent=limit))
+        person = server.admit(name)
+        server.app.set_quota(name, Quota(max_concurrent=limit))
         for _ in range(count):
             spend(person)
-    spend(town.admit("sort-free"))
+    spend(server.admit("sort-free"))
     rows = root.open("/ui/quotas").one(id="users").one("table").rows()
     users = [row[0] for row in rows]
     ours = [user for user in users if user.startswith("sort-")]
@@ -108,7 +109,7 @@ def test_users_are_sorted_by_how_full_their_fullest_limit_is(town: Town, root: B
     assert rows[users.index("sort-free")][5] == "none"
 
 
-def test_an_admin_sets_a_quota_changes_it_and_takes_it_away(town: Town, root: Browser) -> None:
+def test_an_admin_sets_a_quota_changes_it_and_takes_it_away(server: TokenServer, root: Browser) -> None:
     page = root.open("/ui/quotas", params={"user": "frank"})
     assert page.one("input", name="max_concurrent")["value"] == ""
     page = root.send("/ui/quotas/set", {"user": "frank", **LIMITS})
@@ -124,33 +125,33 @@ def test_an_admin_sets_a_quota_changes_it_and_takes_it_away(town: Town, root: Br
         action="warn",
         warn_at=0.5,
     )
-    assert town.app.quotas()["frank"] == expected
+    assert server.app.quotas()["frank"] == expected
     form = root.open("/ui/quotas", params={"user": "frank"}).one("form", action="/ui/quotas/set")
     shown = {each["name"]: each["value"] for each in form.all("input") if each["name"] in LIMITS}
     assert shown == {name: text for name, text in LIMITS.items() if name != "action"}
     assert form.one("option", value="warn").get("selected") is not None
     root.send("/ui/quotas/set", {"user": "frank", **LIMITS, "per_hour": "", "warn_at": "", "action": "block"})
-    assert (town.app.quotas()["frank"].per_hour, town.app.quotas()["frank"].warn_at) == (None, 0.8)
+    assert (server.app.quotas()["frank"].per_hour, server.app.quotas()["frank"].warn_at) == (None, 0.8)
     page = root.send("/ui/quotas/remove", {"user": "frank"})
     assert "Removed the quota of frank." in page.text
-    assert "frank" not in town.app.quotas()
+    assert "frank" not in server.app.quotas()
     assert root.send("/ui/quotas/remove", {"user": "frank"}).status == 404
 
 
-def test_the_default_quota_is_set_shown_and_taken_away(town: Town, root: Browser) -> None:
+def test_the_default_quota_is_set_shown_and_taken_away(server: TokenServer, root: Browser) -> None:
     try:
         root.send("/ui/quotas/set", {"user": "*", "max_concurrent": "77"})
-        assert town.app.quotas()["*"] == Quota(max_concurrent=77)
+        assert server.app.quotas()["*"] == Quota(max_concurrent=77)
         page = root.open("/ui/quotas")
         assert "Concurrent 77" in page.text
         assert "Concurrent 0 of 77 (0 %)" in root.open("/ui/quotas", params={"user": "somebody"}).text
         assert "The default quota applies." in root.open("/ui/quotas", params={"user": "somebody"}).text
     finally:
         root.send("/ui/quotas/remove", {"user": "*"})
-    assert "*" not in town.app.quotas()
+    assert "*" not in server.app.quotas()
 
 
-def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: Town, root: Browser) -> None:
+def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(server: TokenServer, root: Browser) -> None:
     wrong = {
         "max_concurrent": "-1",
         "per_hour": "1.5",
@@ -163,7 +164,7 @@ def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: To
     }
     page = root.send("/ui/quotas/set", {"user": "jack", **wrong})
     assert page.status == 400
-    assert "jack" not in town.app.quotas()
+    assert "jack" not in server.app.quotas()
     for name, text in wrong.items():
         if name == "action":
             continue
@@ -176,10 +177,10 @@ def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: To
     assert page.one("select", name="action")["aria-invalid"] == "true"
 
 
-def test_operators_see_everybody_and_change_nothing(town: Town) -> None:
-    spend(town.admit("seen"))
-    held = reserve(town, "seen")
-    with browser(town, town.admit("olga", "operator")) as olga:
+def test_operators_see_everybody_and_change_nothing(server: TokenServer) -> None:
+    spend(server.admit("seen"))
+    held = reserve(server, "seen")
+    with browser(server, server.admit("olga", "operator")) as olga:
         page = olga.open("/ui/quotas")
         assert "seen" in [row[0] for row in page.one(id="users").one("table").rows()]
         assert held in page.one(id="reservations").text
@@ -191,11 +192,11 @@ def test_operators_see_everybody_and_change_nothing(town: Town) -> None:
             ("/ui/quotas/release", {"reservation": held}),
         ):
             assert olga.send(path, form).status == 403
-    assert "seen" not in town.app.quotas()
+    assert "seen" not in server.app.quotas()
 
 
-def test_a_reservation_shows_its_countdown_and_is_released(town: Town, root: Browser) -> None:
-    held = reserve(town, "liam")
+def test_a_reservation_shows_its_countdown_and_is_released(server: TokenServer, root: Browser) -> None:
+    held = reserve(server, "liam")
     page = root.open("/ui/quotas", params={"user": "liam"})
     (countdown,) = [each for each in page.one(id="reservations").all("time") if each.get("data-countdown") is not None]
     assert countdown.text.startswith("in 4 min") or countdown.text == "in 5 min"
@@ -207,11 +208,11 @@ def test_a_reservation_shows_its_countdown_and_is_released(town: Town, root: Bro
     assert (again.status, "That reservation is no longer held" in again.text) == (200, True)
 
 
-def test_a_tenant_sees_its_own_and_the_main_tenant_manages_all(town: Town, root: Browser) -> None:
-    spend(town.admit("inner", tenant="acme"), 3.0)
-    spend(town.admit("outer"), 3.0)
-    held = reserve(town, "outer")
-    with browser(town, town.admit("wile", "admin", "acme")) as wile:
+def test_a_tenant_sees_its_own_and_the_main_tenant_manages_all(server: TokenServer, root: Browser) -> None:
+    spend(server.admit("inner", tenant="acme"), 3.0)
+    spend(server.admit("outer"), 3.0)
+    held = reserve(server, "outer")
+    with browser(server, server.admit("wile", "admin", "acme")) as wile:
         page = wile.open("/ui/quotas")
         users = [row[0] for row in page.one(id="users").one("table").rows()]
         assert "inner" in users
@@ -221,21 +222,21 @@ def test_a_tenant_sees_its_own_and_the_main_tenant_manages_all(town: Town, root:
         assert wile.send("/ui/quotas/set", {"user": "x", "per_day": "1", "tenant": "beta"}).status == 403
         assert "That reservation is no longer held" in wile.send("/ui/quotas/release", {"reservation": held}).text
         wile.send("/ui/quotas/set", {"user": "inner", "per_day": "9"})
-    assert town.app.quotas(tenant="acme")["inner"] == Quota(per_day=9)
-    assert "inner" not in town.app.quotas()
+    assert server.app.quotas(tenant="acme")["inner"] == Quota(per_day=9)
+    assert "inner" not in server.app.quotas()
     page = root.open("/ui/quotas", params={"user": "inner", "tenant": "acme"})
     assert page.one("form", action="/ui/quotas/set").one("input", name="tenant")["value"] == "acme"
     root.send("/ui/quotas/remove", {"user": "inner", "tenant": "acme"})
-    assert "inner" not in town.app.quotas(tenant="acme")
-    assert reserve(town, "outer") != held, "and outer's slot was not touched"
+    assert "inner" not in server.app.quotas(tenant="acme")
+    assert reserve(server, "outer") != held, "and outer's slot was not touched"
     assert held in root.open("/ui/quotas", params={"user": "outer"}).text
 
 
-def test_html_in_users_is_text(town: Town, root: Browser) -> None:
+def test_html_in_users_is_text(server: TokenServer, root: Browser) -> None:
     user = f'u"{SCRIPT}'
-    spend(town.admit(user))
+    spend(server.admit(user))
     root.send("/ui/quotas/set", {"user": user, "per_day": "5"})
-    reserve(town, user)
+    reserve(server, user)
     for params in ({}, {"user": user}):
         page = root.open("/ui/quotas", params=params)
         assert page.status == 200
@@ -247,9 +248,9 @@ def test_html_in_users_is_text(town: Town, root: Browser) -> None:
     assert page.one("input", name="per_day")["value"] == f'">{SCRIPT}'
 
 
-def test_nothing_is_changed_without_the_forms_secret(town: Town, root: Browser) -> None:
+def test_nothing_is_changed_without_the_forms_secret(server: TokenServer, root: Browser) -> None:
     for path in ("/ui/quotas/set", "/ui/quotas/remove", "/ui/quotas/release"):
         answer = root.client.post(path, data={"user": "kept", "per_day": "1", "reservation": "x"})
         assert answer.status_code == 403
         assert root.open(path).status == 405
-    assert "kept" not in town.app.quotas()
+    assert "kept" not in server.app.quotas()

@@ -7,22 +7,23 @@ import pytest
 
 from semel.dashboard.templating import DASH
 from support.apps.dashboard_app import SQUARE
-from support.auth import BOTH, Town
-from support.dashboard_runs import TRICKS, ended, hand, idle, runs_town, submitted
+from support.dashboard_runs import TRICKS, ended, idle, manual_worker, runs_server, submitted
+from support.databases import DATABASES
 from support.pages import Browser, Node, Page, browser
+from support.service import TokenServer
 
 UNKNOWN = "01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d"
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with runs_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module", params=DATABASES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with runs_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def operator(town: Town) -> Iterator[Browser]:
-    with browser(town, town.admit("olga", "operator")) as made:
+def operator(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.admit("olga", "operator")) as made:
         yield made
 
 
@@ -42,9 +43,9 @@ def words(node: Node) -> list[str]:
     return [each.text.partition(",")[0] for each in node.one("svg", role="img").all("text", class_="outcome")]
 
 
-def test_the_page_tells_everything_about_a_run(town: Town, operator: Browser) -> None:
-    run_id = submitted(town, "shout", {"text": "hello there"}, user="ann", idempotency_key="ann-1")
-    run = ended(town, run_id)
+def test_the_page_tells_everything_about_a_run(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "shout", {"text": "hello there"}, user="ann", idempotency_key="ann-1")
+    run = ended(server, run_id)
     page = operator.open(f"/ui/runs/{run_id}")
     told = facts(page)
     assert page.status == 200
@@ -68,18 +69,18 @@ async def diverge() -> dict[str, float]:
     return {"loss": float("nan")}
 
 
-def test_a_result_that_is_not_finite_is_shown_with_its_warning(town: Town, operator: Browser) -> None:
-    town.app.model("diverge")(diverge)
-    run_id = submitted(town, "diverge")
-    ended(town, run_id)
+def test_a_result_that_is_not_finite_is_shown_with_its_warning(server: TokenServer, operator: Browser) -> None:
+    server.app.model("diverge")(diverge)
+    run_id = submitted(server, "diverge")
+    ended(server, run_id)
     outcome = operator.open(f"/ui/runs/{run_id}").one("section", id="run-outcome")
     assert json.loads(outcome.one("pre").text) == {"loss": None}
     assert "Warning: $.loss is nan" in outcome.text
 
 
-def test_a_failed_run_shows_its_error_and_traceback(town: Town, operator: Browser) -> None:
-    run_id = submitted(town, "fail", {"text": "the disk is full"})
-    ended(town, run_id)
+def test_a_failed_run_shows_its_error_and_traceback(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "fail", {"text": "the disk is full"})
+    ended(server, run_id)
     outcome = operator.open(f"/ui/runs/{run_id}").one("section", id="run-outcome")
     assert outcome.one("pre", class_="run-error").text == "ValueError: the disk is full"
     traceback = outcome.one("details", id="run-traceback")
@@ -87,10 +88,10 @@ def test_a_failed_run_shows_its_error_and_traceback(town: Town, operator: Browse
     assert "raise ValueError(text)" in traceback.text
 
 
-def test_the_picture_tells_of_every_attempt(town: Town, operator: Browser) -> None:
-    run_id = idle(town)
+def test_the_picture_tells_of_every_attempt(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server)
     path = f"/ui/runs/{run_id}"
-    with hand(town) as worker:
+    with manual_worker(server) as worker:
         assert words(operator.open(path).one("section", id="run-timeline")) == ["waiting"]
         worker.take(run_id)
         page = operator.open(path)
@@ -102,7 +103,7 @@ def test_the_picture_tells_of_every_attempt(town: Town, operator: Browser) -> No
         worker.take(run_id)
         worker.end(run_id, "retry", "it stumbled")
         worker.take(run_id)
-        town.app.cancel(run_id, why="enough")
+        server.app.cancel(run_id, why="enough")
         page = operator.open(path)
         assert words(page.one("section", id="run-timeline")) == ["lost", "snoozed", "retried", "cancelling"]
         assert len(page.one("svg", role="img").all("line", class_="mark-cancel")) == 1
@@ -125,9 +126,9 @@ def test_the_picture_tells_of_every_attempt(town: Town, operator: Browser) -> No
     assert page.one("section", id="run-outcome").one("pre", class_="run-error").text == "it stumbled"
 
 
-def test_a_picture_of_very_many_attempts_stays_small(town: Town, operator: Browser) -> None:
-    run_id = idle(town)
-    with hand(town) as worker:
+def test_a_picture_of_very_many_attempts_stays_small(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server)
+    with manual_worker(server) as worker:
         for _ in range(40):
             worker.take(run_id)
             worker.end(run_id, "snooze", "x" * 1000)
@@ -140,18 +141,18 @@ def test_a_picture_of_very_many_attempts_stays_small(town: Town, operator: Brows
     assert len(page.answer.content) < 100_000
 
 
-def test_a_waiting_run_says_why_and_its_place(town: Town, operator: Browser) -> None:
-    first, second = (submitted(town, "add", {"a": n}, queue="nowhere") for n in (1, 2))
+def test_a_waiting_run_says_why_and_its_place(server: TokenServer, operator: Browser) -> None:
+    first, second = (submitted(server, "add", {"a": n}, queue="nowhere") for n in (1, 2))
     waiting = operator.open(f"/ui/runs/{second}").one("section", id="run-waiting")
     assert "no live worker serves the queue 'nowhere'" in waiting.text
     assert "2 in nowhere" in waiting.text
     assert "1 in nowhere" in operator.open(f"/ui/runs/{first}").one("section", id="run-waiting").text
-    later = submitted(town, "add", {"a": 1}, delay=3600)
+    later = submitted(server, "add", {"a": 1}, delay=3600)
     assert "scheduled" in operator.open(f"/ui/runs/{later}").one("section", id="run-waiting").text
 
 
-def test_buttons_cancel_and_retry_and_the_two_runs_lead_to_each_other(town: Town, operator: Browser) -> None:
-    run_id = idle(town, "rita")
+def test_buttons_cancel_and_retry_and_the_two_runs_lead_to_each_other(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server, "rita")
     page = operator.open(f"/ui/runs/{run_id}")
     actions = [each["action"] for each in page.one("section", id="run-state").all("form")]
     assert actions == [f"/ui/runs/{run_id}/cancel"]
@@ -163,7 +164,7 @@ def test_buttons_cancel_and_retry_and_the_two_runs_lead_to_each_other(town: Town
     again = operator.send(retry)
     new = again.path.rpartition("/")[2]
     assert new != run_id
-    assert town.app.get(new).retry_of == run_id
+    assert server.app.get(new).retry_of == run_id
     assert [each["href"] for each in again.one("section", id="run-state").all("a", class_="id")] == [
         f"/ui/runs/{run_id}"
     ]
@@ -188,10 +189,10 @@ def test_buttons_cancel_and_retry_and_the_two_runs_lead_to_each_other(town: Town
         "/ui/compare?a={0}&b={0}",
     ],
 )
-def test_what_is_not_there_or_not_yours_is_a_page_that_says_so(town: Town, path: str) -> None:
-    run_id = submitted(town, "paint", {"rows": 1}, user="owner")
-    ended(town, run_id)
-    with browser(town, town.admit("owner")) as owner, browser(town, town.admit("other")) as other:
+def test_what_is_not_there_or_not_yours_is_a_page_that_says_so(server: TokenServer, path: str) -> None:
+    run_id = submitted(server, "paint", {"rows": 1}, user="owner")
+    ended(server, run_id)
+    with browser(server, server.admit("owner")) as owner, browser(server, server.admit("other")) as other:
         with owner.client.stream("GET", path.format(run_id)) as answer:
             assert answer.status_code == 200
         for visitor, unknown in ((other, run_id), (owner, UNKNOWN), (owner, "nonsense"), (owner, "%00")):
@@ -201,9 +202,9 @@ def test_what_is_not_there_or_not_yours_is_a_page_that_says_so(town: Town, path:
             assert "NOT_FOUND" in page.text
 
 
-def test_pictures_are_shown_and_other_files_downloaded(town: Town, operator: Browser) -> None:
-    run_id = submitted(town, "paint")
-    ended(town, run_id)
+def test_pictures_are_shown_and_other_files_downloaded(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "paint")
+    ended(server, run_id)
     page = operator.open(f"/ui/runs/{run_id}")
     (image,) = page.all("img")
     assert image["src"] == f"/ui/runs/{run_id}/images/square.png"
@@ -239,10 +240,10 @@ def test_pictures_are_shown_and_other_files_downloaded(town: Town, operator: Bro
     ],
 )
 def test_a_file_is_shown_only_if_its_name_is_a_harmless_pictures(
-    town: Town, operator: Browser, name: str, kind: str | None
+    server: TokenServer, operator: Browser, name: str, kind: str | None
 ) -> None:
-    run_id = submitted(town, "files", {"names": [name], "text": "<script>alert(1)</script>"})
-    ended(town, run_id)
+    run_id = submitted(server, "files", {"names": [name], "text": "<script>alert(1)</script>"})
+    ended(server, run_id)
     page = operator.open(f"/ui/runs/{run_id}")
     links = [each["href"] for each in page.one("section", id="run-outcome").one("table").all("a")]
     assert operator.client.get(links[0]).text == "<script>alert(1)</script>"
@@ -258,10 +259,10 @@ def test_a_file_is_shown_only_if_its_name_is_a_harmless_pictures(
     assert answer.headers["Content-Security-Policy"] == "sandbox; default-src 'none'"
 
 
-def test_what_is_large_is_downloaded_and_the_page_stays_light(town: Town, operator: Browser) -> None:
+def test_what_is_large_is_downloaded_and_the_page_stays_light(server: TokenServer, operator: Browser) -> None:
     heavy = "\"<&'>" * 60
-    run_id = submitted(town, "chatter", {"lines": 900, "text": heavy})
-    ended(town, run_id)
+    run_id = submitted(server, "chatter", {"lines": 900, "text": heavy})
+    ended(server, run_id)
     page = operator.open(f"/ui/runs/{run_id}")
     assert len(page.answer.content) < 150_000
     assert "too large to show here" in page.one("section", id="run-outcome").text
@@ -279,13 +280,13 @@ def test_what_is_large_is_downloaded_and_the_page_stays_light(town: Town, operat
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_what_people_write_is_text(town: Town, operator: Browser, trick: str) -> None:
-    run_id = submitted(town, "shout", {"text": trick}, idempotency_key=trick)
-    ended(town, run_id)
-    bad = submitted(town, "fail", {"text": trick})
-    ended(town, bad)
-    noted = idle(town)
-    town.app.cancel(noted, why=trick)
+def test_what_people_write_is_text(server: TokenServer, operator: Browser, trick: str) -> None:
+    run_id = submitted(server, "shout", {"text": trick}, idempotency_key=trick)
+    ended(server, run_id)
+    bad = submitted(server, "fail", {"text": trick})
+    ended(server, bad)
+    noted = idle(server)
+    server.app.cancel(noted, why=trick)
     plain = " ".join(trick.split())
     page = operator.open(f"/ui/runs/{run_id}")
     assert plain in page.one("section", id="run-log").text
@@ -301,12 +302,12 @@ def test_what_people_write_is_text(town: Town, operator: Browser, trick: str) ->
         assert each.all("img") == []
 
 
-def test_two_runs_are_compared_by_what_differs(town: Town, operator: Browser) -> None:
-    one = submitted(town, "shout", {"text": "one"}, user="cora")
-    other = submitted(town, "shout", {"text": "other"}, user="cora")
-    bad = submitted(town, "fail", {"text": "broken"}, user="cora")
+def test_two_runs_are_compared_by_what_differs(server: TokenServer, operator: Browser) -> None:
+    one = submitted(server, "shout", {"text": "one"}, user="cora")
+    other = submitted(server, "shout", {"text": "other"}, user="cora")
+    bad = submitted(server, "fail", {"text": "broken"}, user="cora")
     for run_id in (one, other, bad):
-        ended(town, run_id)
+        ended(server, run_id)
     page = operator.open(f"/ui/compare?a={one}&b={other}")
     tables = page.all("table")
     marked = {row.all("td")[0].text for row in tables[2].all("tr", class_="differs")}
@@ -328,8 +329,8 @@ def test_two_runs_are_compared_by_what_differs(town: Town, operator: Browser) ->
     assert [each.text for each in same.all("tr", class_="differs")] == []
 
 
-def test_compare_asks_for_the_runs_that_it_was_not_given(town: Town, operator: Browser) -> None:
-    run_id = idle(town)
+def test_compare_asks_for_the_runs_that_it_was_not_given(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server)
     page = operator.open("/ui/compare")
     assert [each["value"] for each in page.one("form", class_="filters").all("input")] == ["", ""]
     page = operator.open(f"/ui/compare?a={run_id}")
@@ -337,9 +338,9 @@ def test_compare_asks_for_the_runs_that_it_was_not_given(town: Town, operator: B
     assert operator.open(f"/ui/compare?a={run_id}&b={UNKNOWN}").status == 404
 
 
-def test_a_submitter_cannot_compare_with_anothers_run(town: Town) -> None:
-    own, other = idle(town, "nell"), idle(town, "zoe")
-    with browser(town, town.admit("nell")) as nell:
+def test_a_submitter_cannot_compare_with_anothers_run(server: TokenServer) -> None:
+    own, other = idle(server, "nell"), idle(server, "zoe")
+    with browser(server, server.admit("nell")) as nell:
         assert nell.open(f"/ui/compare?a={own}&b={own}").status == 200
         assert nell.open(f"/ui/compare?a={own}&b={other}").status == 404
         assert nell.open(f"/ui/compare?a={other}&b={own}").status == 404

@@ -13,20 +13,21 @@ from semel.dashboard.runs.queries import IdRange, scan
 from semel.runs.store import RunStore
 from semel.runs.store.queries import Filter
 from semel.runs.types import STATUSES, id_at
-from support.auth import BOTH, Town
-from support.dashboard_runs import IDLE, TRICKS, ended, hand, idle, runs_town, submitted
+from support.dashboard_runs import IDLE, TRICKS, ended, idle, manual_worker, runs_server, submitted
+from support.databases import DATABASES
 from support.pages import Browser, Page, browser, made_run, put_runs
+from support.service import TokenServer
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with runs_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module", params=DATABASES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with runs_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def operator(town: Town) -> Iterator[Browser]:
-    with browser(town, town.admit("olga", "operator")) as made:
+def operator(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.admit("olga", "operator")) as made:
         yield made
 
 
@@ -41,12 +42,12 @@ def listed(who: Browser, **query: object) -> list[str]:
     return ids(page)
 
 
-def test_a_row_tells_how_the_run_stands(town: Town, operator: Browser) -> None:
-    good = submitted(town, "add", {"a": 1}, user="rose")
-    bad = submitted(town, "fail", {"text": "no luck"}, user="rose")
-    waits = idle(town, "rose")
+def test_a_row_tells_how_the_run_stands(server: TokenServer, operator: Browser) -> None:
+    good = submitted(server, "add", {"a": 1}, user="rose")
+    bad = submitted(server, "fail", {"text": "no luck"}, user="rose")
+    waits = idle(server, "rose")
     for run_id in (good, bad):
-        ended(town, run_id)
+        ended(server, run_id)
     page = operator.open("/ui/runs", params={"user": "rose"})
     rows = {row.all("input")[0]["value"]: row.text for row in page.one("tbody").all("tr")}
     assert list(rows) == [waits, bad, good]
@@ -63,28 +64,28 @@ def test_a_row_tells_how_the_run_stands(town: Town, operator: Browser) -> None:
     [(["FAILED"], ["bad"]), (["FAILED", "PENDING"], ["waits", "bad"]), (list(STATUSES), ["waits", "bad", "good"])],
 )
 def test_runs_are_filtered_by_one_or_several_states(
-    town: Town, operator: Browser, states: list[str], found: list[str]
+    server: TokenServer, operator: Browser, states: list[str], found: list[str]
 ) -> None:
     user = f"states-{len(states)}"
-    made = {"good": submitted(town, "add", {"a": 1}, user=user), "bad": submitted(town, "fail", user=user)}
-    made["waits"] = idle(town, user)
+    made = {"good": submitted(server, "add", {"a": 1}, user=user), "bad": submitted(server, "fail", user=user)}
+    made["waits"] = idle(server, user)
     for name in ("good", "bad"):
-        ended(town, made[name])
+        ended(server, made[name])
     assert listed(operator, user=user, status=states) == [made[name] for name in found]
 
 
-def test_runs_are_filtered_by_model_and_user(town: Town, operator: Browser) -> None:
-    add = submitted(town, "add", {"a": 1}, user="mia")
-    train = submitted(town, "train", user="mia")
-    other = submitted(town, "train", user="max")
+def test_runs_are_filtered_by_model_and_user(server: TokenServer, operator: Browser) -> None:
+    add = submitted(server, "add", {"a": 1}, user="mia")
+    train = submitted(server, "train", user="mia")
+    other = submitted(server, "train", user="max")
     assert listed(operator, user="mia") == [train, add]
     assert listed(operator, user="mia", model="train") == [train]
     assert listed(operator, user="max", model="train") == [other]
     assert listed(operator, user="max", model="add") == []
 
 
-def test_runs_are_filtered_by_time(town: Town, operator: Browser) -> None:
-    run_id = idle(town, "tim")
+def test_runs_are_filtered_by_time(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server, "tim")
     now = datetime.now(UTC)
     hour = timedelta(hours=1)
 
@@ -121,10 +122,10 @@ def test_what_cannot_be_asked_is_refused_with_a_page(operator: Browser, query: s
     assert "INVALID_REQUEST" in page.text
 
 
-def test_a_run_is_found_by_its_id_its_key_and_its_payload(town: Town, operator: Browser) -> None:
-    run_id = submitted(town, "add", {"a": 7}, user="finn", idempotency_key="order 42/ü", queue=IDLE)
-    other = submitted(town, "add", {"a": 8}, user="finn", idempotency_key="order 43", queue=IDLE)
-    payload = town.app.get(run_id).payload_hash
+def test_a_run_is_found_by_its_id_its_key_and_its_payload(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "add", {"a": 7}, user="finn", idempotency_key="order 42/ü", queue=IDLE)
+    other = submitted(server, "add", {"a": 8}, user="finn", idempotency_key="order 43", queue=IDLE)
+    payload = server.app.get(run_id).payload_hash
     for text in (run_id, run_id.upper(), run_id.replace("-", ""), f"  {run_id} ", run_id[-12:], run_id[-6:]):
         assert listed(operator, q=text, user="finn") == [run_id], text
     assert listed(operator, q=run_id[:30], user="finn") == [run_id]
@@ -136,16 +137,16 @@ def test_a_run_is_found_by_its_id_its_key_and_its_payload(town: Town, operator: 
     assert "No runs match" in operator.open("/ui/runs", params={"q": "order 42"}).text
 
 
-def test_a_key_that_has_expired_still_finds_its_run(town: Town, operator: Browser) -> None:
-    run_id = submitted(town, "add", {"a": 1}, user="kim", idempotency_key="short-lived", key_ttl=0.001, queue=IDLE)
-    with hand(town) as keeper:
+def test_a_key_that_has_expired_still_finds_its_run(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "add", {"a": 1}, user="kim", idempotency_key="short-lived", key_ttl=0.001, queue=IDLE)
+    with manual_worker(server) as keeper:
         keeper.tidy()
     assert listed(operator, q="short-lived") == [run_id]
 
 
-def test_the_pages_lead_through_all_runs_and_back(town: Town, operator: Browser) -> None:
+def test_the_pages_lead_through_all_runs_and_back(server: TokenServer, operator: Browser) -> None:
     many = [{"model": "add", "parameters": {"a": n}, "user": "paula", "queue": IDLE} for n in range(120)]
-    every = sorted((run.id for run in town.app.submit_many(many)), reverse=True)
+    every = sorted((run.id for run in server.app.submit_many(many)), reverse=True)
     page = operator.open("/ui/runs?user=paula")
     pages = [ids(page)]
     while older := page.all("a", rel="next"):
@@ -161,10 +162,10 @@ def test_the_pages_lead_through_all_runs_and_back(town: Town, operator: Browser)
 
 
 def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
-    town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oldest = submitted(town, "train", user="hank", queue=IDLE)
-    town.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": "hank", "queue": IDLE} for n in range(40)])
+    oldest = submitted(server, "train", user="hank", queue=IDLE)
+    server.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": "hank", "queue": IDLE} for n in range(40)])
     monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 15)
     page = operator.open("/ui/runs?model=train&user=hank")
@@ -181,54 +182,54 @@ def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
 
 
 def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
-    town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = submitted(town, "train", user="ivy", queue=IDLE)
-    theirs = put_runs(town.app, [made_run(0.5 + n / 100, tenant="elsewhere") for n in range(40)])
+    mine = submitted(server, "train", user="ivy", queue=IDLE)
+    theirs = put_runs(server.app, [made_run(0.5 + n / 100, tenant="elsewhere") for n in range(40)])
     monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 7)
     page = operator.open("/ui/runs?model=nothing")
     (onward,) = page.all("a", rel="next")
     assert not [each for each in theirs if each in onward["href"]]
-    with browser(town, town.admit("ivy")) as ivy:
+    with browser(server, server.admit("ivy")) as ivy:
         own = ivy.open("/ui/runs")
         assert ids(own) == [mine], "their own runs are walked, not everybody's"
         assert "Searched back to" not in own.text
 
 
 def test_a_payload_is_found_however_often_others_have_it(
-    town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "MAX_SAME_PAYLOAD", 5)
     digest = f"{time.time_ns():064x}"
-    put_runs(town.app, [made_run(5 + n, tenant="elsewhere", payload_hash=digest) for n in range(30)])
-    (own,) = put_runs(town.app, [made_run(2, payload_hash=digest)])
+    put_runs(server.app, [made_run(5 + n, tenant="elsewhere", payload_hash=digest) for n in range(30)])
+    (own,) = put_runs(server.app, [made_run(2, payload_hash=digest)])
     assert ids(operator.open(f"/ui/runs?q={digest}")) == [own]
 
 
 @pytest.mark.parametrize("window", [1, 5, 1000])
 @pytest.mark.parametrize("down", [True, False])
 def test_a_walk_finds_what_the_engine_lists_whatever_its_windows(
-    town: Town, monkeypatch: pytest.MonkeyPatch, window: int, down: bool
+    server: TokenServer, monkeypatch: pytest.MonkeyPatch, window: int, down: bool
 ) -> None:
     user = f"walker-{window}-{down}"
-    before = idle(town)
+    before = idle(server)
     stretch = IdRange(stop=before) if down else IdRange(start=before, down=False)
     kinds = [("train", {}) if n % 3 else ("add", {"a": 1}) for n in range(12)]
     queues = ["default"] * 8 + [IDLE] * 4
-    made = [submitted(town, *kind, user=user, queue=queue) for kind, queue in zip(kinds, queues, strict=True)]
+    made = [submitted(server, *kind, user=user, queue=queue) for kind, queue in zip(kinds, queues, strict=True)]
     for run_id in made[:8]:
-        ended(town, run_id)
+        ended(server, run_id)
     monkeypatch.setattr(queries, "FIRST_WINDOW", window)
     monkeypatch.setattr(queries, "LARGEST_WINDOW", window)
-    ledger = town.app.ledger(awaited=False)
+    ledger = server.app.ledger(awaited=False)
     try:
         for status in (None, ["SUCCEEDED"], ["PENDING", "SUCCEEDED"], ["RUNNING", "FAILED", "SUCCEEDED"]):
             for model in (None, "train"):
                 wanted = Filter(status=status, model=model, user=user)
                 monkeypatch.setattr(queries, "SCAN_SECONDS", 60.0)
                 found = run_sync(ledger.read(scan, wanted, stretch, 100))
-                there = [run.id for run in town.app.runs(status=status, model=model, user=user).runs]
+                there = [run.id for run in server.app.runs(status=status, model=model, user=user).runs]
                 assert found.ids == (there if down else there[::-1])
                 assert found.reached is None
                 monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
@@ -248,18 +249,18 @@ def _by_steps(ledger: RunStore, wanted: Filter, stretch: IdRange) -> list[str]:
         stretch = IdRange(start=some.reached, stop=stretch.stop, down=stretch.down)
 
 
-def test_the_id_of_a_time_lies_between_those_made_before_and_after(town: Town) -> None:
-    before = idle(town)
+def test_the_id_of_a_time_lies_between_those_made_before_and_after(server: TokenServer) -> None:
+    before = idle(server)
     time.sleep(0.005)  # ids of one millisecond cannot be told apart by their time
     between = id_at(time.time_ns() // 1000)
     time.sleep(0.005)
-    assert before < between < idle(town)
+    assert before < between < idle(server)
 
 
-def test_a_submitter_sees_their_own_runs_and_no_others(town: Town, operator: Browser) -> None:
-    own = idle(town, "sue", idempotency_key="sues")
-    other = idle(town, "joe", idempotency_key="joes")
-    with browser(town, town.admit("sue")) as sue:
+def test_a_submitter_sees_their_own_runs_and_no_others(server: TokenServer, operator: Browser) -> None:
+    own = idle(server, "sue", idempotency_key="sues")
+    other = idle(server, "joe", idempotency_key="joes")
+    with browser(server, server.admit("sue")) as sue:
         assert listed(sue) == [own]
         assert listed(sue, user="joe") == [own]
         assert listed(sue, q=other) == []
@@ -271,9 +272,9 @@ def test_a_submitter_sees_their_own_runs_and_no_others(town: Town, operator: Bro
     assert set(listed(operator)) >= {own, other}
 
 
-def test_tenants_do_not_see_each_others_runs(town: Town, operator: Browser) -> None:
-    ours, theirs = idle(town, "uma", idempotency_key="k"), idle(town, "uma", tenant="acme", idempotency_key="k")
-    with browser(town, town.admit("boss", "operator", tenant="acme")) as boss:
+def test_tenants_do_not_see_each_others_runs(server: TokenServer, operator: Browser) -> None:
+    ours, theirs = idle(server, "uma", idempotency_key="k"), idle(server, "uma", tenant="acme", idempotency_key="k")
+    with browser(server, server.admit("boss", "operator", tenant="acme")) as boss:
         assert listed(boss) == [theirs]
         assert listed(boss, q=ours) == []
         assert listed(boss, q="k") == [theirs]
@@ -283,10 +284,10 @@ def test_tenants_do_not_see_each_others_runs(town: Town, operator: Browser) -> N
     assert listed(operator, q="k", user="uma") == [ours]
 
 
-def test_many_runs_are_cancelled_at_once_and_each_is_told(town: Town, operator: Browser) -> None:
-    first, second = idle(town, "bulk"), idle(town, "bulk")
-    done = submitted(town, "add", {"a": 1}, user="bulk")
-    ended(town, done)
+def test_many_runs_are_cancelled_at_once_and_each_is_told(server: TokenServer, operator: Browser) -> None:
+    first, second = idle(server, "bulk"), idle(server, "bulk")
+    done = submitted(server, "add", {"a": 1}, user="bulk")
+    ended(server, done)
     gone = "01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d"
     page = operator.send("/ui/runs/cancel", {"run": [first, second, done, gone], "user": "bulk", "status": "PENDING"})
     assert page.status == 200
@@ -297,37 +298,37 @@ def test_many_runs_are_cancelled_at_once_and_each_is_told(town: Town, operator: 
     assert "SUCCEEDED already" in told[done[-12:]][1]
     assert told[gone[-12:]] == ["refused", f"there is no run {gone!r}"]
     assert "2 of 4" in page.one("h1").text
-    assert [town.app.get(each).status for each in (first, second, done)] == ["CANCELLED", "CANCELLED", "SUCCEEDED"]
+    assert [server.app.get(each).status for each in (first, second, done)] == ["CANCELLED", "CANCELLED", "SUCCEEDED"]
     back = [each["href"] for each in page.all("a") if each.text == "Back to the runs"]
     assert back == ["/ui/runs?status=PENDING&user=bulk"]
 
 
-def test_many_runs_are_retried_at_once_and_each_is_told(town: Town, operator: Browser) -> None:
-    bad, waits = submitted(town, "fail", user="again"), idle(town, "again")
-    cancelled = idle(town, "again")
-    ended(town, bad)
-    town.app.cancel(cancelled)
+def test_many_runs_are_retried_at_once_and_each_is_told(server: TokenServer, operator: Browser) -> None:
+    bad, waits = submitted(server, "fail", user="again"), idle(server, "again")
+    cancelled = idle(server, "again")
+    ended(server, bad)
+    server.app.cancel(cancelled)
     page = operator.send("/ui/runs/retry", {"run": [bad, waits, cancelled]})
     told = {row[0]: row[1] for row in page.one("table").rows()}
     assert told == {bad[-12:]: "done", waits[-12:]: "refused", cancelled[-12:]: "done"}
-    new = [run for run in town.app.runs(user="again").runs if run.retry_of is not None]
+    new = [run for run in server.app.runs(user="again").runs if run.retry_of is not None]
     assert {run.retry_of for run in new} == {bad, cancelled}
     assert {run.id[-12:] for run in new} <= {each.text for each in page.all("a", class_="id")}
 
 
-def test_nobody_cancels_or_retries_the_runs_of_others(town: Town) -> None:
-    other = idle(town, "victim")
-    with browser(town, town.admit("mallory")) as mallory:
+def test_nobody_cancels_or_retries_the_runs_of_others(server: TokenServer) -> None:
+    other = idle(server, "victim")
+    with browser(server, server.admit("mallory")) as mallory:
         for what in ("cancel", "retry"):
             page = mallory.send(f"/ui/runs/{what}", {"run": other})
             assert page.one("table").rows()[0][1] == "refused"
             assert f"there is no run {other!r}" in page.text
             assert mallory.send(f"/ui/runs/{other}/{what}").status == 404
-    assert town.app.get(other).status == "PENDING"
+    assert server.app.get(other).status == "PENDING"
 
 
-def test_a_form_without_the_secret_changes_nothing(town: Town, operator: Browser) -> None:
-    run_id = idle(town, "csrf")
+def test_a_form_without_the_secret_changes_nothing(server: TokenServer, operator: Browser) -> None:
+    run_id = idle(server, "csrf")
     for path in ("/ui/runs/cancel", "/ui/runs/retry", f"/ui/runs/{run_id}/cancel", f"/ui/runs/{run_id}/retry"):
         for secret in ({}, {"csrf": "x" * 43}):
             answer = operator.client.post(path, data={"run": run_id, **secret})
@@ -337,10 +338,10 @@ def test_a_form_without_the_secret_changes_nothing(town: Town, operator: Browser
         )
         assert answer.status_code == 403, path
         assert operator.client.get(path).status_code in (404, 405), path
-    assert town.app.get(run_id).status == "PENDING"
+    assert server.app.get(run_id).status == "PENDING"
 
 
-def test_a_form_without_ticks_or_with_too_many_says_so(town: Town, operator: Browser) -> None:
+def test_a_form_without_ticks_or_with_too_many_says_so(server: TokenServer, operator: Browser) -> None:
     page = operator.send("/ui/runs/cancel", {"user": "nobody"})
     assert page.path == "/ui/runs"
     assert "No runs selected" in page.text
@@ -349,8 +350,8 @@ def test_a_form_without_ticks_or_with_too_many_says_so(town: Town, operator: Bro
     assert f"at most {run_list.MAX_SELECTED}" in page.text
 
 
-def test_two_ticked_runs_are_compared(town: Town, operator: Browser) -> None:
-    first, second = idle(town, "duo"), idle(town, "duo")
+def test_two_ticked_runs_are_compared(server: TokenServer, operator: Browser) -> None:
+    first, second = idle(server, "duo"), idle(server, "duo")
     page = operator.send("/ui/runs/compare", {"run": [second, first]})
     assert page.path == "/ui/compare"
     assert dict(page.answer.url.params) == {"a": first, "b": second}
@@ -360,10 +361,10 @@ def test_two_ticked_runs_are_compared(town: Town, operator: Browser) -> None:
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_what_people_write_is_text(town: Town, operator: Browser, trick: str) -> None:
+def test_what_people_write_is_text(server: TokenServer, operator: Browser, trick: str) -> None:
     user = f"tricky {trick}"[:190]
-    run_id = submitted(town, "fail", {"text": trick}, user=user, idempotency_key=trick)
-    ended(town, run_id)
+    run_id = submitted(server, "fail", {"text": trick}, user=user, idempotency_key=trick)
+    ended(server, run_id)
     page = operator.open("/ui/runs", params={"q": trick, "user": user, "model": "fail", "queue": "default"})
     assert ids(page) == [run_id]
     assert trick in page.one("tbody").text
@@ -372,9 +373,9 @@ def test_what_people_write_is_text(town: Town, operator: Browser, trick: str) ->
     assert page.all("img") == []
 
 
-def test_without_a_session_every_page_of_runs_leads_to_the_sign_in(town: Town) -> None:
-    run_id = idle(town)
-    with browser(town) as stranger:
+def test_without_a_session_every_page_of_runs_leads_to_the_sign_in(server: TokenServer) -> None:
+    run_id = idle(server)
+    with browser(server) as stranger:
         for path in ("/ui/runs", f"/ui/runs/{run_id}", "/ui/compare", f"/ui/runs/{run_id}/result", "/ui/live/runs"):
             answer = stranger.client.get(path, follow_redirects=False)
             assert answer.status_code == 303, path
@@ -382,11 +383,11 @@ def test_without_a_session_every_page_of_runs_leads_to_the_sign_in(town: Town) -
 
 
 def test_a_store_that_is_away_ends_what_is_done_to_many(
-    town: Town, operator: Browser, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [submitted(town, "add", {"a": n}, user="jane", queue=IDLE) for n in range(4)]
+    made = [submitted(server, "add", {"a": n}, user="jane", queue=IDLE) for n in range(4)]
     tried: list[str] = []
-    real = town.site.engine.cancel
+    real = server.state.engine.cancel
 
     async def cancel(run_id: str, **more: object) -> object:
         tried.append(run_id)
@@ -394,7 +395,7 @@ def test_a_store_that_is_away_ends_what_is_done_to_many(
             raise StoreUnavailable("the database cannot be reached")
         return await real(run_id, **more)
 
-    monkeypatch.setattr(town.site.engine, "cancel", cancel)
+    monkeypatch.setattr(server.state.engine, "cancel", cancel)
     page = operator.send("/ui/runs/cancel", {"run": made})
     assert tried == made[:2]
     assert page.text.count("not tried") == 3

@@ -14,10 +14,10 @@ from semel.cli import main as semel_command
 from semel.service import asgi
 from support.apps import dashboard_app
 from support.browser import Visitor
-from support.dashboard_scene import Visit
-from support.hosting import hosted
-from support.serve_command import Serving, until
-from support.service import made_app
+from support.dashboard import Visit
+from support.serve_command import ServeProcess
+from support.service import host_asgi, make_app
+from support.waiting import eventually
 
 APP = "support.apps.dashboard_app:app"
 AWAY = r"net::ERR_(CONNECTION_\w+|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE|NETWORK_\w+)"
@@ -44,8 +44,8 @@ def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
 ) -> None:
     assert semel_command(["migrate", postgres_url]) == 0
     gate = tmp_path / "gate"
-    with Serving(tmp_path, APP, "--db", postgres_url) as serving:
-        _, worker = until(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
+    with ServeProcess(tmp_path, APP, "--db", postgres_url) as serving:
+        _, worker = eventually(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
         run_id = serving.submit("frail", {"until": str(gate)})["run_id"]
         serving.becomes(run_id, "RUNNING")
         visitor = visit(serving.address)
@@ -66,7 +66,7 @@ def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
 def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
     visit: Visit, sqlite_url: str, tmp_path: Path
 ) -> None:
-    with Serving(tmp_path, APP, "--db", sqlite_url) as serving:
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url) as serving:
         visitor = visit(serving.address)
         visitor.pardon(f"failed: GET .*: {AWAY}")
         page = live_page(visitor, "/")
@@ -76,7 +76,7 @@ def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
         expect(page.locator("#workers")).to_contain_text("alive")
         port = serving.address.rpartition(":")[2]
     expect(page.locator(".live")).to_have_text("offline")
-    with Serving(tmp_path, APP, "--db", sqlite_url, "--port", port) as serving:
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--port", port) as serving:
         expect(page.locator(".live")).to_have_text("live")
         serving.submit("add", {"a": 2})
         expect(figure(page, "Succeeded")).to_have_text(re.compile("^2 "))
@@ -86,9 +86,9 @@ def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
 def test_below_a_prefix_every_link_form_and_stream_of_the_pages_stays_below_it(
     visit: Visit, sqlite_url: str, tmp_path: Path
 ) -> None:
-    app = dashboard_app.register(made_app(sqlite_url, tmp_path, dedupe_window=0))
+    app = dashboard_app.register(make_app(sqlite_url, tmp_path, dedupe_window=0))
     application = Starlette(routes=[Mount("/below", asgi(app))])
-    with closing(app), hosted(application) as client, app.working(processes=0, poll=0.2, drain=0.0):
+    with closing(app), host_asgi(application) as client, app.working(processes=0, poll=0.2, drain=0.0):
         visitor = visit(str(client.base_url))
         page = live_page(visitor, "/below/")
         page.get_by_role("link", name="Submit").click()

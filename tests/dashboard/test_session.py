@@ -15,49 +15,57 @@ from semel._concurrency.sync import run_sync
 from semel.dashboard.templating import POLICY
 from semel.service import Settings, asgi
 from semel.service.auth import middleware, tokens
-from support.auth import BOTH, Town, add_models, issue, shared_town, town_on
-from support.hosting import hosted
 from support.pages import Browser, Node, Page, browser
-from support.service import Served, made_app, served
+from support.service import (
+    TestServer,
+    TokenServer,
+    add_models,
+    host_asgi,
+    issue_token,
+    make_app,
+    serve,
+    shared_server,
+    token_server,
+)
 
 ELSEWHERE = "http://evil.example"
 PACKAGE = Path(dashboard.__file__).parent
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
-    if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.auth._failures = middleware.RateLimits(
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").state.auth._failures = middleware.RateLimits(
             middleware.FAILURES_REFILLED, middleware.FAILURES
         )
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service without tokens; which database it is on plays no part in who is let in."""
     folder = tmp_path_factory.mktemp("local")
-    app = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
+    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
     add_models(app)
-    with served(app) as service:
+    with serve(app) as service:
         yield service
     app.close()
 
 
 @pytest.fixture
-def stranger(town: Town) -> Iterator[Browser]:
-    with browser(town) as stranger:
+def stranger(server: TokenServer) -> Iterator[Browser]:
+    with browser(server) as stranger:
         yield stranger
 
 
 @pytest.fixture
-def root(town: Town) -> Iterator[Browser]:
-    with browser(town, town.root) as root:
+def root(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.root) as root:
         yield root
 
 
@@ -82,19 +90,21 @@ def routes(method: str) -> list[str]:
     return sorted(found)
 
 
-def test_without_a_session_a_page_leads_to_the_sign_in_and_from_there_back(town: Town, stranger: Browser) -> None:
+def test_without_a_session_a_page_leads_to_the_sign_in_and_from_there_back(
+    server: TokenServer, stranger: Browser
+) -> None:
     answer = stranger.client.get("/?window=day", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui/sign-in?next=%2F%3Fwindow%3Dday")
     form = stranger.open("/?window=day")
     assert (form.status, form.path) == (200, "/ui/sign-in")
     assert form.one("input", name="next")["value"] == "/?window=day"
-    page = stranger.sign_in(town.root.secret, form.one("input", name="next")["value"])
-    assert (page.status, str(page.answer.url)) == (200, f"{town.address}/?window=day")
+    page = stranger.sign_in(server.root.secret, form.one("input", name="next")["value"])
+    assert (page.status, str(page.answer.url)) == (200, f"{server.address}/?window=day")
     assert "root" in page.one("div", class_="account").text
 
 
-def test_the_cookies_are_for_this_site_alone_and_not_for_scripts(town: Town, stranger: Browser) -> None:
-    answer = first_answer(stranger.sign_in(town.root.secret))
+def test_the_cookies_are_for_this_site_alone_and_not_for_scripts(server: TokenServer, stranger: Browser) -> None:
+    answer = first_answer(stranger.sign_in(server.root.secret))
     cookies = cookies_of(answer)
     assert set(cookies) == {"semel_session", "semel_csrf"}
     for line in cookies.values():
@@ -105,25 +115,25 @@ def test_the_cookies_are_for_this_site_alone_and_not_for_scripts(town: Town, str
 
 @pytest.mark.parametrize("header", [{"X-Forwarded-Proto": "https"}, {"X-Forwarded-Proto": "https, http"}])
 def test_behind_tls_the_cookies_are_never_sent_without_it(
-    town: Town, stranger: Browser, header: dict[str, str]
+    server: TokenServer, stranger: Browser, header: dict[str, str]
 ) -> None:
-    page = stranger.send("/ui/sign-in", {"token": town.root.secret}, headers=header, follow_redirects=False)
+    page = stranger.send("/ui/sign-in", {"token": server.root.secret}, headers=header, follow_redirects=False)
     assert all("Secure" in line for line in cookies_of(page.answer).values())
     assert len(cookies_of(page.answer)) == 2
 
 
 def test_a_public_address_with_tls_makes_the_cookies_secure_too(tmp_path: Path) -> None:
     settings = Settings(public_url="https://semel.example/")
-    with town_on(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path, settings) as town:
-        answer = town.line.get("/ui/sign-in")
+    with token_server(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path, settings) as server:
+        answer = server.http.get("/ui/sign-in")
         assert "Secure" in cookies_of(answer)["semel_csrf"]
-        fields = {"token": town.root.secret, "csrf": town.line.cookies["semel_csrf"]}
+        fields = {"token": server.root.secret, "csrf": server.http.cookies["semel_csrf"]}
         headers = {"Origin": "https://semel.example", "Cookie": f"semel_csrf={fields['csrf']}"}
-        assert town.line.post("/ui/sign-in", data=fields, headers=headers).status_code == 303
+        assert server.http.post("/ui/sign-in", data=fields, headers=headers).status_code == 303
 
 
-def test_a_token_that_is_not_good_opens_nothing_and_says_so(town: Town, stranger: Browser) -> None:
-    for wrong in ("", "nonsense", f"{town.root.secret}x", "semel_" + "0" * 16 + "_" + "x" * 43, "semel_é\x00"):
+def test_a_token_that_is_not_good_opens_nothing_and_says_so(server: TokenServer, stranger: Browser) -> None:
+    for wrong in ("", "nonsense", f"{server.root.secret}x", "semel_" + "0" * 16 + "_" + "x" * 43, "semel_é\x00"):
         page = stranger.sign_in(wrong)
         assert page.status == 401
         assert "not valid" in page.one(role="alert").text
@@ -131,11 +141,11 @@ def test_a_token_that_is_not_good_opens_nothing_and_says_so(town: Town, stranger
     assert stranger.open("/").path == "/ui/sign-in"
 
 
-def test_failed_sign_ins_count_against_the_same_limit_as_wrong_tokens(town: Town, stranger: Browser) -> None:
+def test_failed_sign_ins_count_against_the_same_limit_as_wrong_tokens(server: TokenServer, stranger: Browser) -> None:
     csrf = stranger.csrf
     for _ in range(middleware.FAILURES // 2):
         assert stranger.client.post("/ui/sign-in", data={"csrf": csrf, "token": "wrong"}).status_code == 401
-    nobody = town.sending("semel_wrong")
+    nobody = server.sending("semel_wrong")
     assert 429 in [nobody.get("/runs").status_code for _ in range(middleware.FAILURES)]
     page = stranger.sign_in("wrong")
     assert page.status == 429
@@ -143,8 +153,8 @@ def test_failed_sign_ins_count_against_the_same_limit_as_wrong_tokens(town: Town
     assert "too many" in page.one(role="alert").text
 
 
-def test_the_api_knows_no_cookies(town: Town, root: Browser) -> None:
-    schema = town.root.get("/schema/openapi.json").json()
+def test_the_api_knows_no_cookies(server: TokenServer, root: Browser) -> None:
+    schema = server.root.get("/schema/openapi.json").json()
     asked = 0
     for path, methods in schema["paths"].items():
         if path in ("/healthz", "/readyz") or path.startswith("/api/cloud/webhooks/"):
@@ -169,19 +179,19 @@ def test_the_api_knows_no_cookies(town: Town, root: Browser) -> None:
         "/UI/../runs",
     ],
 )
-def test_no_spelling_of_a_path_takes_the_cookie_to_the_api(town: Town, root: Browser, path: str) -> None:
-    town.root.post("/runs", json={"model": "add", "parameters": {"a": 1}})
-    host, _, port = town.address.removeprefix("http://").partition(":")
+def test_no_spelling_of_a_path_takes_the_cookie_to_the_api(server: TokenServer, root: Browser, path: str) -> None:
+    server.root.post("/runs", json={"model": "add", "parameters": {"a": 1}})
+    host, _, port = server.address.removeprefix("http://").partition(":")
     request = httpx.Request("GET", httpx.URL(scheme="http", host=host, port=int(port), raw_path=path.encode()))
-    request.headers["cookie"] = f"semel_session={town.root.secret}"
+    request.headers["cookie"] = f"semel_session={server.root.secret}"
     answer = root.client.send(request, follow_redirects=False)
     assert answer.status_code == 401 or "json" not in answer.headers.get("content-type", ""), answer.text
 
 
 def test_a_mount_that_hides_a_path_in_another_takes_no_cookie_to_the_api(tmp_path: Path) -> None:
     """A server may name a root that is not in the path; Litestar takes it off wherever it finds it."""
-    app = made_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path)
-    secret = issue(app, "root", "admin")
+    app = make_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path)
+    secret = issue_token(app, "root", "admin")
 
     async def asked() -> tuple[httpx.Response, httpx.Response]:
         service = asgi(app)
@@ -215,27 +225,27 @@ def test_a_mount_that_hides_a_path_in_another_takes_no_cookie_to_the_api(tmp_pat
         "/" + "x" * 3000,
     ],
 )
-def test_the_sign_in_goes_on_only_to_pages_of_its_own(town: Town, stranger: Browser, onward: str) -> None:
+def test_the_sign_in_goes_on_only_to_pages_of_its_own(server: TokenServer, stranger: Browser, onward: str) -> None:
     form = stranger.client.get("/ui/sign-in", params={"next": onward})
     if form.status_code == 200:
         assert Page(form).one("input", name="next")["value"] == "/"
     else:
         assert form.status_code == 400
-    fields = {"token": town.root.secret, "next": onward, "csrf": stranger.csrf}
+    fields = {"token": server.root.secret, "next": onward, "csrf": stranger.csrf}
     answer = stranger.client.post("/ui/sign-in", data=fields, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     assert set(cookies_of(answer)) == {"semel_session", "semel_csrf"}
 
 
-def test_signing_out_forgets_the_token_in_this_browser_alone(town: Town, root: Browser) -> None:
+def test_signing_out_forgets_the_token_in_this_browser_alone(server: TokenServer, root: Browser) -> None:
     page = root.send("/ui/sign-out")
     assert page.path == "/ui/sign-in"
     assert "semel_session" not in root.client.cookies
     assert root.open("/").path == "/ui/sign-in"
-    assert town.root.get("/runs").status_code == 200
+    assert server.root.get("/runs").status_code == 200
 
 
-def test_a_form_without_the_secret_of_its_browser_changes_nothing(town: Town, root: Browser) -> None:
+def test_a_form_without_the_secret_of_its_browser_changes_nothing(server: TokenServer, root: Browser) -> None:
     secret = root.csrf
     other = "x" * 43
     for fields in (
@@ -252,18 +262,18 @@ def test_a_form_without_the_secret_of_its_browser_changes_nothing(town: Town, ro
     assert root.open("/").path == "/"
 
 
-def test_a_form_is_refused_where_the_browser_has_no_secret_or_one_that_is_not_ours(town: Town) -> None:
+def test_a_form_is_refused_where_the_browser_has_no_secret_or_one_that_is_not_ours(server: TokenServer) -> None:
     for cookie in ("", "semel_csrf=", "semel_csrf=short", f"semel_csrf={'é' * 43}", f"xsemel_csrf={'x' * 43}"):
-        headers = {"Cookie": f"{cookie}; semel_session={town.root.secret}".encode()}
+        headers = {"Cookie": f"{cookie}; semel_session={server.root.secret}".encode()}
         for value in ("", "short", "x" * 43):
-            answer = town.line.post("/ui/sign-out", data={"csrf": value}, headers=headers)
+            answer = server.http.post("/ui/sign-out", data={"csrf": value}, headers=headers)
             assert answer.status_code == 403, (cookie, value)
 
 
 @pytest.mark.parametrize(
     "origin", [ELSEWHERE, "null", "http://127.0.0.1:1", "http://127.0.0.1", "", "//", "http://[", "x"]
 )
-def test_a_form_that_another_page_sends_changes_nothing(town: Town, root: Browser, origin: str) -> None:
+def test_a_form_that_another_page_sends_changes_nothing(server: TokenServer, root: Browser, origin: str) -> None:
     page = root.send("/ui/sign-out", headers={"Origin": origin}, follow_redirects=False)
     assert (page.status, page.one("code").text) == (403, "CROSS_ORIGIN")
     assert root.open("/").path == "/"
@@ -312,8 +322,8 @@ def test_every_form_on_every_page_carries_the_secret(root: Browser) -> None:
     assert seen
 
 
-def test_every_answer_of_the_dashboard_has_the_policy_and_no_page_breaks_it(town: Town, root: Browser) -> None:
-    answers = [town.nobody.get("/"), town.nobody.get("/ui/sign-in"), town.nobody.post("/ui/sign-out")]
+def test_every_answer_of_the_dashboard_has_the_policy_and_no_page_breaks_it(server: TokenServer, root: Browser) -> None:
+    answers = [server.nobody.get("/"), server.nobody.get("/ui/sign-in"), server.nobody.post("/ui/sign-out")]
     answers += [root.client.post("/ui/sign-out", data={"x": "1"}), root.client.get("/ui/nowhere")]
     answers += [root.client.get("/ui/static/semel.css"), root.client.get("/ui/static/nothing.css")]
     for path in routes("GET"):
@@ -355,23 +365,23 @@ def test_no_template_says_that_something_is_safe() -> None:
         assert not re.search(r"\|\s*safe\b|autoescape\s*(=\s*False|false)|\bMarkup\b|\|\s*tojson\b", text), path.name
 
 
-def test_a_token_that_is_revoked_ends_the_session(town: Town) -> None:
-    person = town.admit("brief")
-    with browser(town, person) as brief:
-        ledger = town.app.ledger(awaited=False)
+def test_a_token_that_is_revoked_ends_the_session(server: TokenServer) -> None:
+    person = server.admit("brief")
+    with browser(server, person) as brief:
+        ledger = server.app.ledger(awaited=False)
         assert run_sync(ledger.write(tokens.revoke, person.id))
         run_sync(ledger.close())
-        town.site.auth.clear_cache()
+        server.state.auth.clear_cache()
         assert brief.open("/").path == "/ui/sign-in"
-        assert brief.sign_in(town.root.secret).path == "/"
+        assert brief.sign_in(server.root.secret).path == "/"
 
 
-def test_a_page_can_be_asked_for_with_a_token_as_the_api_can(town: Town) -> None:
-    assert town.root.get("/").status_code == 200
-    assert town.sending("semel_wrong").get("/").status_code == 303
+def test_a_page_can_be_asked_for_with_a_token_as_the_api_can(server: TokenServer) -> None:
+    assert server.root.get("/").status_code == 200
+    assert server.sending("semel_wrong").get("/").status_code == 303
 
 
-def test_refusals_are_pages_for_people(town: Town, root: Browser) -> None:
+def test_refusals_are_pages_for_people(server: TokenServer, root: Browser) -> None:
     page = root.open("/ui/nowhere")
     assert (page.status, page.one("h1").text) == (404, "Not Found")
     assert [each["href"] for each in page.one("nav").all("a")][:2] == ["/", "/ui/runs"]
@@ -397,19 +407,19 @@ def test_the_theme_is_one_of_two_whatever_the_cookie_says(root: Browser) -> None
         assert root.open("/").one("html").get("data-theme") == shown
 
 
-def test_static_files_need_no_token_and_are_kept_by_their_version(town: Town) -> None:
-    page = Page(town.nobody.get("/ui/sign-in"))
+def test_static_files_need_no_token_and_are_kept_by_their_version(server: TokenServer) -> None:
+    page = Page(server.nobody.get("/ui/sign-in"))
     addresses = [page.one("script")["src"], *(each["href"] for each in page.all("link"))]
     assert len(addresses) == 3
     for address in addresses:
-        answer = town.nobody.get(address)
+        answer = server.nobody.get(address)
         assert (answer.status_code, answer.headers["cache-control"]) == (200, "public, max-age=31536000, immutable")
-        again = town.nobody.get(address, headers={"If-None-Match": answer.headers["etag"]})
+        again = server.nobody.get(address, headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
-        old = town.nobody.get(address.partition("?")[0] + "?v=old")
+        old = server.nobody.get(address.partition("?")[0] + "?v=old")
         assert (old.status_code, old.headers["cache-control"]) == (200, "no-cache")
     for name in ("nothing.css", "..%2fpages.py", "%2e%2e/pages.py", "templates", "semel.css/x"):
-        assert town.nobody.get(f"/ui/static/{name}").status_code in (303, 404), name
+        assert server.nobody.get(f"/ui/static/{name}").status_code in (303, 404), name
 
 
 def test_a_page_weighs_little(root: Browser) -> None:
@@ -418,7 +428,7 @@ def test_a_page_weighs_little(root: Browser) -> None:
     assert sum(len(root.client.get(each).content) for each in files) + len(page.answer.content) <= 200_000
 
 
-def test_without_tokens_the_machine_itself_needs_no_sign_in(local: Served) -> None:
+def test_without_tokens_the_machine_itself_needs_no_sign_in(local: TestServer) -> None:
     with browser(local) as somebody:
         page = somebody.open("/")
         assert page.status == 200
@@ -430,7 +440,7 @@ def test_without_tokens_the_machine_itself_needs_no_sign_in(local: Served) -> No
 
 
 @pytest.mark.parametrize("path", ["/", "/ui/sign-in", "/ui/live", "/ui/runs"])
-def test_without_tokens_no_other_name_and_no_proxy_reaches_a_page(local: Served, path: str) -> None:
+def test_without_tokens_no_other_name_and_no_proxy_reaches_a_page(local: TestServer, path: str) -> None:
     with local.client() as client:
         for headers in ({"Host": "evil.example"}, {"X-Forwarded-For": "1.2.3.4"}, {"Origin": ELSEWHERE}):
             answer = client.get(path, headers=headers)
@@ -439,19 +449,16 @@ def test_without_tokens_no_other_name_and_no_proxy_reaches_a_page(local: Served,
             assert "without tokens" in Page(answer).text
 
 
-def test_without_tokens_another_page_of_the_machine_cannot_send_forms(local: Served) -> None:
+def test_without_tokens_another_page_of_the_machine_cannot_send_forms(local: TestServer) -> None:
     with browser(local) as somebody:
         page = somebody.send("/ui/sign-out", headers={"Origin": "http://localhost:9999"}, follow_redirects=False)
         assert (page.status, page.one("code").text) == (403, "CROSS_ORIGIN")
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_mounted_under_a_prefix_everything_stays_below_it(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    app = made_app(request.getfixturevalue(f"{kind}_url"), tmp_path)
-    secret = issue(app, "root", "admin")
-    with hosted(Starlette(routes=[Mount("/semel", asgi(app))])) as client:
+def test_mounted_under_a_prefix_everything_stays_below_it(sqlite_url: str, tmp_path: Path) -> None:
+    app = make_app(sqlite_url, tmp_path)
+    secret = issue_token(app, "root", "admin")
+    with host_asgi(Starlette(routes=[Mount("/semel", asgi(app))])) as client:
         away = client.get("/semel/?window=week")
         assert (away.status_code, away.headers["location"]) == (
             303,
@@ -475,17 +482,19 @@ def test_mounted_under_a_prefix_everything_stays_below_it(
     app.close()
 
 
-def test_of_two_sessions_in_one_browser_neither_counts(town: Town) -> None:
+def test_of_two_sessions_in_one_browser_neither_counts(server: TokenServer) -> None:
     """A page on another port of the same host may have set one of them: nobody is to act as somebody else."""
-    alice, bob = town.admit("alice"), town.admit("bob")
+    alice, bob = server.admit("alice"), server.admit("bob")
     for sent in (f"semel_session={bob.secret}; semel_session={alice.secret}", "semel_session=x; semel_session=y"):
-        answer = town.line.get("/ui/runs", headers={"Cookie": sent})
+        answer = server.http.get("/ui/runs", headers={"Cookie": sent})
         assert (answer.status_code, answer.headers["location"]) == (303, "/ui/sign-in?next=%2Fui%2Fruns")
     same = f"semel_session={alice.secret}; semel_session={alice.secret}"
-    assert town.line.get("/ui/runs", headers={"Cookie": same}).status_code == 200
+    assert server.http.get("/ui/runs", headers={"Cookie": same}).status_code == 200
 
 
-def test_who_guesses_the_address_finds_the_overview_and_pages_say_their_charset_once(town: Town, root: Browser) -> None:
+def test_who_guesses_the_address_finds_the_overview_and_pages_say_their_charset_once(
+    server: TokenServer, root: Browser
+) -> None:
     assert root.open("/ui").path == "/"
     assert root.open("/ui/").path == "/"
     for path in ("/", "/ui/runs", "/ui/runs/nothing"):

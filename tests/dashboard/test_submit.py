@@ -17,9 +17,8 @@ from msgspec import Meta, Struct
 
 from semel import App, Quota
 from semel.service import Settings
-from support.auth import BOTH, Town, shared_town
 from support.pages import Browser, Node, Page, browser
-from support.service import made_app, served
+from support.service import TokenServer, make_app, serve, shared_server
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -72,16 +71,16 @@ def register(app: App) -> None:
     app.model("semel.inside", queue="semel-service")(hostile)
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        register(town.app)
-        yield town
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        register(server.app)
+        yield server
 
 
 @pytest.fixture(scope="module")
-def root(town: Town) -> Iterator[Browser]:
-    with browser(town, town.root) as root:
+def root(server: TokenServer) -> Iterator[Browser]:
+    with browser(server, server.root) as root:
         yield root
 
 
@@ -94,8 +93,8 @@ def submitted(browsing: Browser, fields: dict[str, Any]) -> dict[str, Any]:
     return {"run_id": place.rpartition("/")[2], "page": page}
 
 
-def seen(town: Town, run_id: str) -> dict[str, Any]:
-    run: dict[str, Any] = town.root.get(f"/runs/{run_id}").json()
+def seen(server: TokenServer, run_id: str) -> dict[str, Any]:
+    run: dict[str, Any] = server.root.get(f"/runs/{run_id}").json()
     return run
 
 
@@ -157,7 +156,7 @@ def test_the_form_has_a_field_of_its_kind_for_each_parameter(root: Browser) -> N
     assert "Takes every kind of parameter. And says so at length." in page.text
 
 
-def test_every_kind_of_value_arrives_as_it_was_meant(town: Town, root: Browser) -> None:
+def test_every_kind_of_value_arrives_as_it_was_meant(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "every"})) | {
         "text.text": ' a "b" \\ ☃ ',
         "number.count": "12",
@@ -170,7 +169,7 @@ def test_every_kind_of_value_arrives_as_it_was_meant(town: Town, root: Browser) 
         "choice.level": "3",
         "json.anything": '"12"',
     }
-    run = seen(town, submitted(root, form)["run_id"])
+    run = seen(server, submitted(root, form)["run_id"])
     assert run["parameters"] == {
         "text": ' a "b" \\ ☃ ',
         "count": 12,
@@ -187,20 +186,20 @@ def test_every_kind_of_value_arrives_as_it_was_meant(town: Town, root: Browser) 
     assert run["user"] == "root"
 
 
-def test_a_field_that_is_left_empty_is_not_sent(town: Town, root: Browser) -> None:
+def test_a_field_that_is_left_empty_is_not_sent(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "every"})) | {"text.text": "t", "number.count": "0"}
-    assert seen(town, submitted(root, form)["run_id"])["parameters"] == {"text": "t", "count": 0}
+    assert seen(server, submitted(root, form)["run_id"])["parameters"] == {"text": "t", "count": 0}
 
 
-def test_a_required_parameter_that_may_be_null_is_null_when_it_is_empty(town: Town, root: Browser) -> None:
+def test_a_required_parameter_that_may_be_null_is_null_when_it_is_empty(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "needs_null"}))
-    assert seen(town, submitted(root, form)["run_id"])["parameters"] == {"limit": None}
+    assert seen(server, submitted(root, form)["run_id"])["parameters"] == {"limit": None}
 
 
-def test_other_parameters_are_written_as_an_object(town: Town, root: Browser) -> None:
+def test_other_parameters_are_written_as_an_object(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "kwargs"}))
     run = submitted(root, {**form, "number.first": "2", "extra": '{"second": 3}'})
-    assert seen(town, run["run_id"])["parameters"] == {"first": 2, "second": 3}
+    assert seen(server, run["run_id"])["parameters"] == {"first": 2, "second": 3}
     page = root.send("/ui/submit", {**form, "extra": "[1]", "key": "other"})
     assert (page.status, "Must be a JSON object" in page.one(id="about-extra").text) == (400, True)
     page = root.send("/ui/submit", {**form, "extra": '{"second": "three"}', "key": "other"})
@@ -208,8 +207,8 @@ def test_other_parameters_are_written_as_an_object(town: Town, root: Browser) ->
     assert "'second'" in page.one(class_="problem").text
 
 
-def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: Town, root: Browser) -> None:
-    before = len(town.root.get("/runs", params={"model": "every", "limit": 1000}).json()["runs"])
+def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(server: TokenServer, root: Browser) -> None:
+    before = len(server.root.get("/runs", params={"model": "every", "limit": 1000}).json()["runs"])
     typed = {
         "text.text": "x" * 401,
         "number.count": "1001",
@@ -239,7 +238,7 @@ def test_every_mistake_is_shown_at_its_field_and_what_was_typed_is_kept(town: To
     assert "At [1]: expected int, got str." in about(page, "numbers")
     assert "Must be JSON" in about(page, "point")
     assert page.one("details", id="options").get("open") is not None
-    assert len(town.root.get("/runs", params={"model": "every", "limit": 1000}).json()["runs"]) == before
+    assert len(server.root.get("/runs", params={"model": "every", "limit": 1000}).json()["runs"]) == before
 
 
 def test_what_only_the_model_finds_wrong_is_shown_at_its_field_too(root: Browser) -> None:
@@ -253,18 +252,18 @@ def test_what_only_the_model_finds_wrong_is_shown_at_its_field_too(root: Browser
     assert "This field is required." in about(page, "text")
 
 
-def test_a_form_that_is_sent_twice_makes_one_run(town: Town, root: Browser) -> None:
+def test_a_form_that_is_sent_twice_makes_one_run(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "add"})) | {"number.a": "1"}
     first, second = submitted(root, form), submitted(root, form)
     assert first["run_id"] == second["run_id"]
-    found = town.root.get("/runs", params={"idempotency_key": form["key"]}).json()["runs"]
+    found = server.root.get("/runs", params={"idempotency_key": form["key"]}).json()["runs"]
     assert [run["run_id"] for run in found] == [first["run_id"]]
     assert form["key"] != filled(root.open("/ui/submit", params={"model": "add"}))["key"]
     root.send("/ui/submit", form, follow_redirects=False)
     assert "This run already existed" in root.open("/ui/submit").text
 
 
-def test_a_key_that_has_another_run_is_refused_and_a_new_one_is_offered(town: Town, root: Browser) -> None:
+def test_a_key_that_has_another_run_is_refused_and_a_new_one_is_offered(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "add"})) | {"number.a": "1"}
     first = submitted(root, form)["run_id"]
     page = root.send("/ui/submit", {**form, "number.a": "2"})
@@ -274,7 +273,7 @@ def test_a_key_that_has_another_run_is_refused_and_a_new_one_is_offered(town: To
     assert (again["key"], again["number.a"]) == (form["key"], "2")
     second = submitted(root, {**again, "use_new_key": "yes"})["run_id"]
     assert submitted(root, {**again, "use_new_key": "yes"})["run_id"] == second != first
-    assert seen(town, second)["idempotency_key"] == again["new_key"]
+    assert seen(server, second)["idempotency_key"] == again["new_key"]
 
 
 @pytest.mark.parametrize("key", ["k" * 256, "a\x07b"])
@@ -284,22 +283,22 @@ def test_a_key_that_cannot_be_is_said_to_be_so_at_its_field(root: Browser, key: 
     assert page.one(id="about-key").all(class_="field-error")
 
 
-def test_options_are_taken_and_those_left_out_are_the_models(town: Town, root: Browser) -> None:
+def test_options_are_taken_and_those_left_out_are_the_models(server: TokenServer, root: Browser) -> None:
     page = root.open("/ui/submit", params={"model": "dear"})
     assert page.one("input", name="queue")["placeholder"] == "gold"
     assert page.one("input", name="priority")["placeholder"] == "7"
     options = {"queue": "silver", "priority": "-3", "delay": "60", "cost": "1.25", "user": "somebody"}
-    run = seen(town, submitted(root, {**filled(page), **options})["run_id"])
+    run = seen(server, submitted(root, {**filled(page), **options})["run_id"])
     assert (run["queue"], run["priority"], run["cost"], run["user"]) == ("silver", -3, 1.25, "somebody")
     assert run["due_at"] > run["created_at"]
-    run = seen(town, submitted(root, filled(root.open("/ui/submit", params={"model": "dear"})))["run_id"])
+    run = seen(server, submitted(root, filled(root.open("/ui/submit", params={"model": "dear"})))["run_id"])
     assert (run["queue"], run["priority"], run["cost"], run["user"]) == ("gold", 7, 2.5, "root")
 
 
 def test_without_a_key_the_box_says_whether_the_same_run_is_found(tmp_path: Path) -> None:
-    app = made_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path, dedupe_window=600)
+    app = make_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path, dedupe_window=600)
     app.model("kwargs")(kwargs)
-    with served(app) as service, browser(service) as anybody:
+    with serve(app) as service, browser(service) as anybody:
         form = {"model": "kwargs", "key": "", "dedupe": "yes"}
         first = submitted(anybody, form)["run_id"]
         assert submitted(anybody, form)["run_id"] == first
@@ -311,7 +310,7 @@ def test_without_a_key_the_box_says_whether_the_same_run_is_found(tmp_path: Path
     app.close()
 
 
-def test_a_run_fills_the_form_with_its_parameters(town: Town, root: Browser) -> None:
+def test_a_run_fills_the_form_with_its_parameters(server: TokenServer, root: Browser) -> None:
     given = {
         "text": "two\nlines",
         "count": 3,
@@ -324,20 +323,20 @@ def test_a_run_fills_the_form_with_its_parameters(town: Town, root: Browser) -> 
         "anything": {"deep": [None, ""]},
     }
     body = {"model": "every", "parameters": given, "queue": "side", "priority": 4}
-    origin = town.root.post("/runs", json=body).json()["run_id"]
+    origin = server.root.post("/runs", json=body).json()["run_id"]
     page = root.open("/ui/submit", params={"from": origin})
     form = filled(page)
     assert (form["number.count"], form["choice.mode"], form["queue"]) == ("3", '"fancy"', "side")
     assert form["json.text"] == json.dumps("two\nlines"), "an input has one line"
     assert form["json.note"] == "null", "a null that was given is not a parameter that was left out"
     assert page.one("a", href=f"/ui/runs/{origin}")
-    run = seen(town, submitted(root, form)["run_id"])
+    run = seen(server, submitted(root, form)["run_id"])
     assert run["parameters"] == given
-    assert run["payload_hash"] == seen(town, origin)["payload_hash"]
+    assert run["payload_hash"] == seen(server, origin)["payload_hash"]
     assert (run["queue"], run["priority"], run["run_id"] != origin) == ("side", 4, True)
 
 
-def test_the_parameters_can_be_written_as_one_object_and_back(town: Town, root: Browser) -> None:
+def test_the_parameters_can_be_written_as_one_object_and_back(server: TokenServer, root: Browser) -> None:
     form = filled(root.open("/ui/submit", params={"model": "every"})) | {"text.text": "t", "number.count": "5"}
     page = root.send("/ui/submit/form", {**form, "shape": "json"})
     assert json.loads(text_of(page.one("textarea", name="all_json"))) == {"text": "t", "count": 5}
@@ -350,23 +349,23 @@ def test_the_parameters_can_be_written_as_one_object_and_back(town: Town, root: 
     assert "text: Expected str, got int." in wrong.one(id="about-all_json").text
     assert "count: Expected int, got str." in wrong.one(id="about-all_json").text
     assert root.send("/ui/submit", {**whole, "all_json": "{"}).status == 400
-    run = seen(town, submitted(root, {**whole, "all_json": '{"text": "", "count": 6}'})["run_id"])
+    run = seen(server, submitted(root, {**whole, "all_json": '{"text": "", "count": 6}'})["run_id"])
     assert run["parameters"] == {"text": "", "count": 6}
 
 
 HARD = 'it\'s "$HOME" `id` \\n !! ; & | \u202e é ☃ \u0085 </script>'
 
 
-def test_the_curl_line_submits_the_same_run_from_a_shell(town: Town, root: Browser) -> None:
+def test_the_curl_line_submits_the_same_run_from_a_shell(server: TokenServer, root: Browser) -> None:
     key = "it's a key; $(id)"
     form = {"model": "every", "text.text": HARD, "number.count": "7", "key": key, "priority": "2"}
     line = text_of(root.send("/ui/submit/form", form).one(id="curl"))
     assert line.startswith("curl -sS ")
     assert '"Authorization: Bearer $SEMEL_TOKEN"' in line
-    assert town.root.secret is not None
-    assert town.root.secret not in line
+    assert server.root.secret is not None
+    assert server.root.secret not in line
     assert line.replace("$", "").isprintable(), "it shows all that it does"
-    variables = {**os.environ, "SEMEL_TOKEN": town.root.secret}
+    variables = {**os.environ, "SEMEL_TOKEN": server.root.secret}
     done = subprocess.run(["sh", "-c", line], env=variables, capture_output=True, timeout=60, check=True)
     run = json.loads(done.stdout)
     assert run["parameters"] == {"text": HARD, "count": 7}
@@ -375,37 +374,37 @@ def test_the_curl_line_submits_the_same_run_from_a_shell(town: Town, root: Brows
 
 
 def test_a_plain_key_goes_into_the_header_and_the_line_is_for_the_address_that_was_asked(
-    town: Town, root: Browser
+    server: TokenServer, root: Browser
 ) -> None:
     page = root.open("/ui/submit", params={"model": "add"})
     words = shlex.split(text_of(page.one(id="curl")))
     assert f"Idempotency-Key: {filled(page)['key']}" in words
-    assert words[2] == f"{town.address}/runs"
+    assert words[2] == f"{server.address}/runs"
     assert page.one("button", data_copy=text_of(page.one(id="curl"))).text == "Copy curl command"
 
 
-def test_the_semel_line_submits_the_same_run_from_a_shell(town: Town, root: Browser) -> None:
+def test_the_semel_line_submits_the_same_run_from_a_shell(server: TokenServer, root: Browser) -> None:
     form = {"model": "every", "text.text": HARD, "number.count": "8", "key": "-it's", "delay": "0.5", "cost": "3"}
     line = text_of(root.send("/ui/submit/form", form).one(id="semel"))
     assert line.startswith("semel submit every ")
     command = line.replace("semel ", f"{shlex.quote(sys.executable)} -m semel.cli ", 1)
-    variables = {**os.environ, "SEMEL_TOKEN": town.root.secret or ""}
+    variables = {**os.environ, "SEMEL_TOKEN": server.root.secret or ""}
     done = subprocess.run(["sh", "-c", command], env=variables, capture_output=True, timeout=100, check=True)
-    run = seen(town, done.stdout.decode().strip())
+    run = seen(server, done.stdout.decode().strip())
     assert run["parameters"] == {"text": HARD, "count": 8}
     assert (run["idempotency_key"], run["cost"]) == ("-it's", 3.0)
 
 
-def test_writing_the_lines_submits_nothing(town: Town, root: Browser) -> None:
+def test_writing_the_lines_submits_nothing(server: TokenServer, root: Browser) -> None:
     form = {"model": "add", "number.a": "1", "key": "only-lines"}
     assert root.send("/ui/submit/form", form).status == 200
-    assert town.root.get("/runs", params={"idempotency_key": "only-lines"}).json()["runs"] == []
+    assert server.root.get("/runs", params={"idempotency_key": "only-lines"}).json()["runs"] == []
 
 
-def test_a_full_quota_is_said_kindly_and_what_was_typed_stays(town: Town) -> None:
-    town.app.set_quota("quinn", Quota(max_concurrent=1))
-    quinn = town.admit("quinn")
-    with browser(town, quinn) as browsing:
+def test_a_full_quota_is_said_kindly_and_what_was_typed_stays(server: TokenServer) -> None:
+    server.app.set_quota("quinn", Quota(max_concurrent=1))
+    quinn = server.admit("quinn")
+    with browser(server, quinn) as browsing:
         form = filled(browsing.open("/ui/submit", params={"model": "add"})) | {"number.a": "1"}
         page = browsing.send("/ui/submit", form, follow_redirects=False)
         assert page.status == 303
@@ -419,33 +418,33 @@ def test_a_full_quota_is_said_kindly_and_what_was_typed_stays(town: Town) -> Non
         assert "Maximum 1 concurrent jobs allowed" in box.text
         assert box.one("a")["href"] == "/ui/quotas"
         assert page.one("input", name="number.a")["value"] == "22"
-    town.app.set_quota("rosa", Quota(cost_daily=1.0))
-    with browser(town, town.admit("rosa")) as browsing:
+    server.app.set_quota("rosa", Quota(cost_daily=1.0))
+    with browser(server, server.admit("rosa")) as browsing:
         page = browsing.send("/ui/submit", {"model": "add", "number.a": "1", "cost": "2"})
         assert (page.status, "COST_LIMIT_EXCEEDED" in page.text) == (429, True)
         assert page.one(class_="problem").one("a")["href"] == "/ui/quotas"
 
 
-def test_a_submitter_submits_for_themselves_and_for_no_less_than_it_costs(town: Town) -> None:
-    with browser(town, town.admit("sam")) as sam:
+def test_a_submitter_submits_for_themselves_and_for_no_less_than_it_costs(server: TokenServer) -> None:
+    with browser(server, server.admit("sam")) as sam:
         page = sam.open("/ui/submit", params={"model": "dear"})
         assert not page.all("input", name="user")
         assert sam.send("/ui/submit", {**filled(page), "user": "root"}).status == 403
         assert sam.send("/ui/submit", {**filled(page), "cost": "1"}).status == 403
-        run = seen(town, submitted(sam, filled(page))["run_id"])
+        run = seen(server, submitted(sam, filled(page))["run_id"])
         assert (run["user"], run["cost"]) == ("sam", 2.5)
 
 
-def test_nobody_takes_the_parameters_of_a_run_that_they_do_not_see(town: Town) -> None:
+def test_nobody_takes_the_parameters_of_a_run_that_they_do_not_see(server: TokenServer) -> None:
     body = {"model": "add", "parameters": {"a": 31337}}
-    theirs = town.admit("tess").post("/runs", json=body).json()["run_id"]
-    with browser(town, town.admit("uma")) as uma:
+    theirs = server.admit("tess").post("/runs", json=body).json()["run_id"]
+    with browser(server, server.admit("uma")) as uma:
         assert uma.open("/ui/submit", params={"from": theirs}).status == 404
-    with browser(town, town.admit("wile", "admin", "acme")) as wile:
+    with browser(server, server.admit("wile", "admin", "acme")) as wile:
         assert wile.open("/ui/submit", params={"from": theirs}).status == 404
         run = submitted(wile, {"model": "add", "number.a": "1"})["run_id"]
-    assert town.root.get(f"/runs/{run}").status_code == 404, "it is the tenant's"
-    with browser(town, town.admit("tess")) as tess:
+    assert server.root.get(f"/runs/{run}").status_code == 404, "it is the tenant's"
+    with browser(server, server.admit("tess")) as tess:
         assert tess.open("/ui/submit", params={"from": theirs}).one("input", name="number.a")["value"] == "31337"
         assert tess.open("/ui/submit", params={"from": "no-such-run"}).status in (400, 404)
 
@@ -457,12 +456,12 @@ def test_an_unknown_model_and_the_services_own_are_refused(root: Browser, model:
         assert SCRIPT not in page.answer.text
 
 
-def test_html_in_models_defaults_and_parameters_is_text(town: Town, root: Browser) -> None:
+def test_html_in_models_defaults_and_parameters_is_text(server: TokenServer, root: Browser) -> None:
     page = root.open("/ui/submit", params={"model": "hostile"})
     assert SCRIPT in page.text
     assert SCRIPT not in page.answer.text
     attack = f'"></textarea>{SCRIPT}'
-    origin = town.root.post("/runs", json={"model": "hostile", "parameters": {"text": attack}}).json()["run_id"]
+    origin = server.root.post("/runs", json={"model": "hostile", "parameters": {"text": attack}}).json()["run_id"]
     wrong = {"model": "every", "text.text": attack, "json.point": attack, "choice.mode": attack, "key": attack}
     for shown in (
         root.open("/ui/submit", params={"from": origin}),
@@ -474,14 +473,14 @@ def test_html_in_models_defaults_and_parameters_is_text(town: Town, root: Browse
         assert attack in shown.answer.text.replace("&lt;", "<").replace("&gt;", ">").replace("&#34;", '"')
 
 
-def test_nothing_is_submitted_without_the_forms_secret(town: Town, root: Browser) -> None:
+def test_nothing_is_submitted_without_the_forms_secret(server: TokenServer, root: Browser) -> None:
     form = {"model": "add", "number.a": "1", "key": "forged"}
     assert root.client.post("/ui/submit", data=form).status_code == 403
     assert root.client.post("/ui/submit", data={**form, "csrf": "y" * 43}).status_code == 403
     away = {"Origin": "https://elsewhere.example"}
     assert root.client.post("/ui/submit", data={**form, "csrf": root.csrf}, headers=away).status_code == 403
     assert root.client.get("/ui/submit", params=form).status_code == 200
-    assert town.root.get("/runs", params={"idempotency_key": "forged"}).json()["runs"] == []
+    assert server.root.get("/runs", params={"idempotency_key": "forged"}).json()["runs"] == []
 
 
 def test_the_page_is_small_and_asks_nobody_else_for_anything(root: Browser) -> None:
@@ -497,9 +496,9 @@ def test_the_page_is_small_and_asks_nobody_else_for_anything(root: Browser) -> N
 
 
 def test_the_lines_name_the_public_address_where_there_is_one(tmp_path: Path) -> None:
-    app = made_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path)
+    app = make_app(f"sqlite:///{tmp_path / 'semel.db'}", tmp_path)
     app.model("kwargs")(kwargs)
-    with served(app, Settings(public_url="https://semel.example/base/")) as service, browser(service) as anybody:
+    with serve(app, Settings(public_url="https://semel.example/base/")) as service, browser(service) as anybody:
         page = anybody.open("/ui/submit", params={"model": "kwargs"})
         assert shlex.split(text_of(page.one(id="curl")))[2] == "https://semel.example/base/runs"
         assert "--server=https://semel.example/base" in page.one(id="semel").text

@@ -26,8 +26,8 @@ from semel.db.database import fetch, parse
 from semel.http.asgi import IdempotencyMiddleware
 from semel.once.stores import postgres, redis
 from semel.runs.store import RunStore
-from support.databases import StoreUrls, store_urls
-from support.silent_proxy import SilentLine, dead_end, silent_line
+from support.databases import StoreUrls
+from support.proxies import SilentProxy, silent_proxy, unreachable
 
 RETRY_FOR = 1.0
 MUCH_LATER = 12.0
@@ -37,15 +37,9 @@ PATIENCE = 60.0
 pytestmark = pytest.mark.parametrize("kind", ["postgres", "redis"])
 
 
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
-
-
 @pytest.fixture
-def line(urls: StoreUrls, kind: str) -> Iterator[tuple[SilentLine, str]]:
-    with silent_line(urls[kind]) as line:
+def line(urls: StoreUrls, kind: str) -> Iterator[tuple[SilentProxy, str]]:
+    with silent_proxy(urls[kind]) as line:
         yield line
 
 
@@ -60,7 +54,7 @@ class Clock:
         assert time.monotonic() - self._began < MUCH_LATER
 
 
-def test_a_call_to_a_server_that_fell_silent_ends(line: tuple[SilentLine, str], kind: str) -> None:
+def test_a_call_to_a_server_that_fell_silent_ends(line: tuple[SilentProxy, str], kind: str) -> None:
     wire, url = line
     with Once(url, retry_for=RETRY_FOR, collect=False) as once:
         claim = once.claim(uuid4().hex)
@@ -75,7 +69,7 @@ def test_a_call_to_a_server_that_fell_silent_ends(line: tuple[SilentLine, str], 
                 call()
 
 
-def test_an_awaited_call_to_a_server_that_fell_silent_ends(line: tuple[SilentLine, str], kind: str) -> None:
+def test_an_awaited_call_to_a_server_that_fell_silent_ends(line: tuple[SilentProxy, str], kind: str) -> None:
     wire, url = line
 
     async def scenario() -> None:
@@ -104,11 +98,11 @@ def test_a_call_to_a_server_that_cannot_be_reached_ends(urls: StoreUrls, kind: s
         else:
             Once(url, retry_for=RETRY_FOR, collect=False).claim("key")
 
-    with dead_end(urls[kind]) as url, Clock(), pytest.raises(StoreUnavailable):
+    with unreachable(urls[kind]) as url, Clock(), pytest.raises(StoreUnavailable):
         claim(url)
 
 
-def test_those_who_wait_behind_a_silent_call_end_with_it(line: tuple[SilentLine, str], kind: str) -> None:
+def test_those_who_wait_behind_a_silent_call_end_with_it(line: tuple[SilentProxy, str], kind: str) -> None:
     """They gather for the next batch while the first one hangs, and their time passes meanwhile."""
     wire, url = line
     with Once(url, retry_for=RETRY_FOR, collect=False) as once, ThreadPoolExecutor(20) as threads:
@@ -121,7 +115,7 @@ def test_those_who_wait_behind_a_silent_call_end_with_it(line: tuple[SilentLine,
         assert len({id(error) for error in errors}) == 20  # each has its own
 
 
-def test_tasks_that_wait_behind_a_silent_call_end_with_it(line: tuple[SilentLine, str], kind: str) -> None:
+def test_tasks_that_wait_behind_a_silent_call_end_with_it(line: tuple[SilentProxy, str], kind: str) -> None:
     wire, url = line
 
     async def scenario() -> None:
@@ -139,7 +133,7 @@ def test_tasks_that_wait_behind_a_silent_call_end_with_it(line: tuple[SilentLine
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_where_old_connections_are_silent_and_new_ones_work_the_call_succeeds(
-    line: tuple[SilentLine, str], kind: str, awaited: bool
+    line: tuple[SilentProxy, str], kind: str, awaited: bool
 ) -> None:
     """One that hangs condemns all that are open, so the next try is on a new one."""
     wire, url = line
@@ -162,7 +156,7 @@ def test_where_old_connections_are_silent_and_new_ones_work_the_call_succeeds(
             assert isinstance(once.claim(uuid4().hex), Granted)
 
 
-def test_the_middleware_answers_while_its_store_is_silent(line: tuple[SilentLine, str], kind: str) -> None:
+def test_the_middleware_answers_while_its_store_is_silent(line: tuple[SilentProxy, str], kind: str) -> None:
     wire, url = line
 
     async def order(_: Request) -> PlainTextResponse:
@@ -183,7 +177,7 @@ def test_the_middleware_answers_while_its_store_is_silent(line: tuple[SilentLine
 
 
 def test_a_listener_whose_server_fell_silent_says_so_and_listens_anew(
-    line: tuple[SilentLine, str],
+    line: tuple[SilentProxy, str],
     kind: str,
     urls: StoreUrls,
     monkeypatch: pytest.MonkeyPatch,
@@ -236,7 +230,7 @@ def _until(happens: Callable[[], object]) -> None:
         time.sleep(0.02)  # a thread of the product is at work
 
 
-def test_runs_and_reservations_have_a_deadline_too(line: tuple[SilentLine, str], kind: str) -> None:
+def test_runs_and_reservations_have_a_deadline_too(line: tuple[SilentProxy, str], kind: str) -> None:
     if kind == "redis":
         return  # runs live in a database
     wire, url = line
@@ -258,7 +252,7 @@ def test_runs_and_reservations_have_a_deadline_too(line: tuple[SilentLine, str],
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_transaction_in_which_the_server_falls_silent_ends(
-    line: tuple[SilentLine, str], kind: str, awaited: bool, hot: bool
+    line: tuple[SilentProxy, str], kind: str, awaited: bool, hot: bool
 ) -> None:
     """It is given up as it is: a ROLLBACK, or a farewell, would wait for the same server."""
     if kind == "redis":
@@ -289,7 +283,7 @@ def _noop() -> None:
     """Nothing."""
 
 
-def test_every_connection_to_postgres_is_kept_alive_and_given_up(line: tuple[SilentLine, str], kind: str) -> None:
+def test_every_connection_to_postgres_is_kept_alive_and_given_up(line: tuple[SilentProxy, str], kind: str) -> None:
     if kind == "redis":
         return
     _, url = line

@@ -17,8 +17,8 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, make_url, tex
 from semel import Granted, JobStore, NotMigrated, Once, SemelError
 from semel.cli import main as semel_command
 from semel.db import migrate, schema
+from support.databases import open_app
 from support.programs import Program
-from support.quotas import open_app
 
 PATIENCE = 60
 NEWEST = schema.REVISIONS[-1]

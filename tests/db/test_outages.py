@@ -22,16 +22,17 @@ from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import TERM, Sweeper
 from semel.service import Settings
 from semel.service.webhooks import dispatcher
-from support.database_proxy import Line, line_to
-from support.serve_command import command, environment, until
-from support.service import served
+from support.proxies import OutageProxy, outage_proxy
+from support.serve_command import command, environment
+from support.service import serve
+from support.waiting import eventually
 from support.webhooks import receiving
 
 
 @pytest.fixture
-def line(postgres_url: str) -> Iterator[tuple[Line, str]]:
+def line(postgres_url: str) -> Iterator[tuple[OutageProxy, str]]:
     assert semel_command(["migrate", postgres_url]) == 0
-    with line_to(postgres_url) as found:
+    with outage_proxy(postgres_url) as found:
         yield found
 
 
@@ -88,16 +89,16 @@ class Command:
     ids=["worker", "serve"],
 )
 def test_a_process_that_starts_while_the_database_is_away_waits_for_it_with_one_line(
-    arguments: tuple[str, ...], works: str, line: tuple[Line, str], tmp_path: Path
+    arguments: tuple[str, ...], works: str, line: tuple[OutageProxy, str], tmp_path: Path
 ) -> None:
     cut, url = line
     with Command(tmp_path, *arguments, "--db", url) as started:
-        until(lambda: "waiting for it" in started.said, "it says that it waits")
+        eventually(lambda: "waiting for it" in started.said, "it says that it waits")
         time.sleep(1.0)  # some tries
         assert started.process.poll() is None
         assert works not in started.said
         cut.up()
-        until(lambda: works in started.said, "it works")
+        eventually(lambda: works in started.said, "it works")
         assert started.said.count("the database is unavailable, waiting for it for up to 60 s") == 1
         assert len(re.findall("unavailable", started.said)) == 1
 
@@ -105,7 +106,7 @@ def test_a_process_that_starts_while_the_database_is_away_waits_for_it_with_one_
 @pytest.mark.parametrize("kind", ["worker", "serve", "sweep"])
 @pytest.mark.parametrize("seconds", ["0", "0.3"])
 def test_it_exits_when_the_time_to_wait_is_over(
-    kind: str, seconds: str, line: tuple[Line, str], tmp_path: Path
+    kind: str, seconds: str, line: tuple[OutageProxy, str], tmp_path: Path
 ) -> None:
     port = ("--port", "0") if kind == "serve" else ()
     ended = command(
@@ -127,7 +128,7 @@ def test_what_waiting_does_not_help_is_said_at_once(postgres_url: str, tmp_path:
 
 
 def test_a_worker_logs_an_outage_when_it_begins_and_when_it_ends(
-    line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: tuple[OutageProxy, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many of its parts meet it: the heartbeat, the leases, the ends of runs, their lines, the sweeper."""
     monkeypatch.setattr(retry, "EVERY", 2.0)
@@ -136,13 +137,13 @@ def test_a_worker_logs_an_outage_when_it_begins_and_when_it_ends(
     app = app_of(url, tmp_path, lease=300)
     with app.working(processes=0, sweep_every=0.2, poll=0.2):
         run = app.submit("wait", {"seconds": 2})
-        until(lambda: app.get(run.id).status == "RUNNING", "it runs")
+        eventually(lambda: app.get(run.id).status == "RUNNING", "it runs")
         caplog.clear()
         cut.down()
-        until(lambda: len(_about(caplog)) >= 2, "the outage, and that it lasts")
+        eventually(lambda: len(_about(caplog)) >= 2, "the outage, and that it lasts")
         cut.up()
-        until(lambda: "available again" in _about(caplog)[-1], "the end of the outage")
-        until(lambda: app.get(run.id).status == "SUCCEEDED", "what ended meanwhile is written")
+        eventually(lambda: "available again" in _about(caplog)[-1], "the end of the outage")
+        eventually(lambda: app.get(run.id).status == "SUCCEEDED", "what ended meanwhile is written")
     app.close()
     begins, *lasts, ends = _about(caplog)
     assert re.match(r"the database is unavailable; runs under way go on while their leases last", begins)
@@ -158,7 +159,7 @@ def _about(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_server_logs_an_outage_when_it_begins_and_when_it_ends(
-    line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: tuple[OutageProxy, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the one that delivers events, looks after uploads, and is asked by somebody meanwhile."""
     monkeypatch.setattr(dispatcher, "POLL", 0.05)
@@ -167,16 +168,16 @@ def test_a_server_logs_an_outage_when_it_begins_and_when_it_ends(
     app = app_of(url, tmp_path)
     with ExitStack() as stack:
         receiver = stack.enter_context(receiving())
-        service = stack.enter_context(served(app, Settings(private_webhooks=True)))
+        service = stack.enter_context(serve(app, Settings(private_webhooks=True)))
         client: httpx.Client = stack.enter_context(service.client())
         assert client.post("/admin/subscriptions", json={"url": receiver.url}).status_code == 201
         caplog.clear()
         cut.down()
-        until(lambda: _about(caplog), "the outage")
+        eventually(lambda: _about(caplog), "the outage")
         for _ in range(3):
             assert client.get("/runs").status_code == 503
         cut.up()
-        until(lambda: "available again" in _about(caplog)[-1], "its end")
+        eventually(lambda: "available again" in _about(caplog)[-1], "its end")
     app.close()
     assert len(_about(caplog)) == 2
     told = {record.name for record in caplog.records if record.levelname != "INFO"}
@@ -184,7 +185,7 @@ def test_a_server_logs_an_outage_when_it_begins_and_when_it_ends(
 
 
 def test_a_listener_that_fails_alone_says_what_that_means_for_runs(
-    line: tuple[Line, str], postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: tuple[OutageProxy, str], postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sqlalchemy import make_url
 
@@ -201,9 +202,9 @@ def test_a_listener_that_fails_alone_says_what_that_means_for_runs(
         watching.start()
         try:
             await asyncio.wait_for(looks.wait(), 30)  # a broken line is a reason to look
-            await asyncio.to_thread(until, lambda: caplog.records, "it says so")
+            await asyncio.to_thread(eventually, lambda: caplog.records, "it says so")
             cut.up()
-            await asyncio.to_thread(until, lambda: "available again" in caplog.messages[-1], "its end")
+            await asyncio.to_thread(eventually, lambda: "available again" in caplog.messages[-1], "its end")
         finally:
             watching.stop()
 
@@ -216,16 +217,16 @@ def test_a_listener_that_fails_alone_says_what_that_means_for_runs(
 
 
 def test_leases_that_are_lost_together_are_one_line(
-    line: tuple[Line, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    line: tuple[OutageProxy, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cut, url = line
     cut.up()
     app = app_of(url, tmp_path, lease=3)
     with app.working(processes=0, sweep_every=None):
         runs = app.submit_many([{"model": "wait", "parameters": {"seconds": 600 + number}} for number in range(30)])
-        until(lambda: app.backlog().running == len(runs), "they run")
+        eventually(lambda: app.backlog().running == len(runs), "they run")
         cut.down()
-        until(lambda: [each for each in caplog.messages if "lost" in each], "they are lost")
+        eventually(lambda: [each for each in caplog.messages if "lost" in each], "they are lost")
         time.sleep(0.5)  # for lines that should not come
         cut.up()
     lost = [each for each in caplog.messages if "lost" in each and "worker" not in each.partition(" ")[0]]

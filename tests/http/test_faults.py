@@ -29,7 +29,7 @@ from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore
 from support import servers
 from support.http_sites import SERVERS, Site, Wire, code_of, replayed, running
-from support.process_peer import Desk
+from support.process_peer import ProcessPeer
 
 PATIENCE = 60
 WORKERS = 4
@@ -157,7 +157,7 @@ def sites(stores: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
                 server = opened.enter_context(running(name, folder, urls, *options, workers=WORKERS))
                 opened.callback(server.kill)  # how servers stop is tested elsewhere
                 for kind in stores:
-                    site = Site(server, Desk(folder), name, SERVERS[name].protocol, kind)
+                    site = Site(server, ProcessPeer(folder), name, SERVERS[name].protocol, kind)
                     found[name, kind] = opened.enter_context(closing(site))
                     first[name, kind] = site.post("hasty/plain", f"first-{name}-{kind}")
         yield found

@@ -40,7 +40,7 @@ from support.http_sites import (
     serving,
     until,
 )
-from support.process_peer import Desk
+from support.process_peer import ProcessPeer
 from support.web_servers import WebServer, lives, web_server
 
 MEGABYTE = 1 << 20
@@ -54,12 +54,12 @@ def sites(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with store_urls(request) as urls, ExitStack() as cleanup:
 
         @cache
-        def started(name: str, store: str) -> tuple[WebServer, Desk]:
+        def started(name: str, store: str) -> tuple[WebServer, ProcessPeer]:
             folder = tmp_path_factory.mktemp(f"{name}-{store}")
             url = f"sqlite:///{folder / 'semel.db'}" if store == "sqlite" else urls[store]
             server = cleanup.enter_context(running(name, folder, {store: url}))
             cleanup.callback(server.kill)  # how servers stop is tested elsewhere
-            return server, Desk(folder)
+            return server, ProcessPeer(folder)
 
         @cache
         def site_of(name: str, framework: str, store: str = "sqlite") -> Site:

@@ -38,21 +38,12 @@ from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from support.databases import KINDS, SHARED_KINDS
 from support.programs import Program, outcome
+from support.waiting import eventually
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
 
 SECRET = "4111-1111-1111-1111"  # in every body and value, never in a log or a metric
-
-
-def until(happened: Callable[[], object]) -> None:
-    """What happens in the background tells nobody, so look."""
-    pause = threading.Event()
-    for _ in range(PATIENCE * 100):
-        if happened():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never happened")
 
 
 @pytest.fixture
@@ -327,7 +318,7 @@ def rest(once: Once) -> None:
     sampler = once._engine._sampler
     assert sampler is not None
     sampler.stop()
-    until(lambda: all(thread.name != "semel-sampler" for thread in threading.enumerate()))
+    eventually(lambda: all(thread.name != "semel-sampler" for thread in threading.enumerate()))
 
 
 HELD = {"in_flight": 1, "abandoned": 1, "unknown": 1, "completed": 3, "expired": 2}
@@ -338,9 +329,9 @@ def test_the_keys_held_are_a_gauge_by_state(url: str) -> None:
     clock, registry = FakeClock(), CollectorRegistry()
     with Once(url, clock=clock, collect=False, on_event=PrometheusMetrics(registry, sample_every=0.01)) as once:
         fill(once, clock)
-        until(lambda: {state: total(registry, "keys_held", state=state) for state in HELD} == HELD)
+        eventually(lambda: {state: total(registry, "keys_held", state=state) for state in HELD} == HELD)
         once.purge()
-        until(lambda: total(registry, "keys_held", state="expired") == 0)
+        eventually(lambda: total(registry, "keys_held", state="expired") == 0)
         rest(once)
 
 
@@ -368,7 +359,7 @@ def test_what_the_collector_removes_by_itself_is_counted() -> None:
         for number in range(5):
             once.check_and_mark("ack_id", str(number))
         clock.advance(61)
-        until(lambda: total(registry, "cleanup_total") == 5)
+        eventually(lambda: total(registry, "cleanup_total") == 5)
 
 
 @on_shared_stores
@@ -405,7 +396,7 @@ def test_the_store_is_looked_at_in_an_event_loop_too(sqlite_url: str) -> None:
     async def scenario() -> None:
         async with AsyncOnce(sqlite_url, on_event=PrometheusMetrics(registry, sample_every=0.01)) as once:
             assert isinstance(await once.claim("key"), Granted)
-            await asyncio.to_thread(until, lambda: total(registry, "keys_held", state="in_flight") == 1)
+            await asyncio.to_thread(eventually, lambda: total(registry, "keys_held", state="in_flight") == 1)
 
     asyncio.run(scenario())
 
@@ -414,7 +405,7 @@ def test_a_store_that_only_marks_messages_is_looked_at() -> None:
     registry = CollectorRegistry()
     with Once("memory://", on_event=PrometheusMetrics(registry, sample_every=0.01)) as once:
         once.check_and_mark("ack_id", "a-1")
-        until(lambda: total(registry, "keys_held", state="completed") == 1)
+        eventually(lambda: total(registry, "keys_held", state="completed") == 1)
 
 
 def test_of_several_hooks_the_shortest_interval_counts(open_service: Callable[..., Service]) -> None:
@@ -424,7 +415,7 @@ def test_of_several_hooks_the_shortest_interval_counts(open_service: Callable[..
         hook=PrometheusMetrics(seldom, sample_every=3600), on_event=PrometheusMetrics(often, sample_every=0.01)
     )
     service.post("key")
-    until(lambda: total(often, "keys_held", state="completed") == 1 or not service.post("key"))
+    eventually(lambda: total(often, "keys_held", state="completed") == 1 or not service.post("key"))
     assert total(seldom, "keys_held", state="completed") == 1
 
 
@@ -590,7 +581,7 @@ def test_opentelemetry_hears_of_the_store(
     hook = OpenTelemetryMetrics(provider, sample_every=0.01)
     with Once(sqlite_url, clock=clock, collect=False, on_event=hook) as once:
         fill(once, clock)
-        until(lambda: held() == HELD)
+        eventually(lambda: held() == HELD)
     assert points_of(reader.get_metrics_data())[named("store.duration", verb="together")] >= 8
 
 
@@ -802,7 +793,7 @@ def test_statsd_hears_of_the_store(kind: str, request: pytest.FixtureRequest, st
 
     with Once(sqlite_url, clock=clock, collect=False, on_event=StatsdMetrics(client, sample_every=0.01)) as once:
         fill(once, clock)
-        until(heard)
+        eventually(heard)
     timing = (
         r"idempotency\.store\.together:([\d.]+)\|ms"
         if kind == "plain"
@@ -934,9 +925,9 @@ def test_a_hook_that_fails_breaks_neither_the_sampler_nor_the_collector(
     with Once(sqlite_url, clock=clock, policy=Policy(ttl=60, purge_every=0.01), on_event=hook) as once:
         once.call("key", int)
         clock.advance(61)
-        until(lambda: {"store", "held", "cleanup"} <= {event.name for event in hook.heard})
+        eventually(lambda: {"store", "held", "cleanup"} <= {event.name for event in hook.heard})
         seen = len([event for event in hook.heard if event.name == "held"])
-        until(lambda: len([event for event in hook.heard if event.name == "held"]) > seen + 5)
+        eventually(lambda: len([event for event in hook.heard if event.name == "held"]) > seen + 5)
         assert once.stats().purged == 1
     assert len(failures(caplog)) == 1
 
@@ -1165,7 +1156,7 @@ class Looks:
     def again(self) -> None:
         """Wait for looks that began after now."""
         seen = self.times
-        until(lambda: self.times > seen + 2)
+        eventually(lambda: self.times > seen + 2)
 
 
 EAGER = (logging.WARNING, "function", "default", "high_replay_rate")
@@ -1182,7 +1173,7 @@ def test_a_warning_is_logged_once_and_again_when_it_comes_back(caplog: pytest.Lo
         looks.again()
         assert warned(caplog) == []
         once.call("key 0", int)
-        until(lambda: warned(caplog) == [EAGER])
+        eventually(lambda: warned(caplog) == [EAGER])
         looks.again()
         assert warned(caplog) == [EAGER], "it lasts, and is not said again"
         for number in range(20):
@@ -1190,7 +1181,7 @@ def test_a_warning_is_logged_once_and_again_when_it_comes_back(caplog: pytest.Lo
         looks.again()
         for _ in range(2):
             once.call("key 0", int)
-        until(lambda: warned(caplog) == [EAGER, EAGER])
+        eventually(lambda: warned(caplog) == [EAGER, EAGER])
     assert "something upstream retries too eagerly" in caplog.text
 
 
@@ -1202,7 +1193,7 @@ def test_a_warning_is_logged_where_nobody_listens(caplog: pytest.LogCaptureFixtu
         with Once("memory://", policy=Policy(purge_every=0.01), on_event=hook) as once:
             for _ in range(100):
                 once.call("key", int)
-            until(lambda: warned(caplog))
+            eventually(lambda: warned(caplog))
             if hook is not None:
                 looks.again()
         assert warned(caplog) == [EAGER]
@@ -1230,7 +1221,7 @@ def test_a_low_hit_rate_of_requests_is_logged(
     number = count()
     for _ in range(100):
         service.post(f"key-{next(number)}")
-    until(lambda: service.post(f"key-{next(number)}") and warned(caplog))  # the loop runs while it is used
+    eventually(lambda: service.post(f"key-{next(number)}") and warned(caplog))  # the loop runs while it is used
     assert warned(caplog) == [(logging.WARNING, "http", "intake", "low_hit_rate")]
 
 

@@ -15,6 +15,7 @@ from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError,
 from semel._concurrency.batching import LARGEST
 from semel.once.store import ClaimRequest, Complete
 from semel.once.stores.memory import MemoryStore
+from support.waiting import eventually
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
@@ -106,16 +107,6 @@ def gathered(once: Once, number: int) -> Callable[[], bool]:
     return lambda: len(lane._waiting) == number
 
 
-def until(happened: Callable[[], bool]) -> None:
-    """Nobody signals that a thread has fallen asleep, so look."""
-    pause = threading.Event()
-    for _ in range(PATIENCE * 100):
-        if happened():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never happened")
-
-
 @contextmanager
 def crowd(size: int) -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(size) as threads:
@@ -146,7 +137,7 @@ def test_threads_that_come_meanwhile_leave_together() -> None:
         first = threads.submit(once.claim, "key 0")
         store.wait_for_a_batch()
         others = [threads.submit(once.claim, f"key {number}") for number in range(1, 64)]
-        until(gathered(once, 63))
+        eventually(gathered(once, 63))
         store.let_pass(2)
         verdicts = [call.result(PATIENCE) for call in [first, *others]]
     assert [len(batch) for batch in store.batches] == [1, 63]
@@ -160,7 +151,7 @@ def test_a_batch_has_a_largest_size() -> None:
     with crowd(number) as threads:
         calls = [threads.submit(once.claim, f"key {at}") for at in range(number)]
         store.wait_for_a_batch()
-        until(gathered(once, number - 1))
+        eventually(gathered(once, number - 1))
         store.let_pass(3)
         keys = [granted(call.result(PATIENCE)).key for call in calls]
     assert sorted(keys) == sorted(f"key {at}" for at in range(number))
@@ -174,7 +165,7 @@ def test_calls_of_one_key_in_one_batch_have_one_winner() -> None:
         calls = [threads.submit(once.claim, "first")]
         store.wait_for_a_batch()
         calls = [threads.submit(once.claim, "wanted by all") for _ in range(32)]
-        until(gathered(once, 32))
+        eventually(gathered(once, 32))
         store.let_pass(2)
         kinds = [type(call.result(PATIENCE)) for call in calls]
     assert kinds.count(Granted) == 1
@@ -189,11 +180,11 @@ def test_an_error_of_one_request_fails_none_of_its_neighbours() -> None:
         first = threads.submit(once.claim, "first")
         store.wait_for_a_batch()
         batch = [threads.submit(once.claim, key) for key in ("a", "bad", "b")]
-        until(gathered(once, 3))
+        eventually(gathered(once, 3))
         store.let_pass()
         store.wait_for_a_batch()
         after = [threads.submit(once.claim, key) for key in ("c", "d")]
-        until(gathered(once, 2))
+        eventually(gathered(once, 2))
         store.let_pass(6)
         granted(first.result(PATIENCE))
         assert [granted(batch[place].result(PATIENCE)).key for place in (0, 2)] == ["a", "b"]
@@ -222,7 +213,7 @@ def test_no_thread_works_for_the_others_for_ever() -> None:
         first = threads.submit(once.claim, "first")
         store.wait_for_a_batch()
         second = [threads.submit(once.claim, f"second {number}") for number in range(3)]
-        until(gathered(once, 3))
+        eventually(gathered(once, 3))
         store.let_pass()
         granted(first.result(PATIENCE))  # while the second batch is still held up
         store.wait_for_a_batch()
@@ -248,7 +239,7 @@ def test_a_leader_that_is_interrupted_hands_over() -> None:
         def gather() -> list[Future[Verdict]]:
             store.wait_for_a_batch()
             calls = [threads.submit(once.claim, f"other {number}") for number in range(4)]
-            until(gathered(once, 4))
+            eventually(gathered(once, 4))
             store.let_pass(2)
             return calls
 
@@ -276,9 +267,9 @@ def test_those_whom_an_interrupted_leader_carried_are_told_to_try_again() -> Non
             raise KeyboardInterrupt
 
         def gather() -> list[Future[Verdict]]:
-            until(gathered(once, 1))  # the main thread waits, first in the queue, so it will lead
+            eventually(gathered(once, 1))  # the main thread waits, first in the queue, so it will lead
             calls = [threads.submit(once.claim, f"carried {number}") for number in range(2)]
-            until(gathered(once, 3))
+            eventually(gathered(once, 3))
             store.gate = interrupted  # type: ignore[method-assign]
             store.let_pass()
             return calls
@@ -302,10 +293,10 @@ def test_who_waits_and_is_interrupted_leaves_without_harm() -> None:
         first = threads.submit(once.claim, "first")
         store.wait_for_a_batch()
         others = [threads.submit(once.claim, f"other {number}") for number in range(2)]
-        until(gathered(once, 2))
+        eventually(gathered(once, 2))
 
         def interrupt() -> None:
-            until(gathered(once, 3))
+            eventually(gathered(once, 3))
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)

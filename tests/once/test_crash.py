@@ -23,18 +23,12 @@ from support.crash_child import (
     TTL,
     Victim,
 )
-from support.databases import SHARED_KINDS, StoreUrls, store_urls
+from support.databases import SHARED_KINDS, StoreUrls
 from support.programs import PATIENCE, processes
 
 RETAKE = Policy(lease=LEASE, ttl=TTL, in_flight="conflict")
 UNKNOWN = RETAKE.but(on_crash="unknown")
 names = count()
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 class Case:

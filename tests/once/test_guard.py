@@ -30,18 +30,12 @@ from semel import (
     fingerprint,
 )
 from semel.testing import FakeClock
-from support.databases import KINDS, StoreUrls, store_urls
+from support.databases import KINDS, StoreUrls
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
 
 names = count()
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -21,18 +21,13 @@ from semel.once.stats import StatsCounter
 from semel.once.store import Renew
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
-from support.databases import KINDS, StoreUrls, store_urls
+from support.databases import KINDS, StoreUrls
+from support.waiting import eventually
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
 
 names = count()
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 @pytest.fixture
@@ -43,16 +38,6 @@ def key() -> str:
 def granted(verdict: object) -> Claim:
     assert isinstance(verdict, Granted)
     return verdict.claim
-
-
-def until(happened: Callable[[], object]) -> None:
-    """What happens in the background tells nobody, so look."""
-    pause = threading.Event()
-    for _ in range(PATIENCE * 100):
-        if happened():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never happened")
 
 
 def background_threads() -> set[threading.Thread]:
@@ -96,7 +81,7 @@ def test_expired_keys_are_collected_by_themselves() -> None:
         for number in range(10):
             once.call(f"key {number}", int)
         clock.advance(61)
-        until(lambda: once.stats().held.expired == 0)
+        eventually(lambda: once.stats().held.expired == 0)
         assert once.stats().purged == 10
         assert store._scopes == {}
 
@@ -111,7 +96,7 @@ def test_expired_keys_are_collected_in_a_loop_too() -> None:
             for number in range(10):
                 await once.call(f"key {number}", work)
             clock.advance(61)
-            await asyncio.to_thread(until, lambda: once._engine.counters.purged == 10)
+            await asyncio.to_thread(eventually, lambda: once._engine.counters.purged == 10)
             assert (await once.stats()).held.expired == 0
 
     asyncio.run(scenario())
@@ -201,7 +186,7 @@ def test_closing_ends_the_background() -> None:
     with Once(NotedStore(), policy=Policy(purge_every=3600)) as once:
         once.call("key", int)
         assert len(background_threads() - before) == 2
-    until(lambda: background_threads() <= before)
+    eventually(lambda: background_threads() <= before)
 
 
 def test_a_forgotten_once_is_collected_itself_and_its_background_with_it() -> None:
@@ -214,7 +199,7 @@ def test_a_forgotten_once_is_collected_itself_and_its_background_with_it() -> No
     del once
     gc.collect()
     assert engine() is None
-    until(lambda: background_threads() <= before)
+    eventually(lambda: background_threads() <= before)
 
 
 def test_an_object_that_is_used_after_its_close_collects_again() -> None:
@@ -224,7 +209,7 @@ def test_an_object_that_is_used_after_its_close_collects_again() -> None:
     once.close()
     once.check_and_mark("type", "another")
     clock.advance(61)
-    until(lambda: once.stats().purged == 2)
+    eventually(lambda: once.stats().purged == 2)
     once.close()
 
 
@@ -253,7 +238,7 @@ def test_work_longer_than_its_lease_keeps_its_claim(urls: StoreUrls, kind: str, 
 
         def work() -> int:
             claim = current_claim()
-            until(lambda: lease_until(once, key) > claim.lease_until_us + 500_000)
+            eventually(lambda: lease_until(once, key) > claim.lease_until_us + 500_000)
             assert isinstance(once.claim(key), InFlight)
             return claim.fence
 
@@ -278,7 +263,7 @@ def test_async_work_longer_than_its_lease_keeps_its_claim(urls: StoreUrls, kind:
                 claim = current_claim()
                 with Once(urls[kind] if kind != "memory" else once._engine.store, collect=False) as other:
                     beyond = claim.lease_until_us + 500_000
-                    await asyncio.to_thread(until, lambda: lease_until(other, key) > beyond)
+                    await asyncio.to_thread(eventually, lambda: lease_until(other, key) > beyond)
                 assert isinstance(await once.claim(key), InFlight)
                 return claim.fence
 
@@ -323,7 +308,7 @@ def test_a_claim_that_is_lost_while_its_work_goes_on_is_said_in_the_log(caplog: 
         def work() -> str:
             clock.advance(61)
             granted(once.claim("key", lease=60))  # someone else takes over
-            until(lambda: "is lost while its work goes on" in caplog.text)
+            eventually(lambda: "is lost while its work goes on" in caplog.text)
             return "the zombie's"
 
         with caplog.at_level(logging.WARNING, "semel"), pytest.raises(ClaimLost):
@@ -360,7 +345,7 @@ def test_all_leases_are_renewed_in_one_batch() -> None:
 
     def work() -> int:
         everyone.wait(PATIENCE)
-        until(lambda: sum(batches) >= 64)
+        eventually(lambda: sum(batches) >= 64)
         return 7
 
     with Once(Counting()) as once, ThreadPoolExecutor(32) as threads:

@@ -22,19 +22,14 @@ from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, InProgress, Ke
 from semel.once import engine
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
-from support.databases import KINDS, StoreUrls, store_urls
+from support.databases import KINDS, StoreUrls
 from support.programs import Program
+from support.waiting import eventually
 
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
 
 names = count()
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 @pytest.fixture
@@ -57,16 +52,6 @@ def granted(verdict: object) -> Claim:
     return verdict.claim
 
 
-def until(happened: Callable[[], object]) -> None:
-    """Nobody signals that someone has begun to wait, so look."""
-    pause = threading.Event()
-    for _ in range(PATIENCE * 100):
-        if happened():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never happened")
-
-
 def waits(once: Once | AsyncOnce, number: int = 1) -> Callable[[], bool]:
     """True when so many callers of this object wait for some key."""
     bell = once._engine._waiters
@@ -83,7 +68,7 @@ def test_a_thread_is_woken_when_the_owner_ends_its_claim(urls: StoreUrls, kind: 
     with Once(urls[kind]) as once, ThreadPoolExecutor(1) as thread:
         claim = granted(once.claim(key))
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
-        until(waits(once))
+        eventually(waits(once))
         once.complete(claim, 7) if end == "complete" else once.release(claim)
         verdict = waiting.result(PATIENCE)
         if end == "complete":
@@ -101,7 +86,7 @@ def test_a_task_is_woken_when_the_owner_ends_its_claim(urls: StoreUrls, kind: st
         async with AsyncOnce(urls[kind]) as once:
             claim = granted(await once.claim(key))
             waiting = asyncio.create_task(once.claim(key, wait=PATIENCE))
-            await asyncio.to_thread(until, waits(once))
+            await asyncio.to_thread(eventually, waits(once))
             await (once.complete(claim, 7) if end == "complete" else once.release(claim))
             verdict = await asyncio.wait_for(waiting, PATIENCE)
             assert isinstance(verdict, Replay if end == "complete" else Granted)
@@ -124,7 +109,7 @@ def test_many_duplicates_wait_for_one_result(urls: StoreUrls, kind: str, key: st
     with Once(urls[kind]) as once, ThreadPoolExecutor(32) as threads:
         calls = [threads.submit(once.call, key, work, wait=PATIENCE) for _ in range(32)]
         assert started.wait(PATIENCE)
-        until(waits(once, 31))
+        eventually(waits(once, 31))
         go_on.set()
         results = [call.result(PATIENCE) for call in calls]
     assert ran == [1]
@@ -154,7 +139,7 @@ def test_when_the_owner_gives_up_one_waiter_takes_over_and_the_rest_go_on_waitin
         calls = [threads.submit(once.call, key, work, wait=PATIENCE) for _ in range(8)]
         for waiting in (7, 6, 5):
             assert started.acquire(timeout=PATIENCE)
-            until(waits(once, waiting))
+            eventually(waits(once, waiting))
             record = once.get(key)
             assert record is not None
             fences.append(record.fence)
@@ -199,7 +184,7 @@ def test_a_waiter_learns_that_the_outcome_is_unknown() -> None:
     with Once("memory://", clock=clock) as once, ThreadPoolExecutor(1) as thread:
         granted(once.claim("key", lease=10, on_crash="unknown"))
         waiting = thread.submit(once.claim, "key", wait=PATIENCE)
-        until(waits(once))
+        eventually(waits(once))
         clock.advance(10)
         assert isinstance(waiting.result(PATIENCE), Unknown)
 
@@ -261,7 +246,7 @@ def test_two_objects_over_one_memory_store_wake_each_other() -> None:
     async def scenario() -> Any:
         once = AsyncOnce(store, collect=False)
         waiting = asyncio.create_task(once.claim("key", wait=PATIENCE))
-        await asyncio.to_thread(until, waits(once))
+        await asyncio.to_thread(eventually, waits(once))
         owner.complete(claim, 7)
         return await asyncio.wait_for(waiting, PATIENCE)
 
@@ -312,7 +297,7 @@ def hears(kind: str, url: str) -> bool:
 
 def unheard(kind: str, urls: StoreUrls) -> str:
     """The URL, when nobody listens there any more: a listener that was stopped ends in its own time."""
-    until(lambda: not hears(kind, urls[kind]))
+    eventually(lambda: not hears(kind, urls[kind]))
     return urls[kind]
 
 
@@ -333,7 +318,7 @@ def test_a_thread_is_woken_by_another_process(urls: StoreUrls, kind: str, key: s
     url = unheard(kind, urls)
     with Once(url) as once, ThreadPoolExecutor(1) as thread, owner(url, key, end) as end_the_claim:
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
-        until(lambda: hears(kind, url) and marked(kind, url, key))
+        eventually(lambda: hears(kind, url) and marked(kind, url, key))
         end_the_claim()
         assert isinstance(waiting.result(PATIENCE / 2), Replay if end == "complete" else Granted)
 
@@ -347,7 +332,7 @@ def test_a_task_is_woken_by_another_process(urls: StoreUrls, kind: str, key: str
     async def scenario(end_the_claim: Callable[[], None]) -> None:
         async with AsyncOnce(url) as once:
             waiting = asyncio.create_task(once.claim(key, wait=PATIENCE))
-            await asyncio.to_thread(until, lambda: hears(kind, url) and marked(kind, url, key))
+            await asyncio.to_thread(eventually, lambda: hears(kind, url) and marked(kind, url, key))
             await asyncio.to_thread(end_the_claim)
             verdict = await asyncio.wait_for(waiting, PATIENCE / 2)
             assert isinstance(verdict, Replay if end == "complete" else Granted)
@@ -361,7 +346,7 @@ def test_a_waiter_on_a_file_finds_out_by_looking(urls: StoreUrls, key: str) -> N
     url = urls["sqlite"]
     with Once(url) as once, ThreadPoolExecutor(1) as thread, owner(url, key, "complete") as end_the_claim:
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
-        until(waits(once))
+        eventually(waits(once))
         end_the_claim()
         assert isinstance(waiting.result(PATIENCE), Replay)
 
@@ -375,7 +360,7 @@ def test_a_ring_that_was_missed_is_made_up_for_by_looking(
     with Once(url) as once, ThreadPoolExecutor(1) as thread, owner(url, key, "release") as end_the_claim:
         monkeypatch.setattr(once._engine.store, "_listener", None)
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
-        until(waits(once))
+        eventually(waits(once))
         end_the_claim()
         assert isinstance(waiting.result(PATIENCE), Granted)
 
@@ -387,7 +372,7 @@ def test_a_completion_in_a_users_transaction_wakes_waiters_when_it_commits(urls:
     with Once(url) as once, ThreadPoolExecutor(1) as thread, Session(database) as session:
         claim = granted(once.claim(key))
         waiting = thread.submit(once.claim, key, wait=PATIENCE)
-        until(lambda: hears("postgres", url) and marked("postgres", url, key))
+        eventually(lambda: hears("postgres", url) and marked("postgres", url, key))
         once.on(session).complete(claim, 7)
         assert not waiting.done()
         session.commit()
@@ -400,7 +385,7 @@ def test_a_ring_reaches_only_those_who_wait_for_the_key() -> None:
     with Once("memory://") as once, ThreadPoolExecutor(2) as threads:
         claims = {place: granted(once.claim(place[1], scope=place[0])) for place in (("a", "bc"), ("ab", "c"))}
         calls = {place: threads.submit(once.claim, place[1], scope=place[0], wait=PATIENCE) for place in claims}
-        until(waits(once, 2))
+        eventually(waits(once, 2))
         once.complete(claims["a", "bc"], 1)
         assert isinstance(calls["a", "bc"].result(PATIENCE), Replay)
         assert waits(once, 1)()

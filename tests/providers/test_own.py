@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from semel.service import Settings
-from support.jobs import add_models, submit, until, write_config
-from support.service import Served, made_app, served
+from support.jobs import add_models, submit, write_config
+from support.service import TestServer, make_app, serve
+from support.waiting import eventually
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
 ENTRIES = """[semel.providers]
@@ -33,22 +34,22 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def service(tmp_path: Path, package: None, caplog: pytest.LogCaptureFixture) -> Iterator[Served]:
+def service(tmp_path: Path, package: None, caplog: pytest.LogCaptureFixture) -> Iterator[TestServer]:
     configs = tmp_path / "configs"
     write_config(configs, "train", parameters={"steps": 3}, providers={"acme": {"machine": "large"}})
     write_config(configs, "bare", parameters={})
-    app = made_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
+    app = make_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
     add_models(app)
-    with caplog.at_level(logging.ERROR, "semel.service"), served(app, Settings(configs=str(configs))) as service:
+    with caplog.at_level(logging.ERROR, "semel.service"), serve(app, Settings(configs=str(configs))) as service:
         yield service
     app.close()
 
 
-def test_a_job_goes_to_a_provider_from_another_package(service: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_goes_to_a_provider_from_another_package(service: TestServer, caplog: pytest.LogCaptureFixture) -> None:
     with service.client() as client:
         said = submit(client, "train", provider="acme")
         assert said["success"] is True
-        run = until(lambda: client.get(f"/runs/{said['job_id']}").json())
+        run = eventually(lambda: client.get(f"/runs/{said['job_id']}").json())
         assert (run["model"], run["status"]) == ("acme_train", "PENDING")
         refused = submit(client, "bare", provider="acme")
         assert refused["success"] is False

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,48 +16,28 @@ from semel.service import Settings
 from semel.service.jobs.configs import Config
 from semel.service.state import ServiceState
 from support.pages import Browser
-from support.replicate import PACE, Serving, app_on, begun, come_due, ended, failed, row_of, serving, submit, until
+from support.replicate import PACE, begun, come_due, ended, failed, row_of, serving, submit
 from support.replicate_server import TOKEN, VERSION, ReplicateServer
-
-
-@pytest.fixture(scope="module")
-def cloud() -> Iterator[ReplicateServer]:
-    cloud = ReplicateServer()
-    yield cloud
-    cloud.close()
+from support.service import TestServer, app_on
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
 def service(
     request: pytest.FixtureRequest, cloud: ReplicateServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serving]:
+) -> Iterator[TestServer]:
     """A server that Replicate can call back."""
-    app = app_on(request.param, request, tmp_path_factory.mktemp("service"))
-    with serving(app, cloud, hooks=True) as service:
+    with app_on(request, tmp_path_factory.mktemp("service")) as app, serving(app, cloud, hooks=True) as service:
         yield service
-    app.close()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = app_on(request.param, request, tmp_path)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> str:
-    """What a test's own predictions are known by."""
-    return request.node.name
 
 
 def test_a_job_is_one_prediction_and_its_output_is_the_result(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     run = submit(service.app, prompt, price_per_second=0.01)
     prediction = begun(cloud, prompt)
     prediction.update(status="processing", logs="10%|█\n  45%|████▌     | 45/100")
-    until(lambda: service.app.get(run.id).progress == 0.45)
+    eventually(lambda: service.app.get(run.id).progress == 0.45)
     cloud.finish(prompt, ["https://replicate.delivery/fox.png"])
     done = ended(service.app, run)
     assert (done.status, done.cost) == ("SUCCEEDED", 0.025)
@@ -74,7 +53,7 @@ def test_a_job_is_one_prediction_and_its_output_is_the_result(
     assert (len(cloud.of(prompt)), prediction["input"], prediction["version"]) == (1, {"prompt": prompt}, VERSION)
 
 
-def test_an_official_model_is_asked_for_by_its_name(service: Serving, cloud: ReplicateServer, prompt: str) -> None:
+def test_an_official_model_is_asked_for_by_its_name(service: TestServer, cloud: ReplicateServer, prompt: str) -> None:
     run = submit(service.app, prompt, model="acme/painter")
     assert begun(cloud, prompt)["model"] == "acme/painter"
     cloud.finish(prompt)
@@ -84,20 +63,20 @@ def test_an_official_model_is_asked_for_by_its_name(service: Serving, cloud: Rep
 @pytest.mark.parametrize("fault", ["cut", "500 after", "500 before", "garbage", "429"])
 @pytest.mark.parametrize("secretive", [False, True], ids=["shown", "hidden"])
 def test_a_call_without_a_good_answer_makes_one_prediction(
-    service: Serving, cloud: ReplicateServer, prompt: str, fault: str, secretive: bool
+    service: TestServer, cloud: ReplicateServer, prompt: str, fault: str, secretive: bool
 ) -> None:
     if secretive:
         cloud.secretive.add(prompt)
     cloud.faults[prompt] = [fault]
     run = submit(service.app, prompt)
-    until(lambda: row_of(service.app, run).get("remote_id"), "the prediction's id")
+    eventually(lambda: row_of(service.app, run).get("remote_id"), "the prediction's id")
     cloud.finish(prompt)
     assert ended(service.app, run).status == "SUCCEEDED"
     assert len(cloud.of(prompt)) == 1
 
 
 def test_a_call_that_is_refused_for_money_or_the_input_ends_the_run(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.faults[prompt] = ["402"]
     run = submit(service.app, prompt)
@@ -121,12 +100,12 @@ def test_replicate_may_be_away_for_a_while(app: App, prompt: str) -> None:
     with serving(app, cloud):
         with cloud.away():
             run = submit(app, prompt)
-            until(lambda: any("cannot be reached" in each.text for each in app.logs(run.id)))
+            eventually(lambda: any("cannot be reached" in each.text for each in app.logs(run.id)))
         prediction = begun(cloud, prompt)
-        until(lambda: row_of(app, run)["remote_status"] == "starting")
+        eventually(lambda: row_of(app, run)["remote_status"] == "starting")
         with cloud.away():
             lines = len(list(app.logs(run.id)))
-            until(lambda: len(list(app.logs(run.id))) > lines)
+            eventually(lambda: len(list(app.logs(run.id))) > lines)
         cloud.finish(prompt)
         over = ended(app, run)
     cloud.close()
@@ -145,7 +124,7 @@ def test_replicate_may_be_away_for_a_while(app: App, prompt: str) -> None:
     ids=lambda end: end.get("status") if isinstance(end, dict) else "",
 )
 def test_a_prediction_that_came_to_nothing_fails_the_run(
-    service: Serving, cloud: ReplicateServer, prompt: str, end: dict[str, Any], said: str
+    service: TestServer, cloud: ReplicateServer, prompt: str, end: dict[str, Any], said: str
 ) -> None:
     run = submit(service.app, prompt)
     begun(cloud, prompt)
@@ -156,11 +135,11 @@ def test_a_prediction_that_came_to_nothing_fails_the_run(
 
 
 def test_a_prediction_that_replicate_no_longer_knows_is_unknown(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     run = submit(service.app, prompt)
     prediction = begun(cloud, prompt)
-    until(lambda: row_of(service.app, run).get("remote_id"))
+    eventually(lambda: row_of(service.app, run).get("remote_id"))
     del cloud.predictions[prediction["id"]]
     failed(service.app, run, f"does not know the prediction {prediction['id']}", "unknown")
     assert row_of(service.app, run)["remote_status"] == "unknown"
@@ -168,14 +147,14 @@ def test_a_prediction_that_replicate_no_longer_knows_is_unknown(
 
 
 def test_a_failed_prediction_is_tried_again_where_the_config_says_so(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     run = submit(service.app, prompt, retry=True)
     first = begun(cloud, prompt)
     cloud.finish(prompt, status="failed", error="busy")
-    until(lambda: service.app.get(run.id).status == "PENDING")
+    eventually(lambda: service.app.get(run.id).status == "PENDING")
     come_due(service.app, run)
-    until(lambda: len(cloud.of(prompt)) == 2, "a second prediction")
+    eventually(lambda: len(cloud.of(prompt)) == 2, "a second prediction")
     cloud.finish(prompt, "at last")
     assert ended(service.app, run).status == "SUCCEEDED"
     assert service.app.result(run.id)["output"] == "at last"
@@ -185,13 +164,13 @@ def test_a_failed_prediction_is_tried_again_where_the_config_says_so(
 
 
 def test_a_run_that_is_cancelled_is_cancelled_at_replicate_and_waited_for(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.stubborn.add(prompt)
     run = submit(service.app, prompt)
     prediction = begun(cloud, prompt)
     service.app.cancel(run.id)
-    until(lambda: f"POST /v1/predictions/{prediction['id']}/cancel" in cloud.calls)
+    eventually(lambda: f"POST /v1/predictions/{prediction['id']}/cancel" in cloud.calls)
     assert service.app.get(run.id).status == "RUNNING"
     prediction["status"] = "canceled"
     assert ended(service.app, run).status == "CANCELLED"
@@ -202,14 +181,14 @@ def test_a_run_that_is_cancelled_is_cancelled_at_replicate_and_waited_for(
 
 
 def test_predictions_like_ours_that_are_not_ours_are_never_taken_for_ours(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     """Where Replicate shows whom they call back, it can be told."""
     theirs = {"version": VERSION, "input": {"prompt": prompt}, "webhook": "https://example.com/api/theirs"}
     others = [cloud.add(theirs), cloud.add({**theirs, "webhook": None}, source="web"), cloud.add(theirs)]
     cloud.faults[prompt] = ["cut"]
     run = submit(service.app, prompt)
-    until(lambda: row_of(service.app, run).get("remote_id"))
+    eventually(lambda: row_of(service.app, run).get("remote_id"))
     assert row_of(service.app, run)["remote_id"] not in [each["id"] for each in others]
     cloud.finish(prompt)
     assert ended(service.app, run).status == "SUCCEEDED"
@@ -217,7 +196,7 @@ def test_predictions_like_ours_that_are_not_ours_are_never_taken_for_ours(
 
 
 def test_where_it_cannot_be_told_the_run_fails_and_says_so_instead_of_asking_again(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.secretive.add(prompt)
     twin = cloud.add({"version": VERSION, "input": {"prompt": prompt}})
@@ -229,7 +208,7 @@ def test_where_it_cannot_be_told_the_run_fails_and_says_so_instead_of_asking_aga
 
 
 def test_a_prediction_whose_data_was_removed_cannot_be_told(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.secretive.update((prompt, None))  # type: ignore[arg-type]
     forgotten = cloud.add({"version": VERSION, "input": {}}, data_removed=True)
@@ -240,12 +219,12 @@ def test_a_prediction_whose_data_was_removed_cannot_be_told(
     cloud.secretive.discard(None)  # type: ignore[arg-type]
 
 
-def test_a_token_among_the_inputs_tells_for_sure(service: Serving, cloud: ReplicateServer, prompt: str) -> None:
+def test_a_token_among_the_inputs_tells_for_sure(service: TestServer, cloud: ReplicateServer, prompt: str) -> None:
     cloud.secretive.add(prompt)
     cloud.add({"version": VERSION, "input": {"prompt": prompt, "job": "another"}})
     cloud.faults[prompt] = ["cut"]
     run = submit(service.app, prompt, token_input="job")
-    until(lambda: row_of(service.app, run).get("remote_id"))
+    eventually(lambda: row_of(service.app, run).get("remote_id"))
     row = row_of(service.app, run)
     assert cloud.predictions[row["remote_id"]]["input"]["job"] == row["remote_token"]
     cloud.finish(prompt)
@@ -254,14 +233,14 @@ def test_a_token_among_the_inputs_tells_for_sure(service: Serving, cloud: Replic
 
 
 def test_two_jobs_that_ask_for_the_same_have_one_prediction_each(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.secretive.add(prompt)
     cloud.faults[prompt] = ["cut", "500 after"]
     pair = []
     for _ in range(2):  # at once, neither might know which is its own, and would say so
         run = submit(service.app, prompt)
-        until(lambda run=run: row_of(service.app, run).get("remote_id"))
+        eventually(lambda run=run: row_of(service.app, run).get("remote_id"))
         pair.append(run)
     for each in cloud.of(prompt):
         each.update(status="succeeded", output="same")
@@ -279,11 +258,11 @@ def test_ours_is_found_on_a_later_page_and_old_ones_are_not_looked_through(app: 
     cloud.faults[prompt] = ["cut"]
     with serving(app, cloud):
         run = submit(app, prompt)
-        until(lambda: len(cloud.of(prompt)) == 31)
+        eventually(lambda: len(cloud.of(prompt)) == 31)
         ours = cloud.of(prompt)[-1]
         for _ in range(4):
             cloud.add({"version": VERSION, "input": {"prompt": "something else"}})
-        until(lambda: row_of(app, run).get("remote_id"))
+        eventually(lambda: row_of(app, run).get("remote_id"))
         looks = cloud.calls.count("GET /v1/predictions")
         cloud.finish(prompt)
         assert ended(app, run).status == "SUCCEEDED"
@@ -348,7 +327,7 @@ def test_a_config_with_data_is_refused_because_replicate_could_not_see_it() -> N
 
 
 def test_a_job_is_submitted_over_http_and_shows_what_became_of_it(
-    service: Serving, cloud: ReplicateServer, prompt: str
+    service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     with httpx.Client(base_url=service.address, timeout=30) as client:
         body = {"providers": {"replicate": {"version": VERSION, "input": {"prompt": prompt}}}}
@@ -360,7 +339,7 @@ def test_a_job_is_submitted_over_http_and_shows_what_became_of_it(
         assert (first["success"], first["job_id"]) == (True, again["job_id"])
         begun(cloud, prompt)
         cloud.finish(prompt, "over")
-        until(lambda: client.get(f"/api/cloud/jobs/{first['job_id']}").json()["status"] == "completed")
+        eventually(lambda: client.get(f"/api/cloud/jobs/{first['job_id']}").json()["status"] == "completed")
         assert client.get(f"/runs/{first['job_id']}/result").json()["output"] == "over"
     assert len(cloud.of(prompt)) == 1
 
@@ -381,7 +360,7 @@ def test_progress_is_read_from_the_logs_where_it_can_be_told(logs: str | None, s
 
 
 def test_a_job_at_a_provider_is_retried_by_no_entrance(
-    service: Serving, cloud: ReplicateServer, prompt: str, capsys: pytest.CaptureFixture[str]
+    service: TestServer, cloud: ReplicateServer, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = submit(service.app, prompt)
     begun(cloud, prompt)

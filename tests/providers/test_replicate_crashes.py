@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,41 +18,9 @@ from semel.providers.replicate import store as rows
 from semel.service import Settings
 from semel.service.state import ServiceState
 from support.programs import Program
-from support.replicate import (
-    PACE,
-    app_on,
-    begun,
-    ended,
-    in_database,
-    paced,
-    row_of,
-    serving,
-    submit,
-    take_lease,
-    until,
-)
+from support.replicate import PACE, begun, ended, in_database, paced, row_of, serving, submit, take_lease
 from support.replicate_server import TOKEN, ReplicateServer
-
-
-@pytest.fixture(scope="module")
-def cloud() -> Iterator[ReplicateServer]:
-    cloud = ReplicateServer()
-    yield cloud
-    cloud.close()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = app_on(request.param, request, tmp_path)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> str:
-    """What a test's own predictions are known by."""
-    return request.node.name
-
+from support.waiting import eventually
 
 CHILD = """
 from support.replicate import serve_here
@@ -79,10 +47,10 @@ def test_a_server_that_is_killed_leaves_one_prediction_of_each_job_which_the_nex
         Replicate(PACE).install(ServiceState(app, Settings(replicate_token=TOKEN)))
         runs = {prompt: submit(app, prompt) for prompt in ("before", "between", "after")}
         made = {prompt: begun(cloud, prompt) for prompt in ("between", "after")}
-        until(lambda: row_of(app, runs["after"])["remote_id"] == made["after"]["id"])
-        until(lambda: row_of(app, runs["before"])["remote_status"] == "asked")
+        eventually(lambda: row_of(app, runs["after"])["remote_id"] == made["after"]["id"])
+        eventually(lambda: row_of(app, runs["before"])["remote_status"] == "asked")
         os.kill(pid, signal.SIGKILL)
-        until(lambda: has_ended(pid))
+        eventually(lambda: has_ended(pid))
     assert row_of(app, runs["between"])["remote_id"] is None
     assert cloud.of("before") == []
     cloud.faults.clear()
@@ -92,7 +60,7 @@ def test_a_server_that_is_killed_leaves_one_prediction_of_each_job_which_the_nex
     with serving(app, cloud):
         for prompt, run in runs.items():
             begun(cloud, prompt)
-            until(lambda run=run: row_of(app, run)["remote_id"])
+            eventually(lambda run=run: row_of(app, run)["remote_id"])
             cloud.finish(prompt, f"output of {prompt}")
         for prompt, run in runs.items():
             over = ended(app, run)
@@ -109,7 +77,7 @@ def test_a_server_that_stops_in_good_order_gives_the_run_to_the_next_one_uncharg
     with serving(app, cloud):
         run = submit(app, prompt)
         begun(cloud, prompt)
-        until(lambda: row_of(app, run)["remote_id"])
+        eventually(lambda: row_of(app, run)["remote_id"])
     assert app.get(run.id).status == "PENDING"
     cloud.finish(prompt)
     with serving(app, cloud):
@@ -122,7 +90,7 @@ def test_an_answer_that_comes_while_the_server_stops_is_written_down(app: App, p
     cloud.faults[prompt] = ["hold"]
 
     def answer_when_given_back() -> None:
-        until(lambda: app.get(run.id).status == "PENDING")
+        eventually(lambda: app.get(run.id).status == "PENDING")
         cloud.go_on.set()
 
     with serving(app, cloud):
@@ -145,9 +113,9 @@ def test_the_answer_to_an_attempt_that_lost_its_lease_still_counts(app: App, pro
         run = submit(app, prompt)
         prediction = begun(cloud, prompt)
         take_lease(app, run)
-        until(lambda: app.get(run.id).attempts == 2)
+        eventually(lambda: app.get(run.id).attempts == 2)
         cloud.go_on.set()
-        until(lambda: row_of(app, run)["remote_id"] == prediction["id"])
+        eventually(lambda: row_of(app, run)["remote_id"] == prediction["id"])
         cloud.finish(prompt)
         assert ended(app, run).status == "SUCCEEDED"
     cloud.close()
@@ -160,9 +128,9 @@ def test_a_prediction_that_cannot_be_seen_at_once_is_waited_for(app: App, prompt
     cloud.late.add(prompt)
     with serving(app, cloud, paced(settle=600.0), hooks=True):
         run = submit(app, prompt)
-        until(lambda: cloud.calls.count("GET /v1/predictions") > 1, "a second look")
+        eventually(lambda: cloud.calls.count("GET /v1/predictions") > 1, "a second look")
         cloud.unlisted.clear()
-        until(lambda: row_of(app, run)["remote_id"])
+        eventually(lambda: row_of(app, run)["remote_id"])
         cloud.finish(prompt)
         assert ended(app, run).status == "SUCCEEDED"
     cloud.close()
@@ -175,10 +143,10 @@ def test_an_attempt_that_lost_its_lease_can_write_no_intent_and_no_status(
     with serving(app, cloud):
         run = submit(app, prompt)
         begun(cloud, prompt)
-        until(lambda: row_of(app, run)["remote_id"])
+        eventually(lambda: row_of(app, run)["remote_id"])
         before, fence = row_of(app, run), app.get(run.id).fence
         take_lease(app, run)
-        until(lambda: app.get(run.id).attempts == 2)
+        eventually(lambda: app.get(run.id).attempts == 2)
         intent = rows.Intent(run_id=run.id, fence=fence, token="0" * 32, tenant="", user="ada", config="foxes")
         hold = rows.LeaseRef(run.id, fence, before["remote_token"])
         terms = StatementContext(time.time_ns() // 1000)
@@ -207,10 +175,10 @@ def test_a_zombie_that_made_a_second_prediction_ends_it_and_the_run_keeps_the_fi
         zombies = begun(cloud, prompt)
         cloud.late.clear()
         take_lease(app, run)
-        until(lambda: row_of(app, run)["remote_id"], "a prediction of the second attempt")
+        eventually(lambda: row_of(app, run)["remote_id"], "a prediction of the second attempt")
         cloud.unlisted.clear()
         cloud.go_on.set()
-        until(lambda: zombies["status"] == "canceled", "the end of the second prediction")
+        eventually(lambda: zombies["status"] == "canceled", "the end of the second prediction")
         ours = next(each for each in cloud.of(prompt) if each is not zombies)
         ours.update(status="succeeded", output="first")
         assert ended(app, run).status == "SUCCEEDED"
@@ -238,7 +206,7 @@ def test_a_run_that_is_cancelled_before_replicate_was_reached_asks_for_nothing(a
     cloud = ReplicateServer()
     with serving(app, cloud), cloud.away():
         run = submit(app, prompt)
-        until(lambda: any("cannot be reached" in each.text for each in app.logs(run.id)))
+        eventually(lambda: any("cannot be reached" in each.text for each in app.logs(run.id)))
         app.cancel(run.id)
         assert ended(app, run).status == "CANCELLED"
     cloud.close()
@@ -256,10 +224,10 @@ def test_a_run_that_is_cancelled_while_no_server_is_up_is_cancelled_at_replicate
     with serving(app, cloud, paced(settle=60.0)):
         run = submit(app, prompt)
         begun(cloud, prompt)
-        until(lambda: bool(row_of(app, run)["remote_id"]) == known)
+        eventually(lambda: bool(row_of(app, run)["remote_id"]) == known)
     assert app.get(run.id).status == "PENDING"
     app.cancel(run.id)
     assert app.get(run.id).status == "CANCELLED"
     with serving(app, cloud):
-        until(lambda: row_of(app, run)["remote_status"] == "canceled")
+        eventually(lambda: row_of(app, run)["remote_status"] == "canceled")
     assert [each["status"] for each in cloud.of(prompt)] == ["canceled"]

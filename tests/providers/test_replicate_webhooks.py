@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,62 +11,44 @@ import pytest
 from semel import App
 from semel.db.dialect import StatementContext
 from semel.service.auth import tokens
-from support.replicate import Serving, app_on, begun, ended, in_database, paced, row_of, serving, submit, until
+from support.replicate import begun, ended, in_database, paced, row_of, serving, submit
 from support.replicate_server import VERSION, ReplicateServer
-
-
-@pytest.fixture(scope="module")
-def cloud() -> Iterator[ReplicateServer]:
-    cloud = ReplicateServer()
-    yield cloud
-    cloud.close()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = app_on(request.param, request, tmp_path)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def prompt(request: pytest.FixtureRequest) -> str:
-    """What a test's own predictions are known by."""
-    return request.node.name
+from support.service import TestServer, app_on
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
 def patient(
     request: pytest.FixtureRequest, cloud: ReplicateServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Serving]:
+) -> Iterator[TestServer]:
     """A server that looks by itself only once in an hour."""
     hourly = paced(poll=3600.0, poll_most=3600.0)
-    app = app_on(request.param, request, tmp_path_factory.mktemp("patient"))
-    with serving(app, cloud, hourly, hooks=True) as service:
+    with app_on(request, tmp_path_factory.mktemp("patient")) as app, serving(app, cloud, hourly, hooks=True) as service:
         yield service
-    app.close()
 
 
 def looked(cloud: ReplicateServer, prediction: dict[str, Any]) -> int:
     return cloud.calls.count(f"GET /v1/predictions/{prediction['id']}")
 
 
-def test_a_webhook_makes_us_look_at_once(patient: Serving, cloud: ReplicateServer, prompt: str) -> None:
+def test_a_webhook_makes_us_look_at_once(patient: TestServer, cloud: ReplicateServer, prompt: str) -> None:
     run = submit(patient.app, prompt)
     prediction = begun(cloud, prompt)
-    until(lambda: looked(cloud, prediction))
+    eventually(lambda: looked(cloud, prediction))
     cloud.finish(prompt, "heard of")
     assert cloud.call_back(prediction) == (200, {"status": "heard"})
     assert ended(patient.app, run).status == "SUCCEEDED"
     assert patient.app.result(run.id)["output"] == "heard of"
 
 
-def test_forged_old_and_repeated_webhooks_change_nothing(patient: Serving, cloud: ReplicateServer, prompt: str) -> None:
+def test_forged_old_and_repeated_webhooks_change_nothing(
+    patient: TestServer, cloud: ReplicateServer, prompt: str
+) -> None:
     run = submit(patient.app, prompt)
     prediction = begun(cloud, prompt)
-    until(lambda: looked(cloud, prediction))
+    eventually(lambda: looked(cloud, prediction))
     assert cloud.call_back(prediction, webhook_id="msg_1") == (200, {"status": "heard"})
-    until(lambda: looked(cloud, prediction) == 2)
+    eventually(lambda: looked(cloud, prediction) == 2)
     cloud.finish(prompt)
     now = int(datetime.now(UTC).timestamp())
     bad: list[dict[str, Any]] = [
@@ -92,11 +73,11 @@ def test_forged_old_and_repeated_webhooks_change_nothing(patient: Serving, cloud
 
 
 def test_a_webhook_that_one_process_takes_is_heard_by_the_one_that_follows(
-    patient: Serving, cloud: ReplicateServer, prompt: str
+    patient: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     run = submit(patient.app, prompt)
     prediction = begun(cloud, prompt)
-    until(lambda: looked(cloud, prediction))
+    eventually(lambda: looked(cloud, prediction))
     with serving(App(patient.app.url, dedupe_window=0), cloud, hooks=True) as other:
         cloud.call_back(prediction, to=prediction["webhook"].replace(patient.address, other.address))
         cloud.finish(prompt)
@@ -106,7 +87,7 @@ def test_a_webhook_that_one_process_takes_is_heard_by_the_one_that_follows(
 
 
 def test_a_webhook_tells_which_prediction_it_is_before_the_answer_does(
-    patient: Serving, cloud: ReplicateServer, prompt: str
+    patient: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     cloud.faults[prompt] = ["hold"]
     run = submit(patient.app, prompt)
@@ -121,14 +102,14 @@ def test_a_webhook_tells_which_prediction_it_is_before_the_answer_does(
 
 
 def test_a_second_prediction_that_calls_back_for_a_run_is_cancelled(
-    patient: Serving, cloud: ReplicateServer, prompt: str
+    patient: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
     run = submit(patient.app, prompt)
     prediction = begun(cloud, prompt)
-    until(lambda: looked(cloud, prediction))
+    eventually(lambda: looked(cloud, prediction))
     second = cloud.add({"version": VERSION, "input": {"prompt": prompt}, "webhook": prediction["webhook"]})
     assert cloud.call_back(second) == (200, {"status": "heard"})
-    until(lambda: second["status"] == "canceled")
+    eventually(lambda: second["status"] == "canceled")
     assert row_of(patient.app, run)["remote_id"] == prediction["id"]
     prediction.update(status="succeeded", output="the first")
     cloud.call_back(prediction)
@@ -155,7 +136,7 @@ def test_replicate_needs_no_token_of_ours_where_everybody_else_does(
         assert httpx.get(f"{service.address}/runs").status_code == 401
         run = submit(app, prompt)
         prediction = begun(cloud, prompt)
-        until(lambda: row_of(app, run)["remote_id"])
+        eventually(lambda: row_of(app, run)["remote_id"])
         assert cloud.call_back(prediction, signature="v1,AAAA")[0] == 403
         assert cloud.call_back(prediction) == (200, {"status": "heard"})
         cloud.finish(prompt)

@@ -13,21 +13,21 @@ from semel import App, KeyReused, Quota, Run
 from semel.cli import main as semel_command
 from semel.client import AsyncClient, Client
 from support.pages import Browser
-from support.service import Served, made_app, served
+from support.service import TestServer, make_app, serve
 
 ME = "local"
 """Who submits on a server without tokens."""
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     folder = tmp_path_factory.mktemp("dedupe")
     url = f"sqlite:///{folder / 'semel.db'}"
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_server").database()
-    app = made_app(url, folder)
+    app = make_app(url, folder)
     app.model("train", isolation="thread")(_train)
-    with served(app) as service:
+    with serve(app) as service:
         yield service
     app.close()
 
@@ -36,7 +36,7 @@ def _train(number: int = 0) -> None: ...
 
 
 @pytest.fixture
-def app(service: Served) -> App:
+def app(service: TestServer) -> App:
     return service.app
 
 
@@ -49,40 +49,40 @@ def payload() -> dict[str, Any]:
     return {"number": next(_numbers)}
 
 
-def by_app(service: Served, payload: dict[str, Any]) -> str:
+def by_app(service: TestServer, payload: dict[str, Any]) -> str:
     return service.app.submit("train", payload, user=ME).id
 
 
-def by_app_in_bulk(service: Served, payload: dict[str, Any]) -> str:
+def by_app_in_bulk(service: TestServer, payload: dict[str, Any]) -> str:
     (run,) = service.app.submit_many([{"model": "train", "parameters": payload, "user": ME}])
     assert isinstance(run, Run)
     return run.id
 
 
-def by_http(service: Served, payload: dict[str, Any]) -> str:
+def by_http(service: TestServer, payload: dict[str, Any]) -> str:
     run_id: str = httpx.post(f"{service.address}/runs", json={"model": "train", "parameters": payload}).json()["run_id"]
     return run_id
 
 
-def by_http_in_bulk(service: Served, payload: dict[str, Any]) -> str:
+def by_http_in_bulk(service: TestServer, payload: dict[str, Any]) -> str:
     sent = [{"model": "train", "parameters": payload}]
     run_id: str = httpx.post(f"{service.address}/runs/bulk", json=sent).json()[0]["run"]["run_id"]
     return run_id
 
 
-def by_client(service: Served, payload: dict[str, Any]) -> str:
+def by_client(service: TestServer, payload: dict[str, Any]) -> str:
     with Client(service.address) as client:
         return client.submit("train", payload).run_id
 
 
-def by_client_in_bulk(service: Served, payload: dict[str, Any]) -> str:
+def by_client_in_bulk(service: TestServer, payload: dict[str, Any]) -> str:
     with Client(service.address) as client:
         (run,) = client.submit_many([{"model": "train", "parameters": payload}])
     run_id: str = run.run_id  # type: ignore[union-attr]
     return run_id
 
 
-def by_async_client(service: Served, payload: dict[str, Any]) -> str:
+def by_async_client(service: TestServer, payload: dict[str, Any]) -> str:
     async def main() -> str:
         async with AsyncClient(service.address) as client:
             return (await client.submit("train", payload)).run_id
@@ -90,7 +90,7 @@ def by_async_client(service: Served, payload: dict[str, Any]) -> str:
     return asyncio.run(main())
 
 
-def by_form(service: Served, payload: dict[str, Any]) -> str:
+def by_form(service: TestServer, payload: dict[str, Any]) -> str:
     with service.client(follow_redirects=True) as client:
         somebody = Browser(client)
         page = somebody.open("/ui/submit", params={"model": "train"})
@@ -105,7 +105,7 @@ ENTRANCES = [by_app, by_app_in_bulk, by_http, by_http_in_bulk, by_client, by_cli
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_the_same_payload_without_a_key_finds_the_run_under_way(
-    service: Served, app: App, payload: dict[str, Any], entrance: Callable[[Served, dict[str, Any]], str]
+    service: TestServer, app: App, payload: dict[str, Any], entrance: Callable[[TestServer, dict[str, Any]], str]
 ) -> None:
     first = app.submit("train", payload, user=ME)
     assert [entrance(service, payload) for _ in range(2)] == [first.id] * 2
@@ -116,7 +116,7 @@ def test_the_same_payload_without_a_key_finds_the_run_under_way(
 
 
 def test_the_command_line_does_so_too(
-    service: Served, app: App, payload: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    service: TestServer, app: App, payload: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def submitted(*options: str) -> str:
         line = ["submit", "train", f"number={payload['number']}", *options, "--server", service.address]
@@ -131,7 +131,7 @@ def test_the_command_line_does_so_too(
     assert submitted("--key", "yours", "--dedupe") == first.id
 
 
-def test_to_have_another_run_say_so(service: Served, app: App, payload: dict[str, Any]) -> None:
+def test_to_have_another_run_say_so(service: TestServer, app: App, payload: dict[str, Any]) -> None:
     first = app.submit("train", payload, user=ME)
     with Client(service.address) as client:
         assert client.submit("train", payload, dedupe=False).run_id != first.id
@@ -206,7 +206,7 @@ def test_what_is_found_by_its_payload_meets_no_quota(app: App, payload: dict[str
     assert (found.id, app.usage("quota").concurrent) == (first.id, 1)
 
 
-def test_a_lost_answer_makes_no_second_run(service: Served, app: App, payload: dict[str, Any]) -> None:
+def test_a_lost_answer_makes_no_second_run(service: TestServer, app: App, payload: dict[str, Any]) -> None:
     """The client sends again what the server has stored, run and ended already."""
     sent: list[bytes] = []
 
@@ -224,7 +224,7 @@ def test_a_lost_answer_makes_no_second_run(service: Served, app: App, payload: d
     assert (run.replayed, run.status, len(sent)) == (True, "CANCELLED", 2)
 
 
-def test_a_retry_whose_answer_was_lost_is_one_retry(service: Served, app: App, payload: dict[str, Any]) -> None:
+def test_a_retry_whose_answer_was_lost_is_one_retry(service: TestServer, app: App, payload: dict[str, Any]) -> None:
     """The new run was stored, and it ended, before the client asked again."""
     failed = app.submit("train", payload, user=ME)
     app.cancel(failed.id)
@@ -246,7 +246,7 @@ def test_a_retry_whose_answer_was_lost_is_one_retry(service: Served, app: App, p
 
 
 def test_a_retry_finds_the_one_under_way_whoever_asks_and_with_whatever_key(
-    service: Served, app: App, payload: dict[str, Any]
+    service: TestServer, app: App, payload: dict[str, Any]
 ) -> None:
     failed = app.submit("train", payload, user=ME)
     app.cancel(failed.id)

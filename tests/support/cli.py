@@ -3,7 +3,6 @@
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,8 @@ import click
 
 from semel import App, Context, Fatal
 from semel.cli import cli
-from support.service import PATIENCE, Served, made_app, served
+from support.service import PATIENCE, TestServer, make_app, serve
+from support.waiting import eventually
 
 ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 UNSERVED = "nobody"
@@ -62,10 +62,10 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
     return context.params
 
 
-class Desk:
-    """A server with a worker, and the command before it."""
+class CliServer:
+    """A server with a worker, for the commands that go through it."""
 
-    def __init__(self, service: Served, gate: threading.Event) -> None:
+    def __init__(self, service: TestServer, gate: threading.Event) -> None:
         self.service = service
         self.app = service.app
         self.gate = gate
@@ -77,19 +77,16 @@ class Desk:
         return str(self.app.wait(self.submit(*arguments, **options), timeout=PATIENCE).id)
 
     def until(self, run_id: str, wanted: Callable[[Any], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not wanted(self.app.get(run_id)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # the worker is at it
+        eventually(lambda: wanted(self.app.get(run_id)), f"run {run_id} as wanted")
 
 
 @contextmanager
-def at_desk(url: str, folder: Path) -> Iterator[Desk]:
-    """A desk on the database, until the end of the block."""
-    app = made_app(url, folder)
+def cli_server(url: str, folder: Path) -> Iterator[CliServer]:
+    """A server with a worker on the database, until the end of the block."""
+    app = make_app(url, folder)
     gate = threading.Event()
     add_models(app, gate)
-    with served(app) as service, app.working(processes=0, threads=1, poll=0.2):
-        yield Desk(service, gate)
+    with serve(app) as service, app.working(processes=0, threads=1, poll=0.2):
+        yield CliServer(service, gate)
         gate.set()
     app.close()

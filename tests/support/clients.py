@@ -1,4 +1,4 @@
-"""The clients' two faces behind one, so that a test is written once for both, and a service for them to talk to."""
+"""Drives the blocking and the awaited client alike, so that a test is written once; and a service for them."""
 
 import asyncio
 import threading
@@ -11,12 +11,12 @@ from uuid import uuid4
 
 from semel import App, Context, Fatal
 from semel.client import AsyncClient, Client
-from support.service import PATIENCE, Served, made_app, served
+from support.service import PATIENCE, TestServer, make_app, serve
 
 QUICK = {"backoff": 0.001, "timeout": 20.0}
 
 
-class Face:
+class ClientDriver:
     """Calls a verb of a client and gives what comes of it; iterations come as lists, or one by one from `each`."""
 
     def __init__(self, kind: str, base_url: str | None, **options: Any) -> None:
@@ -105,9 +105,9 @@ def with_models(app: App) -> App:
 
 
 @contextmanager
-def working_service(url: str, folder: Path) -> Iterator[Served]:
+def working_service(url: str, folder: Path) -> Iterator[TestServer]:
     """The service with those models, and a worker."""
-    app = with_models(made_app(url, folder, dedupe_window=0))
-    with served(app) as service, app.working(processes=0):
+    app = with_models(make_app(url, folder, dedupe_window=0))
+    with serve(app) as service, app.working(processes=0):
         yield service
     app.close()

@@ -13,7 +13,7 @@ from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.types import AttemptResult, Run
 from support.apps.dashboard_app import fail, hold, paint, shout
-from support.auth import Person, Town, shared_town
+from support.service import TokenServer, shared_server
 
 PATIENCE = 30.0
 IDLE = "idle"
@@ -43,10 +43,10 @@ async def chatter(ctx: Context, *, lines: int, text: str) -> list[str]:
 
 
 @contextmanager
-def runs_town(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Town]:
+def runs_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
     """The town for the tests of a file, at work."""
-    with shared_town(request, factory) as town:
-        app = town.app
+    with shared_server(request, factory) as server:
+        app = server.app
         app.model("hold")(hold)
         app.model("fail", max_attempts=1)(fail)
         app.model("shout", max_attempts=1)(shout)
@@ -54,25 +54,25 @@ def runs_town(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -
         app.model("files")(files)
         app.model("chatter")(chatter)
         with app.working(processes=0, poll=0.1):
-            yield town
+            yield server
 
 
-def submitted(town: Town, model: str, parameters: dict[str, Any] | None = None, **options: Any) -> str:
+def submitted(server: TokenServer, model: str, parameters: dict[str, Any] | None = None, **options: Any) -> str:
     """The id of a new run."""
-    return town.app.submit(model, parameters or {}, **options).id
+    return server.app.submit(model, parameters or {}, **options).id
 
 
-def ended(town: Town, run_id: str) -> Run:
+def ended(server: TokenServer, run_id: str) -> Run:
     """The run once it is over."""
-    return town.app.wait(run_id, timeout=PATIENCE)
+    return server.app.wait(run_id, timeout=PATIENCE)
 
 
-def idle(town: Town, user: str = "", **options: Any) -> str:
+def idle(server: TokenServer, user: str = "", **options: Any) -> str:
     """A run that waits for ever."""
-    return submitted(town, "add", {"a": 1}, user=user, queue=IDLE, **options)
+    return submitted(server, "add", {"a": 1}, user=user, queue=IDLE, **options)
 
 
-class Hand:
+class ManualWorker:
     """A worker that is led by the test: it takes runs of the idle queue, and ends them as it is told."""
 
     def __init__(self, app: App) -> None:
@@ -101,9 +101,9 @@ class Hand:
 
 
 @contextmanager
-def hand(town: Town) -> Iterator[Hand]:
+def manual_worker(server: TokenServer) -> Iterator[ManualWorker]:
     """A hand of one's own."""
-    made = Hand(town.app)
+    made = ManualWorker(server.app)
     try:
         yield made
     finally:
@@ -121,6 +121,3 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
         elif not line and name:
             yield name, "\n".join(data)
             name, data = "", []
-
-
-__all__ = ["IDLE", "PATIENCE", "TRICKS", "Hand", "Person", "ended", "events", "hand", "idle", "runs_town", "submitted"]

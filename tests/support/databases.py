@@ -1,23 +1,209 @@
-"""One database for each kind of store, ready for use, for test files that say the same of all of them.
+"""Databases for tests: one for each kind of store, shared by a module; and empty ones, on a clock that the test moves.
 
-    @pytest.fixture(scope="module")
-    def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-        with store_urls(request) as urls:
-            yield urls
-
-Tests share it, so each takes a key or scope of its own.
+The fixtures ``urls``, ``databases`` and ``database`` of conftest.py give them out.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import itertools
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from contextvars import copy_context
+from functools import cached_property
+from typing import Any, LiteralString
 
+import psycopg
 import pytest
+from psycopg import sql
 
+from semel import App, JobStore, Run
+from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
+from semel.runs.store import lease, maintenance, transitions
+from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult, EndKind
+from semel.testing import FakeClock
 
 KINDS = ["memory", "sqlite", "redis", "postgres"]
+"""Stores of keys."""
 SHARED_KINDS = KINDS[1:]
-"""Kinds that other processes see."""
+"""Stores that other processes see."""
+DATABASES = ("sqlite", "postgres")
+"""Databases of runs, quotas and the service."""
+
+TABLES = ("runs", "run_keys", "run_events", "run_logs", "quotas", "reservations", "workers", "leaders", "removals")
+LEASE = 60
+START = 1_709_210_096.0
+"""2024-02-29 12:34:56 UTC, a Thursday."""
+
+
+def train(ctx: Any, number: int = 0) -> None:
+    """A model that nobody runs."""
+
+
+def open_app(url: str, **options: Any) -> App:
+    """An app that knows ``train``: three attempts, three lost workers, a lease of a minute."""
+    app = App(url, **options)
+    app.model("train", isolation="thread", max_attempts=3, max_lost=3, lease=LEASE)(train)
+    return app
+
+
+class TestDatabase:
+    """An empty database, and runs that move through their states by the store's own verbs, without a worker.
+
+    What is opened over it is closed when the test ends.
+    """
+
+    __test__ = False
+
+    def __init__(self, kind: str, url: str, stack: ExitStack) -> None:
+        self.kind = kind
+        self.url = url
+        self.clock = FakeClock(START)
+        self._stack = stack
+        self._numbers = itertools.count(1)
+
+    @cached_property
+    def app(self) -> App:
+        return self.open_app()
+
+    @cached_property
+    def jobs(self) -> JobStore:
+        return self.open_jobs()
+
+    def open_app(self, **options: Any) -> App:
+        """Another app, on the same clock unless ``clock=`` says otherwise."""
+        app = open_app(options.pop("url", self.url), **{"clock": self.clock, **options})
+        self._stack.callback(app.close)
+        return app
+
+    def open_jobs(self, **options: Any) -> JobStore:
+        """Another store, on the same clock unless ``clock=`` says otherwise."""
+        jobs = JobStore(options.pop("url", self.url), **{"clock": self.clock, **options})
+        self._stack.callback(jobs.close)
+        return jobs
+
+    def submit(self, user: str | int = 42, **options: Any) -> Run:
+        """A run of its own; ``number`` makes it the same as another."""
+        return self.app.submit("train", {"number": options.pop("number", next(self._numbers))}, user=user, **options)
+
+    def reserve(self, user: str | int = 42, limit: int = 5, ttl: float = 300) -> str:
+        """A reservation that must be granted, in a flow of its own: no submission of the test takes it unnamed."""
+        reservation = copy_context().run(self.jobs.reserve_job_slot, user, limit, ttl)
+        assert reservation is not None
+        return reservation
+
+    def lease(self, most: int = 1) -> list[Leased]:
+        """What a worker would get."""
+        self._write(lease.wake)
+        return self._write(lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most))
+
+    def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
+        """End an attempt; False when its fence has passed."""
+        returned = options.pop("returned", False)
+        if kind == "succeeded":
+            options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
+        ending = FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **options), returned=returned)
+        return leased.id in self._write(transitions.end, [ending])
+
+    def finish(self, *runs: Run) -> None:
+        """Let a worker take and finish these, and all that stand before them."""
+        wanted = {run.id for run in runs}
+        taken = self.lease(1000)
+        assert wanted <= {each.id for each in taken}
+        assert all(self.end(each) for each in taken)
+
+    def lose_expired(self) -> int:
+        """What the sweeper does with leases that have ended."""
+        return len(self._write(transitions.lose_expired))
+
+    def tidy(self) -> int:
+        """What the sweeper does with keys and reservations that have expired."""
+        removed: int = self._write(maintenance.remove_expired)[0]
+        return removed
+
+    def _write(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        store = self.app._engine.store
+        return run_sync(store.write(verb, *arguments, store.terms))
+
+    def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
+        """What a person with a database client sees."""
+        if self.kind == "sqlite":
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection:
+                return connection.execute(query).fetchall()
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(query).fetchall()
+
+    def write(self, statement: LiteralString) -> None:
+        """What a person with a database client does."""
+        if self.kind == "sqlite":
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as file, file:
+                file.execute(statement)
+            return
+        with psycopg.connect(self.url) as connection:
+            connection.execute(statement)
+
+    def count(self, relation: LiteralString, where: LiteralString = "1 = 1") -> int:
+        """How many rows a relation has."""
+        counted: int = self.rows("SELECT count(*) FROM " + relation + " WHERE " + where)[0][0]
+        return counted
+
+    def concurrent(self, user: str | int = 42) -> int:
+        """How many slots the user has in use."""
+        return self.app.usage(user).concurrent
+
+
+class Databases:
+    """Makes empty databases: a migration takes longer than most tests, so each kind is migrated once."""
+
+    def __init__(self, request: pytest.FixtureRequest, stack: ExitStack) -> None:
+        self._request = request
+        self._stack = stack
+
+    @contextmanager
+    def empty(self, kind: str) -> Iterator[TestDatabase]:
+        with ExitStack() as stack:
+            yield TestDatabase(kind, self._sqlite() if kind == "sqlite" else self._postgres(), stack)
+
+    @cached_property
+    def _template(self) -> Any:
+        file = self._request.getfixturevalue("tmp_path_factory").mktemp("template") / "jobs.db"
+        assert semel_command(["migrate", f"sqlite:///{file}"]) == 0
+        return file
+
+    def _sqlite(self) -> str:
+        file = self._request.getfixturevalue("tmp_path_factory").mktemp("jobs") / "jobs.db"
+        shutil.copyfile(self._template, file)
+        return f"sqlite:///{file}"
+
+    @cached_property
+    def _migrated(self) -> str:
+        return self._stack.enter_context(database_url(self._request, "postgres"))
+
+    def _postgres(self) -> str:
+        with psycopg.connect(self._migrated, autocommit=True) as connection:
+            names = sql.SQL(", ").join(sql.Identifier(f"semel_{table}") for table in TABLES)
+            connection.execute(sql.SQL("TRUNCATE {}").format(names))
+        return self._migrated
+
+
+@contextmanager
+def database_url(request: pytest.FixtureRequest, kind: str) -> Iterator[str]:
+    """The URL of a new database of the kind, which is removed at the end; PostgreSQL's is migrated."""
+    if kind == "sqlite":
+        yield f"sqlite:///{request.getfixturevalue('tmp_path_factory').mktemp('database') / 'semel.db'}"
+        return
+    server = request.getfixturevalue(f"{kind}_server")
+    url: str = server.database()
+    if kind == "redis":
+        yield url
+        return
+    try:
+        assert semel_command(["migrate", url]) == 0
+        yield url
+    finally:
+        server.drop(url)
 
 
 class StoreUrls(dict[str, str]):
@@ -29,23 +215,8 @@ class StoreUrls(dict[str, str]):
         self._cleanup = cleanup
 
     def __missing__(self, kind: str) -> str:
-        self[kind] = getattr(self, f"_{kind}")()
+        self[kind] = self._cleanup.enter_context(database_url(self._request, kind))
         return self[kind]
-
-    def _sqlite(self) -> str:
-        folder = self._request.getfixturevalue("tmp_path_factory").mktemp("store")
-        return f"sqlite:///{folder / 'semel.db'}"
-
-    def _redis(self) -> str:
-        url: str = self._request.getfixturevalue("redis_server").database()
-        return url
-
-    def _postgres(self) -> str:
-        server = self._request.getfixturevalue("postgres_server")
-        url: str = server.database()
-        self._cleanup.callback(server.drop, url)
-        assert semel_command(["migrate", url]) == 0
-        return url
 
 
 @contextmanager

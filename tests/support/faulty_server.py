@@ -26,10 +26,10 @@ class Sent(NamedTuple):
         return json.loads(self.body)
 
 
-Fault = Callable[["Rogue", socket.socket, Sent], None]
+Fault = Callable[["FaultyServer", socket.socket, Sent], None]
 
 
-class Rogue:
+class FaultyServer:
     """Takes one request a connection. Each meets the next fault of the list; when that is empty, the server behind."""
 
     def __init__(self, behind: str | None = None) -> None:
@@ -108,17 +108,17 @@ def _more(client: socket.socket) -> bytes:
     return data
 
 
-def pass_on(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def pass_on(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """As an honest go-between does."""
-    cut_after(1 << 40)(rogue, client, sent)
+    cut_after(1 << 40)(faulty, client, sent)
 
 
 def cut_after(most: int) -> Fault:
     """Pass on so many bytes of the answer, then break off."""
 
-    def fault(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+    def fault(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
         left = most
-        with rogue.answer_of(sent) as server:
+        with faulty.answer_of(sent) as server:
             while left > 0 and (piece := server.recv(min(left, 65536))):
                 client.sendall(piece)
                 left -= len(piece)
@@ -126,31 +126,31 @@ def cut_after(most: int) -> Fault:
     return fault
 
 
-def lose_the_answer(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def lose_the_answer(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """The server behind does its work, and nobody hears of it."""
-    with rogue.answer_of(sent) as server:
+    with faulty.answer_of(sent) as server:
         while server.recv(65536):
             pass
 
 
-def lose_the_request(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def lose_the_request(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """Hang up, and say nothing."""
 
 
-def reset(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def reset(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """Hang up rudely."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def keep_silent(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def keep_silent(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """Until the client gives up."""
     client.recv(1)
 
 
-def drip(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def drip(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """Answer so slowly that no single wait is long, and the answer never whole."""
     client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-    while not rogue.ending.wait(0.02):
+    while not faulty.ending.wait(0.02):
         client.sendall(b" ")
 
 
@@ -160,7 +160,7 @@ def saying(status: int, body: Any = b"", **headers: str) -> Fault:
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     head = "\r\n".join([f"HTTP/1.1 {status} Whatever", *lines, f"Content-Length: {len(content)}", "Connection: close"])
 
-    def fault(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+    def fault(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
         client.sendall(head.encode() + b"\r\n\r\n" + content)
 
     return fault
@@ -172,6 +172,6 @@ def problem(status: int, code: str, *, retryable: bool = False, **more: Any) -> 
     return saying(status, {**told, "retryable": retryable, **more}, content_type="application/problem+json")
 
 
-def garbage(rogue: Rogue, client: socket.socket, sent: Sent) -> None:
+def garbage(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
     """No HTTP at all."""
     client.sendall(b"\x00\xff\xfe SSH-2.0 \r\n\r\n" * 3)

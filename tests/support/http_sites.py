@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import h11
 import httpx
 
-from support.process_peer import Desk
+from support.process_peer import ProcessPeer
 from support.web_servers import WebServer, web_server
 
 PATIENCE = 60
@@ -120,7 +120,7 @@ LEAVING: dict[str, Callable[[Wire], None]] = {"closing": lambda wire: wire.socke
 class Site:
     """The cases of http_cases in one framework on one server over one store."""
 
-    def __init__(self, server: WebServer, desk: Desk, name: str, framework: str, store: str) -> None:
+    def __init__(self, server: WebServer, desk: ProcessPeer, name: str, framework: str, store: str) -> None:
         self.server, self.desk = server, desk
         self.name, self.framework, self.store = name, framework, store
         self.protocol = SERVERS[name].protocol
@@ -247,6 +247,6 @@ def serving(name: str, folder: Path, url: str, *options: str, framework: str = "
     framework = framework or FRAMEWORKS[SERVERS[name].protocol][-1]
     with (
         running(name, folder, {"main": url}, *options) as server,
-        closing(Site(server, Desk(folder), name, framework, "main")) as site,
+        closing(Site(server, ProcessPeer(folder), name, framework, "main")) as site,
     ):
         yield site

@@ -1,19 +1,17 @@
-"""What the tests of jobs stand on: an app with small models, configs as files, tokens, and patience."""
+"""Small models, configs as files, and jobs submitted over HTTP."""
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from semel import App, Context
-from semel._concurrency.sync import run_sync
 from semel.runs.results import FileResults
-from semel.service.auth import tokens
-from support.service import PATIENCE, Served
+from support.service import PATIENCE, TestServer
+from support.waiting import eventually
 
 SUBMIT = "/api/cloud/jobs/submit"
 
@@ -48,16 +46,6 @@ def write_config(folder: Path, name: str, **body: Any) -> None:
     (folder / f"{name}.json").write_text(json.dumps(body))
 
 
-def token(app: App, user: str, role: str = "submitter", tenant: str = "") -> str:
-    """A token of a user."""
-    ledger = app.ledger(awaited=False)
-    try:
-        request = tokens.NewToken(user=user, role=role, tenant=tenant)  # type: ignore[arg-type]
-        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
-    finally:
-        run_sync(ledger.close())
-
-
 def submit(client: httpx.Client, config: str, key: str | None = None, **more: Any) -> dict[str, Any]:
     """Submit a job, and give the answer, which is 200 whatever it says."""
     params = {"provider": more.pop("provider")} if "provider" in more else {}
@@ -76,16 +64,6 @@ def job(client: httpx.Client, job_id: str) -> dict[str, Any]:
     return view
 
 
-def until(what: Callable[[], Any]) -> Any:
-    """What it gives, once that is true."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        if found := what():
-            return found
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.02)
-
-
 def job_in(client: httpx.Client, job_id: str, *statuses: str) -> dict[str, Any]:
     """The job, once it is in one of these states."""
 
@@ -93,13 +71,13 @@ def job_in(client: httpx.Client, job_id: str, *statuses: str) -> dict[str, Any]:
         view = job(client, job_id)
         return view if view["status"] in statuses else None
 
-    found: dict[str, Any] = until(there)
+    found: dict[str, Any] = eventually(there)
     return found
 
 
-def runs_of(served: Served, queue: str | None = None) -> list[dict[str, Any]]:
+def runs_of(server: TestServer, queue: str | None = None) -> list[dict[str, Any]]:
     """The runs that the server lists."""
-    with served.client() as client:
+    with server.client() as client:
         found: list[dict[str, Any]] = client.get("/runs", params={} if queue is None else {"queue": queue}).json()[
             "runs"
         ]

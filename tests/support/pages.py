@@ -13,8 +13,7 @@ from semel import App
 from semel._concurrency.sync import run_sync
 from semel.db.schema import runs, workers
 from semel.runs.types import MICRO, TERMINAL, id_at, new_id
-from support.auth import Person
-from support.service import Served
+from support.service import TestServer, TokenClient
 
 VOID = frozenset({"meta", "link", "input", "br", "hr", "img", "path", "circle", "rect", "line", "polyline"})
 
@@ -299,11 +298,11 @@ def _insert(conn: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def browser(service: Served, person: Person | str | None = None) -> Iterator[Browser]:
+def browser(service: TestServer, person: TokenClient | str | None = None) -> Iterator[Browser]:
     """A browser of its own, signed in with the person's token where one is given."""
     with service.client(follow_redirects=True, verify=False) as client:
         made = Browser(client)
-        secret = person.secret if isinstance(person, Person) else person
+        secret = person.secret if isinstance(person, TokenClient) else person
         if secret is not None:
             page = made.sign_in(secret)
             assert page.status == 200, page.text

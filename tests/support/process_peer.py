@@ -11,7 +11,7 @@ PATIENCE = 60
 """Seconds after which a note that does not come counts as never coming."""
 
 
-class Desk:
+class ProcessPeer:
     """A folder in which an app, in whichever process, and its test leave word for each other."""
 
     def __init__(self, folder: str | Path) -> None:

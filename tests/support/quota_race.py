@@ -11,7 +11,7 @@ from support.programs import Program
 RACE = """
 from contextvars import copy_context
 
-from support.quotas import open_app
+from support.databases import open_app
 from semel import JobStore, QuotaExceeded
 
 app, jobs = open_app(url), JobStore(url)

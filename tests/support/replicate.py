@@ -2,20 +2,17 @@
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import uvicorn
 from sqlalchemy import Connection, create_engine, text
 
 from semel import App
 from semel._concurrency.sync import run_sync
-from semel.cli import main as semel_command
 from semel.db.dialect import StatementContext
 from semel.providers.replicate import MODEL, Replicate
 from semel.providers.replicate.service import Timing
@@ -27,6 +24,8 @@ from semel.service import Settings
 from semel.service.app import build
 from semel.service.state import ServiceState
 from support.replicate_server import SECRET, TOKEN, VERSION, ReplicateServer
+from support.service import TestServer, serve_state, server_config
+from support.waiting import eventually
 
 R = TypeVar("R")
 
@@ -44,49 +43,23 @@ PACE = Timing(
 OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
-class Serving:
-    """A server that runs."""
-
-    def __init__(self, app: App, site: ServiceState, address: str) -> None:
-        self.app = app
-        self.site = site
-        self.address = address
-
-
 def prepared(app: App, cloud_url: str, listener: socket.socket, pace: Timing, options: dict[str, Any]) -> ServiceState:
-    """A site with the provider. ``hooks`` among the options: Replicate can call it back."""
+    """A service with the provider. ``hooks`` among the options: Replicate can call it back."""
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     if options.pop("hooks", False):
         options |= {"public_url": address, "replicate_webhook_secret": SECRET}
-    site = ServiceState(app, Settings(**{"replicate_url": cloud_url, "replicate_token": TOKEN, **options}))
-    site.providers["replicate"] = Replicate(pace)
-    return site
-
-
-def server_of(site: ServiceState) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(build(site), lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5)
-    )
+    state = ServiceState(app, Settings(**{"replicate_url": cloud_url, "replicate_token": TOKEN, **options}))
+    state.providers["replicate"] = Replicate(pace)
+    return state
 
 
 @contextmanager
-def serving(app: App, cloud: ReplicateServer, pace: Timing = PACE, **options: Any) -> Iterator[Serving]:
+def serving(app: App, cloud: ReplicateServer, pace: Timing = PACE, **options: Any) -> Iterator[TestServer]:
     """The service in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
-    site = prepared(app, cloud.url, listener, pace, options)
-    server = server_of(site)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    until(lambda: server.started or not thread.is_alive())
-    assert server.started, "the server ended before it had started"
-    until(lambda: in_database(app, listens), "that the server's worker listens")
-    try:
-        yield Serving(app, site, f"http://127.0.0.1:{listener.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE)
-        listener.close()
-        assert not thread.is_alive(), "the server did not stop in time"
+    with serve_state(prepared(app, cloud.url, listener, pace, options), listener) as server:
+        eventually(lambda: in_database(app, listens), "that the server's worker listens")
+        yield server
 
 
 def serve_here(url: str, folder: str, cloud_url: str, tell: Callable[[Any], None]) -> None:
@@ -94,16 +67,8 @@ def serve_here(url: str, folder: str, cloud_url: str, tell: Callable[[Any], None
     listener = socket.create_server(("127.0.0.1", 0))
     app = App(url, artifacts=Path(folder) / "artifacts", dedupe_window=0)
     tell(os.getpid())
-    server_of(prepared(app, cloud_url, listener, PACE, {})).run(sockets=[listener])
-
-
-def until(found: Callable[[], R], what: str = "what was waited for") -> R:
-    """Wait until there is something, and answer it."""
-    deadline = time.monotonic() + PATIENCE
-    while not (there := found()):
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.01)
-    return there
+    state = prepared(app, cloud_url, listener, PACE, {})
+    uvicorn.Server(server_config(build(state))).run(sockets=[listener])
 
 
 def submit(app: App, prompt: str, **more: Any) -> Run:
@@ -121,7 +86,7 @@ def submit(app: App, prompt: str, **more: Any) -> Run:
 
 def ended(app: App, run: Run) -> Run:
     """The run when it is over."""
-    until(lambda: app.get(run.id).status in OVER, f"the end of run {run.id}")
+    eventually(lambda: app.get(run.id).status in OVER, f"the end of run {run.id}")
     return app.get(run.id)
 
 
@@ -188,7 +153,7 @@ def paced(**changed: float) -> Timing:
 
 def begun(cloud: ReplicateServer, prompt: str) -> dict[str, Any]:
     """The newest prediction of the prompt."""
-    return until(lambda: cloud.of(prompt), "a prediction")[-1]
+    return eventually(lambda: cloud.of(prompt), "a prediction")[-1]
 
 
 def failed(app: App, run: Run, *words: str) -> Run:
@@ -198,12 +163,3 @@ def failed(app: App, run: Run, *words: str) -> Run:
     for word in words:
         assert word in (over.last_error or "")
     return over
-
-
-def app_on(name: str, request: pytest.FixtureRequest, folder: Path) -> App:
-    """An app on a database of its own."""
-    url = f"sqlite:///{folder / 'semel.db'}"
-    if name == "postgres":
-        url = request.getfixturevalue("postgres_server").database()
-        assert semel_command(["migrate", url]) == 0
-    return App(url, artifacts=folder / "artifacts", dedupe_window=0)

@@ -1,23 +1,17 @@
-"""The models that tests of the service submit, and how those tests begin: an app, its service, tokens, a worker."""
+"""The models that tests of the service submit, an app with them, and runs submitted over HTTP."""
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
+import pytest
 
 from semel import App
-from semel._concurrency.sync import run_sync
 from semel.runs.execution.context import Context
-from semel.service.auth import tokens
-from semel.service.auth.tokens import Role
-from support.service import made_app
-
-PATIENCE = 30.0
-T = TypeVar("T")
+from support.service import app_on
 
 
 async def add(a: int, b: int = 0, scenario: str = "plain") -> int:
@@ -68,31 +62,12 @@ def register(app: App) -> None:
     app.model("semel.inside", queue="semel-service")(inside)
 
 
-def token(app: App, user: str, role: Role = "submitter", tenant: str = "") -> str:
-    """A token for somebody."""
-    ledger = app.ledger(awaited=False)
-    try:
-        request = tokens.NewToken(user=user, role=role, tenant=tenant)
-        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
-    finally:
-        run_sync(ledger.close())
-
-
 def submitted(client: httpx.Client, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
     """The id of a new run."""
     answer = client.post("/runs", json={"model": model, "parameters": parameters or {}, **more})
     assert answer.status_code == 201, answer.text
     run_id: str = answer.json()["run_id"]
     return run_id
-
-
-def until(condition: Callable[[], T], what: str) -> T:
-    """What the condition says once it says something."""
-    deadline = time.monotonic() + PATIENCE
-    while not (said := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE:g} seconds"
-        time.sleep(0.01)
-    return said
 
 
 def ended(client: httpx.Client, run_id: str) -> dict[str, Any]:
@@ -107,18 +82,8 @@ def ended(client: httpx.Client, run_id: str) -> dict[str, Any]:
 
 
 @contextmanager
-def on_database(request: Any, folder: Path, **options: Any) -> Iterator[App]:
-    """An app on the database that the fixture's parameter names, with the models above; for whole modules."""
-    if request.param == "postgres":
-        server = request.getfixturevalue("postgres_server")
-        url = server.database()
-    else:
-        url = f"sqlite:///{folder / 'semel.db'}"
-    app = made_app(url, folder, **{"dedupe_window": 0, **options})
-    register(app)
-    try:
+def app_with_models(request: pytest.FixtureRequest, folder: Path, **options: Any) -> Iterator[App]:
+    """An app on a new database of the kind that the fixture's parameter names, with the models above."""
+    with app_on(request, folder, **options) as app:
+        register(app)
         yield app
-    finally:
-        app.close()
-        if request.param == "postgres":
-            server.drop(url)

@@ -1,10 +1,4 @@
-"""Where runs are tested: an empty SQLite file or PostgreSQL database, apps over it, and workers beside the test.
-
-@pytest.fixture(params=KINDS)
-def shop(request: pytest.FixtureRequest, grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
-    with grounds.empty(request.param) as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
-        yield shop
-"""
+"""Runs over an empty database: apps, workers beside the test or in processes of their own, and one by hand."""
 
 import asyncio
 import json
@@ -40,16 +34,7 @@ PROGRAM = Path(__file__).parent / "apps" / "worker_program.py"
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str = "it") -> T:
-    """What the condition says once it says something; fails when that takes too long."""
-    deadline = time.monotonic() + PATIENCE
-    while not (said := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE} seconds"
-        time.sleep(0.02)
-    return said
-
-
-class Workshop:
+class RunsHarness:
     """An empty database and a folder. What is opened over it is closed when the test ends."""
 
     def __init__(self, kind: str, url: str, folder: Path) -> None:
@@ -75,9 +60,9 @@ class Workshop:
         """Close it when the test ends."""
         self._closing.callback(app.close)
 
-    def hand(self, app: App | None = None, name: str = "by-hand") -> "Hand":
+    def hand(self, app: App | None = None, name: str = "by-hand") -> "ManualWorker":
         """A worker's verbs by hand; on the clock that the test moves unless another app is given."""
-        hand = Hand(app or self.timeless, name)
+        hand = ManualWorker(app or self.timeless, name)
         self._closing.callback(hand.close)
         return hand
 
@@ -204,7 +189,7 @@ def in_threads(*work: Callable[[], T]) -> list[T]:
         return list(pool.map(start, work))
 
 
-class Hand:
+class ManualWorker:
     """A worker's verbs on the ledger, one by one, as the test wants them."""
 
     def __init__(self, app: App, name: str = "by-hand") -> None:

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+
+from support.waiting import eventually
 
 PATIENCE = 60.0
 HERE = Path(__file__).parents[1]
@@ -44,17 +44,7 @@ def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProc
     )
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """What the condition gives once it gives something."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        if found := condition():
-            return found
-        assert time.monotonic() < deadline, f"in vain: {what}"
-        time.sleep(0.02)
-
-
-class Serving:
+class ServeProcess:
     """A server while the block lasts; it must have ended with it, and all its processes."""
 
     def __init__(self, folder: Path, *arguments: str, **more: str) -> None:
@@ -75,7 +65,7 @@ class Serving:
                 stderr=logged,
                 start_new_session=True,
             )
-        self.address = until(self._address, "the server starts")
+        self.address = eventually(self._address, "the server starts")
         return self
 
     def _address(self) -> str | None:
@@ -90,7 +80,7 @@ class Serving:
                 self.process.send_signal(signal.SIGTERM)
                 self.process.wait(5 if kind else PATIENCE)
             if kind is None:
-                until(lambda: not self.left(), "all its processes have ended")
+                eventually(lambda: not self.left(), "all its processes have ended")
         finally:
             for pid in [self.process.pid, *self.left()] if self.process.poll() is None else self.left():
                 os.kill(pid, signal.SIGKILL)
@@ -152,7 +142,7 @@ class Serving:
             run = self.run(run_id)
             return run if run["status"] in statuses else None
 
-        found: dict[str, Any] = until(there, f"run {run_id} becomes {statuses}")
+        found: dict[str, Any] = eventually(there, f"run {run_id} becomes {statuses}")
         return found
 
 

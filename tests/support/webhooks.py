@@ -6,11 +6,12 @@ import hmac
 import json
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+
+from support.waiting import eventually
 
 PATIENCE = 30.0
 
@@ -121,15 +122,8 @@ class Receiver:
             handler.end_headers()
 
     def wait_for(self, count: int) -> list[Received]:
-        until(lambda: len(self.received) >= count, f"{count} requests")
+        eventually(lambda: len(self.received) >= count, f"{count} requests")
         return self.received
-
-
-def until(condition: Callable[[], object], what: object) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -26,17 +26,11 @@ from sqlalchemy.orm import Session
 from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable
 from semel.cli import main as semel_command
 from support import servers
-from support.databases import StoreUrls, store_urls
+from support.databases import StoreUrls
 
 names = count()
 PATIENCE = 60
 """Seconds after which something that should have happened counts as hanging."""
-
-
-@pytest.fixture(scope="module")
-def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    with store_urls(request) as urls:
-        yield urls
 
 
 class Stoppable:

@@ -11,7 +11,8 @@ import pytest
 
 from semel import App, AsyncOnce, Once, StoreBroken
 from support.programs import outcome
-from support.serve_command import Serving, until
+from support.serve_command import ServeProcess
+from support.waiting import eventually
 
 GONE = "the database file {} was {} while it was in use"
 
@@ -173,11 +174,14 @@ def test_an_app_accepts_no_runs(file: Path) -> None:
 
 
 def test_a_server_says_so_and_no_worker_of_it_takes_another_file(file: Path, tmp_path: Path) -> None:
-    with Serving(tmp_path, "support.apps.serve_app:app", "--db", url_of(file)) as serving, serving.client() as client:
+    with (
+        ServeProcess(tmp_path, "support.apps.serve_app:app", "--db", url_of(file)) as serving,
+        serving.client() as client,
+    ):
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
         replace(file)
-        until(lambda: client.get("/healthz").status_code == 503, "it is unwell")
+        eventually(lambda: client.get("/healthz").status_code == 503, "it is unwell")
         for answer in (
             client.get("/healthz"),
             client.get("/readyz"),
@@ -189,9 +193,9 @@ def test_a_server_says_so_and_no_worker_of_it_takes_another_file(file: Path, tmp
             assert GONE.format(file, "replaced by another file") in answer.text
         before = serving.log
         os.kill(serving.children()[-1], signal.SIGKILL)
-        until(lambda: str(file) in serving.log[len(before) :].partition("has died")[2], "the next worker says so")
+        eventually(lambda: str(file) in serving.log[len(before) :].partition("has died")[2], "the next worker says so")
         assert "worker started" not in serving.log[len(before) :]
         file.unlink()
         put_back(file)
-        until(lambda: client.get("/readyz").status_code == 200, "it is well again")
+        eventually(lambda: client.get("/readyz").status_code == 200, "it is well again")
         assert client.get(f"/runs/{run['run_id']}").json()["status"] == "RUNNING"

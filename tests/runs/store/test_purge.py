@@ -6,7 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +22,44 @@ from semel.runs.results import FileResults
 from semel.runs.store import maintenance, submit, transitions
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import Artifact
+from support.databases import DATABASES, Databases
 from support.programs import Program
-from support.quotas import KINDS, Grounds
-from support.runs_harness import PATIENCE, Workshop
+from support.runs_harness import PATIENCE, RunsHarness
 
 DAY = 86400
 
 
-@pytest.fixture(scope="module")
-def grounds(request: pytest.FixtureRequest) -> Iterator[Grounds]:
-    with ExitStack() as stack:
-        yield Grounds(request, stack)
-
-
-@pytest.fixture(params=KINDS)
-def shop(request: pytest.FixtureRequest, grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
-    with grounds.empty(request.param) as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
-        yield shop
-
-
 @pytest.fixture
-def postgres_shop(grounds: Grounds, tmp_path: Path) -> Iterator[Workshop]:
-    with grounds.empty("postgres") as ground, Workshop(ground.kind, ground.url, tmp_path) as shop:
-        yield shop
+def postgres_harness(databases: Databases, tmp_path: Path) -> Iterator[RunsHarness]:
+    with databases.empty("postgres") as database, RunsHarness(database.kind, database.url, tmp_path) as harness:
+        yield harness
 
 
-def put(shop: Workshop, ref: str) -> str:
-    FileResults(shop.folder / "artifacts").put(ref, b"[1]")
+def put(harness: RunsHarness, ref: str) -> str:
+    FileResults(harness.folder / "artifacts").put(ref, b"[1]")
     return ref
 
 
-def files(shop: Workshop) -> list[str]:
-    root = shop.folder / "artifacts"
+def files(harness: RunsHarness) -> list[str]:
+    root = harness.folder / "artifacts"
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
-def ended(shop: Workshop, kind: Any = "succeeded", data: str | None = None, **options: Any) -> Run:
+def ended(harness: RunsHarness, kind: Any = "succeeded", data: str | None = None, **options: Any) -> Run:
     """A run that is over, with a result and an artifact in the result store, and perhaps with data."""
-    hand = shop.hand()
-    run = shop.timeless.submit("add", {"a": 1}, dedupe=False, **options)
+    hand = harness.hand()
+    run = harness.timeless.submit("add", {"a": 1}, dedupe=False, **options)
     if data is not None:
-        shop.sql("UPDATE semel_runs SET data_ref = :ref WHERE id = :id", ref=put(shop, data), id=run.id)
+        harness.sql("UPDATE semel_runs SET data_ref = :ref WHERE id = :id", ref=put(harness, data), id=run.id)
     (taken,) = hand.lease()
     told: dict[str, Any] = {"reason": "it failed"}
     if kind == "succeeded":
-        ref, artifact = (put(shop, f"{run.id}/{taken.fence}/{name}") for name in ("result.json", "artifacts/a"))
+        ref, artifact = (put(harness, f"{run.id}/{taken.fence}/{name}") for name in ("result.json", "artifacts/a"))
         digest = hashlib.sha256(b"[1]").hexdigest()
         told = {"result": None, "result_ref": ref, "result_digest": digest, "result_size": 3}
         told["artifacts"] = [Artifact("a", artifact, 3, digest)]
     assert hand.end(taken, kind, **told)
-    return shop.timeless.get(run.id)
+    return harness.timeless.get(run.id)
 
 
 def data_of(name: str) -> str:
@@ -82,63 +70,63 @@ def data_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("by", ["app", "aio", "gc"])
-def test_a_run_that_a_live_key_names_stays_until_the_key_ends(shop: Workshop, by: str) -> None:
-    named = ended(shop, idempotency_key="k", key_ttl=90 * DAY)
-    nameless, soon_over = ended(shop), ended(shop, idempotency_key="short", key_ttl=DAY)
-    stored = ended(shop)
-    jobs = JobStore(shop.url, clock=shop.clock)
+def test_a_run_that_a_live_key_names_stays_until_the_key_ends(harness: RunsHarness, by: str) -> None:
+    named = ended(harness, idempotency_key="k", key_ttl=90 * DAY)
+    nameless, soon_over = ended(harness), ended(harness, idempotency_key="short", key_ttl=DAY)
+    stored = ended(harness)
+    jobs = JobStore(harness.url, clock=harness.clock)
     jobs.store_idempotency_key("document", stored.id, 42, ttl_hours=24 * 90)
-    shop.clock.advance(40 * DAY)
-    assert purge(shop, by) == 2
-    assert {run.id for run in shop.timeless.runs().runs} == {named.id, stored.id}
-    again = shop.timeless.submit("add", {"a": 1}, idempotency_key="k", key_ttl=90 * DAY)
+    harness.clock.advance(40 * DAY)
+    assert purge(harness, by) == 2
+    assert {run.id for run in harness.timeless.runs().runs} == {named.id, stored.id}
+    again = harness.timeless.submit("add", {"a": 1}, idempotency_key="k", key_ttl=90 * DAY)
     assert (again.id, again.replayed) == (named.id, True), "it does not run a second time"
-    assert shop.timeless.result(named.id) == [1]
+    assert harness.timeless.result(named.id) == [1]
     assert jobs.check_idempotency_key("document", 42) == stored.id
-    assert not [path for path in files(shop) if nameless.id in path or soon_over.id in path]
-    shop.clock.advance(51 * DAY)
-    assert purge(shop, by) == 2
-    assert files(shop) == []
-    assert not shop.timeless.submit("add", {"a": 1}, idempotency_key="k").replayed
+    assert not [path for path in files(harness) if nameless.id in path or soon_over.id in path]
+    harness.clock.advance(51 * DAY)
+    assert purge(harness, by) == 2
+    assert files(harness) == []
+    assert not harness.timeless.submit("add", {"a": 1}, idempotency_key="k").replayed
     jobs.close()
 
 
-def test_a_run_that_a_key_found_by_its_payload_stays_until_the_key_ends(shop: Workshop) -> None:
+def test_a_run_that_a_key_found_by_its_payload_stays_until_the_key_ends(harness: RunsHarness) -> None:
     """The key is not the one that the run was made with; it names the run all the same."""
-    made = shop.timeless.submit("add", {"a": 1})
+    made = harness.timeless.submit("add", {"a": 1})
     asked: dict[str, Any] = {"idempotency_key": "k", "key_ttl": 90 * DAY, "dedupe": True}
-    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
-    shop.timeless.cancel(made.id)
-    shop.clock.advance(40 * DAY)
-    assert purge(shop, "app") == 0
-    assert shop.timeless.submit("add", {"a": 1}, **asked).id == made.id
-    shop.clock.advance(51 * DAY)
-    assert purge(shop, "app") == 1
+    assert harness.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    harness.timeless.cancel(made.id)
+    harness.clock.advance(40 * DAY)
+    assert purge(harness, "app") == 0
+    assert harness.timeless.submit("add", {"a": 1}, **asked).id == made.id
+    harness.clock.advance(51 * DAY)
+    assert purge(harness, "app") == 1
 
 
-def purge(shop: Workshop, by: str) -> int:
+def purge(harness: RunsHarness, by: str) -> int:
     if by == "app":
-        return shop.timeless.purge(30 * DAY)
+        return harness.timeless.purge(30 * DAY)
     if by == "aio":
 
         async def purge() -> int:
-            app = shop.open(clock=shop.clock).aio
+            app = harness.open(clock=harness.clock).aio
             try:
                 return await app.purge(30 * DAY)
             finally:
                 await app.close()
 
         return asyncio.run(purge())
-    return collected(shop)
+    return collected(harness)
 
 
-def collected(shop: Workshop) -> int:
+def collected(harness: RunsHarness) -> int:
     """What ``semel gc`` removes, on the clock of the test; a dry run says the same before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semel.runs.store.RunStore.terms", property(lambda _: StatementContext(shop.clock.us)))
+        patch.setattr("semel.runs.store.RunStore.terms", property(lambda _: StatementContext(harness.clock.us)))
         counts = []
         for dry in (["--dry-run"], []):
-            said = _said(["gc", "--db", shop.url, "--artifacts", str(shop.folder / "artifacts"), "--json", *dry])
+            said = _said(["gc", "--db", harness.url, "--artifacts", str(harness.folder / "artifacts"), "--json", *dry])
             counts.append(said["removed"]["runs"])
     assert counts[0] == counts[1]
     return int(counts[1])
@@ -151,34 +139,34 @@ def _said(arguments: list[str]) -> Any:
     return json.loads(out.getvalue())
 
 
-def test_the_key_of_another_run_keeps_nothing(shop: Workshop) -> None:
+def test_the_key_of_another_run_keeps_nothing(harness: RunsHarness) -> None:
     """The same key, used again after its end, names a run of its own."""
-    ended(shop, idempotency_key="k", key_ttl=DAY)
-    shop.clock.advance(40 * DAY)
-    again = ended(shop, idempotency_key="k", key_ttl=DAY)
-    assert shop.timeless.purge(30 * DAY) == 1
-    assert [run.id for run in shop.timeless.runs().runs] == [again.id]
+    ended(harness, idempotency_key="k", key_ttl=DAY)
+    harness.clock.advance(40 * DAY)
+    again = ended(harness, idempotency_key="k", key_ttl=DAY)
+    assert harness.timeless.purge(30 * DAY) == 1
+    assert [run.id for run in harness.timeless.runs().runs] == [again.id]
 
 
 # -- retries and uploads at the same time ------------------------------------------------------------------------------
 
 
-def retried(shop: Workshop, run: Run) -> submit.Submission:
-    desk = shop.timeless._engine._builder
+def retried(harness: RunsHarness, run: Run) -> submit.Submission:
+    desk = harness.timeless._engine._builder
     return desk.submission(run.model, run.parameters, SubmitOptions(), retry_of=run.id)
 
 
-def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop) -> None:
+def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_harness: RunsHarness) -> None:
     """The retry is written and not committed when the purge looks."""
-    shop = postgres_shop
-    failed = ended(shop, "fatal", data=data_of("a"))
-    shop.clock.advance(DAY)
-    app = shop.timeless
+    harness = postgres_harness
+    failed = ended(harness, "fatal", data=data_of("a"))
+    harness.clock.advance(DAY)
+    app = harness.timeless
 
     def retry_slowly(conn: Any) -> submit.Answer:
         with transaction(conn):
-            (answer,) = submit.submit(conn, [retried(shop, failed)], app._engine.store.terms)
-            other = shop.open(clock=shop.clock)
+            (answer,) = submit.submit(conn, [retried(harness, failed)], app._engine.store.terms)
+            other = harness.open(clock=harness.clock)
             assert other.purge(0) == 0, "it is in use"
         return answer
 
@@ -186,35 +174,37 @@ def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_shop: Workshop
     assert isinstance(answer, submit.Created)
     assert app.get(answer.id).data_ref == data_of("a")
     assert app.purge(0) == 1
-    assert files(shop) == [data_of("a")], "the new run has it"
+    assert files(harness) == [data_of("a")], "the new run has it"
     app.cancel(answer.id)
-    shop.clock.advance(DAY)
+    harness.clock.advance(DAY)
     assert app.purge(0) == 1
-    assert files(shop) == []
+    assert files(harness) == []
 
 
-def test_a_run_that_was_purged_meanwhile_is_not_retried_without_its_data(shop: Workshop) -> None:
-    failed = ended(shop, "fatal", data=data_of("a"))
-    shop.clock.advance(DAY)
-    submission = retried(shop, failed)
-    assert shop.timeless.purge(0) == 1
-    (answer,) = run_sync(shop.timeless._engine.store.submit_many([submission]))
+def test_a_run_that_was_purged_meanwhile_is_not_retried_without_its_data(harness: RunsHarness) -> None:
+    failed = ended(harness, "fatal", data=data_of("a"))
+    harness.clock.advance(DAY)
+    submission = retried(harness, failed)
+    assert harness.timeless.purge(0) == 1
+    (answer,) = run_sync(harness.timeless._engine.store.submit_many([submission]))
     assert isinstance(answer, RunNotFound)
-    assert shop.timeless.runs().runs == []
-    assert shop.sql("SELECT count(*) FROM semel_run_keys WHERE key LIKE 'retry:%'")[0][0] == 0
+    assert harness.timeless.runs().runs == []
+    assert harness.sql("SELECT count(*) FROM semel_run_keys WHERE key LIKE 'retry:%'")[0][0] == 0
 
 
-def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: Workshop) -> None:
+def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_harness: RunsHarness) -> None:
     """The upload found the data there, and its release is not committed when the purge comes to the files."""
-    shop = postgres_shop
-    ended(shop, data=data_of("a"))
-    shop.clock.advance(DAY)
-    app = shop.timeless
+    harness = postgres_harness
+    ended(harness, data=data_of("a"))
+    harness.clock.advance(DAY)
+    app = harness.timeless
     waits = app.submit("add", {"a": 2}, dedupe=False)
-    shop.sql("UPDATE semel_runs SET due_us = created_us + 3162240000000000, ready = false WHERE id = :id", id=waits.id)
+    harness.sql(
+        "UPDATE semel_runs SET due_us = created_us + 3162240000000000, ready = false WHERE id = :id", id=waits.id
+    )
     ledger = app._engine.store
     purged: list[int] = []
-    purging = threading.Thread(target=lambda: purged.append(shop.open(clock=shop.clock).purge(0)))
+    purging = threading.Thread(target=lambda: purged.append(harness.open(clock=harness.clock).purge(0)))
 
     def release_slowly(conn: Any) -> None:
         with transaction(conn):
@@ -222,26 +212,26 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_shop: 
             transitions.release(conn, waits.id, data_of("a"), ledger.terms)
             purging.start()
             waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-            while not shop.sql(waiting)[0][0]:
+            while not harness.sql(waiting)[0][0]:
                 assert purging.is_alive(), "it did not wait"
 
     run_sync(ledger.write(hot(release_slowly)))
     purging.join(PATIENCE)
     assert purged == [1]
-    assert files(shop) == [data_of("a")]
+    assert files(harness) == [data_of("a")]
     assert app.get(waits.id).data_ref == data_of("a")
 
 
-def test_data_goes_with_the_last_run_that_has_it(shop: Workshop) -> None:
-    first, second = (ended(shop, data=data_of("a")) for _ in range(2))
+def test_data_goes_with_the_last_run_that_has_it(harness: RunsHarness) -> None:
+    first, second = (ended(harness, data=data_of("a")) for _ in range(2))
     assert first.data_ref == second.data_ref
-    shop.sql("UPDATE semel_runs SET finished_us = finished_us + 5000000 WHERE id = :id", id=second.id)
-    shop.clock.advance(3)
-    assert shop.timeless.purge(2) == 1
-    assert data_of("a") in files(shop)
-    shop.clock.advance(10)
-    assert shop.timeless.purge(2) == 1
-    assert files(shop) == []
+    harness.sql("UPDATE semel_runs SET finished_us = finished_us + 5000000 WHERE id = :id", id=second.id)
+    harness.clock.advance(3)
+    assert harness.timeless.purge(2) == 1
+    assert data_of("a") in files(harness)
+    harness.clock.advance(10)
+    assert harness.timeless.purge(2) == 1
+    assert files(harness) == []
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -258,26 +248,26 @@ class Locked(FileResults):
         super().remove(prefix)
 
 
-def test_files_that_cannot_be_removed_now_are_removed_by_the_next_purge(shop: Workshop) -> None:
-    runs = [ended(shop) for _ in range(3)]
-    shop.clock.advance(DAY)
-    results = Locked(shop.folder / "artifacts")
+def test_files_that_cannot_be_removed_now_are_removed_by_the_next_purge(harness: RunsHarness) -> None:
+    runs = [ended(harness) for _ in range(3)]
+    harness.clock.advance(DAY)
+    results = Locked(harness.folder / "artifacts")
     results.broken = frozenset({runs[1].id})
-    app = shop.open(clock=shop.clock, artifacts=results)
+    app = harness.open(clock=harness.clock, artifacts=results)
     with pytest.raises(ResultStoreError, match=r"3 runs were removed, but not all files: .* is locked; purge again"):
         app.purge(0)
-    assert {path.split("/")[0] for path in files(shop)} == {runs[1].id}
+    assert {path.split("/")[0] for path in files(harness)} == {runs[1].id}
     results.broken = frozenset()
     assert app.purge(0) == 0
-    assert files(shop) == []
-    assert shop.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
+    assert files(harness) == []
+    assert harness.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
 
 
 PURGE = """
 import os, signal
 from pathlib import Path
 from sqlalchemy import Engine, event
-from support.quotas import open_app
+from support.databases import open_app
 from semel.runs.results import FileResults
 
 left = [die_at]
@@ -305,39 +295,41 @@ tell("done")
 """
 
 
-def test_a_purge_that_is_killed_anywhere_leaves_no_run_without_its_files_and_the_next_goes_on(shop: Workshop) -> None:
-    for die_at in range(1 + KINDS.index(shop.kind), 100, 3):
-        ended(shop, data=data_of("a"))
-        kept = ended(shop, data=data_of("b"), idempotency_key=f"k{die_at}")
-        shop.clock.advance(DAY / 2)
-        given = {"url": shop.url, "folder": shop.folder / "artifacts", "now": shop.clock.us, "die_at": die_at}
+def test_a_purge_that_is_killed_anywhere_leaves_no_run_without_its_files_and_the_next_goes_on(
+    harness: RunsHarness,
+) -> None:
+    for die_at in range(1 + DATABASES.index(harness.kind), 100, 3):
+        ended(harness, data=data_of("a"))
+        kept = ended(harness, data=data_of("b"), idempotency_key=f"k{die_at}")
+        harness.clock.advance(DAY / 2)
+        given = {"url": harness.url, "folder": harness.folder / "artifacts", "now": harness.clock.us, "die_at": die_at}
         with Program(PURGE, **given) as program:
             program._process.join(PATIENCE)
             survived = program._process.exitcode == 0
-        for run in shop.timeless.runs().runs:
-            assert shop.timeless.result(run.id) == [1], f"killed at step {die_at}"
-            assert b"".join(shop.timeless.artifact(run.id, "a")) == b"[1]"
-            assert run.data_ref in files(shop)
-        shop.timeless.purge(1)
-        assert {path.split("/")[0] for path in files(shop)} == {"data", kept.id}
-        assert data_of("b") in files(shop)
-        assert data_of("a") not in files(shop)
-        assert shop.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
-        shop.sql("DELETE FROM semel_run_keys")
-        shop.timeless.purge(0)
-        assert files(shop) == []
+        for run in harness.timeless.runs().runs:
+            assert harness.timeless.result(run.id) == [1], f"killed at step {die_at}"
+            assert b"".join(harness.timeless.artifact(run.id, "a")) == b"[1]"
+            assert run.data_ref in files(harness)
+        harness.timeless.purge(1)
+        assert {path.split("/")[0] for path in files(harness)} == {"data", kept.id}
+        assert data_of("b") in files(harness)
+        assert data_of("a") not in files(harness)
+        assert harness.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
+        harness.sql("DELETE FROM semel_run_keys")
+        harness.timeless.purge(0)
+        assert files(harness) == []
         if survived:
             break
     assert die_at > 10, "there are at least as many steps"
 
 
-def test_the_logs_of_a_run_go_in_batches(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logs_of_a_run_go_in_batches(harness: RunsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "LOG_BATCH", 3)
-    run = ended(shop)
-    shop.sql(
+    run = ended(harness)
+    harness.sql(
         "INSERT INTO semel_run_logs (run_id, fence, line, at_us, level, text) VALUES "
         + ", ".join(f"('{run.id}', 1, {line}, 0, 'INFO', 'said')" for line in range(10))
     )
-    shop.clock.advance(DAY)
-    assert shop.timeless.purge(0) == 1
-    assert shop.sql("SELECT count(*) FROM semel_run_logs")[0][0] == 0
+    harness.clock.advance(DAY)
+    assert harness.timeless.purge(0) == 1
+    assert harness.sql("SELECT count(*) FROM semel_run_logs")[0][0] == 0

@@ -23,7 +23,7 @@ from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
 from semel.runs.store import lease
 from semel.runs.store.quotas import EXPIRED_KEPT_US
-from support.quotas import Ground, Grounds
+from support.databases import Databases, TestDatabase
 
 USERS = ("ann", "bob")
 MICRO = 1_000_000
@@ -50,7 +50,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self, opened: Callable[[], Any]) -> None:
         super().__init__()
         self._stack = ExitStack()
-        self.ground: Ground = self._stack.enter_context(opened())
+        self.ground: TestDatabase = self._stack.enter_context(opened())
         self.known: dict[str, Slot] = {}
         self.alive: dict[str, str] = {}
         self.created: list[tuple[str, int]] = []
@@ -221,9 +221,9 @@ def nothing() -> Iterator[None]:
 
 def test_the_database_does_what_the_model_says(request: pytest.FixtureRequest) -> None:
     with ExitStack() as stack:
-        grounds = Grounds(request, stack)
+        databases = Databases(request, stack)
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: Lives(lambda: grounds.empty("sqlite")),
+            lambda: Lives(lambda: databases.empty("sqlite")),
             settings=settings(
                 max_examples=25,
                 stateful_step_count=40,

@@ -27,15 +27,9 @@ from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.run_logs import WorkerLogger
 from semel.testing import FakeClock
+from support.waiting import eventually
 
 PATIENCE = 60
-
-
-def until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # another thread or process is at work
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -96,7 +90,7 @@ def test_a_deaf_model_is_left_behind_when_its_run_is_cancelled(app: App) -> None
     try:
         with app.working(drain=0.1, processes=0):
             run = app.submit("deaf")
-            until(lambda: app.get(run.id).status == "RUNNING")
+            eventually(lambda: app.get(run.id).status == "RUNNING")
             app.cancel(run.id, why="no need")
             ended = app.wait(run.id, timeout=PATIENCE)
             assert (ended.status, ended.note) == ("CANCELLED", "no need")
@@ -121,7 +115,7 @@ def test_a_deaf_model_does_not_keep_a_worker_from_stopping(app: App) -> None:
     try:
         with app.working(drain=0.1, processes=0):
             run = app.submit("deaf")
-            until(lambda: app.get(run.id).status == "RUNNING")
+            eventually(lambda: app.get(run.id).status == "RUNNING")
         back = app.get(run.id)
         assert (back.status, back.step, back.attempts, back.losts) == ("PENDING", "returned", 0, 0)
         assert back.note == "the worker was stopped before the run was done"
@@ -166,7 +160,7 @@ def test_a_worker_that_cannot_start_children_gives_runs_back_uncharged(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     with app.working(processes=1, poll=0.1):
         runs = [app.submit("noop") for _ in range(5)]
-        until(lambda: any(app.get(run.id).step == "returned" for run in runs))
+        eventually(lambda: any(app.get(run.id).step == "returned" for run in runs))
     assert [(run.status, run.losts, run.attempts) for run in map(app.get, [run.id for run in runs])] == [
         ("PENDING", 0, 0)
     ] * 5
@@ -185,14 +179,14 @@ def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: P
     app.model("noop", isolation="thread", lease=0.5, max_lost=9)(noop)
     try:
         with app.working(processes=0, sweep_every=0.1):
-            until(lambda: len(app.workers()) == 1)
+            eventually(lambda: len(app.workers()) == 1)
             run = app.submit("noop", queue="elsewhere")
             run_sync(
                 app._engine.store.write(
                     lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.store.terms
                 )
             )
-            until(lambda: app.get(run.id).losts == 1)
+            eventually(lambda: app.get(run.id).losts == 1)
     finally:
         hangs.set()
     app.close()
@@ -354,7 +348,7 @@ def test_who_waits_for_a_kind_of_slot_is_told_of_that_kind(app: App) -> None:
     app.model("noop")(noop)
     app.model("deaf")(deaf)
     with app.working(processes=0):
-        until(lambda: len(app.workers()) == 1)
+        eventually(lambda: len(app.workers()) == 1)
         waiting = app.waiting(app.submit("noop").id)
         assert waiting is not None
         assert waiting.reason.startswith("the live workers of the queue 'default' have no slots for the model 'noop'")

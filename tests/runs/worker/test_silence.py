@@ -3,35 +3,29 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from semel import App
 from semel.cli import main as semel_command
-from support.silent_proxy import SilentLine, silent_line
+from support.proxies import SilentProxy, silent_proxy
+from support.waiting import eventually
 
 PATIENCE = 60.0
 
 
-def until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # a worker is at work in another thread
-
-
 @pytest.fixture
-def line(postgres_url: str) -> Iterator[tuple[SilentLine, str]]:
+def line(postgres_url: str) -> Iterator[tuple[SilentProxy, str]]:
     assert semel_command(["migrate", postgres_url]) == 0
-    with silent_line(postgres_url) as line:
+    with silent_proxy(postgres_url) as line:
         yield line
 
 
 @pytest.mark.parametrize(("lease", "outage"), [(6.0, 0.0), (8.0, 0.5)])
 def test_a_lease_outlives_connections_that_fell_silent(
-    line: tuple[SilentLine, str], postgres_url: str, tmp_path: Path, lease: float, outage: float
+    line: tuple[SilentProxy, str], postgres_url: str, tmp_path: Path, lease: float, outage: float
 ) -> None:
     """``outage`` is the part of a lease for which new connections are silent, too. The promise of 0.9 is proven on an
     injected clock (test_lease_outages): what is left of a lease then is too short for a test on a busy machine.
@@ -49,7 +43,7 @@ def test_a_lease_outlives_connections_that_fell_silent(
         app.model("work", lease=lease)(work)
     runs = [there.submit("work") for _ in range(8)]
     with here.working(concurrency=8, processes=0, threads=0, sweep_every=0.2):
-        until(lambda: all(there.get(run.id).status == "RUNNING" for run in runs))
+        eventually(lambda: all(there.get(run.id).status == "RUNNING" for run in runs))
         wire.silence(new=outage > 0)
         time.sleep(outage * lease)  # the outage itself
         wire.speak()

@@ -9,23 +9,23 @@ import httpx
 import pytest
 
 from semel.service import Settings
-from support.run_service import on_database, submitted
-from support.service import Served, served
+from support.run_service import app_with_models, submitted
+from support.service import TestServer, serve
 
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     with (
-        on_database(request, tmp_path_factory.mktemp("bad")) as app,
-        served(app, Settings(max_body=200_000)) as service,
+        app_with_models(request, tmp_path_factory.mktemp("bad")) as app,
+        serve(app, Settings(max_body=200_000)) as service,
     ):
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
@@ -231,7 +231,7 @@ def test_a_path_that_leads_nowhere_is_a_404(client: httpx.Client, path: str) -> 
 @pytest.mark.parametrize(
     "target", [b"/runs/\xff\xfe", b"/runs?model=\xff", b"/runs/%", b"/runs/%zz/result", b"/runs?limit=%"]
 )
-def test_bytes_that_are_no_text_in_the_target_are_no_failure(service: Served, target: bytes) -> None:
+def test_bytes_that_are_no_text_in_the_target_are_no_failure(service: TestServer, target: bytes) -> None:
     place = urlsplit(service.address)
     assert place.port is not None
     with socket.create_connection(("127.0.0.1", place.port), timeout=20) as line:

@@ -21,7 +21,7 @@ from semel.runs import strict_json
 from semel.service.api import request
 from semel.service.api.problems import ApiError
 from semel.service.jobs import configs as config_files
-from support.service import PATIENCE, Served, made_app, served
+from support.service import PATIENCE, TestServer, make_app, serve
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\[]{},:é\x00', max_size=6),
@@ -45,15 +45,15 @@ class Slow:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     folder = tmp_path_factory.mktemp("bodies")
-    app = made_app(f"sqlite:///{folder}/semel.db", folder)
+    app = make_app(f"sqlite:///{folder}/semel.db", folder)
 
     @app.model("slow", isolation="thread")
     def slow(how: Slow, more: Any = None) -> None:
         """Never run here."""
 
-    with served(app) as server:
+    with serve(app) as server:
         yield server
 
 
@@ -121,7 +121,7 @@ def test_a_body_of_the_most_values_is_taken_and_one_more_is_not() -> None:
     assert request.decoded(text) == ",[{" * most
 
 
-def test_others_are_answered_while_large_parameters_are_checked(server: Served) -> None:
+def test_others_are_answered_while_large_parameters_are_checked(server: TestServer) -> None:
     """On the event loop the check would wait for the other answer for ever, and the other answer for the check."""
     asked = {"model": "slow", "parameters": {"how": "wait", "more": "x" * request.LARGE}}
     for path, body in (("/runs", asked), ("/runs/bulk", [asked])):
@@ -137,7 +137,7 @@ def test_others_are_answered_while_large_parameters_are_checked(server: Served) 
 
 @pytest.mark.parametrize(("size", "apart"), [(100, False), (request.LARGE + 1, True)])
 def test_large_bodies_are_decoded_in_a_thread(
-    server: Served, monkeypatch: pytest.MonkeyPatch, size: int, apart: bool
+    server: TestServer, monkeypatch: pytest.MonkeyPatch, size: int, apart: bool
 ) -> None:
     seen: list[str] = []
     decoded = request.decoded
@@ -154,7 +154,7 @@ def test_large_bodies_are_decoded_in_a_thread(
     assert seen[0].startswith("asyncio_") == apart
 
 
-def test_a_config_is_checked_in_a_thread(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_checked_in_a_thread(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     body_of = config_files.checked_body
 

@@ -7,30 +7,30 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from support.run_service import ended, on_database, submitted
-from support.service import Served, served
+from support.run_service import app_with_models, ended, submitted
+from support.service import TestServer, serve
 
 NAMES = ["a.txt", "page.html", "picture.svg", "table.csv", "sub/ü n.json", "x.tar.gz", "noending", "run.js", "100%.log"]
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["sqlite"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     with (
-        on_database(request, tmp_path_factory.mktemp("files")) as app,
-        served(app) as service,
+        app_with_models(request, tmp_path_factory.mktemp("files")) as app,
+        serve(app) as service,
         app.working(processes=0),
     ):
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def run_id(service: Served) -> str:
+def run_id(service: TestServer) -> str:
     with service.client() as client:
         run_id = submitted(client, "files", {"names": NAMES, "text": "content"})
         assert ended(client, run_id)["status"] == "SUCCEEDED"
@@ -107,7 +107,7 @@ def test_a_file_that_is_known_is_not_sent_again(client: httpx.Client, run_id: st
         b"a" * 5000,
     ],
 )
-def test_a_name_with_tricks_finds_nothing(service: Served, run_id: str, name: bytes) -> None:
+def test_a_name_with_tricks_finds_nothing(service: TestServer, run_id: str, name: bytes) -> None:
     place = urlsplit(service.address)
     assert place.port is not None
     with socket.create_connection(("127.0.0.1", place.port), timeout=20) as line:
@@ -139,7 +139,7 @@ def test_a_run_without_a_result_has_no_files(client: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["error_code"]) == (409, "RUN_NOT_COMPLETE")
 
 
-def test_a_file_that_the_store_has_lost_is_a_503(service: Served, client: httpx.Client) -> None:
+def test_a_file_that_the_store_has_lost_is_a_503(service: TestServer, client: httpx.Client) -> None:
     run_id = submitted(client, "files", {"names": ["a.txt"]})
     ended(client, run_id)
     service.app.results.remove(run_id)

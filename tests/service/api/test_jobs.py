@@ -14,15 +14,15 @@ import pytest
 from semel import App, JobStore, Quota, UnknownModel
 from semel.client import Client
 from semel.service import Settings
-from support.jobs import SUBMIT, add_models, job, job_in, runs_of, submit, token, write_config
-from support.service import Served, made_app, served
+from support.jobs import SUBMIT, add_models, job, job_in, runs_of, submit, write_config
+from support.service import TestServer, issue_token, make_app, serve
 
 HOUR_US = 3600 * 1_000_000
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path)
+    app = make_app(request.getfixturevalue(f"{request.param}_url"), tmp_path)
     add_models(app)
     yield app
     app.close()
@@ -40,13 +40,13 @@ def configs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def service(app: App, configs: Path) -> Iterator[Served]:
-    with served(app, Settings(configs=str(configs))) as service:
+def service(app: App, configs: Path) -> Iterator[TestServer]:
+    with serve(app, Settings(configs=str(configs))) as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
@@ -70,7 +70,7 @@ def test_a_job_is_a_run_of_its_configs_model(client: httpx.Client, app: App) -> 
     assert submit(client, "adding", "k") == {**said, "status": "completed", "idempotent_hit": True}
 
 
-def test_a_hundred_submissions_with_one_key_make_one_job(client: httpx.Client, service: Served) -> None:
+def test_a_hundred_submissions_with_one_key_make_one_job(client: httpx.Client, service: TestServer) -> None:
     with ThreadPoolExecutor(10) as threads:
         answers = list(threads.map(lambda _: submit(client, "adding", "gh-owner/repo-sha"), range(100)))
     assert all(answer["success"] for answer in answers)
@@ -282,12 +282,12 @@ def test_a_job_that_waits_is_cancelled_once_and_one_that_is_over_is_not(client: 
     assert client.post("/api/cloud/jobs/nothing/cancel").status_code == 404
 
 
-def test_submitters_see_their_own_jobs_and_tenants_nothing_of_each_other(service: Served, app: App) -> None:
+def test_submitters_see_their_own_jobs_and_tenants_nothing_of_each_other(service: TestServer, app: App) -> None:
     with (
-        service.client(token(app, "ann")) as ann,
-        service.client(token(app, "bob")) as bob,
-        service.client(token(app, "op", "operator")) as operator,
-        service.client(token(app, "ann", "admin", "other")) as stranger,
+        service.client(issue_token(app, "ann")) as ann,
+        service.client(issue_token(app, "bob")) as bob,
+        service.client(issue_token(app, "op", "operator")) as operator,
+        service.client(issue_token(app, "ann", "admin", "other")) as stranger,
     ):
         mine = submit(ann, "adding", "k")["job_id"]
         assert submit(bob, "adding", "k")["job_id"] != mine

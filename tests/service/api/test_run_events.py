@@ -17,18 +17,19 @@ from semel._concurrency.sync import run_sync
 from semel.db.schema import runs
 from semel.runs.store import queries
 from semel.service import sse
-from support.run_service import PATIENCE, ended, on_database, submitted, until
-from support.service import Served, served
+from support.run_service import app_with_models, ended, submitted
+from support.service import PATIENCE, TestServer, serve
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with on_database(request, tmp_path_factory.mktemp("watched")) as app, served(app) as service:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
+    with app_with_models(request, tmp_path_factory.mktemp("watched")) as app, serve(app) as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
@@ -65,21 +66,23 @@ def stream(client: httpx.Client, run_id: str, last: str | None = None) -> Iterat
         yield answer
 
 
-def waiters(service: Served) -> int:
-    return sum(len(each) for each in service.site.watch._waiters.values())
+def waiters(service: TestServer) -> int:
+    return sum(len(each) for each in service.state.watch._waiters.values())
 
 
-def waiting(service: Served, wait: Callable[[], httpx.Response], aside: ThreadPoolExecutor) -> Future[httpx.Response]:
+def waiting(
+    service: TestServer, wait: Callable[[], httpx.Response], aside: ThreadPoolExecutor
+) -> Future[httpx.Response]:
     """The answer to come of a request that now waits."""
     before = waiters(service)
     future = aside.submit(wait)
-    until(lambda: future.done() or waiters(service) > before, "the wait")
+    eventually(lambda: future.done() or waiters(service) > before, "the wait")
     assert not future.done(), future.result().text
     return future
 
 
 def test_a_wait_is_answered_when_the_run_is_over(
-    service: Served, client: httpx.Client, aside: ThreadPoolExecutor
+    service: TestServer, client: httpx.Client, aside: ThreadPoolExecutor
 ) -> None:
     run_id = submitted(client, "add", {"a": 1})
     answer = waiting(service, lambda: client.get(f"/runs/{run_id}", params={"wait": 60}), aside)
@@ -90,7 +93,7 @@ def test_a_wait_is_answered_when_the_run_is_over(
 
 
 def test_a_wait_for_a_change_ends_with_any_change(
-    service: Served, client: httpx.Client, aside: ThreadPoolExecutor
+    service: TestServer, client: httpx.Client, aside: ThreadPoolExecutor
 ) -> None:
     run_id = submitted(client, "linger")
     tag = client.get(f"/runs/{run_id}").headers["ETag"]
@@ -114,15 +117,15 @@ def test_a_wait_without_a_change_ends_with_the_time(client: httpx.Client) -> Non
     assert known.status_code == 304
 
 
-def test_a_client_that_hangs_up_while_it_waits_is_forgotten(service: Served, client: httpx.Client) -> None:
+def test_a_client_that_hangs_up_while_it_waits_is_forgotten(service: TestServer, client: httpx.Client) -> None:
     run_id = submitted(client, "add", {"a": 1})
     before = waiters(service)
     port = httpx.URL(service.address).port
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as line:
             line.sendall(f"GET /runs/{run_id}?wait=60 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            until(lambda: waiters(service) == before + 1, "the wait")
-        until(lambda: waiters(service) == before, "that it is forgotten")
+            eventually(lambda: waiters(service) == before + 1, "the wait")
+        eventually(lambda: waiters(service) == before, "that it is forgotten")
 
 
 def test_who_knows_a_run_that_is_over_does_not_wait(client: httpx.Client) -> None:
@@ -133,7 +136,7 @@ def test_who_knows_a_run_that_is_over_does_not_wait(client: httpx.Client) -> Non
 
 
 def test_a_run_that_is_purged_while_somebody_waits_is_gone(
-    service: Served, client: httpx.Client, aside: ThreadPoolExecutor
+    service: TestServer, client: httpx.Client, aside: ThreadPoolExecutor
 ) -> None:
     run_id = submitted(client, "add", {"a": 1}, delay=3600)
     tag = client.get(f"/runs/{run_id}").headers["ETag"]
@@ -149,7 +152,7 @@ def test_a_run_that_is_purged_while_somebody_waits_is_gone(
 
 
 def test_a_crowd_that_waits_asks_with_few_statements(
-    service: Served, client: httpx.Client, aside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    service: TestServer, client: httpx.Client, aside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
     real = queries.versions
@@ -161,25 +164,25 @@ def test_a_crowd_that_waits_asks_with_few_statements(
     monkeypatch.setattr(queries, "versions", counted)
     ids = [submitted(client, "add", {"a": n}, delay=3600) for n in range(24)]
     answers = [aside.submit(client.get, f"/runs/{run_id}", params={"wait": 60}) for run_id in ids]
-    until(lambda: waiters(service) == 24, "the crowd")
+    eventually(lambda: waiters(service) == 24, "the crowd")
     del looked[:]
-    until(lambda: len(looked) >= 3, "some looks")
+    eventually(lambda: len(looked) >= 3, "some looks")
     assert set(looked) == {24}
     for run_id in ids:
         client.post(f"/runs/{run_id}/cancel")
     assert {answer.result(PATIENCE).json()["status"] for answer in answers} == {"CANCELLED"}
-    until(lambda: waiters(service) == 0, "an empty table")
+    eventually(lambda: waiters(service) == 0, "an empty table")
 
 
-def test_nobody_waits_and_nothing_is_asked(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    until(lambda: service.site.watch._task is None or service.site.watch._task.done(), "the end of the looks")
+def test_nobody_waits_and_nothing_is_asked(service: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    eventually(lambda: service.state.watch._task is None or service.state.watch._task.done(), "the end of the looks")
     looked: list[int] = []
     monkeypatch.setattr(queries, "versions", lambda conn, ids: looked.append(len(ids)) or {})
     time.sleep(0.1)  # nothing must happen in it
     assert looked == []
 
 
-def test_the_life_of_a_run_is_told_as_it_happens(service: Served, client: httpx.Client) -> None:
+def test_the_life_of_a_run_is_told_as_it_happens(service: TestServer, client: httpx.Client) -> None:
     run_id = submitted(client, "talk", {"lines": 2})
     with stream(client, run_id) as answer:
         assert answer.headers["Content-Type"].partition(";")[0] == "text/event-stream"
@@ -196,7 +199,7 @@ def test_the_life_of_a_run_is_told_as_it_happens(service: Served, client: httpx.
     assert progress[-1:] in ([{"progress": 0.5, "note": "half"}], [{"progress": 1.0, "note": None}], [])
 
 
-def test_who_comes_back_goes_on_where_they_were(service: Served, client: httpx.Client) -> None:
+def test_who_comes_back_goes_on_where_they_were(service: TestServer, client: httpx.Client) -> None:
     run_id = submitted(client, "talk", {"lines": 3})
     with service.app.working(processes=0):
         ended(client, run_id)
@@ -228,24 +231,24 @@ def test_a_silent_stream_says_that_it_is_alive(client: httpx.Client, monkeypatch
     assert comments == [": hello", ": still here", ": still here"]
 
 
-def test_a_client_that_leaves_is_forgotten(service: Served, client: httpx.Client) -> None:
-    until(lambda: waiters(service) == 0, "quiet")
+def test_a_client_that_leaves_is_forgotten(service: TestServer, client: httpx.Client) -> None:
+    eventually(lambda: waiters(service) == 0, "quiet")
     run_id = submitted(client, "add", {"a": 1}, delay=3600)
     with stream(client, run_id) as answer:
         lines = answer.iter_lines()
         assert next(lines) == ": hello"
-        until(lambda: waiters(service) == 1, "the stream")
-    until(lambda: waiters(service) == 0, "the farewell")
+        eventually(lambda: waiters(service) == 1, "the stream")
+    eventually(lambda: waiters(service) == 0, "the farewell")
 
 
 def test_clients_that_leave_in_the_middle_break_no_connection(
-    service: Served, client: httpx.Client, caplog: pytest.LogCaptureFixture
+    service: TestServer, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_id = submitted(client, "add", {"a": 1}, delay=3600)
     for _ in range(20):
         with stream(client, run_id) as answer:
             assert answer.status_code == 200
-    until(lambda: waiters(service) == 0, "the farewell")
+    eventually(lambda: waiters(service) == 0, "the farewell")
     assert client.get(f"/runs/{run_id}").status_code == 200
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -256,8 +259,8 @@ def test_a_server_that_ends_lets_everybody_go(
     request.param = "sqlite"
     heard: list[str] = []
     with (
-        on_database(request, tmp_path_factory.mktemp("ending")) as app,
-        served(app) as service,
+        app_with_models(request, tmp_path_factory.mktemp("ending")) as app,
+        serve(app) as service,
         service.client() as client,
     ):
         run_id = submitted(client, "add", {"a": 1}, delay=3600)
@@ -269,8 +272,8 @@ def test_a_server_that_ends_lets_everybody_go(
 
         listening = threading.Thread(target=listen)
         listening.start()
-        until(lambda: waiters(service) == 2, "both")
-        service.site.watch.dismiss()
+        eventually(lambda: waiters(service) == 2, "both")
+        service.state.watch.dismiss()
         assert poll.result(PATIENCE).json()["status"] == "PENDING"
         listening.join(PATIENCE)
     assert (heard, listening.is_alive()) == (["state"], False)

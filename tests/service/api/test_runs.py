@@ -15,23 +15,24 @@ import pytest
 
 from semel import App
 from semel.service.api.params import PAGE_BYTES
-from support.run_service import ended, on_database, submitted, token, until
-from support.service import Served, served
+from support.run_service import app_with_models, ended, submitted
+from support.service import TestServer, issue_token, serve
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service with nobody working."""
-    with on_database(request, tmp_path_factory.mktemp("service")) as app, served(app) as service:
+    with app_with_models(request, tmp_path_factory.mktemp("service")) as app, serve(app) as service:
         yield service
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service with a worker beside it."""
     with (
-        on_database(request, tmp_path_factory.mktemp("busy")) as app,
-        served(app) as service,
+        app_with_models(request, tmp_path_factory.mktemp("busy")) as app,
+        serve(app) as service,
         app.working(processes=0, threads=1),
     ):
         yield service
@@ -40,7 +41,7 @@ def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Guarded:
     """A service with tokens: a client for each of them."""
 
-    def __init__(self, service: Served) -> None:
+    def __init__(self, service: TestServer) -> None:
         self.app = service.app
         names: list[tuple[str, str, Any, str]] = [
             ("ann", "ann", "submitter", ""),
@@ -49,7 +50,7 @@ class Guarded:
             ("stranger", "ann", "operator", "elsewhere"),
         ]
         self._clients = {
-            name: service.client(token(service.app, user, role, tenant)) for name, user, role, tenant in names
+            name: service.client(issue_token(service.app, user, role, tenant)) for name, user, role, tenant in names
         }
 
     def __getattr__(self, name: str) -> httpx.Client:
@@ -62,22 +63,22 @@ class Guarded:
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
 def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    with on_database(request, tmp_path_factory.mktemp("guarded")) as app:
-        token(app, "first")
-        with served(app) as service:
+    with app_with_models(request, tmp_path_factory.mktemp("guarded")) as app:
+        issue_token(app, "first")
+        with serve(app) as service:
             guarded = Guarded(service)
             yield guarded
             guarded.close()
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
 
 @pytest.fixture
-def worked(busy: Served) -> Iterator[httpx.Client]:
+def worked(busy: TestServer) -> Iterator[httpx.Client]:
     with busy.client() as client:
         yield client
 
@@ -261,7 +262,7 @@ def test_a_pending_run_is_cancelled_once_and_a_finished_one_not_at_all(worked: h
 
 def test_a_running_run_is_asked_to_end(worked: httpx.Client) -> None:
     run_id = submitted(worked, "linger")
-    until(lambda: worked.get(f"/runs/{run_id}").json()["status"] == "RUNNING", "the start")
+    eventually(lambda: worked.get(f"/runs/{run_id}").json()["status"] == "RUNNING", "the start")
     asked = worked.post(f"/runs/{run_id}/cancel")
     assert asked.json()["cancel_requested"] is True
     assert ended(worked, run_id)["status"] == "CANCELLED"
@@ -438,7 +439,7 @@ def test_workers_are_shown_with_what_they_can_do(worked: httpx.Client) -> None:
     def of_the_app() -> list[dict[str, Any]]:
         return [worker for worker in worked.get("/workers").json() if worker["queues"] == ["default"]]
 
-    worker = until(of_the_app, "a worker that told of itself")[0]
+    worker = eventually(of_the_app, "a worker that told of itself")[0]
     assert (worker["alive"], worker["draining"], worker["models"]["add"]) == (True, False, "loop")
     assert worker["pid"] > 0
 
@@ -522,7 +523,7 @@ def test_one_key_sent_by_many_at_once_is_one_run(client: httpx.Client) -> None:
     assert len({answer.json()["run_id"] for answer in answers}) == 1
 
 
-def test_links_begin_where_the_service_is_mounted(service: Served, client: httpx.Client) -> None:
+def test_links_begin_where_the_service_is_mounted(service: TestServer, client: httpx.Client) -> None:
     run_id = submitted(client, "add", {"a": 1})
     assert json.loads(client.get(f"/runs/{run_id}").content)["links"] == {
         "self": f"/runs/{run_id}",
@@ -530,7 +531,7 @@ def test_links_begin_where_the_service_is_mounted(service: Served, client: httpx
     }
 
 
-def test_an_app_is_asked_for_many_with_the_refused_in_their_places(service: Served) -> None:
+def test_an_app_is_asked_for_many_with_the_refused_in_their_places(service: TestServer) -> None:
     app: App = service.app
     asked = [{"model": "add", "parameters": {"a": 1}}, {"model": "add"}]
     runs = app.submit_many(asked, strict=False)

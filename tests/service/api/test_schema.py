@@ -23,8 +23,8 @@ from schemathesis.checks import (
 )
 
 from semel.service.app import build
-from support.run_service import ended, on_database, submitted, token
-from support.service import Served, served
+from support.run_service import app_with_models, ended, submitted
+from support.service import TestServer, issue_token, serve
 
 EXAMPLES = 2000
 """Requests at the least."""
@@ -45,11 +45,11 @@ OPEN = {"/healthz", "/readyz"}
 class Described:
     """The service with its schema, a token for everything, and a run that is over."""
 
-    def __init__(self, service: Served, headers: dict[str, str], run_id: str) -> None:
+    def __init__(self, service: TestServer, headers: dict[str, str], run_id: str) -> None:
         self.address = service.address
         self.headers = headers
         self.run_id = run_id
-        self.site_app = build(service.site)._inner._inner
+        self.site_app = build(service.state)._inner._inner
         answer = httpx.get(f"{service.address}/schema/openapi.json", headers=headers)
         assert answer.status_code == 200, answer.text
         self.schema: dict[str, Any] = answer.json()
@@ -64,9 +64,9 @@ class Described:
 @pytest.fixture(scope="module")
 def described(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Described]:
     request.param = "sqlite"
-    with on_database(request, tmp_path_factory.mktemp("schema")) as app:
-        secret = token(app, "root", "admin")
-        with served(app) as service, service.client(secret) as client:
+    with app_with_models(request, tmp_path_factory.mktemp("schema")) as app:
+        secret = issue_token(app, "root", "admin")
+        with serve(app) as service, service.client(secret) as client:
             run_id = submitted(client, "files", {"names": ["a.txt"]})
             with app.working(processes=0):
                 ended(client, run_id)

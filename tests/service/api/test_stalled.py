@@ -11,18 +11,18 @@ from semel.cli import main as semel_command
 from semel.client import Client
 from semel.runs.types import MICRO
 from support.pages import Browser, made_run, put_runs
-from support.service import Served, made_app, served
+from support.service import TestServer, make_app, serve
 
 STALL = 60
 IDLE_SINCE = 300
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     folder = tmp_path_factory.mktemp("stalled")
-    app = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
+    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
     app.model("slow", stall_after=STALL, isolation="thread")(_slow)
-    with served(app) as service:
+    with serve(app) as service:
         yield service
     app.close()
 
@@ -31,7 +31,7 @@ def _slow() -> None: ...
 
 
 @pytest.fixture(scope="module")
-def runs(service: Served) -> dict[str, str]:
+def runs(service: TestServer) -> dict[str, str]:
     """One run that is stalled, and one that moved a moment ago."""
     alive = {"status": "RUNNING", "worker": "w", "lease_until": -600, "started": 900, "stall_us": STALL * MICRO}
     ids = {}
@@ -43,7 +43,7 @@ def runs(service: Served) -> dict[str, str]:
     return ids
 
 
-def test_the_api_and_the_clients_say_so(service: Served, runs: dict[str, str]) -> None:
+def test_the_api_and_the_clients_say_so(service: TestServer, runs: dict[str, str]) -> None:
     with Client(service.address) as client:
         stalled, moving = client.get(runs["stalled"]), client.get(runs["moving"])
         assert stalled.stalled_since is not None
@@ -57,7 +57,7 @@ def test_the_api_and_the_clients_say_so(service: Served, runs: dict[str, str]) -
     assert [(run["run_id"], run["stalled_since"] is not None) for run in listed] == [(runs["stalled"], True)]
 
 
-def test_the_dashboard_says_so(service: Served, runs: dict[str, str]) -> None:
+def test_the_dashboard_says_so(service: TestServer, runs: dict[str, str]) -> None:
     with service.client(follow_redirects=True) as client:
         somebody = Browser(client)
         stuck = somebody.open("/").one("section", id="stuck")
@@ -72,7 +72,9 @@ def test_the_dashboard_says_so(service: Served, runs: dict[str, str]) -> None:
         assert sorted("no progress since" in row.text for row in both) == [False, True]
 
 
-def test_the_command_line_says_so(service: Served, runs: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_so(
+    service: TestServer, runs: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert semel_command(["runs", "--stalled", "--json", "--server", service.address]) == 0
     listed = json.loads(capsys.readouterr().out)["runs"]
     assert [run["run_id"] for run in listed] == [runs["stalled"]]
@@ -82,6 +84,6 @@ def test_the_command_line_says_so(service: Served, runs: dict[str, str], capsys:
     assert "no progress since" in capsys.readouterr().out
 
 
-def test_the_metrics_count_them(service: Served, runs: dict[str, str]) -> None:
+def test_the_metrics_count_them(service: TestServer, runs: dict[str, str]) -> None:
     assert runs
     assert "runs_stalled 1.0" in httpx.get(f"{service.address}/metrics").text.splitlines()

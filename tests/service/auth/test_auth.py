@@ -14,8 +14,21 @@ from semel.service import Settings
 from semel.service.auth import middleware, tokens
 from semel.service.auth.limits import address_of
 from semel.service.webhooks.subscriptions import Subscription
-from support.auth import BOTH, Town, add_models, bare, eventually, issue, shared_town, status_of, town_on
-from support.service import PATIENCE, Served, made_app, served
+from support.databases import DATABASES
+from support.service import (
+    PATIENCE,
+    TestServer,
+    TokenServer,
+    add_models,
+    issue_token,
+    make_app,
+    send_raw,
+    serve,
+    shared_server,
+    status_of,
+    token_server,
+)
+from support.waiting import eventually
 
 REFUSED = {
     "type": "urn:semel:unauthenticated",
@@ -27,44 +40,44 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def town(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with shared_town(request, tmp_path_factory) as town:
-        yield town
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
+    with shared_server(request, tmp_path_factory) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
 def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
-    if "town" in request.fixturenames:
-        request.getfixturevalue("town").site.auth._failures = middleware.RateLimits(
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").state.auth._failures = middleware.RateLimits(
             middleware.FAILURES_REFILLED, middleware.FAILURES
         )
 
 
-@pytest.fixture(params=BOTH)
-def new_town(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Town]:
+@pytest.fixture(params=DATABASES)
+def new_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenServer]:
     """A town of the test's own, where it matters which tokens there are."""
-    with town_on(request.getfixturevalue(f"{request.param}_url"), tmp_path) as town:
-        yield town
+    with token_server(request.getfixturevalue(f"{request.param}_url"), tmp_path) as server:
+        yield server
 
 
-@pytest.fixture(params=BOTH)
-def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture
+def service(sqlite_url: str, tmp_path: Path) -> Iterator[TestServer]:
     """A service without tokens."""
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
+    app = make_app(sqlite_url, tmp_path, dedupe_window=0)
     add_models(app)
-    with served(app) as service:
+    with serve(app) as service:
         yield service
     app.close()
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service without tokens; which database it is on plays no part in where a request comes from."""
     folder = tmp_path_factory.mktemp("local")
-    app = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
+    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
     add_models(app)
-    with served(app) as service:
+    with serve(app) as service:
         yield service
     app.close()
 
@@ -80,21 +93,23 @@ def wrong_secret(secret: str | None) -> str:
     return secret[:-1] + ("A" if secret[-1] != "A" else "B")
 
 
-def test_a_token_says_who_its_caller_is(town: Town) -> None:
-    run = town.admit("alice").post("/runs", json={"model": "add", "parameters": {"a": 1}})
+def test_a_token_says_who_its_caller_is(server: TokenServer) -> None:
+    run = server.admit("alice").post("/runs", json={"model": "add", "parameters": {"a": 1}})
     assert (run.status_code, run.json()["user"]) == (201, "alice")
 
 
-def test_with_tokens_in_the_database_a_request_without_one_is_refused_wherever_it_comes_from(town: Town) -> None:
-    answer = town.nobody.get("/runs")
+def test_with_tokens_in_the_database_a_request_without_one_is_refused_wherever_it_comes_from(
+    server: TokenServer,
+) -> None:
+    answer = server.nobody.get("/runs")
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_an_unknown_id_and_a_wrong_secret_get_the_very_same_answer(town: Town) -> None:
+def test_an_unknown_id_and_a_wrong_secret_get_the_very_same_answer(server: TokenServer) -> None:
     unknown = f"semel_{'0' * 16}_{'x' * 43}"
     answers = [
-        town.sending(each).get("/runs") for each in (wrong_secret(town.root.secret), unknown, "nonsense", "semel__")
+        server.sending(each).get("/runs") for each in (wrong_secret(server.root.secret), unknown, "nonsense", "semel__")
     ]
     assert [answer.json() for answer in answers] == [REFUSED] * 4
     assert (
@@ -109,7 +124,7 @@ def test_an_unknown_id_and_a_wrong_secret_get_the_very_same_answer(town: Town) -
 
 
 def test_an_unknown_id_and_a_wrong_secret_are_both_looked_up_each_time_even_if_the_token_was_just_used(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
     real = tokens.check
@@ -118,54 +133,54 @@ def test_an_unknown_id_and_a_wrong_secret_are_both_looked_up_each_time_even_if_t
         looked.append(token_id)
         return real(conn, token_id, *rest)  # type: ignore[arg-type]
 
-    alice = town.admit("alice")
+    alice = server.admit("alice")
     monkeypatch.setattr(tokens, "check", noting)
     monkeypatch.setattr(middleware, "KNOWN_FOR", 600.0)
     assert [alice.get("/runs").status_code for _ in range(3)] == [200] * 3
     assert looked == [alice.id]
     for _ in range(3):
-        assert town.sending(wrong_secret(alice.secret)).get("/runs").status_code == 401
-        assert town.sending(f"semel_{'0' * 16}_{'x' * 43}").get("/runs").status_code == 401
+        assert server.sending(wrong_secret(alice.secret)).get("/runs").status_code == 401
+        assert server.sending(f"semel_{'0' * 16}_{'x' * 43}").get("/runs").status_code == 401
     assert looked[1:] == [alice.id, "0" * 16] * 3
 
 
-def test_an_unknown_id_is_compared_with_something_too(monkeypatch: pytest.MonkeyPatch, town: Town) -> None:
+def test_an_unknown_id_is_compared_with_something_too(monkeypatch: pytest.MonkeyPatch, server: TokenServer) -> None:
     compared: list[str] = []
     real = tokens.fits
     monkeypatch.setattr(tokens, "fits", lambda secret, digest: compared.append(secret) or real(secret, digest))
-    for secret in (wrong_secret(town.root.secret), f"semel_{'0' * 16}_{'x' * 43}"):
-        assert town.sending(secret).get("/runs").status_code == 401
+    for secret in (wrong_secret(server.root.secret), f"semel_{'0' * 16}_{'x' * 43}"):
+        assert server.sending(secret).get("/runs").status_code == 401
     assert len(compared) == 2
 
 
 @pytest.mark.parametrize(
     "sent", ["", "Bearer", "Basic {}", "Token {}", "{}", "Bearer {} {}", "Bearer {}x", 'Bearer "{}"', "Bearer: {}"]
 )
-def test_what_is_not_a_bearer_token_is_refused(town: Town, sent: str) -> None:
-    secret = town.root.secret
-    assert town.sending(None, Authorization=sent.format(secret, secret)).get("/runs").status_code == 401
+def test_what_is_not_a_bearer_token_is_refused(server: TokenServer, sent: str) -> None:
+    secret = server.root.secret
+    assert server.sending(None, Authorization=sent.format(secret, secret)).get("/runs").status_code == 401
 
 
-def test_the_scheme_is_taken_in_any_case_and_two_authorizations_in_none(town: Town) -> None:
-    secret = town.root.secret
-    assert town.sending(None, Authorization=f"bEaReR {secret}").get("/runs").status_code == 200
-    assert town.root.get("/runs", headers={"authorization": f"Bearer {secret}"}).status_code == 401
+def test_the_scheme_is_taken_in_any_case_and_two_authorizations_in_none(server: TokenServer) -> None:
+    secret = server.root.secret
+    assert server.sending(None, Authorization=f"bEaReR {secret}").get("/runs").status_code == 200
+    assert server.root.get("/runs", headers={"authorization": f"Bearer {secret}"}).status_code == 401
 
 
-def test_a_token_in_a_second_header_is_refused_even_if_it_was_good_a_moment_ago(town: Town) -> None:
+def test_a_token_in_a_second_header_is_refused_even_if_it_was_good_a_moment_ago(server: TokenServer) -> None:
     """The two together read as the text of a good one."""
-    secret = town.root.secret
-    assert town.root.get("/runs").status_code == 200
+    secret = server.root.secret
+    assert server.root.get("/runs").status_code == 200
     for first, second in (("Bearer", secret), (f"Bearer {secret}", ""), (f"Bearer {secret}", f"Bearer {secret}")):
         both = [("Authorization", first), ("Authorization", str(second))]
-        assert town.line.get("/runs", headers=both).status_code == 401
-        assert town.line.get("/ui/runs", headers=both, follow_redirects=False).status_code != 200
+        assert server.http.get("/runs", headers=both).status_code == 401
+        assert server.http.get("/ui/runs", headers=both, follow_redirects=False).status_code != 200
 
 
-def test_only_a_digest_of_a_token_is_kept(town: Town) -> None:
-    secret = town.root.secret
-    ledger = town.app.ledger(awaited=False)
-    found = run_sync(ledger.read(tokens.find, town.root.id, ledger.terms))
+def test_only_a_digest_of_a_token_is_kept(server: TokenServer) -> None:
+    secret = server.root.secret
+    ledger = server.app.ledger(awaited=False)
+    found = run_sync(ledger.read(tokens.find, server.root.id, ledger.terms))
     run_sync(ledger.close())
     assert secret
     assert found is not None
@@ -174,18 +189,18 @@ def test_only_a_digest_of_a_token_is_kept(town: Town) -> None:
 
 
 def test_a_token_that_expires_ends_then_even_though_it_was_just_used(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(middleware, "KNOWN_FOR", 600.0)
-    brief = town.admit("brief", ttl=1.0)
+    brief = server.admit("brief", ttl=1.0)
     eventually(lambda: brief.get("/runs").status_code == 401)
 
 
-def test_a_token_says_when_it_was_last_used(town: Town) -> None:
-    dora = town.admit("dora")
+def test_a_token_says_when_it_was_last_used(server: TokenServer) -> None:
+    dora = server.admit("dora")
 
     def last_used() -> object:
-        found = town.root.get("/admin/tokens").json()["tokens"]
+        found = server.root.get("/admin/tokens").json()["tokens"]
         return next(each["last_used_at"] for each in found if each["user"] == "dora")
 
     assert last_used() is None
@@ -193,49 +208,49 @@ def test_a_token_says_when_it_was_last_used(town: Town) -> None:
     eventually(lambda: last_used() is not None)
 
 
-def test_a_revoked_token_ends_at_once_where_it_was_revoked(town: Town) -> None:
-    alice = town.admit("alice")
+def test_a_revoked_token_ends_at_once_where_it_was_revoked(server: TokenServer) -> None:
+    alice = server.admit("alice")
     assert alice.get("/runs").status_code == 200
-    assert town.root.delete(f"/admin/tokens/{alice.id}").status_code == 204
+    assert server.root.delete(f"/admin/tokens/{alice.id}").status_code == 204
     assert alice.get("/runs").status_code == 401
 
 
-def test_a_token_that_was_revoked_elsewhere_ends_soon(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_was_revoked_elsewhere_ends_soon(server: TokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "KNOWN_FOR", 0.05)
-    alice = town.admit("alice")
+    alice = server.admit("alice")
     assert alice.get("/runs").status_code == 200
-    revoke_elsewhere(town.app, alice.id)
+    revoke_elsewhere(server.app, alice.id)
     eventually(lambda: alice.get("/runs").status_code == 401)
 
 
-def test_after_a_rotation_the_old_token_works_for_the_grace_and_the_new_one_from_the_start(town: Town) -> None:
-    alice = town.admit("alice")
-    second = town.root.post(f"/admin/tokens/{alice.id}/rotate", json={"grace": 3600}).json()
+def test_after_a_rotation_the_old_token_works_for_the_grace_and_the_new_one_from_the_start(server: TokenServer) -> None:
+    alice = server.admit("alice")
+    second = server.root.post(f"/admin/tokens/{alice.id}/rotate", json={"grace": 3600}).json()
     assert alice.get("/runs").status_code == 200
-    fresh = town.sending(second["secret"])
+    fresh = server.sending(second["secret"])
     assert fresh.get("/runs").status_code == 200
-    third = town.root.post(f"/admin/tokens/{fresh.id}/rotate", json={}).json()
+    third = server.root.post(f"/admin/tokens/{fresh.id}/rotate", json={}).json()
     assert fresh.get("/runs").status_code == 401
     assert third["token"]["user"] == "alice"
-    assert town.root.post(f"/admin/tokens/{fresh.id}/rotate", json={}).status_code == 404
+    assert server.root.post(f"/admin/tokens/{fresh.id}/rotate", json={}).status_code == 404
 
 
 def test_tokens_that_expired_a_month_ago_are_forgotten(tmp_path: Path, sqlite_url: str) -> None:
     now = 1_800_000_000_000_000
-    app = made_app(sqlite_url, tmp_path, clock=lambda: now)
-    issue(app, "old", ttl=10)
+    app = make_app(sqlite_url, tmp_path, clock=lambda: now)
+    issue_token(app, "old", ttl=10)
     now += 29 * 86400 * 1_000_000
-    issue(app, "kept")
+    issue_token(app, "kept")
     ledger = app.ledger(awaited=False)
     assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["old", "kept"]
     now += 2 * 86400 * 1_000_000
-    issue(app, "new")
+    issue_token(app, "new")
     assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["kept", "new"]
     run_sync(ledger.close())
     app.close()
 
 
-def test_without_tokens_this_machine_is_an_admin_until_the_first_token_which_is_an_admins(service: Served) -> None:
+def test_without_tokens_this_machine_is_an_admin_until_the_first_token_which_is_an_admins(service: TestServer) -> None:
     with service.client(verify=False) as client:
         run = client.post("/runs", json={"model": "add", "parameters": {"a": 1}})
         assert (run.status_code, run.json()["user"]) == (201, "local")
@@ -252,14 +267,14 @@ def test_without_tokens_this_machine_is_an_admin_until_the_first_token_which_is_
         assert client.post("/admin/tokens", json={"user": "alice"}, headers=own).status_code == 201
 
 
-def test_the_last_admin_token_stays_even_if_two_admins_revoke_each_other(new_town: Town) -> None:
-    root = new_town.root
-    new_town.admit("acmes", "admin", "acme")
-    new_town.admit("brief", "admin", ttl=60.0)
+def test_the_last_admin_token_stays_even_if_two_admins_revoke_each_other(new_server: TokenServer) -> None:
+    root = new_server.root
+    new_server.admit("acmes", "admin", "acme")
+    new_server.admit("brief", "admin", ttl=60.0)
     refused = root.delete(f"/admin/tokens/{root.id}")
     assert (refused.status_code, refused.json()["error_code"]) == (409, "LAST_ADMIN")
     for _ in range(4):
-        other = new_town.admit("other", "admin")
+        other = new_server.admit("other", "admin")
         pair = [(root, other), (other, root)]
         with ThreadPoolExecutor(2) as pool:
             left, right = pool.map(lambda both: both[0].delete(f"/admin/tokens/{both[1].id}").status_code, pair)
@@ -268,12 +283,12 @@ def test_the_last_admin_token_stays_even_if_two_admins_revoke_each_other(new_tow
         assert root.get("/admin/tokens").status_code == 200
 
 
-def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are_gone(new_town: Town) -> None:
-    assert new_town.nobody.get("/runs").status_code == 401
-    revoke_elsewhere(new_town.app, new_town.root.id)
-    new_town.site.auth.clear_cache()
-    assert new_town.nobody.get("/runs").status_code == 401
-    assert new_town.root.get("/runs").status_code == 401
+def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are_gone(new_server: TokenServer) -> None:
+    assert new_server.nobody.get("/runs").status_code == 401
+    revoke_elsewhere(new_server.app, new_server.root.id)
+    new_server.state.auth.clear_cache()
+    assert new_server.nobody.get("/runs").status_code == 401
+    assert new_server.root.get("/runs").status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -302,7 +317,7 @@ def test_a_server_that_had_tokens_does_not_trust_the_machine_again_when_they_are
     ],
     ids=lambda headers: " ".join(f"{name}={value}" for name, value in headers.items()),
 )
-def test_without_tokens_other_names_pages_and_proxies_are_refused(local: Served, headers: dict[str, str]) -> None:
+def test_without_tokens_other_names_pages_and_proxies_are_refused(local: TestServer, headers: dict[str, str]) -> None:
     with local.client(verify=False) as client:
         answer = client.post("/runs", json={"model": "add", "parameters": {"a": 1}}, headers=headers)
         assert answer.status_code in (400, 403), answer.text
@@ -326,47 +341,49 @@ def test_without_tokens_other_names_pages_and_proxies_are_refused(local: Served,
     ids=lambda headers: " ".join(f"{name}={value}" for name, value in headers.items()),
 )
 def test_without_tokens_this_machine_may_be_called_by_any_of_its_own_names(
-    local: Served, headers: dict[str, str]
+    local: TestServer, headers: dict[str, str]
 ) -> None:
     with local.client(verify=False) as client:
         assert client.get("/runs", headers=headers).status_code == 200
 
 
-def test_without_tokens_a_request_that_names_no_host_is_refused(local: Served) -> None:
-    assert status_of(bare(local.address, b"GET /runs HTTP/1.0\r\n\r\n")) == 403
+def test_without_tokens_a_request_that_names_no_host_is_refused(local: TestServer) -> None:
+    assert status_of(send_raw(local.address, b"GET /runs HTTP/1.0\r\n\r\n")) == 403
     twice = b"GET /runs HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
-    assert status_of(bare(local.address, twice)) in (400, 403)
+    assert status_of(send_raw(local.address, twice)) in (400, 403)
 
 
-def test_no_page_of_another_site_is_let_in_by_cors(town: Town) -> None:
+def test_no_page_of_another_site_is_let_in_by_cors(server: TokenServer) -> None:
     asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
-    answers = [who.ask(verb, "/runs", headers=asked) for who in (town.nobody, town.root) for verb in ("OPTIONS", "GET")]
+    answers = [
+        who.request(verb, "/runs", headers=asked) for who in (server.nobody, server.root) for verb in ("OPTIONS", "GET")
+    ]
     assert [answer.status_code for answer in answers[:2]] == [401, 401]
     assert not [name for answer in answers for name in answer.headers if name.startswith("access-control")]
 
 
 def test_too_many_wrong_tokens_from_an_address_are_told_to_wait_and_good_ones_pass_on(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    server: TokenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(town.site.auth, "_failures", middleware.RateLimits(0.001, 5))
-    assert town.root.get("/runs").status_code == 200
-    statuses = [town.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code for n in range(7)]
+    monkeypatch.setattr(server.state.auth, "_failures", middleware.RateLimits(0.001, 5))
+    assert server.root.get("/runs").status_code == 200
+    statuses = [server.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code for n in range(7)]
     assert statuses == [401] * 5 + [429] * 2
-    told = town.sending("nonsense").get("/runs")
+    told = server.sending("nonsense").get("/runs")
     assert (told.status_code, told.json()["error_code"]) == (429, "TOO_MANY_REQUESTS")
     assert int(told.headers["retry-after"]) >= 1
-    assert town.root.get("/runs").status_code == 200
+    assert server.root.get("/runs").status_code == 200
     monkeypatch.setattr(middleware, "KNOWN_FOR", 0.0)
-    assert town.root.get("/runs").status_code == 200
-    assert town.admit("newcomer").get("/runs").status_code == 200, "good, and never seen here before"
+    assert server.root.get("/runs").status_code == 200
+    assert server.admit("newcomer").get("/runs").status_code == 200, "good, and never seen here before"
 
 
-def test_wrong_tokens_fill_no_memory(town: Town) -> None:
-    known = len(town.site.auth._known)
+def test_wrong_tokens_fill_no_memory(server: TokenServer) -> None:
+    known = len(server.state.auth._known)
     for n in range(20):
-        assert town.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code == 401
-    assert len(town.site.auth._known) <= known
-    assert len(town.site.auth._failures) == 1
+        assert server.sending(f"semel_{n:016x}_{'x' * 43}").get("/runs").status_code == 401
+    assert len(server.state.auth._known) <= known
+    assert len(server.state.auth._failures) == 1
 
 
 def test_only_the_names_that_were_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,34 +403,34 @@ def test_whoever_has_one_address_of_an_ipv6_network_has_them_all() -> None:
 
 
 def test_the_rate_of_a_token_is_limited_and_that_of_another_is_its_own(sqlite_url: str, tmp_path: Path) -> None:
-    with town_on(sqlite_url, tmp_path, Settings(rate=0.01)) as town:
-        alice, bob = town.admit("alice"), town.admit("bob")
+    with token_server(sqlite_url, tmp_path, Settings(rate=0.01)) as server:
+        alice, bob = server.admit("alice"), server.admit("bob")
         assert [alice.get("/runs").status_code for _ in range(3)] == [200, 429, 429]
         refused = alice.get("/runs")
         assert int(refused.headers["retry-after"]) > 1
         assert refused.json()["retryable"] is True
         assert bob.get("/runs").status_code == 200
-        assert town.nobody.get("/healthz").status_code == 200
+        assert server.nobody.get("/healthz").status_code == 200
 
 
-def test_who_waits_or_listens_learns_nothing_after_their_token_has_ended(town: Town) -> None:
-    alice, bert = town.admit("alice", "operator"), town.admit("bert", "operator")
-    run = town.root.post("/runs", json={"model": "add", "parameters": {"a": 1}, "delay": 3600}).json()["run_id"]
+def test_who_waits_or_listens_learns_nothing_after_their_token_has_ended(server: TokenServer) -> None:
+    alice, bert = server.admit("alice", "operator"), server.admit("bert", "operator")
+    run = server.root.post("/runs", json={"model": "add", "parameters": {"a": 1}, "delay": 3600}).json()["run_id"]
     with ThreadPoolExecutor(2) as threads:
         waits = threads.submit(alice.get, f"/runs/{run}?wait=60")
         listens = threads.submit(bert.get, f"/runs/{run}/events")
-        eventually(lambda: sum(len(each) for each in town.site.watch._waiters.values()) == 2)
+        eventually(lambda: sum(len(each) for each in server.state.watch._waiters.values()) == 2)
         for person in (alice, bert):
-            assert town.root.delete(f"/admin/tokens/{person.id}").status_code == 204
-        assert town.root.post(f"/runs/{run}/cancel").status_code == 200
+            assert server.root.delete(f"/admin/tokens/{person.id}").status_code == 204
+        assert server.root.post(f"/runs/{run}/cancel").status_code == 200
         assert waits.result(PATIENCE).status_code == 401
         told = listens.result(PATIENCE).text
     assert "PENDING" in told
     assert "CANCELLED" not in told
 
 
-def test_a_submitter_cannot_pass_a_limit_by_saying_that_a_run_costs_nothing(town: Town) -> None:
-    alice, boss = town.admit("alice"), town.admit("boss", "operator")
+def test_a_submitter_cannot_pass_a_limit_by_saying_that_a_run_costs_nothing(server: TokenServer) -> None:
+    alice, boss = server.admit("alice"), server.admit("boss", "operator")
     asked = {"model": "train", "parameters": {}, "delay": 3600}
     for cost, status in ((0, 403), (2.4, 403), (2.5, 201), (9, 201), (None, 201)):
         answer = alice.post("/runs", json=asked | {"cost": cost})
@@ -423,9 +440,9 @@ def test_a_submitter_cannot_pass_a_limit_by_saying_that_a_run_costs_nothing(town
     assert boss.post("/runs", json=asked | {"cost": 0}).json()["cost"] == 0.0
 
 
-def test_a_request_has_one_key_and_that_is_ascii(town: Town) -> None:
+def test_a_request_has_one_key_and_that_is_ascii(server: TokenServer) -> None:
     body = json.dumps({"model": "add", "parameters": {"a": 1}, "delay": 3600}).encode()
-    head = [("Authorization", f"Bearer {town.root.secret}"), ("Content-Type", "application/json")]
+    head = [("Authorization", f"Bearer {server.root.secret}"), ("Content-Type", "application/json")]
     for keys, status in (
         ([b"a", b"b"], 400),
         (["clé".encode()], 400),
@@ -433,41 +450,41 @@ def test_a_request_has_one_key_and_that_is_ascii(town: Town) -> None:
         ([b"two-of-one"] * 2, 201),
     ):
         headers = [*head, *(("Idempotency-Key", key) for key in keys)]
-        answer = town.line.post("/runs", content=body, headers=headers)
+        answer = server.http.post("/runs", content=body, headers=headers)
         assert answer.status_code == status, answer.text
     with_it = {"model": "add", "parameters": {"a": 1}, "delay": 3600, "idempotency_key": "clé"}
-    assert [town.root.post("/runs", json=with_it).status_code for _ in range(2)] == [201, 200]
+    assert [server.root.post("/runs", json=with_it).status_code for _ in range(2)] == [201, 200]
 
 
-def test_a_token_that_is_rotated_twice_is_replaced_for_as_long_as_it_was_made(town: Town) -> None:
+def test_a_token_that_is_rotated_twice_is_replaced_for_as_long_as_it_was_made(server: TokenServer) -> None:
     """The first answer may be lost: whoever asks again within the grace must not get one that dies with it."""
     for ttl in (None, 86400.0):
-        old = town.admit("erin", ttl=ttl)
+        old = server.admit("erin", ttl=ttl)
         lifetimes = []
         for _ in range(2):
-            made = town.root.post(f"/admin/tokens/{old.id}/rotate", json={"grace": 60}).json()["token"]
+            made = server.root.post(f"/admin/tokens/{old.id}/rotate", json={"grace": 60}).json()["token"]
             begun, until = (made[name] and datetime.fromisoformat(made[name]) for name in ("created_at", "expires_at"))
             lifetimes.append(until and (until - begun).total_seconds())
         assert lifetimes == [ttl, ttl]
 
 
 def test_so_many_requests_of_a_caller_wait_or_listen_at_a_time(tmp_path: Path, sqlite_url: str) -> None:
-    with town_on(sqlite_url, tmp_path, Settings(max_waiting=3)) as town, ThreadPoolExecutor(4) as threads:
-        alice, bert = town.admit("alice", "operator"), town.admit("bert", "operator")
-        run = town.root.post("/runs", json={"model": "add", "parameters": {"a": 1}, "delay": 3600}).json()["run_id"]
+    with token_server(sqlite_url, tmp_path, Settings(max_waiting=3)) as server, ThreadPoolExecutor(4) as threads:
+        alice, bert = server.admit("alice", "operator"), server.admit("bert", "operator")
+        run = server.root.post("/runs", json={"model": "add", "parameters": {"a": 1}, "delay": 3600}).json()["run_id"]
         paths = [f"/runs/{run}?wait=60", f"/runs/{run}?wait=60", f"/runs/{run}/events"]
         waiting = [threads.submit(alice.get, path) for path in paths]
-        eventually(lambda: sum(len(each) for each in town.site.watch._waiters.values()) == 3)
+        eventually(lambda: sum(len(each) for each in server.state.watch._waiters.values()) == 3)
         for path in paths[1:]:
             told = alice.get(path)
             assert (told.status_code, told.json()["error_code"]) == (429, "TOO_MANY_REQUESTS")
             assert int(told.headers["retry-after"]) >= 1
         assert alice.get(f"/runs/{run}").status_code == 200
         other = threads.submit(bert.get, paths[0])
-        eventually(lambda: sum(len(each) for each in town.site.watch._waiters.values()) == 4)
-        assert town.root.post(f"/runs/{run}/cancel").status_code == 200
+        eventually(lambda: sum(len(each) for each in server.state.watch._waiters.values()) == 4)
+        assert server.root.post(f"/runs/{run}/cancel").status_code == 200
         assert {each.result(PATIENCE).status_code for each in [*waiting, other]} == {200}
-        assert not town.site.wait_slots._held
+        assert not server.state.wait_slots._held
 
 
 def test_what_is_printed_by_accident_has_no_secret() -> None:
@@ -478,10 +495,10 @@ def test_what_is_printed_by_accident_has_no_secret() -> None:
     assert "hush" not in repr(Subscription(id="1", tenant="", secret="hush", **target))
 
 
-def test_an_operator_cannot_submit_for_nobody(town: Town) -> None:
+def test_an_operator_cannot_submit_for_nobody(server: TokenServer) -> None:
     """A run of nobody's would be held by nobody's quota."""
-    operator = town.admit("oona", "operator")
-    town.root.put("/admin/quotas/oona", json={"max_concurrent": 0})
+    operator = server.admit("oona", "operator")
+    server.root.put("/admin/quotas/oona", json={"max_concurrent": 0})
     asked = {"model": "add", "parameters": {"a": 1}}
     assert operator.post("/runs", json=asked).status_code == 429
     alone = operator.post("/runs", json={**asked, "user": ""})

@@ -15,7 +15,8 @@ import pytest
 
 from semel import App, Context
 from semel.service import Settings, asgi
-from support.auth import BOTH, Person, Town, shared_town
+from support.databases import DATABASES
+from support.service import TokenClient, TokenServer, shared_server
 
 ANYBODY = "anybody"
 RANKS = ("submitter", "operator", "admin")
@@ -97,37 +98,37 @@ class Seat(NamedTuple):
 
     role: str
     tenant: str
-    person: Person
+    person: TokenClient
 
 
 class World(NamedTuple):
     """A town of two tenants, with a run and a job of alice's in the main one."""
 
-    town: Town
+    server: TokenServer
     seats: list[Seat]
-    alice: Person
+    alice: TokenClient
     run: str
     job: str
     waiting: str
 
 
-@pytest.fixture(scope="module", params=BOTH)
+@pytest.fixture(scope="module", params=DATABASES)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with shared_town(request, tmp_path_factory, Settings(private_webhooks=True)) as town:
-        yield settled(town)
+    with shared_server(request, tmp_path_factory, Settings(private_webhooks=True)) as server:
+        yield settled(server)
 
 
-def settled(town: Town) -> World:
-    @town.app.model("leave", isolation="thread")
+def settled(server: TokenServer) -> World:
+    @server.app.model("leave", isolation="thread")
     def leave(ctx: Context, word: str) -> str:
         ctx.log.info(word)
         ctx.artifact("note.txt").write_text(word)
         return word
 
     seats = [
-        Seat(role, tenant, town.admit(f"{role}-{tenant}", role, tenant)) for role in RANKS for tenant in ("", "acme")
+        Seat(role, tenant, server.admit(f"{role}-{tenant}", role, tenant)) for role in RANKS for tenant in ("", "acme")
     ]
-    alice = town.admit("alice")
+    alice = server.admit("alice")
     body = {"model": "leave", "parameters": {"word": "privy"}, "idempotency_key": "alices"}
     run = alice.post("/runs", json=body).json()["run_id"]
     config = {"model": "add", "parameters": {"a": 1}}
@@ -135,19 +136,19 @@ def settled(town: Town) -> World:
     job = alice.post("/api/cloud/jobs/submit", json={"config_name_to_load": "mine"}).json()["job_id"]
     later = {"model": "leave", "parameters": {"word": "later"}, "delay": 3600}
     waiting = alice.post("/runs", json=later).json()["run_id"]
-    with town.app.working(processes=0):
+    with server.app.working(processes=0):
         for each in (run, job):
-            assert town.app.wait(each, timeout=30).status == "SUCCEEDED"
-    return World(town, seats, alice, run, job, waiting)
+            assert server.app.wait(each, timeout=30).status == "SUCCEEDED"
+    return World(server, seats, alice, run, job, waiting)
 
 
-def routes(town: Town) -> list[str]:
+def routes(server: TokenServer) -> list[str]:
     """Every route of the service, as its schema has it."""
-    paths = town.root.get("/schema/openapi.json").json()["paths"]
+    paths = server.root.get("/schema/openapi.json").json()["paths"]
     return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
 
 
-def asked(who: Person, route: str, places: dict[str, str] | None = None, **options: Any) -> httpx.Response:
+def asked(who: TokenClient, route: str, places: dict[str, str] | None = None, **options: Any) -> httpx.Response:
     """A request to the route: what the path names is nothing that is there, unless ``places`` says so."""
     method, path = route.split(" ", 1)
     names = {"run_id": "0" * 32, "version": "1", **(places or {})}
@@ -158,15 +159,15 @@ def asked(who: Person, route: str, places: dict[str, str] | None = None, **optio
             path = path.replace(part, names.get(part[1:-1], "0" * 16))
     if method in ("POST", "PUT") and not path.endswith(("/retry", "/test", "/resend")):
         options.setdefault("json", BODIES.get(route, {}))
-    return who.ask(method, path, params=QUERIES.get(route), **options)
+    return who.request(method, path, params=QUERIES.get(route), **options)
 
 
-def who_is(who: Person) -> str:
+def who_is(who: TokenClient) -> str:
     return "alice" if who.secret is None else str(who.get("/usage").json().get("user", "alice"))
 
 
 def test_every_route_is_in_the_table(world: World) -> None:
-    assert sorted(routes(world.town)) == sorted(LEAST)
+    assert sorted(routes(world.server)) == sorted(LEAST)
 
 
 def test_every_route_is_open_to_its_least_role_and_closed_below_it_in_either_tenant(world: World) -> None:
@@ -185,18 +186,18 @@ def test_every_route_is_open_to_its_least_role_and_closed_below_it_in_either_ten
 def test_without_a_token_only_what_is_open_to_anybody_answers(world: World) -> None:
     wrong = []
     for route, least in LEAST.items():
-        for who in (world.town.nobody, world.town.sending(f"semel_{'0' * 16}_{'x' * 43}")):
-            world.town.site.auth._failures._buckets.clear()
+        for who in (world.server.nobody, world.server.sending(f"semel_{'0' * 16}_{'x' * 43}")):
+            world.server.state.auth._failures._buckets.clear()
             answer = asked(who, route)
             if least != ANYBODY and answer.status_code != 401:
                 wrong.append((route, answer.status_code))
             if least == ANYBODY and answer.json().get("detail") == "the token is not valid, or no longer":
                 wrong.append((route, answer.status_code))
     assert wrong == []
-    assert world.town.nobody.get("/schema/openapi.json").status_code == 401
+    assert world.server.nobody.get("/schema/openapi.json").status_code == 401
 
 
-def outsiders(world: World) -> list[Person]:
+def outsiders(world: World) -> list[TokenClient]:
     """Who must not see what is alice's."""
     return [seat.person for seat in world.seats if seat.tenant or seat.role == "submitter"]
 
@@ -263,16 +264,16 @@ def test_no_secret_is_in_any_log_line_or_in_any_answer_but_the_one_that_hands_it
     caplog.set_level(logging.DEBUG)
     for name in list(logging.root.manager.loggerDict):  # SQLAlchemy at DEBUG shows rows: whoever wants that, has them
         caplog.set_level(logging.INFO if name.startswith("sqlalchemy") else logging.DEBUG, logger=name)
-    root = world.town.root
+    root = world.server.root
     made = root.post("/admin/tokens", json={"user": "secretive", "role": "admin"}).json()
     named = root.post("/admin/subscriptions", json={"url": "http://user:hunter2@127.0.0.1:9/x"})
     hook = root.post("/admin/subscriptions", json={"url": "http://127.0.0.1:9/x?sig=hunter3"}).json()
-    secretive = world.town.sending(made["secret"])
-    wrong = world.town.sending(made["secret"][:-1] + ("A" if made["secret"][-1] != "A" else "B"))
+    secretive = world.server.sending(made["secret"])
+    wrong = world.server.sending(made["secret"][:-1] + ("A" if made["secret"][-1] != "A" else "B"))
     answers = []
     for route in LEAST:
         answers += [asked(who, route) for who in (secretive, wrong)]
-        world.town.site.auth._failures._buckets.clear()
+        world.server.state.auth._failures._buckets.clear()
     handed = root.post(f"/admin/tokens/{secretive.id}/rotate", json={}).json()["secret"]
     root.delete(f"/admin/subscriptions/{hook['subscription']['id']}")
     assert (named.status_code, "hunter2" in named.text) == (422, False)

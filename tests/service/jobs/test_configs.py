@@ -10,8 +10,8 @@ from semel import App
 from semel.service import Settings
 from semel.service.jobs import configs as config_files
 from semel.service.jobs.configs import BrokenConfig
-from support.jobs import add_models, job_in, submit, token, write_config
-from support.service import Served, made_app, served
+from support.jobs import add_models, job_in, submit, write_config
+from support.service import TestServer, issue_token, make_app, serve
 
 TOML = """\
 model = "add"
@@ -24,7 +24,7 @@ a = 5
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path)
+    app = make_app(request.getfixturevalue(f"{request.param}_url"), tmp_path)
     add_models(app)
     yield app
     app.close()
@@ -40,13 +40,13 @@ def configs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def service(app: App, configs: Path) -> Iterator[Served]:
-    with served(app, Settings(configs=str(configs))) as service:
+def service(app: App, configs: Path) -> Iterator[TestServer]:
+    with serve(app, Settings(configs=str(configs))) as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
@@ -147,14 +147,14 @@ def test_a_name_leads_nowhere_else(client: httpx.Client, tmp_path: Path) -> None
     assert len(client.get("/api/cloud/configs").json()) == 2
 
 
-def test_operators_write_configs_and_only_admins_name_data(service: Served, app: App, configs: Path) -> None:
+def test_operators_write_configs_and_only_admins_name_data(service: TestServer, app: App, configs: Path) -> None:
     (configs / "data").mkdir()
     body = {"model": "add", "providers": {"replicate": {"version": "abc"}}}
     with (
-        service.client(token(app, "ann")) as submitter,
-        service.client(token(app, "op", "operator")) as operator,
-        service.client(token(app, "root", "admin")) as admin,
-        service.client(token(app, "root", "admin", "other")) as stranger,
+        service.client(issue_token(app, "ann")) as submitter,
+        service.client(issue_token(app, "op", "operator")) as operator,
+        service.client(issue_token(app, "root", "admin")) as admin,
+        service.client(issue_token(app, "root", "admin", "other")) as stranger,
     ):
         assert submitter.put("/api/cloud/configs/new", json=body).status_code == 403
         assert submitter.delete("/api/cloud/configs/new").status_code == 403
@@ -207,7 +207,7 @@ def test_a_body_that_is_no_config_is_refused(client: httpx.Client) -> None:
 
 
 def test_rows_without_a_folder_of_configs_have_no_data(app: App) -> None:
-    with served(app) as service, service.client() as client:
+    with serve(app) as service, service.client() as client:
         assert client.get("/api/cloud/configs").json() == []
         assert client.put("/api/cloud/configs/new", json={"model": "add"}).status_code == 200
         refused = client.put("/api/cloud/configs/new", json={"model": "add", "data": "/etc"})

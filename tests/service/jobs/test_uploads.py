@@ -29,9 +29,10 @@ from semel.service.auth.middleware import Principal
 from semel.service.jobs import uploads
 from semel.service.jobs.archive import CannotPack, Packed, pack
 from semel.service.state import ServiceState
-from support.jobs import SlowStore, add_models, job, job_in, runs_of, submit, until, write_config
+from support.jobs import SlowStore, add_models, job, job_in, runs_of, submit, write_config
 from support.programs import Program
-from support.service import Served, made_app, served
+from support.service import TestServer, make_app, serve
+from support.waiting import eventually
 
 FILES = {"captions.txt": "a boat", "images/one.txt": "1", "images/two.txt": "2"}
 ME = Principal(user="local", role="admin")
@@ -179,7 +180,7 @@ def store(tmp_path: Path) -> SlowStore:
 
 @pytest.fixture
 def app(url: str, tmp_path: Path, store: SlowStore) -> Iterator[App]:
-    app = made_app(url, tmp_path)
+    app = make_app(url, tmp_path)
     app._artifacts = store
     add_models(app)
     yield app
@@ -197,13 +198,13 @@ def configs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def service(app: App, configs: Path) -> Iterator[Served]:
-    with served(app, Settings(configs=str(configs))) as service:
+def service(app: App, configs: Path) -> Iterator[TestServer]:
+    with serve(app, Settings(configs=str(configs))) as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Served) -> Iterator[httpx.Client]:
+def client(service: TestServer) -> Iterator[httpx.Client]:
     with service.client() as client:
         yield client
 
@@ -219,7 +220,9 @@ def test_a_run_begins_when_its_data_is_there_and_finds_it_in_a_folder(
         said = submit(client, "reading", "k")
         assert (said["status"], said["data_uploaded"]) == ("uploading", True)
         assert store.began.wait(30)
-        upload = until(lambda: job(client, said["job_id"])["upload"]["bytes"] and job(client, said["job_id"]))["upload"]
+        upload = eventually(lambda: job(client, said["job_id"])["upload"]["bytes"] and job(client, said["job_id"]))[
+            "upload"
+        ]
         assert upload == {"state": "uploading", "bytes": 8, "total": 8, "data_ref": None}
         waits = app.waiting(said["job_id"])
         assert waits is not None
@@ -251,8 +254,8 @@ def test_data_is_removed_with_the_last_run_that_has_it(client: httpx.Client, app
     with app.working(processes=0):
         job_in(client, late, "completed")
     early = submit(client, "reading")["job_id"]
-    until(lambda: job(client, early)["upload"]["state"] == "uploaded")
-    until(lambda: not app.runs(queue="semel-service", status=["PENDING", "RUNNING"]).runs)
+    eventually(lambda: job(client, early)["upload"]["state"] == "uploaded")
+    eventually(lambda: not app.runs(queue="semel-service", status=["PENDING", "RUNNING"]).runs)
     assert app.purge(0) >= 1
     assert len(kept(store)) == 1, "the run that waits needs it"
     with app.working(processes=0):
@@ -261,7 +264,7 @@ def test_data_is_removed_with_the_last_run_that_has_it(client: httpx.Client, app
     assert kept(store) == []
 
 
-def test_uploads_are_nobodys_runs(service: Served, client: httpx.Client, app: App, store: SlowStore) -> None:
+def test_uploads_are_nobodys_runs(service: TestServer, client: httpx.Client, app: App, store: SlowStore) -> None:
     said = submit(client, "reading")
     assert store.began.wait(30)
     assert [each["run_id"] for each in runs_of(service)] == [said["job_id"]]
@@ -272,7 +275,7 @@ def test_uploads_are_nobodys_runs(service: Served, client: httpx.Client, app: Ap
     backlog = app.backlog()
     assert (backlog.pending, backlog.running) == (1, 0)
     store.go_on.set()
-    until(lambda: runs_of(service, "semel-service")[0]["status"] == "SUCCEEDED")
+    eventually(lambda: runs_of(service, "semel-service")[0]["status"] == "SUCCEEDED")
     with app.working(processes=0):
         job_in(client, said["job_id"], "completed")
     shown = client.get("/metrics").text
@@ -282,7 +285,7 @@ def test_uploads_are_nobodys_runs(service: Served, client: httpx.Client, app: Ap
 
 @pytest.mark.parametrize("way", ["/api/cloud/jobs/{}/cancel", "/runs/{}/cancel"])
 def test_who_cancels_the_job_cancels_its_upload(
-    service: Served, client: httpx.Client, app: App, store: SlowStore, way: str
+    service: TestServer, client: httpx.Client, app: App, store: SlowStore, way: str
 ) -> None:
     said = submit(client, "reading")
     assert store.began.wait(30)
@@ -292,9 +295,9 @@ def test_who_cancels_the_job_cancels_its_upload(
     if way.startswith("/api"):
         assert runs_of(service, "semel-service")[0]["cancel_requested"]
     store.go_on.set()
-    upload = until(lambda: [each for each in runs_of(service, "semel-service") if each["status"] != "RUNNING"])[0]
+    upload = eventually(lambda: [each for each in runs_of(service, "semel-service") if each["status"] != "RUNNING"])[0]
     assert upload["status"] in ("CANCELLED", "SUCCEEDED")
-    until(lambda: job(client, said["job_id"])["upload"]["state"] == "cancelled")
+    eventually(lambda: job(client, said["job_id"])["upload"]["state"] == "cancelled")
     assert [step.step for step in app.timeline(said["job_id"])] == ["created", "cancelled"]
     assert job(client, said["job_id"])["status"] == "cancelled"
 
@@ -369,7 +372,7 @@ def test_a_job_whose_upload_ended_otherwise_does_not_wait_for_ever(
     app: App, configs: Path, act: Any, status: str, error: str
 ) -> None:
     job_id = asyncio.run(submitted(app, configs, act))
-    with served(app, Settings(configs=str(configs))) as service, service.client() as client:
+    with serve(app, Settings(configs=str(configs))) as service, service.client() as client:
         over = job(client, job_id)
     assert (over["status"], over["error"]) == (status, error)
     assert app.get(job_id).status == "CANCELLED"
@@ -382,12 +385,12 @@ from support.jobs import SlowStore, add_models
 from semel import App
 from semel.service import Settings
 from semel.service.jobs import uploads
-from support.service import served
+from support.service import serve
 
 uploads.LEASE = 1.0
 app = App(url, artifacts=SlowStore(Path(artifacts)))
 add_models(app)
-with served(app, Settings(configs=configs)) as service:
+with serve(app, Settings(configs=configs)) as service:
     body = {"config_name_to_load": "reading", "idempotency_key": "k"}
     answer = httpx.post(f"{service.address}/api/cloud/jobs/submit", json=body, timeout=30).json()
     assert app.results.began.wait(30)
@@ -399,7 +402,7 @@ with served(app, Settings(configs=configs)) as service:
 def test_a_server_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
     url: str, configs: Path, tmp_path: Path
 ) -> None:
-    app = made_app(url, tmp_path)
+    app = make_app(url, tmp_path)
     add_models(app)
     with Program(DIES, url=url, configs=str(configs), artifacts=str(tmp_path / "artifacts")) as program:
         said = program.hear()
@@ -410,7 +413,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
     run_sync(ledger.close())
     assert said["status"] == "uploading"
     with (
-        served(app, Settings(configs=str(configs))) as service,
+        serve(app, Settings(configs=str(configs))) as service,
         service.client() as client,
         app.working(processes=0),
     ):
@@ -459,7 +462,7 @@ answer(app, settings, threading.Thread(target=ask).start)
 
 def test_a_server_that_is_told_twice_gives_its_own_runs_back(url: str, configs: Path, tmp_path: Path) -> None:
     """A request that does not end keeps it, and an upload is under way."""
-    app = made_app(url, tmp_path)
+    app = make_app(url, tmp_path)
     with Program(TOLD_TWICE, url=url, configs=str(configs), artifacts=str(tmp_path / "artifacts")) as program:
         said = program.hear()
         program._process.join(60)
@@ -475,16 +478,16 @@ def test_brokers_hear_of_the_job_when_its_data_is_there_and_never_of_the_upload(
 ) -> None:
     from redis import Redis
 
-    app = made_app(url, tmp_path, transport="rq", redis=redis_url)
+    app = make_app(url, tmp_path, transport="rq", redis=redis_url)
     add_models(app)
     with (
-        served(app, Settings(configs=str(configs))) as service,
+        serve(app, Settings(configs=str(configs))) as service,
         service.client() as client,
         Redis.from_url(redis_url) as redis,
     ):
         said = submit(client, "reading")
         job_in(client, said["job_id"], "queued")
-        until(lambda: redis.llen("rq:queue:semel") == 1)
+        eventually(lambda: redis.llen("rq:queue:semel") == 1)
         queues = {name.decode() for name in redis.smembers("rq:queues")}
         assert queues == {"rq:queue:semel"}
     app.close()

@@ -1,4 +1,4 @@
-"""The service inside other people's applications, on real servers, on SQLite and PostgreSQL."""
+"""The service inside other people's applications, on real servers."""
 
 import json
 import subprocess
@@ -20,14 +20,14 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from semel import App
 from semel.service import asgi, wsgi
-from support.hosting import hosted, hosted_wsgi
-from support.serve_command import environment, until
-from support.service import made_app
+from support.serve_command import environment
+from support.service import host_asgi, host_wsgi, make_app
+from support.waiting import eventually
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
+@pytest.fixture
+def app(sqlite_url: str, tmp_path: Path) -> Iterator[App]:
+    app = make_app(sqlite_url, tmp_path, dedupe_window=0)
 
     @app.model("add")
     async def add(a: int, b: int = 0) -> int:
@@ -68,15 +68,15 @@ def in_litestar(service: Any) -> Any:
 @pytest.mark.parametrize("mount", [in_starlette, in_fastapi, in_litestar])
 def test_mounted_under_a_prefix_it_answers_with_links_that_lead_back(mount: Any, app: App) -> None:
     service = asgi(app)
-    with hosted(mount(service)) as client:
+    with host_asgi(mount(service)) as client:
         assert_answers(client)
     app.close()
 
 
 def assert_answers(client: httpx.Client) -> None:
     """Everything that a client does first works below the prefix."""
-    until(lambda: client.get("/semel/healthz").json()["status"] == "ok", "it is well")
-    until(lambda: client.get("/semel/readyz").status_code == 200, "it is ready")
+    eventually(lambda: client.get("/semel/healthz").json()["status"] == "ok", "it is well")
+    eventually(lambda: client.get("/semel/readyz").status_code == 200, "it is ready")
     made = client.post("/semel/runs", json={"model": "add", "parameters": {"a": 1}})
     assert made.status_code == 201, made.text
     links = made.json()["links"]
@@ -100,7 +100,7 @@ def test_within_flask_it_answers_below_its_prefix(app: App) -> None:
 
     service = wsgi(app)
     flask.wsgi_app = DispatcherMiddleware(flask.wsgi_app, {"/semel": service})  # type: ignore[method-assign]
-    with hosted_wsgi(flask) as client:
+    with host_wsgi(flask) as client:
         assert client.get("/own").text == "mine"
         assert_answers(client)
         with app.working(processes=0):
@@ -118,7 +118,7 @@ def test_a_wsgi_server_that_does_not_say_who_asks_is_not_taken_for_this_machine(
             environ.pop(name, None)
         return service(environ, start_response)
 
-    with hosted_wsgi(anonymous) as client:
+    with host_wsgi(anonymous) as client:
         answer = client.get("/runs")
     service.close()
     assert (answer.status_code, answer.json()["error_code"]) == (403, "LOOPBACK_ONLY")
@@ -162,7 +162,7 @@ def test_it_works_in_the_processes_of_a_server_that_forks(sqlite_url: str, tmp_p
             stderr=out,
         )
     try:
-        until(socket_path.exists, "gunicorn listens")
+        eventually(socket_path.exists, "gunicorn listens")
         transport = httpx.HTTPTransport(uds=str(socket_path))
         with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
             answers = [client.get("/healthz", headers={"Connection": "close"}) for _ in range(4)]

@@ -23,7 +23,8 @@ from semel.errors import InvalidRequest
 from semel.service.settings import Settings, from_environment
 from support import servers
 from support.programs import outcome
-from support.serve_command import PATIENCE, Serving, command, environment, until
+from support.serve_command import PATIENCE, ServeProcess, command, environment
+from support.waiting import eventually
 
 APP = "support.apps.serve_app:app"
 
@@ -37,7 +38,7 @@ def db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"])
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """One server with two processes for the tests that only ask."""
     folder = tmp_path_factory.mktemp("serving")
     url = f"sqlite:///{folder / 'semel.db'}"
@@ -46,11 +47,11 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         url = server.database()
         assert semel_command(["migrate", url]) == 0
     more = {"SEMEL_HEADER_TIMEOUT": "1", "SEMEL_LOG_FORMAT": "pretty"}
-    with Serving(folder, APP, "--db", url, "--processes", "2", "--log-format", "json", **more) as serving:
+    with ServeProcess(folder, APP, "--db", url, "--processes", "2", "--log-format", "json", **more) as serving:
         yield serving
 
 
-def test_the_worker_beside_the_server_does_what_is_submitted(service: Serving) -> None:
+def test_the_worker_beside_the_server_does_what_is_submitted(service: ServeProcess) -> None:
     for model, parameters, result in (("add", {"a": 1, "b": 2}, 3), ("count", {"to": 4}, 6)):
         run = service.submit(model, parameters)
         service.becomes(run["run_id"], "SUCCEEDED")
@@ -59,10 +60,10 @@ def test_the_worker_beside_the_server_does_what_is_submitted(service: Serving) -
     assert service.said == f"semel serves {APP} on {service.address} (Ctrl-C ends it)\n"
 
 
-def test_every_line_of_the_worker_about_a_run_has_the_fields_of_the_run(service: Serving) -> None:
+def test_every_line_of_the_worker_about_a_run_has_the_fields_of_the_run(service: ServeProcess) -> None:
     run = service.submit("add", {"a": 1})
     service.becomes(run["run_id"], "SUCCEEDED")
-    lines = until(
+    lines = eventually(
         lambda: [
             each for each in service.lines() if each.get("run_id") == run["run_id"] and "succeeded" in each["event"]
         ],
@@ -75,7 +76,7 @@ def test_every_line_of_the_worker_about_a_run_has_the_fields_of_the_run(service:
     assert "payload_hash=" not in line["event"]
 
 
-def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service: Serving) -> None:
+def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service: ServeProcess) -> None:
     with service.client() as client:
         named = client.get("/runs/unknown-run?secret=hush", headers={"X-Request-Id": "mine/1"})
         other = client.get("/runs/unknown-run", headers={"X-Request-Id": "not\tfit" * 90})
@@ -83,13 +84,13 @@ def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service:
     assert named.headers["X-Request-Id"] == "mine/1"
     assert len(other.headers["X-Request-Id"]) == 32
     assert bad.status_code == 401
-    lines = until(
+    lines = eventually(
         lambda: [each for each in service.lines() if each.get("request_id") == "mine/1"], "the request is in the log"
     )
     (line,) = [each for each in lines if each["logger"] == "semel.access"]
     assert (line["method"], line["route"], line["http_status"], line["user"]) == ("GET", "/runs/{run_id}", 400, "local")
     assert line["ms"] > 0
-    refused = until(
+    refused = eventually(
         lambda: [each for each in service.lines() if each.get("request_id") == bad.headers["X-Request-Id"]],
         "the refused request is in the log",
     )
@@ -97,7 +98,7 @@ def test_a_request_has_a_name_and_a_line_without_its_query_or_its_token(service:
     assert "hush" not in service.log
 
 
-def test_metrics_are_of_all_processes_together(service: Serving) -> None:
+def test_metrics_are_of_all_processes_together(service: ServeProcess) -> None:
     before = _metrics(service)
     runs = []
     for number in range(6):  # a connection each, so that both processes are asked
@@ -115,15 +116,15 @@ def test_metrics_are_of_all_processes_together(service: Serving) -> None:
         ('queue_lag_seconds_count{model="add"}', 6),
         ('semel_http_requests_total{method="POST",route="/runs",status="201"}', 6),
     ):
-        until(lambda name=name, grown=grown: _metrics(service).get(name, 0) - before.get(name, 0) == grown, name)
+        eventually(lambda name=name, grown=grown: _metrics(service).get(name, 0) - before.get(name, 0) == grown, name)
     now = _metrics(service)
     assert now["stuck_runs_detected_total"] == 0
     assert now["semel_database_up"] == 1
     assert 0 < now["runs_replay_ratio"] < 1
-    assert until(lambda: _metrics(service)["workers_alive"], "the worker is seen") == 1
+    assert eventually(lambda: _metrics(service)["workers_alive"], "the worker is seen") == 1
 
 
-def _metrics(service: Serving) -> dict[str, float]:
+def _metrics(service: ServeProcess) -> dict[str, float]:
     with service.client() as client:
         answer = client.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain")
@@ -131,7 +132,7 @@ def _metrics(service: Serving) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def test_slow_and_large_heads_are_not_waited_for(service: Serving) -> None:
+def test_slow_and_large_heads_are_not_waited_for(service: ServeProcess) -> None:
     host, port = service.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as slow:
         slow.sendall(b"GET /runs HTTP/1.1\r\nHo")
@@ -148,7 +149,7 @@ def test_told_to_end_it_lets_requests_streams_and_runs_end(
     """Ctrl-C reaches every process of the terminal's group, and counts once."""
     db: str = request.getfixturevalue("sqlite_url" if terminal else "postgres_url")
     assert semel_command(["migrate", db]) == 0
-    with Serving(tmp_path, APP, "--db", db) as serving:
+    with ServeProcess(tmp_path, APP, "--db", db) as serving:
         run = serving.submit("sleep", {"seconds": 1.5})
         waits = serving.submit("add", {"a": 1}, queue="nobodys")
         serving.becomes(run["run_id"], "RUNNING")
@@ -162,7 +163,7 @@ def test_told_to_end_it_lets_requests_streams_and_runs_end(
         threads = [threading.Thread(target=ask, args=each) for each in asked.items()]
         for thread in threads:
             thread.start()
-        until(lambda: _in_flight(serving) == 3, "both wait")  # and the one that asks
+        eventually(lambda: _in_flight(serving) == 3, "both wait")  # and the one that asks
         serving.stop(signal.SIGINT if terminal else signal.SIGTERM, group=terminal)
         for thread in threads:
             thread.join(PATIENCE)
@@ -174,16 +175,16 @@ def test_told_to_end_it_lets_requests_streams_and_runs_end(
     app.close()
 
 
-def _in_flight(serving: Serving) -> float:
+def _in_flight(serving: ServeProcess) -> float:
     return _metrics(serving)["semel_http_requests_in_flight"]
 
 
 def test_told_twice_it_ends_at_once_and_gives_runs_back(db: str, tmp_path: Path) -> None:
-    with Serving(tmp_path, APP, "--db", db, "--drain", "600") as serving:
+    with ServeProcess(tmp_path, APP, "--db", db, "--drain", "600") as serving:
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
         serving.stop()
-        until(lambda: "a second signal gives them back" in serving.log, "the worker drains")
+        eventually(lambda: "a second signal gives them back" in serving.log, "the worker drains")
         serving.stop()
         assert serving.ended() == 0
     app = App(db)
@@ -194,11 +195,11 @@ def test_told_twice_it_ends_at_once_and_gives_runs_back(db: str, tmp_path: Path)
 
 def test_told_twice_it_waits_until_the_runs_are_given_back(sqlite_url: str, tmp_path: Path) -> None:
     """Somebody else holds the lock of the file for some seconds: the worker is not killed before it gets its turn."""
-    with Serving(tmp_path, APP, "--db", sqlite_url, "--drain", "600") as serving:
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--drain", "600") as serving:
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
         serving.stop()
-        until(lambda: "a second signal gives them back" in serving.log, "the worker drains")
+        eventually(lambda: "a second signal gives them back" in serving.log, "the worker drains")
         with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             serving.stop()
@@ -212,13 +213,13 @@ def test_told_twice_it_waits_until_the_runs_are_given_back(sqlite_url: str, tmp_
 
 def test_when_the_parent_is_killed_nothing_is_left(postgres_url: str, tmp_path: Path) -> None:
     assert semel_command(["migrate", postgres_url]) == 0
-    with Serving(tmp_path, APP, "--db", postgres_url, "--processes", "2") as serving:
-        until(lambda: len(serving.children()) == 3, "two servers and a worker")
+    with ServeProcess(tmp_path, APP, "--db", postgres_url, "--processes", "2") as serving:
+        eventually(lambda: len(serving.children()) == 3, "two servers and a worker")
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
         serving.stop(signal.SIGKILL)
         serving.ended()
-        until(lambda: not serving.left(), "the others notice")
+        eventually(lambda: not serving.left(), "the others notice")
 
 
 _TOLD_AT_BIRTH = """
@@ -287,10 +288,10 @@ def test_a_process_that_dies_again_and_again_is_started_ever_more_seldom() -> No
 
 
 def test_a_worker_that_is_killed_is_started_again(sqlite_url: str, tmp_path: Path) -> None:
-    with Serving(tmp_path, APP, "--db", sqlite_url, "--log-format", "json") as serving:
-        _, worker = until(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--log-format", "json") as serving:
+        _, worker = eventually(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
         os.kill(worker, signal.SIGKILL)
-        said = until(
+        said = eventually(
             lambda: [each for each in serving.lines() if "the worker has died" in each["event"]], "the parent says so"
         )
         assert "signal 9" in said[0]["event"]
@@ -300,31 +301,31 @@ def test_a_worker_that_is_killed_is_started_again(sqlite_url: str, tmp_path: Pat
 
 def test_a_server_that_is_killed_is_started_again_while_another_answers(sqlite_url: str, tmp_path: Path) -> None:
     """And without a worker the runs wait."""
-    with Serving(tmp_path, APP, "--processes", "2", SEMEL_DB=sqlite_url, SEMEL_WORKER="false") as serving:
-        until(lambda: len(serving.children()) == 2, "two servers")
+    with ServeProcess(tmp_path, APP, "--processes", "2", SEMEL_DB=sqlite_url, SEMEL_WORKER="false") as serving:
+        eventually(lambda: len(serving.children()) == 2, "two servers")
         first, second = serving.children()
         run = serving.submit("add", {"a": 1})
         waits = threading.Thread(target=_wait, args=(serving, run["run_id"]))
         waits.start()
-        until(lambda: _in_flight(serving) == 2, "one waits")
+        eventually(lambda: _in_flight(serving) == 2, "one waits")
         os.kill(first, signal.SIGKILL)
-        until(lambda: len(serving.children()) == 2 and first not in serving.children(), "it is started again")
+        eventually(lambda: len(serving.children()) == 2 and first not in serving.children(), "it is started again")
         os.kill(second, signal.SIGKILL)
-        until(lambda: len(serving.children()) == 2 and second not in serving.children(), "the other, too")
-        until(lambda: _answers(serving), "the new ones answer")
+        eventually(lambda: len(serving.children()) == 2 and second not in serving.children(), "the other, too")
+        eventually(lambda: _answers(serving), "the new ones answer")
         assert _metrics(serving)['runs_created_total{model="add"}'] == 1
         assert _in_flight(serving) == 1
         assert serving.run(run["run_id"])["status"] == "PENDING"
         waits.join(PATIENCE)
 
 
-def _wait(serving: Serving, run_id: str) -> None:
+def _wait(serving: ServeProcess, run_id: str) -> None:
     """As long as the server lives that was asked."""
     with serving.client() as client, suppress(httpx.TransportError):
         client.get(f"/runs/{run_id}?wait=60")
 
 
-def _answers(serving: Serving) -> bool:
+def _answers(serving: ServeProcess) -> bool:
     try:
         with serving.client() as client:
             return client.get("/readyz").status_code == 200
@@ -333,8 +334,8 @@ def _answers(serving: Serving) -> bool:
 
 
 def test_the_demo_says_what_to_try_and_that_works_when_it_is_pasted(tmp_path: Path) -> None:
-    with Serving(tmp_path) as serving:
-        until(lambda: "Ctrl-C here ends it" in serving.said, "it has said everything")
+    with ServeProcess(tmp_path) as serving:
+        eventually(lambda: "Ctrl-C here ends it" in serving.said, "it has said everything")
         assert serving.said.startswith("semel serves semel.demo:app on http://127.0.0.1:")
         assert (tmp_path / "semel.db").exists()
         submit, look, wait = re.findall(r"^  ((?:curl|semel) .*(?:\n    .*)?)", serving.said, re.MULTILINE)
@@ -362,8 +363,8 @@ def _pasted(line: str, folder: Path) -> str:
 
 
 def test_for_rq_only_the_sweeper_runs_beside(sqlite_url: str, redis_url: str, tmp_path: Path) -> None:
-    with Serving(tmp_path, APP, "--db", sqlite_url, "--transport", "rq", "--redis", redis_url) as serving:
-        until(lambda: "only the sweeper" in serving.log, "it says so")
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--transport", "rq", "--redis", redis_url) as serving:
+        eventually(lambda: "only the sweeper" in serving.log, "it says so")
         run = serving.submit("add", {"a": 1})
         assert serving.run(run["run_id"])["status"] == "PENDING"
         with serving.client() as client:
@@ -379,7 +380,7 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_two_servers_do_not_share_a_port_unnoticed(service: Serving, tmp_path: Path) -> None:
+def test_two_servers_do_not_share_a_port_unnoticed(service: ServeProcess, tmp_path: Path) -> None:
     port = service.address.rpartition(":")[2]
     done = command("serve", "--port", port, cwd=tmp_path)
     assert (done.returncode, "is in use" in done.stderr) == (1, True)
@@ -392,7 +393,7 @@ def test_beyond_this_machine_it_is_served_only_with_tokens(db: str, tmp_path: Pa
     assert "semel token create --user admin --role admin" in refused.stderr
     if db.startswith("sqlite"):
         assert semel_command(["token", "create", "--user", "ops", "--role", "admin", "--db", db]) == 0
-        with Serving(tmp_path, APP, "--db", db, "--host", "0.0.0.0") as serving, serving.client() as client:
+        with ServeProcess(tmp_path, APP, "--db", db, "--host", "0.0.0.0") as serving, serving.client() as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/metrics").status_code == 401
 
@@ -460,16 +461,16 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
 
 
 def test_a_server_without_a_worker_says_once_that_it_serves(sqlite_url: str, tmp_path: Path) -> None:
-    with Serving(tmp_path, APP, "--db", sqlite_url, "--no-worker") as serving:
-        (server,) = until(serving.children, "the server")
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--no-worker") as serving:
+        (server,) = eventually(serving.children, "the server")
         os.kill(server, signal.SIGKILL)
-        until(lambda: serving.children() not in ([], [server]), "another")
-        until(lambda: _answers(serving), "it answers")
+        eventually(lambda: serving.children() not in ([], [server]), "another")
+        eventually(lambda: _answers(serving), "it answers")
         assert serving.said.count("semel serves") == 1
 
 
 def test_a_full_folder_for_temporary_files_stops_nothing(sqlite_url: str, tmp_path: Path) -> None:
     """Counters lie in memory: a file of theirs that finds no room would end the process that counts."""
-    with Serving(tmp_path, APP, "--db", sqlite_url) as serving:
+    with ServeProcess(tmp_path, APP, "--db", sqlite_url) as serving:
         assert list(tmp_path.glob("semel-metrics-*")) == []
         assert _metrics(serving)

@@ -21,14 +21,13 @@ from semel.service import Settings
 from semel.service.auth import tokens
 from semel.service.auth.tokens import Role
 from semel.service.telemetry.logs import formatter
-from support.hosting import unannounced
-from support.serve_command import until
-from support.service import Served, made_app, served
+from support.service import TestServer, host_without_lifespan, make_app, serve
+from support.waiting import eventually
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
+    app = make_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
 
     @app.model("counted")
     async def counted(fail: bool = False) -> int:
@@ -41,8 +40,8 @@ def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
 
 
 @pytest.fixture
-def service(app: App) -> Iterator[Served]:
-    with served(app) as service:
+def service(app: App) -> Iterator[TestServer]:
+    with serve(app) as service:
         yield service
 
 
@@ -86,9 +85,9 @@ def told(shown: io.StringIO, request_id: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("request_id") == request_id]
 
 
-def test_a_service_that_is_well_says_so_to_anybody(service: Served) -> None:
+def test_a_service_that_is_well_says_so_to_anybody(service: TestServer) -> None:
     token(service.app, "admin")
-    service.site.auth.clear_cache()
+    service.state.auth.clear_cache()
     with service.client() as client:
         for path in ("/healthz", "/readyz"):
             answer = client.get(path)
@@ -99,7 +98,7 @@ def test_a_service_that_is_well_says_so_to_anybody(service: Served) -> None:
 
 def test_a_database_that_is_away_is_said_and_nothing_more(closed_port: int, tmp_path: Path) -> None:
     app = App(f"postgresql://somebody:hush@127.0.0.1:{closed_port}/name", artifacts=tmp_path)
-    with unannounced(app) as client:
+    with host_without_lifespan(app) as client:
         for path in ("/healthz", "/readyz"):
             answer = client.get(path)
             expected = {"status": "unavailable", "checks": {"database": "unavailable"}}
@@ -107,17 +106,17 @@ def test_a_database_that_is_away_is_said_and_nothing_more(closed_port: int, tmp_
 
 
 def test_a_database_without_tables_is_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    with unannounced(App(postgres_url, artifacts=tmp_path)) as client:
+    with host_without_lifespan(App(postgres_url, artifacts=tmp_path)) as client:
         answer = client.get("/readyz")
     assert (answer.status_code, answer.json()["checks"]) == (503, {"database": "not migrated"})
 
 
 def test_a_database_that_takes_no_writes_is_alive_but_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    app = made_app(postgres_url, tmp_path)
+    app = make_app(postgres_url, tmp_path)
     with psycopg.connect(postgres_url, autocommit=True) as conn:
         name = conn.info.dbname
         conn.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
-    with unannounced(app) as client:
+    with host_without_lifespan(app) as client:
         assert client.get("/healthz").json()["checks"] == {"database": "ok"}
         ready = client.get("/readyz")
     assert (ready.status_code, ready.json()["checks"]) == (503, {"database": "read-only"})
@@ -141,9 +140,9 @@ def counting_writes(file: Path) -> sqlite3.Connection:
 
 @pytest.mark.usefixtures("asked_anew")
 def test_nobody_writes_to_sqlite_by_asking_whether_it_is_ready(tmp_path: Path) -> None:
-    app = made_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
+    app = make_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
     with (
-        served(app) as service,
+        serve(app) as service,
         service.client() as client,
         closing(counting_writes(tmp_path / "semel.db")) as conn,
     ):
@@ -157,9 +156,9 @@ def test_nobody_writes_to_sqlite_by_asking_whether_it_is_ready(tmp_path: Path) -
 def test_a_disk_that_is_full_is_not_ready_until_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = made_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
+    app = make_app(f"sqlite:///{tmp_path}/semel.db", tmp_path)
     expected = {"status": "unavailable", "checks": {"database": "unavailable"}}
-    with served(app) as service, service.client() as client:
+    with serve(app) as service, service.client() as client:
         with closing(sqlite3.connect(tmp_path / "semel.db", isolation_level=None)) as conn:
             conn.execute("CREATE TRIGGER full BEFORE INSERT ON semel_leaders WHEN NEW.role = 'readyz' "
                          "BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END")  # fmt: skip
@@ -177,14 +176,14 @@ def test_a_disk_that_is_full_is_not_ready_until_there_is_room_again(
 
 def test_redis_is_looked_at_where_it_is_used(app: App, redis_url: str, closed_port: int) -> None:
     for url, status, word in ((redis_url, 200, "ok"), (f"redis://127.0.0.1:{closed_port}/0", 503, "unavailable")):
-        with unannounced(app, Settings(redis=url)) as client:
+        with host_without_lifespan(app, Settings(redis=url)) as client:
             answer = client.get("/healthz")
             assert (answer.status_code, answer.json()["checks"]) == (status, {"database": "ok", "redis": word})
             assert client.get("/readyz").status_code == 200
 
 
-def test_a_server_that_is_about_to_end_is_not_ready(service: Served) -> None:
-    service.site.watch.dismiss()
+def test_a_server_that_is_about_to_end_is_not_ready(service: TestServer) -> None:
+    service.state.watch.dismiss()
     with service.client() as client:
         assert client.get("/readyz").json()["checks"] == {"server": "ending"}
         assert client.get("/healthz").status_code == 200
@@ -193,7 +192,7 @@ def test_a_server_that_is_about_to_end_is_not_ready(service: Served) -> None:
 def test_metrics_are_for_operators_of_the_house(app: App) -> None:
     secrets = {role: token(app, role) for role in ("submitter", "operator", "admin")}  # type: ignore[arg-type]
     secrets["another house"] = token(app, "admin", tenant="acme")
-    with served(app) as service:
+    with serve(app) as service:
         expected = {"submitter": 403, "operator": 200, "admin": 200, "another house": 403}
         found = {}
         for role, secret in secrets.items():
@@ -204,7 +203,7 @@ def test_metrics_are_for_operators_of_the_house(app: App) -> None:
     assert found == expected
 
 
-def test_metrics_tell_of_runs_and_requests(service: Served) -> None:
+def test_metrics_tell_of_runs_and_requests(service: TestServer) -> None:
     with service.client() as client:
         before = _numbers(client.get("/metrics").text)
         for parameters in ({}, {"fail": True}):
@@ -230,14 +229,14 @@ def _numbers(text: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def test_an_exception_is_in_the_log_and_not_in_the_answer(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_is_in_the_log_and_not_in_the_answer(service: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("postgresql://user:hush@host/name broke, sent by Bearer semel_0123456789abcdef_hush")
 
-    monkeypatch.setattr(service.site, "run", broken)
+    monkeypatch.setattr(service.state, "run", broken)
     with logged("json") as shown, service.client() as client:
         answer = client.get("/runs/some-run", headers={"X-Request-Id": "broken-1"})
-        until(lambda: len(told(shown, "broken-1")) == 2, "the exception and the request are in the log")
+        eventually(lambda: len(told(shown, "broken-1")) == 2, "the exception and the request are in the log")
     assert (answer.status_code, answer.json()["error_code"]) == (500, "INTERNAL_ERROR")
     assert "RuntimeError" not in answer.text
     failed, answered = told(shown, "broken-1")
@@ -248,22 +247,22 @@ def test_an_exception_is_in_the_log_and_not_in_the_answer(service: Served, monke
     assert "postgresql://user:***@host/name" in shown.getvalue()
 
 
-def test_an_expected_refusal_is_one_line_without_a_traceback(service: Served) -> None:
+def test_an_expected_refusal_is_one_line_without_a_traceback(service: TestServer) -> None:
     with logged("json") as shown, service.client() as client:
         client.get("/runs/unknown", headers={"X-Request-Id": "unknown-1"})
-        (line,) = until(lambda: told(shown, "unknown-1"), "the request is in the log")
+        (line,) = eventually(lambda: told(shown, "unknown-1"), "the request is in the log")
     assert (line["http_status"], line["level"], line["logger"]) == (404, "info", "semel.access")
     assert not line.keys() & {"exception", "run_id", "status"}
 
 
-def test_the_line_of_a_request_about_a_run_carries_the_fields_of_the_run(service: Served) -> None:
+def test_the_line_of_a_request_about_a_run_carries_the_fields_of_the_run(service: TestServer) -> None:
     body = {"model": "counted", "parameters": {}}
     with logged("json") as shown, service.client() as client:
 
         def line_of(method: str, path: str, **more: Any) -> dict[str, Any]:
             name = f"{method}-{path}".replace("_", "-")[:100]
             assert client.request(method, path, headers={"X-Request-Id": name}, **more).is_success
-            (line,) = until(lambda: told(shown, name), "the request is in the log")
+            (line,) = eventually(lambda: told(shown, name), "the request is in the log")
             found: dict[str, Any] = line
             return found
 
@@ -281,12 +280,12 @@ def test_the_line_of_a_request_about_a_run_carries_the_fields_of_the_run(service
     assert "run_id" not in listed
 
 
-def test_probes_are_not_in_the_log(service: Served) -> None:
+def test_probes_are_not_in_the_log(service: TestServer) -> None:
     with logged("pretty") as shown, service.client() as client:
         for path in ("/healthz", "/readyz", "/metrics"):
             assert client.get(path).status_code == 200
         client.get("/runs")
-        until(lambda: "route=/runs" in shown.getvalue(), "the request is in the log")
+        eventually(lambda: "route=/runs" in shown.getvalue(), "the request is in the log")
     assert shown.getvalue().count("semel.access") == 1
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from semel import App, Once
 from semel.metrics.prometheus import PrometheusMetrics
-from support.service import made_app, served
+from support.service import make_app, serve
 
 OPS = Path(__file__).parents[3] / "ops"
 DASHBOARD = json.loads((OPS / "grafana-dashboard.json").read_text())
@@ -29,12 +29,12 @@ LABELS_ADDED = {"job", "instance", "le"}
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Every series that /metrics can show, and those of a service with keys of its own, with their labels."""
     folder = tmp_path_factory.mktemp("families")
-    app: App = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
+    app: App = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
 
     @app.model("seen")
     async def seen() -> None: ...
 
-    with served(app) as service, service.client() as client:
+    with serve(app) as service, service.client() as client:
         client.post("/runs", json={"model": "seen"})
         shown = client.get("/metrics").text
     app.close()

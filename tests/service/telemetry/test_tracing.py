@@ -27,10 +27,10 @@ provider.add_span_processor(SimpleSpanProcessor(kept))
 trace.set_tracer_provider(provider)
 
 from support.apps.serve_app import app
-from support.service import served
+from support.service import serve
 
 app.place(artifacts=folder)
-with served(app) as service, app.working(processes=1), service.client() as client:
+with serve(app) as service, app.working(processes=1), service.client() as client:
     answers = {}
     for model in ("add", "traced"):
         body = {"model": model, "parameters": {"a": 1} if model == "add" else {}}

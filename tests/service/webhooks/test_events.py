@@ -27,11 +27,11 @@ from semel.service.webhooks import dispatcher, sender
 from semel.service.webhooks.deliveries import Delivery, lease, renew, tidy
 from semel.service.webhooks.dispatcher import AT_ONCE, DELAYS, LEASE
 from semel.testing import FakeClock
-from support.auth import BOTH, issue
+from support.databases import TestDatabase
 from support.programs import Program
-from support.quotas import Grounds
-from support.service import Served, made_app, served
-from support.webhooks import PATIENCE, Receiver, receiving, until
+from support.service import TestServer, issue_token, make_app, serve
+from support.waiting import eventually
+from support.webhooks import PATIENCE, Receiver, receiving
 
 LEASE_US = round(LEASE * 1_000_000)
 OPEN = Settings(private_webhooks=True)
@@ -67,10 +67,10 @@ class House:
 
         return app
 
-    def serve(self, settings: Settings = OPEN, app: App | None = None) -> Served:
-        return self._closing.enter_context(served(app or self.app, settings))
+    def serve(self, settings: Settings = OPEN, app: App | None = None) -> TestServer:
+        return self._closing.enter_context(serve(app or self.app, settings))
 
-    def client(self, service: Served, token: str | None = None) -> httpx.Client:
+    def client(self, service: TestServer, token: str | None = None) -> httpx.Client:
         return self._closing.enter_context(service.client(token))
 
     def receiver(self, *behaviours: Any) -> Receiver:
@@ -91,16 +91,10 @@ class House:
         return Counter(row[0] for row in self.sql("SELECT state FROM semel_deliveries"))
 
 
-@pytest.fixture(scope="module")
-def grounds(request: pytest.FixtureRequest) -> Iterator[Grounds]:
-    with ExitStack() as stack:
-        yield Grounds(request, stack)
-
-
-@pytest.fixture(params=BOTH)
-def house(request: pytest.FixtureRequest, grounds: Grounds, tmp_path: Path) -> Iterator[House]:
-    with ExitStack() as closing, grounds.empty(request.param) as ground:
-        house = House(ground.url, tmp_path, closing)
+@pytest.fixture
+def house(database: TestDatabase, tmp_path: Path) -> Iterator[House]:
+    with ExitStack() as closing:
+        house = House(database.url, tmp_path, closing)
         for table in ("subscriptions", "deliveries", "tokens"):
             house.write(f"DELETE FROM semel_{table}")
         yield house
@@ -141,7 +135,7 @@ def test_every_step_of_a_run_is_told_once_in_order_and_signed(house: House, clie
         made = subscribe(client, receiver.url)
         run = house.app.submit("add", {"a": 1}, user=42)
         received = receiver.wait_for(3)
-        until(arrived(client, 3), "they are marked")
+        eventually(arrived(client, 3), "they are marked")
     assert receiver.names == ["RunCreated", "RunStarted", "RunCompleted"]
     assert receiver.ids == [f"{run.id}/{version}" for version in (1, 2, 3)]
     assert all(each.is_signed_with(made["secret"]) for each in received)
@@ -168,7 +162,7 @@ def test_only_what_is_wanted_is_told_and_kept_for_telling(house: House, client: 
     run = house.app.submit("add", {"a": 1})
     house.app.cancel(run.id)
     receiver.wait_for(1)
-    until(arrived(client, 1), "it is marked")
+    eventually(arrived(client, 1), "it is marked")
     assert (receiver.names, receiver.ids) == (["RunCompleted"], [f"{run.id}/2"])
     assert receiver.received[0].event["status"] == "CANCELLED"
     assert house.states() == {"delivered": 1}
@@ -220,19 +214,19 @@ def test_events_of_another_tenant_are_not_told(house: House, client: httpx.Clien
     ours = house.app.submit("add", {"a": 2})
     receiver.wait_for(1)
     other.wait_for(1)
-    until(lambda: house.states() == {"delivered": 2}, "both are marked")
+    eventually(lambda: house.states() == {"delivered": 2}, "both are marked")
     assert (receiver.ids, other.ids) == ([f"{theirs.id}/1"], [f"{ours.id}/1"])
 
 
 def test_what_happened_while_no_server_was_up_is_told_by_the_next(house: House) -> None:
     receiver = house.receiver()
-    with served(house.app, OPEN) as service, service.client() as client:
+    with serve(house.app, OPEN) as service, service.client() as client:
         subscribe(client, receiver.url)
     run = house.app.submit("add", {"a": 1})
     assert house.unsent() == 1
     client = house.client(house.serve())
     receiver.wait_for(1)
-    until(arrived(client, 1), "it is marked")
+    eventually(arrived(client, 1), "it is marked")
     assert (receiver.ids, house.unsent()) == ([f"{run.id}/1"], 0)
 
 
@@ -252,7 +246,7 @@ def test_the_hook_of_the_app_is_told_as_before(house: House) -> None:
     with app.working(processes=0, sweep_every=0.05):
         app.submit("add", {"a": 1})
         receiver.wait_for(3)
-        until(lambda: "RunCompleted" in told, "the hook was told of everything")
+        eventually(lambda: "RunCompleted" in told, "the hook was told of everything")
     assert receiver.names == ["RunCreated", "RunStarted", "RunCompleted"]
     assert told == ["RunCreated", "RunCreated", "RunStarted", "RunCompleted"]
 
@@ -287,14 +281,14 @@ def test_a_receiver_that_fails_is_tried_again_with_growing_pauses_and_then_given
     made = subscribe(client, receiver.url)
     run = house.app.submit("add", {"a": 1})
     for tries, delay in enumerate(DELAYS, 1):
-        until(lambda tries=tries: _noted(house, tries), f"try {tries}")
+        eventually(lambda tries=tries: _noted(house, tries), f"try {tries}")
         (waiting,) = deliveries(client, state="waiting")
         assert (waiting["last_status"], waiting["last_error"]) == (500, "answered 500")
         house.clock.advance(0.8 * delay)
         time.sleep(0.06)  # some turns, in which nothing may happen
         assert len(receiver.received) == tries
         house.clock.advance(0.6 * delay)
-    until(lambda: deliveries(client, state="dead"), "it is given up")
+    eventually(lambda: deliveries(client, state="dead"), "it is given up")
     assert receiver.ids == [f"{run.id}/1"] * (len(DELAYS) + 1)
     assert len({each.body for each in receiver.received}) == 1
     assert all(each.is_signed_with(made["secret"]) for each in receiver.received)
@@ -302,7 +296,7 @@ def test_a_receiver_that_fails_is_tried_again_with_growing_pauses_and_then_given
     receiver.behaviours = [204]
     sent = client.post(f"/admin/deliveries/{made['subscription']['id']}/{run.id}/1/resend")
     assert (sent.status_code, sent.json()["state"]) == (202, "waiting")
-    until(arrived(client, 1), "it arrives after all")
+    eventually(arrived(client, 1), "it arrives after all")
     assert receiver.ids == [f"{run.id}/1"] * (len(DELAYS) + 2)
 
 
@@ -310,14 +304,16 @@ def test_a_clock_that_is_put_back_lengthens_no_pause(house: House, client: httpx
     receiver = house.receiver(500, 204)
     subscribe(client, receiver.url)
     house.app.submit("add", {"a": 1})
-    until(lambda: _noted(house, 1), "the first try")
+    eventually(lambda: _noted(house, 1), "the first try")
     house.clock.advance(-7200)
-    until(lambda: house.sql("SELECT due_us FROM semel_deliveries")[0][0] <= house.clock.us + 7_000_000, "a new pause")
+    eventually(
+        lambda: house.sql("SELECT due_us FROM semel_deliveries")[0][0] <= house.clock.us + 7_000_000, "a new pause"
+    )
     house.clock.advance(1.3 * DELAYS[0])
-    until(arrived(client, 1), "it arrives")
+    eventually(arrived(client, 1), "it arrives")
     house.app.submit("add", {"a": 2})
     house.clock.advance(-7200)
-    until(arrived(client, 2), "what is due at once comes at once")
+    eventually(arrived(client, 2), "what is due at once comes at once")
 
 
 def test_what_is_old_is_forgotten_in_batches(house: House, client: httpx.Client) -> None:
@@ -351,9 +347,9 @@ def test_a_receiver_that_hangs_up_first_gets_the_event_again(house: House, clien
     receiver = house.receiver("close", 204)
     subscribe(client, receiver.url)
     house.app.submit("add", {"a": 1})
-    until(lambda: any(each["last_error"] for each in deliveries(client)), "the first try was noted")
+    eventually(lambda: any(each["last_error"] for each in deliveries(client)), "the first try was noted")
     house.clock.advance(10)
-    until(arrived(client, 1), "it arrives")
+    eventually(arrived(client, 1), "it arrives")
     assert len(set(receiver.ids)) == 1
     assert len(receiver.received) == 2
 
@@ -362,7 +358,7 @@ def test_a_receiver_that_is_gone_is_told_nothing_more(house: House, client: http
     receiver = house.receiver(410)
     made = subscribe(client, receiver.url)["subscription"]
     run = house.app.submit("add", {"a": 1})
-    until(lambda: deliveries(client, state="dead"), "it is given up")
+    eventually(lambda: deliveries(client, state="dead"), "it is given up")
     shown = client.get(f"/admin/subscriptions/{made['id']}").json()
     assert shown["disabled_at"] is not None
     house.app.submit("add", {"a": 2})
@@ -376,10 +372,10 @@ def test_what_waits_for_a_receiver_that_is_gone_is_dead_with_it(house: House, cl
     subscribe(client, receiver.url)
     for number in range(3):
         house.app.submit("add", {"a": number})
-    until(lambda: len([each for each in deliveries(client) if each["last_status"]]) == 3, "each was tried")
+    eventually(lambda: len([each for each in deliveries(client) if each["last_status"]]) == 3, "each was tried")
     receiver.behaviours = [410]
     house.app.submit("add", {"a": 3})
-    until(lambda: house.states() == {"dead": 4}, "all are dead")
+    eventually(lambda: house.states() == {"dead": 4}, "all are dead")
     assert Counter(each["last_error"] for each in deliveries(client)) == {
         "answered 410": 1,
         "the subscription was disabled": 3,
@@ -410,7 +406,7 @@ def test_an_event_without_an_answer_holds_up_no_other_of_its_subscription(
     count = 10 * hung + 5
     house.app.submit_many([{"model": "add", "parameters": {"a": number}} for number in range(count)])
     receiver.wait_for(count)
-    until(lambda: house.states() == {"delivered": count - hung, "waiting": hung}, "all but those are told")
+    eventually(lambda: house.states() == {"delivered": count - hung, "waiting": hung}, "all but those are told")
     assert len(set(receiver.ids)) == len(receiver.ids) == count
 
 
@@ -457,17 +453,19 @@ def test_a_delivery_stays_with_its_server_for_as_long_as_it_is_sent(
     receiver.wait_for(1)
     for _ in range(5):
         house.clock.advance(LEASE * 0.9)
-        until(lambda: house.sql("SELECT due_us FROM semel_deliveries") == [(house.clock.us + LEASE_US,)], "a renewal")
+        eventually(
+            lambda: house.sql("SELECT due_us FROM semel_deliveries") == [(house.clock.us + LEASE_US,)], "a renewal"
+        )
     assert (len(receiver.received), house.sql("SELECT attempts FROM semel_deliveries")) == (1, [(1,)])
 
 
 def test_a_try_that_ended_is_not_renewed(house: House) -> None:
     """A renewal that was under way when its try was settled changes nothing."""
     receiver = house.receiver(500)
-    with served(house.app, OPEN) as service, service.client() as client:
+    with serve(house.app, OPEN) as service, service.client() as client:
         subscribe(client, receiver.url)
         house.app.submit("add", {"a": 1})
-        until(lambda: _noted(house, 1), "the try was settled")
+        eventually(lambda: _noted(house, 1), "the try was settled")
     before = house.sql("SELECT * FROM semel_deliveries")
     ledger = house.app.ledger(awaited=False)
     subscription_id, run_id, version = before[0][:3]
@@ -489,27 +487,27 @@ def test_a_try_that_ended_is_not_renewed(house: House) -> None:
 def test_a_server_that_stops_gives_back_what_it_has_not_sent(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "GRACE", 0.05)
     receiver = house.receiver("hang")
-    with served(house.app, OPEN) as service, service.client() as client:
+    with serve(house.app, OPEN) as service, service.client() as client:
         subscribe(client, receiver.url)
         house.app.submit("add", {"a": 1})
         receiver.wait_for(1)
     assert house.sql("SELECT state, attempts, due_us FROM semel_deliveries") == [("waiting", 0, house.clock.us)]
     receiver.behaviours = [204]
     client = house.client(house.serve())
-    until(arrived(client, 1), "the next server sends it")
+    eventually(arrived(client, 1), "the next server sends it")
     assert len(set(receiver.ids)) == 1
 
 
 def test_a_private_address_is_refused_when_it_is_subscribed_and_when_it_is_sent_to(house: House) -> None:
     receiver = house.receiver()
-    with served(house.app, OPEN) as service, service.client() as client:
+    with serve(house.app, OPEN) as service, service.client() as client:
         subscribe(client, receiver.url)
     strict = house.client(house.serve(Settings()))
     refused = strict.post("/admin/subscriptions", json={"url": receiver.url})
     assert (refused.status_code, refused.json()["error_code"]) == (422, "WEBHOOK_REFUSED")
     assert "private address" in refused.json()["detail"]
     house.app.submit("add", {"a": 1})
-    until(lambda: any(each["last_error"] for each in deliveries(strict)), "it was tried")
+    eventually(lambda: any(each["last_error"] for each in deliveries(strict)), "it was tried")
     (delivery,) = deliveries(strict)
     assert delivery["last_error"].startswith("refused: the host '127.0.0.1' has a private address")
     assert receiver.received == []
@@ -522,10 +520,10 @@ import os
 from semel import App
 from semel.service import Settings
 from semel.service.webhooks import dispatcher as deliverer
-from support.service import served
+from support.service import serve
 deliverer.POLL = deliverer.IDLE_POLL = 0.02
 app = App(url, artifacts=folder, dedupe_window=0)
-with served(app, Settings(private_webhooks=True)) as service:
+with serve(app, Settings(private_webhooks=True)) as service:
     tell((os.getpid(), service.address))
     hear()
 app.close()
@@ -550,7 +548,7 @@ def test_a_server_killed_between_sending_and_noting_is_followed_by_one_that_send
     house.serve()
     receiver.wait_for(30)
     house.clock.advance(LEASE + 1)  # soon enough
-    until(lambda: house.states() == {"delivered": 30}, "all are marked")
+    eventually(lambda: house.states() == {"delivered": 30}, "all are marked")
     all_of_them = [f"{run.id}/1" for run in answers]  # type: ignore[union-attr]
     assert Counter(receiver.ids) == Counter(all_of_them + before)
 
@@ -563,7 +561,7 @@ def test_two_servers_tell_each_event_once(house: House) -> None:
         subscribe(house.client(house.serve(app=app)), receiver.url, "RunCreated")
         answers = app.submit_many([{"model": "add", "parameters": {"a": number}} for number in range(100)])
         receiver.wait_for(100)
-        until(lambda: house.states() == {"delivered": 100}, "all are marked")
+        eventually(lambda: house.states() == {"delivered": 100}, "all are marked")
         program.tell()
     assert Counter(receiver.ids) == Counter(f"{run.id}/1" for run in answers)  # type: ignore[union-attr]
 
@@ -580,12 +578,12 @@ def test_events_go_to_the_stream_of_the_settings(house: House, redis_url: str) -
     client = house.client(house.serve(Settings(events=redis_url)))
     run = house.app.submit("add", {"a": 1}, tenant="acme")
     house.app.cancel(run.id)
-    until(lambda: len(entries(redis_url)) == 2, "both are in the stream")
+    eventually(lambda: len(entries(redis_url)) == 2, "both are in the stream")
     found = entries(redis_url)
     assert [each[b"id"].decode() for each in found] == [f"{run.id}/1", f"{run.id}/2"]
     assert [each[b"name"] for each in found] == [b"RunCreated", b"RunCompleted"]
     assert b'"tenant":"acme"' in found[0][b"body"]
-    until(lambda: house.states() == {}, "nothing of it is kept")
+    eventually(lambda: house.states() == {}, "nothing of it is kept")
     (shown,) = client.get("/admin/subscriptions").json()
     assert (shown["id"], shown["kind"], shown["target"]) == ("stream", "stream", "semel:events")
     refused = client.delete("/admin/subscriptions/stream")
@@ -595,7 +593,7 @@ def test_events_go_to_the_stream_of_the_settings(house: House, redis_url: str) -
 
 
 def test_without_the_setting_nothing_is_kept_for_the_stream(house: House, redis_url: str) -> None:
-    with served(house.app, Settings(events=redis_url)):
+    with serve(house.app, Settings(events=redis_url)):
         pass
     client = house.client(house.serve(Settings()))
     assert client.get("/admin/subscriptions/stream").json()["disabled_at"] is not None
@@ -605,13 +603,13 @@ def test_without_the_setting_nothing_is_kept_for_the_stream(house: House, redis_
 
 def test_events_wait_while_redis_is_away(house: House, redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     away = "redis://somebody:a-password@127.0.0.1:1/0"
-    with served(house.app, Settings(events=away)) as service, service.client() as client:
+    with serve(house.app, Settings(events=away)) as service, service.client() as client:
         run = house.app.submit("add", {"a": 1})
-        until(lambda: any(each["last_error"] for each in deliveries(client)), "it was tried")
+        eventually(lambda: any(each["last_error"] for each in deliveries(client)), "it was tried")
     assert "a-password" not in caplog.text + str(house.sql("SELECT * FROM semel_deliveries"))
     house.clock.advance(120)
     house.serve(Settings(events=redis_url))
-    until(lambda: entries(redis_url), "it is in the stream")
+    eventually(lambda: entries(redis_url), "it is in the stream")
     assert [each[b"id"].decode() for each in entries(redis_url)] == [f"{run.id}/1"]
 
 
@@ -631,7 +629,7 @@ def test_the_secret_is_shown_once_and_logged_never(
     ]
     house.app.submit("add", {"a": 1})
     receiver.wait_for(1)
-    until(lambda: any(each["last_status"] for each in deliveries(client)), "the try was noted")
+    eventually(lambda: any(each["last_status"] for each in deliveries(client)), "the try was noted")
     said = client.get("/admin/deliveries").text
     key = made["secret"].removeprefix("whsec_")
     assert key not in "".join(shown) + said + caplog.text
@@ -656,7 +654,7 @@ def test_a_subscription_that_was_ended_is_told_nothing_more(house: House, client
     receiver = house.receiver(500)
     made = subscribe(client, receiver.url)["subscription"]
     house.app.submit("add", {"a": 1})
-    until(lambda: any(each["last_status"] for each in deliveries(client)), "the first was tried")
+    eventually(lambda: any(each["last_status"] for each in deliveries(client)), "the first was tried")
     assert client.delete(f"/admin/subscriptions/{made['id']}").status_code == 204
     assert client.delete(f"/admin/subscriptions/{made['id']}").status_code == 404
     house.app.submit("add", {"a": 2})
@@ -667,10 +665,10 @@ def test_a_subscription_that_was_ended_is_told_nothing_more(house: House, client
 def test_what_still_waits_for_a_subscription_that_ended_is_not_taken_up(house: House, end: str) -> None:
     """Nor by a server that is in the middle of its deliveries."""
     receiver = house.receiver(500)
-    with served(house.app, OPEN) as service, service.client() as client:
+    with serve(house.app, OPEN) as service, service.client() as client:
         made = subscribe(client, receiver.url)["subscription"]
         house.app.submit("add", {"a": 1})
-        until(lambda: _noted(house, 1), "the try was settled")
+        eventually(lambda: _noted(house, 1), "the try was settled")
     house.clock.advance(DELAYS[0] * 2)
     ledger = house.app.ledger(awaited=False)
     try:
@@ -685,7 +683,7 @@ def test_deliveries_are_listed_page_by_page(house: House, client: httpx.Client) 
     receiver = house.receiver()
     made = subscribe(client, receiver.url)["subscription"]
     house.app.submit_many([{"model": "add", "parameters": {"a": number}} for number in range(7)])
-    until(lambda: house.states() == {"delivered": 7}, "all are marked")
+    eventually(lambda: house.states() == {"delivered": 7}, "all are marked")
     seen, after = [], None
     for _ in range(3):
         params = {"limit": 3, "state": "delivered", "subscription": made["id"], **({"after": after} if after else {})}
@@ -710,7 +708,7 @@ def test_deliveries_are_listed_page_by_page(house: House, client: httpx.Client) 
         ({"url": "http://\ud800/"}, 400),
     ],
 )
-def test_a_subscription_that_cannot_be_is_refused(service: Served, body: dict[str, Any], status: int) -> None:
+def test_a_subscription_that_cannot_be_is_refused(service: TestServer, body: dict[str, Any], status: int) -> None:
     with service.client() as client:
         answer = client.post(
             "/admin/subscriptions",
@@ -742,27 +740,24 @@ def test_a_subscription_that_cannot_be_is_refused(service: Served, body: dict[st
         ("POST", "/admin/deliveries/stream/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d/99999999999/resend", 400),
     ],
 )
-def test_what_is_not_there_is_not_found(service: Served, method: str, path: str, status: int) -> None:
+def test_what_is_not_there_is_not_found(service: TestServer, method: str, path: str, status: int) -> None:
     with service.client() as client:
         assert client.request(method, path).status_code == status
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for all that only ask."""
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
+    """One server for requests that are refused before they reach a database."""
     folder = tmp_path_factory.mktemp("events")
-    if request.param == "sqlite":
-        app = made_app(f"sqlite:///{folder / 'semel.db'}", folder)
-    else:
-        app = made_app(request.getfixturevalue("postgres_server").database(), folder)
-    with served(app, OPEN) as service:
+    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
+    with serve(app, OPEN) as service:
         yield service
     app.close()
 
 
 def test_only_admins_manage_and_only_their_own_tenants_subscriptions(house: House) -> None:
     service = house.serve()
-    root = house.client(service, issue(house.app, "root", "admin"))
+    root = house.client(service, issue_token(house.app, "root", "admin"))
     receiver = house.receiver()
     made = subscribe(root, receiver.url)["subscription"]
     for user, role, tenant, status in (
@@ -770,7 +765,7 @@ def test_only_admins_manage_and_only_their_own_tenants_subscriptions(house: Hous
         ("op", "operator", "", 403),
         ("boss", "admin", "acme", 404),
     ):
-        client = house.client(service, issue(house.app, user, role, tenant))
+        client = house.client(service, issue_token(house.app, user, role, tenant))
         place = f"/admin/subscriptions/{made['id']}"
         asked = [client.get(place), client.delete(place), client.post(f"{place}/test")]
         assert [answer.status_code for answer in asked] == [status] * 3

@@ -17,10 +17,10 @@ from urllib.parse import parse_qsl
 from msgspec import Struct
 
 from semel import Policy, current_claim
-from support.process_peer import Desk
+from support.process_peer import ProcessPeer
 
 STORES: dict[str, str] = json.loads(os.environ["SEMEL_TEST_STORES"])
-desk = Desk(os.environ["SEMEL_TEST_FOLDER"])
+desk = ProcessPeer(os.environ["SEMEL_TEST_FOLDER"])
 
 ALL_BYTES = bytes(range(256)) * 4
 HASTY = 0.3

@@ -13,26 +13,26 @@ from semel.dashboard.overview import feed
 from semel.dashboard.runs import run_list
 from semel.service import sse
 from support.apps import dashboard_app
-from support.auth import Person, Town, eventually
 from support.browser import Visitor
-from support.service import Served, made_app, served
+from support.service import TestServer, TokenClient, TokenServer, make_app, serve
+from support.waiting import eventually
 
 Visit = Callable[..., Visitor]
 
 
-class Scene(Town):
-    """The town of the dashboard. Every test brings users of its own."""
+class DashboardServer(TokenServer):
+    """A server with tokens, the models of `dashboard_app` and a worker. Every test brings users of its own."""
 
-    def __init__(self, service: Served, client: Any, folder: Path) -> None:
+    def __init__(self, service: TestServer, client: Any, folder: Path) -> None:
         super().__init__(service, client)
         self._folder = folder
         self._numbers = itertools.count(1)
 
-    def newcomer(self, role: str = "submitter", tenant: str = "") -> Person:
+    def newcomer(self, role: str = "submitter", tenant: str = "") -> TokenClient:
         """Somebody whom no other test knows."""
         return self.admit(f"user{next(self._numbers)}", role, tenant)
 
-    def name_of(self, person: Person) -> str:
+    def name_of(self, person: TokenClient) -> str:
         """What the service calls them."""
         name: str = person.get("/usage").json()["user"]
         return name
@@ -41,7 +41,7 @@ class Scene(Town):
         """A file that is not there yet: what the model ``hold`` waits for."""
         return self._folder / f"gate{next(self._numbers)}"
 
-    def submit(self, by: Person, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
+    def submit(self, by: TokenClient, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
         """The id of a new run."""
         answer = by.post("/runs", json={"model": model, "parameters": parameters or {}, **more})
         assert answer.status_code == 201, answer.text
@@ -65,7 +65,7 @@ class Scene(Town):
         finally:
             once.close()
 
-    def enter(self, visit: Visit, person: Person, **options: Any) -> Visitor:
+    def enter(self, visit: Visit, person: TokenClient, **options: Any) -> Visitor:
         """The person with a browser, signed in."""
         visitor = visit(self.address, **options)
         visitor.context.add_cookies([{"name": "semel_session", "value": person.secret, "url": self.address}])
@@ -73,24 +73,24 @@ class Scene(Town):
 
 
 @contextmanager
-def scene_on(url: str, folder: Path) -> Iterator[Scene]:
-    """The scene on a database, until the end of the block."""
-    app: App = made_app(url, folder, dedupe_window=0)
+def dashboard_server(url: str, folder: Path) -> Iterator[DashboardServer]:
+    """The server on a database, until the end of the block."""
+    app: App = make_app(url, folder, dedupe_window=0)
     dashboard_app.register(app)
     try:
         with (
-            _looking_often(),
-            served(app) as service,
+            _frequent_updates(),
+            serve(app) as service,
             service.client() as client,
             app.working(processes=0, poll=0.2, drain=0.0, name="scene"),
         ):
-            yield Scene(service, client, folder)
+            yield DashboardServer(service, client, folder)
     finally:
         app.close()
 
 
 @contextmanager
-def _looking_often() -> Iterator[None]:
+def _frequent_updates() -> Iterator[None]:
     """Open pages are told sooner than they need to be, so that tests wait less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "REFRESH_EVERY", 0.3)
