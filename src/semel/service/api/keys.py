@@ -1,4 +1,4 @@
-"""``/admin/keys``: the keys of the claim engine; ``/admin/run-keys``: those by which runs are found again."""
+"""``/admin/keys``: the keys of ``Once`` and the middleware; ``/admin/run-keys``: the keys of runs."""
 
 from __future__ import annotations
 
@@ -32,69 +32,71 @@ _log = logging.getLogger("semel.service")
 
 Scope = Annotated[str, QueryParameter(name="scope", min_length=1, max_length=255, description="The scope of the key.")]
 Key = Annotated[str, QueryParameter(min_length=1, max_length=255, description="The key.")]
-KeyUser = Annotated[str, QueryParameter(max_length=200, description="Whose key it is; empty for nobody's.")]
+KeyUser = Annotated[
+    str, QueryParameter(max_length=200, description="The user whose key it is; empty for a key without a user.")
+]
 KeyKind = Annotated[
     Literal["key", "payload"],
-    QueryParameter(description="A client's own key, or the hash of a payload that stands in for one."),
+    QueryParameter(description="A client's key, or a payload hash that was used as one."),
 ]
 
 
 class OutcomeView(Struct, frozen=True, kw_only=True):
-    """What later callers get; the value itself is not shown."""
+    """The outcome that later callers get, without its value."""
 
     kind: str
     completed_at: datetime
-    size: Annotated[int | None, Meta(description="Bytes; none when it is not stored, or no longer.")]
+    size: Annotated[int | None, Meta(description="Bytes; null if it is not stored, or no longer.")]
     status: Annotated[int | None, Meta(description="Of an HTTP response.")]
 
 
 class KeyView(Struct, frozen=True, kw_only=True):
-    """A key of the claim engine."""
+    """A key of Once or of the middleware."""
 
     scope: str
     key: str
     state: Literal["in_flight", "abandoned", "unknown", "completed"]
     fence: int
-    attempt: Annotated[str, Meta(description="The owner's, or the last owner's.")]
+    attempt: Annotated[str, Meta(description="The attempt of the owner, or of the last one.")]
     fingerprint: str
     claimed_at: datetime
-    lease_left: Annotated[float, Meta(description="Seconds; 0 when it ended or the work is done.")]
+    lease_left: Annotated[float, Meta(description="Seconds; 0 if it has ended, or the work is done.")]
     expires_at: datetime
     outcome: OutcomeView | None
 
 
 class KeyList(Struct, frozen=True, kw_only=True):
-    """Keys of which it is not known whether their work happened."""
+    """Keys whose outcome is unknown."""
 
     keys: list[KeyView]
 
 
 class Resolution(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of work whose owner vanished."""
+    """The outcome of work whose owner vanished."""
 
     scope: Annotated[str, Meta(min_length=1, max_length=255, examples=["orders"])]
     key: Annotated[str, Meta(min_length=1, max_length=255, examples=["order-1"])]
-    done: Annotated[bool, Meta(description="It happened; else it did not, and may run again.")]
-    value: Annotated[Any, Meta(description="Of work that happened: what later callers get.")] = None
-    force: Annotated[bool, Meta(description="Even while somebody works on it: they lose their claim.")] = False
+    done: Annotated[bool, Meta(description="Whether the work was done; if not, it may run again.")]
+    value: Annotated[Any, Meta(description="The value that later callers get, if the work was done.")] = None
+    force: Annotated[bool, Meta(description="Even while an owner holds the key, who then loses the claim.")] = False
 
 
 class RunKeyView(Struct, frozen=True, kw_only=True):
-    """A key by which a run is found again."""
+    """The idempotency key of a run."""
 
     key: str
     kind: Literal["key", "payload"]
     tenant: str
     user: str
     payload_hash: str
-    run_id: Annotated[str, Meta(description="What it points to: a run, or a job of another's.")]
+    run_id: Annotated[str, Meta(description="The run that it names, or a job outside of semel.")]
     created_at: datetime
     expires_at: datetime
-    expires_in: Annotated[float, Meta(description="Seconds that are left.")]
+    expires_in: Annotated[float, Meta(description="Seconds until it expires.")]
 
 
 class RunKeyList(Struct, frozen=True, kw_only=True):
-    """The keys of that name: each user has their own."""
+    """The keys of that name: one for each user who has it."""
 
     keys: list[RunKeyView]
 
@@ -103,7 +105,7 @@ class RunKeyList(Struct, frozen=True, kw_only=True):
 async def show_key(
     within: Scope, key: Key, service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> KeyView:
-    """How a key of the claim engine stands: its owner, its lease, and what it replays."""
+    """The state of a key of Once or of the middleware: its owner, its lease, and the outcome that it replays."""
     whose = tenant_for(caller, tenant)
     return _view(await _record(service, _full(whose, within), key), whose)
 
@@ -118,7 +120,7 @@ async def show_key(
 async def unresolved(
     service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100
 ) -> KeyList:
-    """Keys whose owner vanished and that wait for somebody who says what became of the work, oldest first."""
+    """Keys whose owner vanished, oldest first: they stay so until somebody resolves them."""
     whose = tenant_for(caller, tenant)
     found = await service.store.read(_unresolved, whose, limit, service.store.terms)
     return KeyList(keys=[_view(record, whose) for record in found])
@@ -135,7 +137,7 @@ async def unresolved(
 async def resolve_key(
     data: JSONBody[Resolution], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
-    """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again."""
+    """Store the outcome of work whose owner vanished: done, with this value; or not done, so that it may run again."""
     scope = _full(tenant_for(caller, tenant), data.scope)
     record = await _record(service, scope, data.key)
     if record.status == "completed" or (record.status == "in_flight" and not data.force):
@@ -145,7 +147,7 @@ async def resolve_key(
     except (InProgress, ClaimLost, InvalidRequest) as error:
         raise ApiError(409, "NOTHING_TO_RESOLVE", str(error)) from error
     except (Unencodable, RecursionError) as error:
-        raise ApiError(422, "INVALID_PARAMETERS", f"the value cannot be kept: {error}") from error
+        raise ApiError(422, "INVALID_PARAMETERS", f"the value cannot be stored: {error}") from error
     became = "done" if data.done else "not done"
     _log.info("the key %r in %r was resolved as %s by %r", data.key, scope, became, caller.user)
 
@@ -158,9 +160,9 @@ async def delete_key(
     service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
-    force: Annotated[bool, QueryParameter(description="Even while somebody works on it.")] = False,
+    force: Annotated[bool, QueryParameter(description="Even while an owner holds it.")] = False,
 ) -> None:
-    """Forget a key and its outcome: the next caller does the work again.
+    """Delete a key and its outcome: the next caller does the work again.
 
     Whoever works on it meanwhile cannot record an outcome any more, so that takes `force`.
     """
@@ -169,7 +171,7 @@ async def delete_key(
         forgotten = await service.once.forget(checked_key("key", key), scope=full, force=force)
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
-        said = f"somebody works on the key for {left} at least; with force=true it goes"
+        said = f"an owner holds the key for at least {left}; force=true deletes it all the same"
         raise ApiError(409, "KEY_IN_FLIGHT", said) from error
     if not forgotten:
         raise absent("such key")
@@ -184,9 +186,9 @@ async def show_run_keys(
     service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
-    user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's.")] = None,
+    user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's keys.")] = None,
 ) -> RunKeyList:
-    """The keys of that name, with the runs that they point to."""
+    """The keys of that name, with the runs that they name."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     name = checked_name("key", key, most=255)
     return RunKeyList(keys=await service.store.read(_run_keys, whose, name, service.store.terms))
@@ -204,7 +206,7 @@ async def delete_run_key(
     tenant: Tenant = None,
     kind: KeyKind = "key",
 ) -> None:
-    """Forget a key: the same submission makes a new run from now on. The old run stays."""
+    """Delete a key: the same submission then creates a new run. The old run stays."""
     whose = (tenant_for(caller, tenant), checked_name("user", user))
     if not await service.store.write(_remove_run_key, whose, kind, checked_name("key", key, most=255)):
         raise absent("such key")
@@ -212,7 +214,7 @@ async def delete_run_key(
 
 
 def _full(tenant: str, scope: str) -> str:
-    """The scope as it is stored: a tenant's begin with its name, as those of the HTTP door do."""
+    """The scope as it is stored: a tenant's begin with its name, as in the HTTP middleware."""
     return scope_of(tenant, checked_key("scope", scope))
 
 

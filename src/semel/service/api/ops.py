@@ -15,33 +15,33 @@ from semel.service.telemetry.health import Health
 
 _TAG = ["operations"]
 _FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-_UNHEALTHY = {503: ResponseSpec(Health, description="Something that it leans on does not answer")}
+_UNHEALTHY = {503: ResponseSpec(Health, description="The database or a broker does not respond")}
 
 
-@get("/healthz", tags=_TAG, summary="Is it alive?", responses=_UNHEALTHY, security=[{}])
+@get("/healthz", tags=_TAG, summary="Liveness", responses=_UNHEALTHY, security=[{}])
 async def healthz(service: CurrentState) -> Response[Health]:
-    """Whether the database answers, and Redis where it is used. Needs no token."""
+    """Whether the database responds, and Redis if it is used. Needs no token."""
     return _response(await service.health.alive())
 
 
-@get("/readyz", tags=_TAG, summary="Does it take requests?", responses=_UNHEALTHY, security=[{}])
+@get("/readyz", tags=_TAG, summary="Readiness", responses=_UNHEALTHY, security=[{}])
 async def readyz(service: CurrentState) -> Response[Health]:
-    """Whether the database is migrated and takes writes, and the server is not about to end. Needs no token."""
+    """Whether the database is migrated and writable, and the server is not shutting down. Needs no token."""
     return _response(await service.health.ready())
 
 
 @get(
     "/metrics",
     tags=_TAG,
-    summary="Numbers for Prometheus",
+    summary="Metrics for Prometheus",
     media_type=_FORMAT,
     guards=[requires("operator")],
     responses=refusals(),
 )
 async def metrics(service: CurrentState, caller: CurrentPrincipal) -> Response[bytes]:
-    """What all processes of this server have counted, and what waits in the database. For operators of the house."""
+    """The metrics of all processes of this server, and of the database. For operators of the main tenant."""
     if caller.tenant:
-        raise ApiError(403, "FORBIDDEN", "the numbers are of all tenants together, and not for one of them")
+        raise ApiError(403, "FORBIDDEN", "the metrics cover all tenants: they are for operators of the main tenant")
     return Response(await service.metrics.render(), media_type=_FORMAT)
 
 

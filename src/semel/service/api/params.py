@@ -21,7 +21,7 @@ RunId: TypeAlias = Annotated[
     ),
 ]
 IfNoneMatch: TypeAlias = Annotated[
-    str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client knows.")
+    str | None, HeaderParameter(name="If-None-Match", description="The ETag that the client has.")
 ]
 PAGE_BYTES = 4 * MEBIBYTE
 """About how large a page of a list may be."""
@@ -30,24 +30,22 @@ Tenant = Annotated[
     str | None,
     QueryParameter(description="Another tenant; for admins of the main tenant (the empty one).", max_length=200),
 ]
-Limit = Annotated[int, QueryParameter(ge=1, le=1000, description="How many at the most.")]
-After = Annotated[
-    str | None, QueryParameter(max_length=300, description="Those after this one: the last page's `next`.")
-]
+Limit = Annotated[int, QueryParameter(ge=1, le=1000, description="The largest number of items.")]
+After = Annotated[str | None, QueryParameter(max_length=300, description="The `next` of the last page.")]
 
 
 def root_of(request: TheRequest) -> str:
-    """Where the service is mounted, as links begin."""
+    """The mount point of the service, with which links begin."""
     root: str = request.scope.get("root_path", "")
     return root
 
 
 def tenant_for(caller: Principal, asked: str | None) -> str:
-    """The tenant that a request is about: the caller's own, unless they may choose."""
+    """The tenant of a request: the caller's own, or another for admins of the main tenant."""
     if asked is None or asked == caller.tenant:
         return caller.tenant
     if not manages_all(caller):
-        raise ApiError(403, "FORBIDDEN", "other tenants are managed by admins of the main tenant")
+        raise ApiError(403, "FORBIDDEN", "only admins of the main tenant manage other tenants")
     return checked_name("tenant", asked)
 
 
@@ -57,5 +55,5 @@ def manages_all(caller: Principal) -> bool:
 
 
 def absent(what: str) -> ApiError:
-    """There is no such thing, or not one that the caller may know of."""
+    """404: it does not exist, or the caller may not see it."""
     return ApiError(404, "NOT_FOUND", f"there is no {what}")

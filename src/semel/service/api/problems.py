@@ -1,4 +1,4 @@
-"""Errors over HTTP, as problem details (RFC 9457), and which of semel's errors is which."""
+"""Errors as problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from semel.errors import (
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER = 5
-"""Seconds after which whoever met a store that was away may come again."""
+"""Seconds in Retry-After while a store is unavailable."""
 
 
 class ApiError(SemelError):
@@ -76,7 +76,7 @@ _BY_STATUS = {
 
 
 def problem_of(error: Exception) -> Problem:
-    """The problem behind an error. Of one that nobody foresaw, nothing is told."""
+    """The problem of an error; an unexpected one is not described."""
     if isinstance(error, ApiError):
         return _problem(error.status, error.code, str(error), retry_after=error.retry_after)
     for kind, status, code in _KNOWN:
@@ -94,7 +94,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def _said(error: HTTPException) -> str:
-    """The message, and of a request that does not fit its schema what does not."""
+    """The message; for a request that does not match its schema, what does not."""
     if isinstance(error.extra, list):
         parts = [_part(each) for each in error.extra if isinstance(each, dict)]
         if parts:
@@ -124,20 +124,20 @@ def _problem(status: int, code: str, detail: str, *, retry_after: float | None =
 
 
 def allow(methods: Iterable[str]) -> str:
-    """The header Allow: what a route takes, and HEAD where it takes GET."""
+    """The header Allow: a route's methods, and HEAD if it has GET."""
     known = set(methods)
     return ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
 
 
 def allow_of(error: Exception) -> dict[str, str]:
-    """The header of a refusal that needs one: what the route takes instead."""
+    """The header Allow of a 405."""
     if isinstance(error, MethodNotAllowedException) and error.headers:
         return {"allow": allow(error.headers["allow"].split(", "))}
     return {}
 
 
 def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None:
-    """Of a parameter that is none of the values that there are, say which those are."""
+    """The valid values, for a parameter that is none of them."""
     if not isinstance(error.extra, list):  # nor is there a handler, where there is no such route or method
         return
     fields = request.route_handler.parsed_fn_signature.parameters
@@ -147,7 +147,7 @@ def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None
 
 
 def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:
-    """The content of an answer, and its headers."""
+    """The body of the response, and its headers."""
     headers = {"content-type": MEDIA_TYPE}
     if problem.retry_after is not None:
         headers["retry-after"] = str(problem.retry_after)
@@ -157,7 +157,7 @@ def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:
 
 
 def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Litestar's handler of exceptions."""
+    """An exception handler for Litestar."""
     if isinstance(error, HTTPException):
         _name_choices(request, error)
     problem = problem_of(error)

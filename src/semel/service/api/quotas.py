@@ -1,4 +1,4 @@
-"""``/admin/quotas`` and ``/usage``: what users may use, and do use; ``/admin/reservations``: slots that are held."""
+"""``/admin/quotas`` and ``/usage``: limits and usage of users; ``/admin/reservations``: held slots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Money = Annotated[float, Meta(ge=0, le=2**31 - 1)]
 
 
 class QuotaBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of a user; none is no limit. A user's own quota replaces the default one as a whole."""
+    """Limits of a user; null is no limit. A user's own quota replaces the default one as a whole."""
 
     max_concurrent: Annotated[_Count | None, Meta(examples=[5])] = None
     per_hour: _Count | None = None
@@ -42,9 +42,9 @@ class QuotaBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cost_weekly: _Money | None = None
     cost_monthly: Annotated[_Money | None, Meta(examples=[500.0])] = None
     cost_yearly: _Money | None = None
-    action: Annotated[Action, Meta(description="`warn` lets everything through, and says so.")] = "block"
+    action: Annotated[Action, Meta(description="`warn` accepts everything, with a warning.")] = "block"
     warn_at: Annotated[
-        float, Meta(gt=0, le=1, description="The part of a limit from which on answers carry a warning.")
+        float, Meta(gt=0, le=1, description="The share of a limit from which on responses have a warning.")
     ] = 0.8
 
 
@@ -57,47 +57,49 @@ class QuotaView(Struct, frozen=True, kw_only=True):
 
 
 class QuotaPage(Struct, frozen=True, kw_only=True):
-    """Some quotas by user, and where the next page begins."""
+    """A page of quotas, by user; `next` is the start of the next page."""
 
     quotas: list[QuotaView]
     next: str | None
 
 
 class UsageView(Struct, frozen=True, kw_only=True):
-    """What a user has in use. `concurrent` counts active runs and live reservations that have no run yet."""
+    """The usage of a user. `concurrent` counts active runs, and valid reservations that have no run yet."""
 
     concurrent: int
     reserved: int
     last_hour: int
     last_day: int
-    spent: Annotated[dict[str, float], Meta(description="By period, each since its start in UTC.")]
+    spent: Annotated[dict[str, float], Meta(description="By period, since its start in UTC.")]
 
 
 class Standing(Struct, frozen=True, kw_only=True):
-    """A user's use, and the quota that holds for them."""
+    """A user's usage, and the quota that applies to them."""
 
     tenant: str
     user: str
     quota: QuotaBody | None
-    default: Annotated[bool, Meta(description="The quota is the default one, since they have none of their own.")]
+    default: Annotated[
+        bool, Meta(description="Whether the quota is the default one, because they have none of their own.")
+    ]
     usage: UsageView
 
 
 class ReservationView(Struct, frozen=True, kw_only=True):
-    """A slot that is held."""
+    """A held slot."""
 
     id: str
     tenant: str
     user: str
     created_at: datetime
     expires_at: datetime
-    expires_in: Annotated[float, Meta(description="Seconds that are left.")]
-    consumed: Annotated[bool, Meta(description="Its job was made, and holds the slot from then on.")]
+    expires_in: Annotated[float, Meta(description="Seconds until it expires.")]
+    consumed: Annotated[bool, Meta(description="Whether its job was created, which then holds the slot.")]
     job_id: str | None
 
 
 class ReservationPage(Struct, frozen=True, kw_only=True):
-    """Some reservations, and where the next page begins."""
+    """A page of reservations; `next` is the start of the next page."""
 
     reservations: list[ReservationView]
     next: str | None
@@ -118,14 +120,14 @@ async def list_quotas(
 @get(
     "/admin/quotas/{user:path}",
     tags=_TAG,
-    summary="A user's quota and use",
+    summary="A user's quota and usage",
     guards=[requires("operator")],
     responses=refusals(400, 404),
 )
 async def show_quota(
     user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Standing:
-    """The quota that holds for a user, their own or the default one, and what they use of it."""
+    """The quota that applies to a user, their own or the default one, and their usage."""
     return await _standing(service, tenant_for(caller, tenant), named(user))
 
 
@@ -143,7 +145,7 @@ async def put_quota(
     caller: CurrentPrincipal,
     tenant: Tenant = None,
 ) -> QuotaView:
-    """Set a user's quota as a whole; the user `*` is everybody without one. Runs that are under way go on."""
+    """Set a user's quota as a whole; the user `*` stands for everybody without one. Active runs continue."""
     whose, name = tenant_for(caller, tenant), named(user)
     await service.store.write(
         quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.terms
@@ -155,34 +157,34 @@ async def put_quota(
 @delete(
     "/admin/quotas/{user:path}",
     tags=_TAG,
-    summary="Take a user's quota away",
+    summary="Remove a user's quota",
     guards=[requires("admin")],
     responses=refusals(400, 404),
 )
 async def delete_quota(
     user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
-    """Take a user's own quota away: the default one holds from now on."""
+    """Remove a user's own quota: the default one applies from now on."""
     whose, name = tenant_for(caller, tenant), named(user)
     if not await service.store.write(_remove_quota, (whose, name), service.store.terms):
         raise absent("quota of that user")
     _log.info("the quota of %r, tenant %r, was taken away by %r", name, whose, caller.user)
 
 
-@get("/usage", tags=_TAG, summary="Your own use", responses=refusals(400))
+@get("/usage", tags=_TAG, summary="Your own usage", responses=refusals(400))
 async def own_usage(service: CurrentState, caller: CurrentPrincipal) -> Standing:
-    """What the caller has in use, and the quota that holds for them."""
+    """The caller's usage, and the quota that applies to them."""
     return await _standing(service, caller.tenant, caller.user)
 
 
-@get("/usage/{user:path}", tags=_TAG, summary="A user's use", responses=refusals(400, 404))
+@get("/usage/{user:path}", tags=_TAG, summary="A user's usage", responses=refusals(400, 404))
 async def show_usage(
     user: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Standing:
-    """What a user has in use: anybody's for operators, their own for others."""
+    """A user's usage: operators see everybody's, others their own."""
     name = named(user)
     if caller.visible_user not in (None, name):
-        raise ApiError(403, "FORBIDDEN", "the use of others is shown to operators")
+        raise ApiError(403, "FORBIDDEN", "only operators see the usage of others")
     return await _standing(service, tenant_for(caller, tenant), name)
 
 
@@ -198,11 +200,11 @@ async def list_reservations(
     service: CurrentState,
     caller: CurrentPrincipal,
     tenant: Tenant = None,
-    user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's.")] = None,
+    user: Annotated[str | None, QueryParameter(max_length=200, description="Only this user's reservations.")] = None,
     limit: Limit = 100,
     after: After = None,
 ) -> ReservationPage:
-    """Slots that are held and have not expired, with the time that is left of each."""
+    """Held slots that have not expired, with the time left of each."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     last = "" if after is None else checked_name("after", after, most=300)
     found = await service.store.read(_live_reservations, whose, last, limit + 1, service.store.terms)
@@ -219,7 +221,7 @@ async def list_reservations(
 async def release_reservation(
     reservation: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
-    """Free a slot that nobody has used yet. One whose job was made is freed when the job ends."""
+    """Free a slot whose job was not created yet. Otherwise the slot is freed when the job ends."""
     whose = tenant_for(caller, tenant)
     if not await service.store.write(quotas.release, checked_name("reservation", reservation), (whose, None)):
         raise absent("reservation of that id to be released")
@@ -227,7 +229,7 @@ async def release_reservation(
 
 
 def named(user: str) -> str:
-    """The user of a path; it may have slashes of its own."""
+    """The user in a path, which may have slashes."""
     return checked_name("user", user.removeprefix("/"), empty=False)
 
 

@@ -1,4 +1,4 @@
-"""What requests ask: bodies in JSON of the types that the handler takes, and queries of which every word is known."""
+"""Requests: JSON bodies, decoded as the handler's type, and queries without unknown parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from semel.runs import strict_json
 from semel.service.api.problems import ApiError
 
 DEEPEST = strict_json.MAX_DEPTH + 10
-"""Levels of arrays and objects in a body: what the parameters of a run may have, and some around them."""
+"""Levels of nesting in a body: those of a run's parameters, and some around them."""
 MOST_VALUES = 200_000
-"""Values in a body: each becomes an object, and all work on a body grows with them."""
+"""Values in a body, each of which becomes an object."""
 LARGE = 64 * 1024
-"""Bytes from which on a body is read in a thread, so that other requests are answered meanwhile."""
+"""Bytes from which on a body is decoded in a thread."""
 
 
 class JsonRequest(Request[Any, Any, Any]):
-    """A request whose JSON is read as what its handler takes, strictly: "7" is no number.
+    """A request whose JSON is decoded as its handler's type, strictly: "7" is not a number.
 
     What is not said to be JSON is refused: a page in somebody's browser can send a form or plain text to this machine
     unasked, but no JSON.
@@ -47,7 +47,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
 
 async def require_known_query(request: Request[Any, Any, Any]) -> None:
-    """Refuse what nobody reads: a filter that is spelt wrong would find everything. A time is never a number."""
+    """Refuse unknown parameters: a misspelt filter would find everything. Refuse numbers as times."""
     if request.scope["query_string"] and (known := _query_of(request.route_handler)):
         times = _times_of(request.route_handler)
         for name, value in request.query_params.multi_items():
@@ -81,9 +81,9 @@ def _is_number(text: str) -> bool:
 
 
 def decoded(body: bytes, kind: Any = Any) -> Any:
-    """The JSON in the body as that type, or the refusal. It is decoded once, and only if its shape is within bounds."""
+    """The JSON body as that type; raises ApiError. Its size is checked before it is decoded."""
     if strict_json.count(body) > MOST_VALUES:
-        raise ApiError(413, "BODY_TOO_LARGE", f"the body may have {MOST_VALUES:,} values, and it has more")
+        raise ApiError(413, "BODY_TOO_LARGE", f"the body has more than {MOST_VALUES:,} values")
     if strict_json.depth(body) > DEEPEST:
         raise _too_deep()
     try:
@@ -113,4 +113,4 @@ def _refused(said: str) -> ApiError:
 
 
 def _too_deep() -> ApiError:
-    return _refused(f"the body may have {DEEPEST} levels of nesting, and it has more")
+    return _refused(f"the body has more than {DEEPEST} levels of nesting")

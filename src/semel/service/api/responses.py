@@ -1,4 +1,4 @@
-"""What handlers have in common: how answers are written, and what the schema says of refusals."""
+"""What handlers share: JSON responses, ETags, and the responses in the schema."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from semel.api_types import Problem
 from semel.service.api.problems import MEDIA_TYPE
 
 ALWAYS = (401, 403, 429, 500, 503)
-"""What any request may be refused with: by the gate, or because the database is away."""
+"""Statuses that any request may get: by authentication, or because the database is unavailable."""
 _MEANINGS = {
-    400: "The request cannot be understood: something is missing, of the wrong type, or out of bounds.",
+    400: "The request is invalid: something is missing, of the wrong type, or out of bounds.",
     401: "There is no token, or it is not valid (any more).",
-    403: "The token's role does not allow that; or there are no tokens, and the request is not from this machine.",
-    404: "There is no such thing, or it is not the caller's to see.",
+    403: "The token's role does not allow this; or there are no tokens, and the request is not local.",
+    404: "It does not exist, or the caller may not see it.",
     408: "The body took too long to arrive.",
-    409: "It is in a state that does not allow that, or the key was used with another payload.",
+    409: "Its state does not allow this, or the key was used with another payload.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    422: "The model is unknown, or its parameters do not fit.",
+    415: "The Content-Type is not JSON.",
+    422: "The model is unknown, or its parameters are invalid.",
     429: "Too many requests, or the quota or cost limit is used up; error_code says which.",
-    500: "A bug here; the server's log says more.",
-    503: "The database or the result store is away. Retry-After says when to come again.",
+    500: "An unexpected error; see the server's log.",
+    503: "The database or the result store is unavailable. Retry-After says when to try again.",
 }
 _TAKES_BODY = (408, 413, 415)
 
@@ -36,34 +36,34 @@ _encoder = msgspec.json.Encoder()
 
 
 def refusals(*statuses: int, body: bool = False) -> dict[int, ResponseSpec]:
-    """What a handler may refuse with, for the schema; ``body`` for one that takes a body."""
+    """The error responses of a handler, for the schema; ``body``: it takes a body."""
     every = sorted({*statuses, *ALWAYS, *(_TAKES_BODY if body else ())})
     return {status: refusal(status) for status in every}
 
 
 def refusal(status: int) -> ResponseSpec:
-    """One of them."""
+    """An error response, for the schema."""
     said = _MEANINGS.get(status, HTTPStatus(status).phrase)
     return ResponseSpec(Problem, media_type=MEDIA_TYPE, generate_examples=False, description=said)
 
 
 def answered(kind: Any, description: str, *, media_type: str = "application/json") -> ResponseSpec:
-    """Another answer than the usual one, for the schema."""
+    """A further response, for the schema."""
     return ResponseSpec(kind, description=description, media_type=media_type, generate_examples=False)
 
 
 def header(name: str, description: str) -> ResponseHeader:
-    """A header that an answer may have, for the schema."""
+    """A header of a response, for the schema."""
     return ResponseHeader(name=name, value="", description=description, required=False, documentation_only=True)
 
 
 def json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response[Any]:
-    """The content as JSON, written at once."""
+    """Respond with JSON."""
     return Response(_encoder.encode(content), status_code=status, headers=headers, media_type="application/json")
 
 
 def tagged(content: Any, known: str | None) -> Response[Any]:
-    """The content as JSON with its ETag; 304 for those who know it already."""
+    """Respond with JSON and its ETag; with 304 if the client has it."""
     data = _encoder.encode(content)
     tag = f'"{blake2b(data, digest_size=12).hexdigest()}"'
     if matches(known, tag):
@@ -73,12 +73,12 @@ def tagged(content: Any, known: str | None) -> Response[Any]:
 
 
 def unchanged(tag: str) -> Response[Any]:
-    """304: what the client has is what there is."""
+    """Respond with 304."""
     return Response(None, status_code=304, headers={"ETag": tag, "Cache-Control": "private, no-cache"})
 
 
 def matches(known: str | None, tag: str) -> bool:
-    """Whether the tag is among those of the header If-None-Match. Weak ones count: the comparison is the weak one."""
+    """Whether the header If-None-Match has the tag, by weak comparison."""
     if known is None:
         return False
     return tag in known or known.strip() == "*"

@@ -1,4 +1,4 @@
-"""``GET /runs/{id}/artifacts/{name}``: the files that a run left, as downloads that no browser opens by itself."""
+"""``GET /runs/{id}/artifacts/{name}``: the files of a run, as downloads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HARMLESS = frozenset(
         "video/mp4",
     }
 )
-"""What a file may be said to be. Anything else, such as HTML and SVG, could hold programs, and is just bytes."""
+"""Harmless media types. Others, such as HTML and SVG, may contain scripts, and are sent as bytes."""
 
 _MORE_TYPES = {".ndjson": "application/x-ndjson", ".jsonl": "application/x-ndjson", ".log": "text/plain"}
 _SAFETY = {
@@ -56,7 +56,7 @@ ArtifactName = Annotated[str, PathParameter(description="The artifact's name, wh
     "/runs/{run_id:str}/artifacts/{name:path}",
     tags=["runs"],
     operation_id="getArtifact",
-    summary="A file that a run left",
+    summary="A file of a run",
     responses={
         200: answered(bytes, "The file; its type is by its name, if that is harmless.", media_type="*/*"),
         304: answered(None, "It is as the client knows it."),
@@ -66,7 +66,7 @@ ArtifactName = Annotated[str, PathParameter(description="The artifact's name, wh
 async def artifact(
     run_id: RunId, name: ArtifactName, service: CurrentState, caller: CurrentPrincipal, known: IfNoneMatch = None
 ) -> Response[Any]:
-    """The file, in pieces, as a download. Its ``ETag`` is its SHA-256. 409 unless the run SUCCEEDED."""
+    """The file, as a download. Its ``ETag`` is its SHA-256. 409 unless the run SUCCEEDED."""
     found = _find(await service.run(run_id, caller), name.removeprefix("/"))
     tag = f'"{found.digest}"'
     if matches(known, tag):
@@ -83,7 +83,7 @@ async def artifact(
 
 
 def _find(run: Run, name: str) -> Artifact:
-    """By its exact name, so that a name with tricks finds nothing."""
+    """Find the artifact by its exact name, so that no name leads to another file."""
     if run.status != "SUCCEEDED":
         raise RunNotComplete(f"run {run.id} is {run.status} and has no artifacts", run.status, run.ask_again_in)
     for each in run.artifacts:
@@ -93,7 +93,7 @@ def _find(run: Run, name: str) -> Artifact:
 
 
 async def _pieces(first: bytes | None, rest: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Read in a thread: a disk or an object store holds nobody up."""
+    """Read in a thread, so that a slow disk or object store does not block the event loop."""
     piece = first
     while piece is not None:
         yield piece
@@ -110,7 +110,7 @@ def _media_type(name: str) -> str:
 
 
 def _disposition(name: str) -> str:
-    """As an attachment under its last name, in letters that every client reads and in those that it has."""
+    """An attachment with the last part of the name, in ASCII and in UTF-8."""
     last = name.rpartition("/")[2]
     plain = "".join(letter if letter.isascii() and letter not in '"\\%' else "_" for letter in last)
     return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(last, safe='')}"

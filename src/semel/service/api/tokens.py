@@ -1,4 +1,4 @@
-"""``/admin/tokens``: who may use the server."""
+"""``/admin/tokens``: list, create, rotate and revoke tokens."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _UNSTORED = {"Cache-Control": "no-store"}
 
 
 class TokenRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A token to be made."""
+    """A new token."""
 
     user: Annotated[str, Meta(min_length=1, max_length=200, examples=["alice"])]
     role: Role = "submitter"
     tenant: Annotated[
         Annotated[str, Meta(max_length=200)] | None,
-        Meta(description="The maker's own unless given; another for admins of the main tenant."),
+        Meta(description="By default the caller's; admins of the main tenant may name another."),
     ] = None
     name: Annotated[str, Meta(max_length=200, description="What it is for.", examples=["nightly build"])] = ""
     ttl: Annotated[
-        Annotated[float, Meta(gt=0, le=_TEN_YEARS)] | None, Meta(description="Seconds until it expires; none: never.")
+        Annotated[float, Meta(gt=0, le=_TEN_YEARS)] | None, Meta(description="Seconds until it expires; null: never.")
     ] = None
 
 
 class RotateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a token is replaced."""
+    """How a token is rotated."""
 
     grace: Annotated[
-        float, Meta(ge=0, le=_TEN_YEARS, description="Seconds for which the old one still works.", examples=[3600])
+        float, Meta(ge=0, le=_TEN_YEARS, description="Seconds for which the old token stays valid.", examples=[3600])
     ] = 0.0
 
 
 class TokenView(Struct, frozen=True, kw_only=True):
-    """A token, without its secret, which is not kept."""
+    """A token, without its secret, which is not stored."""
 
     id: str
     tenant: str
@@ -61,18 +61,18 @@ class TokenView(Struct, frozen=True, kw_only=True):
     name: str
     created_at: datetime
     expires_at: datetime | None
-    last_used_at: Annotated[datetime | None, Meta(description="Noted once a minute.")]
+    last_used_at: Annotated[datetime | None, Meta(description="Updated once a minute.")]
 
 
 class IssuedView(Struct, frozen=True, kw_only=True):
-    """A token that was just made."""
+    """A new token."""
 
     token: TokenView
-    secret: Annotated[str, Meta(description="What the caller sends: Authorization: Bearer … It is shown this once.")]
+    secret: Annotated[str, Meta(description="What clients send, as Authorization: Bearer … It is shown only once.")]
 
 
 class TokenPage(Struct, frozen=True, kw_only=True):
-    """Some tokens, oldest first, and where the next page begins."""
+    """A page of tokens, oldest first; `next` is the start of the next page."""
 
     tokens: list[TokenView]
     next: str | None
@@ -88,7 +88,7 @@ class TokenPage(Struct, frozen=True, kw_only=True):
 async def list_tokens(
     service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
 ) -> TokenPage:
-    """The tokens of the tenant; to an admin of the main tenant who names none, those of every tenant."""
+    """The tokens of the tenant; for admins of the main tenant who name none, those of every tenant."""
     whose = None if tenant is None and manages_all(caller) else tenant_for(caller, tenant)
     found = await service.store.read(tokens.listed, whose, after=_cursor(after), limit=limit + 1)
     last = found[limit - 1] if len(found) > limit else None
@@ -99,14 +99,14 @@ async def list_tokens(
 @post(
     "/admin/tokens",
     tags=_TAG,
-    summary="Make a token",
+    summary="Create a token",
     guards=[requires("admin")],
     responses=refusals(400, 409, body=True),
 )
 async def create_token(
     data: JSONBody[TokenRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[IssuedView]:
-    """Make a token. Its secret is in this answer and nowhere else.
+    """Create a token. Its secret is in this response only.
 
     The first one must be an admin's of the main tenant: it ends the time in which whoever is on the server's machine
     may do everything.
@@ -121,7 +121,7 @@ async def create_token(
 def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) -> Issued:
     issued = tokens.issue(conn, request, terms)
     if (request.role, request.tenant) != ("admin", MAIN) and len(tokens.listed(conn, None, limit=2)) == 1:
-        said = "the first token must be one of role admin and of the main tenant, or nobody could make another"
+        said = "the first token must have the role admin in the main tenant, or nobody could create another"
         raise ApiError(409, "ADMIN_FIRST", said)
     return issued
 
@@ -129,14 +129,14 @@ def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) 
 @post(
     "/admin/tokens/{token_id:str}/rotate",
     tags=_TAG,
-    summary="Replace a token",
+    summary="Rotate a token",
     guards=[requires("admin")],
     responses=refusals(400, 404, body=True),
 )
 async def rotate_token(
     token_id: FromPath[str], data: JSONBody[RotateRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[IssuedView]:
-    """Make a new token for the same person, as long-lived as the old one, which works for the grace and then ends."""
+    """Create a new token for the same user, with the same lifetime. The old one stays valid for the grace period."""
     terms = service.store.terms
     issued = await service.store.write(tokens.rotate, _known(token_id), data.grace, terms, _reach(caller))
     if issued is None:
@@ -152,7 +152,7 @@ async def rotate_token(
     responses=refusals(400, 404, 409),
 )
 async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal) -> None:
-    """Take a token away: here at once, in other processes within five seconds.
+    """Revoke a token: at once in this process, within five seconds in others.
 
     The last token of the main tenant's admins stays.
     """
@@ -160,7 +160,7 @@ async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: C
     if done == "absent":
         raise absent("token of that id")
     if done == "last":
-        said = "this is the last admin token: make another first, or use `semel token revoke` on the server's machine"
+        said = "this is the last admin token: create another first, or use `semel token revoke` on the server's machine"
         raise ApiError(409, "LAST_ADMIN", said)
     service.auth.clear_cache()
     _log.info("token %s was revoked by %s", token_id, _signed(caller))
@@ -186,12 +186,12 @@ def _signed(caller: Principal) -> str:
 
 
 def _reach(caller: Principal) -> str | None:
-    """Whose tokens they may change; None for everybody's."""
+    """The tenant whose tokens they may change; None for all."""
     return None if manages_all(caller) else caller.tenant
 
 
 def _known(token_id: str) -> str:
-    """The id, if it can be one: what cannot is not there."""
+    """The id; 404 if it cannot be one."""
     if tokens.is_id(token_id):
         return token_id
     raise absent("token of that id")
@@ -202,7 +202,7 @@ def _cursor(after: str | None) -> tuple[int, str]:
         return (-1, "")
     made, _, token_id = after.partition("-")
     if not (made.isascii() and made.isdigit() and len(made) < 19 and tokens.is_id(token_id)):
-        raise InvalidRequest("after is the `next` of a page before")
+        raise InvalidRequest("after must be the `next` of an earlier page")
     return int(made), token_id
 
 

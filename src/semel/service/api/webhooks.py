@@ -1,4 +1,4 @@
-"""``/admin/subscriptions`` and ``/admin/deliveries``: who is told of what happens to runs, and how that goes."""
+"""``/admin/subscriptions`` and ``/admin/deliveries``: the receivers of events, and their deliveries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Wanted: TypeAlias = Literal["*"] | EventName
 
 
 class SubscriptionRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A webhook to be told of events."""
+    """A new webhook."""
 
     url: Annotated[
         str,
@@ -45,35 +45,39 @@ class SubscriptionRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ]
     events: Annotated[
         list[Wanted],
-        Meta(min_length=1, max_length=10, description="Which ones; * is all.", examples=[["RunCompleted"]]),
+        Meta(
+            min_length=1, max_length=10, description="The names of its events; * is all.", examples=[["RunCompleted"]]
+        ),
     ] = field(default_factory=lambda: ["*"])
     tenant: Annotated[
         Annotated[str, Meta(max_length=200)] | None,
-        Meta(description="Whose events; another tenant's for admins of the main tenant."),
+        Meta(description="By default the caller's; admins of the main tenant may name another."),
     ] = None
 
 
 class SubscriptionView(Struct, frozen=True, kw_only=True):
-    """Who is told of what. The secret is not shown again."""
+    """A subscription, without its secret."""
 
     id: str
     tenant: str
     kind: Kind
-    target: Annotated[str, Meta(description="The URL of a webhook, the name of the stream.")]
+    target: Annotated[str, Meta(description="The URL of a webhook, or the name of the stream.")]
     events: list[str]
     created_at: datetime
-    disabled_at: Annotated[datetime | None, Meta(description="Since when it is told nothing: it answered 410.")]
+    disabled_at: Annotated[
+        datetime | None, Meta(description="When it was disabled, because the receiver responded 410.")
+    ]
 
 
 class NewSubscription(Struct, frozen=True, kw_only=True):
-    """A subscription that was just made."""
+    """A new subscription."""
 
     subscription: SubscriptionView
-    secret: Annotated[str, Meta(description="What events are signed with. It is shown this once.")]
+    secret: Annotated[str, Meta(description="The key of the signatures. It is shown only once.")]
 
 
 class Pinged(Struct, frozen=True, kw_only=True):
-    """How the receiver took an event about nothing."""
+    """The result of a test event."""
 
     id: str
     delivered: bool
@@ -82,19 +86,19 @@ class Pinged(Struct, frozen=True, kw_only=True):
 
 
 class DeliveryView(Struct, frozen=True, kw_only=True):
-    """An event for a subscription, and how far it has come."""
+    """The delivery of an event to a subscription."""
 
     subscription_id: str
     event: Event
     state: State
     attempts: int
-    due_at: Annotated[datetime, Meta(description="When it is tried next; of one that is over, when that was.")]
+    due_at: Annotated[datetime, Meta(description="The time of the next attempt; if it is finished, when that was.")]
     last_status: int | None
     last_error: str | None
 
 
 class DeliveryPage(Struct, frozen=True, kw_only=True):
-    """Some deliveries, the latest first, and where the next page begins."""
+    """A page of deliveries, latest first; `next` is the start of the next page."""
 
     deliveries: list[DeliveryView]
     next: str | None
@@ -125,7 +129,7 @@ async def list_subscriptions(
 async def create_subscription(
     data: JSONBody[SubscriptionRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[NewSubscription]:
-    """Post the events to a URL from now on, signed with the secret that this answer shows."""
+    """Post events to a URL from now on, signed with the secret in this response."""
     tenant = tenant_for(caller, data.tenant)
     await check_target(data.url, service.settings)
     made = await service.store.write(subscriptions.create, tenant, data.url, data.events, service.store.terms)
@@ -151,14 +155,14 @@ async def show_subscription(
 @delete(
     "/admin/subscriptions/{subscription_id:str}",
     tags=_TAG,
-    summary="End a subscription",
+    summary="Delete a subscription",
     guards=[requires("admin")],
     responses=refusals(400, 404, 409),
 )
 async def delete_subscription(
     subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
-    """Send nothing any more, and forget what was on its way."""
+    """Delete the subscription, and its pending deliveries."""
     await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
     await service.store.write(deliveries.tidy, service.store.terms)  # of very many, the rest follows in the background
     _log.info("subscription %s was ended by %r", subscription_id, caller.user)
@@ -167,7 +171,7 @@ async def delete_subscription(
 @post(
     "/admin/subscriptions/{subscription_id:str}/test",
     tags=_TAG,
-    summary="Try a subscription",
+    summary="Test a subscription",
     guards=[requires("admin")],
     status_code=200,
     responses=refusals(400, 404),
@@ -175,7 +179,7 @@ async def delete_subscription(
 async def try_subscription(
     subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> Pinged:
-    """Send an event named Ping now, once, and say how it was taken."""
+    """Send an event named Ping once, and return the receiver's response."""
     found = await service.store.read(subscriptions.find, _known(subscription_id), tenant_for(caller, tenant))
     event_id, answered = await ping(service, found)
     return Pinged(id=event_id, delivered=answered.good, status=answered.status, error=answered.error)
@@ -192,13 +196,17 @@ async def list_deliveries(
     service: CurrentState,
     caller: CurrentPrincipal,
     *,
-    in_state: Annotated[State | None, QueryParameter(name="state", description="Only those.")] = None,
-    subscription: Annotated[str | None, QueryParameter(max_length=200, description="Only of this one.")] = None,
+    in_state: Annotated[
+        State | None, QueryParameter(name="state", description="Only deliveries in this state.")
+    ] = None,
+    subscription: Annotated[
+        str | None, QueryParameter(max_length=200, description="Only deliveries to this subscription.")
+    ] = None,
     tenant: Tenant = None,
     limit: Limit = 100,
     after: After = None,
 ) -> DeliveryPage:
-    """Events on their way, arrived, or given up. What arrived is kept for three days, what is dead for thirty."""
+    """Deliveries that are waiting, delivered or dead. Delivered ones are kept for three days, dead ones for thirty."""
     of_one = None if subscription is None else _id_of(subscription)
     if of_one is None and subscription is not None:
         return DeliveryPage(deliveries=[], next=None)
@@ -231,7 +239,7 @@ async def resend_delivery(
     caller: CurrentPrincipal,
     tenant: Tenant = None,
 ) -> DeliveryView:
-    """Send the event once more, soon, under the same id, whatever became of it."""
+    """Send the event once more, soon, with the same id, whatever the state of its delivery."""
     run = checked_id(run_id)
     if run is None:
         raise absent("delivery of that run")
@@ -241,7 +249,7 @@ async def resend_delivery(
 
 
 def _known(subscription_id: str) -> str:
-    """The id; what cannot be one is not there."""
+    """The id; 404 if it cannot be one."""
     known = _id_of(subscription_id)
     if known is None:
         raise absent("subscription of that id")
@@ -261,7 +269,7 @@ def _cursor(after: str | None) -> tuple[int, str, int, str] | None:
             run, of_one = checked_id(run_id), _id_of(subscription_id)
             if run is not None and of_one is not None:
                 return int(due), run, int(version), of_one
-    raise InvalidRequest("after is the `next` of a page before")
+    raise InvalidRequest("after must be the `next` of an earlier page")
 
 
 def _is_number(text: str, digits: int) -> bool:

@@ -34,7 +34,7 @@ CheckStatus: TypeAlias = Literal["ok", "unavailable", "read-only", "not migrated
 
 
 class Health(Struct, frozen=True, omit_defaults=True):
-    """How it stands. Strangers may read it: it names no address and no cause, but a database file that is gone."""
+    """The result of the checks. Anybody may read it: it names no address, and no cause but a missing database file."""
 
     status: Literal["ok", "unavailable"]
     checks: dict[str, CheckStatus]
