@@ -39,7 +39,7 @@ from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, B
 
 TASK = "semel.run"
 PATIENCE = 2.0
-"""Seconds to wait for the broker, to connect and for each answer: a submitter waits so long when it is away."""
+"""Seconds to wait for the broker, to connect and for each reply: a submitter waits so long while it is unavailable."""
 
 _REDIS_PATIENCE = {"socket_timeout": PATIENCE, "socket_connect_timeout": PATIENCE, "max_retries": 0}
 _OPTIONS = {"acks_late": True, "ignore_result": True, "max_retries": 0, "shared": False}
@@ -48,7 +48,7 @@ _installed: WeakKeyDictionary[Celery, list[App]] = WeakKeyDictionary()
 
 
 class CeleryTransport(BrokerTransport):
-    """Tells Celery workers of runs, over one connection of its own. See Announcer for the times."""
+    """Announces runs to Celery workers, over one connection of its own. See BrokerTransport for the times."""
 
     def __init__(
         self, broker: str | Celery, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN
@@ -59,7 +59,6 @@ class CeleryTransport(BrokerTransport):
 
     @property
     def broker(self) -> str:  # type: ignore[override]  # of a Celery app it is known when that is configured
-        """See Announcer."""
         url = str(self._celery.conf.broker_write_url or self._celery.conf.broker_url or "")
         return "redis" if url.startswith(("redis", "sentinel")) else "broker"
 
@@ -71,7 +70,6 @@ class CeleryTransport(BrokerTransport):
         self._sending = threading.RLock()
 
     def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
-        """See Announcer."""
         where = msgspec.to_builtins(location)
         with self._sending:
             try:
@@ -103,7 +101,7 @@ class CeleryTransport(BrokerTransport):
         return self._producer
 
     def length(self, queue: str) -> int:
-        """See Announcer. What workers have fetched ahead does not count."""
+        """Messages that workers have prefetched do not count."""
         with self._sending:
             try:
                 return self._length(self._connected(), queue)
@@ -118,7 +116,6 @@ class CeleryTransport(BrokerTransport):
             return 0  # there is no such queue yet
 
     def disconnect(self) -> None:
-        """See Announcer."""
         with self._sending:
             producer, self._producer = self._producer, None
             if producer is not None:

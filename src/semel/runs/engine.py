@@ -1,4 +1,4 @@
-"""What an app can be asked, written once: blocking in :class:`~semel.runs.app.App`, awaited in its ``aio``."""
+"""The operations of an app on runs, written once: blocking in :class:`~semel.runs.app.App`, awaited in its ``aio``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RunEngine:
         key_ttl: float | None = None,
         dedupe: bool | None = None,
     ) -> Run:
-        """Store a run of the model with these parameters, and answer at once.
+        """Store a run of the model with these parameters, and return at once.
 
         ``idempotency_key`` names the run for ``key_ttl`` seconds (a day): whoever submits the same again finds it,
         ``run.replayed`` says so, and nothing is created or charged. Without one the same payload finds the run that is
@@ -189,7 +189,7 @@ class RunEngine:
         return asked, refused
 
     async def _announce(self, runs: Sequence[Run]) -> None:
-        """Tell the transport of what is due. One that cannot be reached loses nothing: the sweeper finds the runs."""
+        """Announce the runs that are due. If that fails nothing is lost: the sweeper finds the runs."""
         transport = self._transport()
         if transport.announces and runs:
             due = [(run.id, run.queue) for run in runs if run.due_us <= run.created_us]
@@ -401,7 +401,7 @@ class RunEngine:
         )[0]
 
     async def purge(self, older_than: float) -> int:
-        """Remove runs that were over so many seconds ago, with their events, logs, files and data; answer how many.
+        """Remove runs that were over so many seconds ago, with their events, logs, files and data; return how many.
 
         A run that a live key names stays until the key ends. What an earlier purge left behind when it died, or when
         the files could not be reached (``ResultStoreError``), is removed, too.

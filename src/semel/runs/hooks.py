@@ -1,4 +1,4 @@
-"""What happens to runs, told to those who count: metrics, logs, dashboards."""
+"""Hooks for what happens to runs in this process: metrics, logs, dashboards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Hook: TypeAlias = Callable[[RunEvent], None]
 
 
 class EventHooks:
-    """Calls every hook; one that fails is logged and stops nobody."""
+    """Calls every hook. An error in a hook is logged and does not stop the others."""
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
@@ -40,14 +40,14 @@ class EventHooks:
             self._hooks.append(hook)
 
     def emit(self, event: RunEvent) -> None:
-        """Something happened."""
+        """Call every hook with the event."""
         for hook in self._hooks:
             try:
                 hook(event)
-            except Exception:  # noqa: BLE001 -- a stranger's code
+            except Exception:  # noqa: BLE001 -- the user's code
                 _log.exception("a hook for run events failed")
 
     @property
     def has_hooks(self) -> bool:
-        """False when nobody listens, so that nothing need be put together."""
+        """False when there are none, so that no event need be made."""
         return bool(self._hooks)

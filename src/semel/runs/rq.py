@@ -28,16 +28,16 @@ from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, B
 
 JOB = "semel.runs.rq.look"
 PATIENCE = 2.0
-"""Seconds to wait for Redis, to connect and for each answer: a submitter waits so long at the most when it is away."""
+"""Seconds to wait for Redis, to connect and for each reply: the most that a submitter waits while it is unavailable."""
 KEEP_FAILURES = 600
 """Seconds for which RQ shows a message that failed, as when the app cannot be imported."""
 BATCH = 500
 
 
 class RqTransport(BrokerTransport):
-    """Tells RQ workers of runs. Jobs get random ids: one by the name of the run would make RQ forget the older message.
+    """Announces runs to RQ workers. RQ's jobs have random ids: with the run's id RQ would forget the older message.
 
-    See Announcer for ``sweep_every`` and ``tell_again``.
+    See BrokerTransport for ``sweep_every`` and ``tell_again``.
     """
 
     def __init__(
@@ -58,18 +58,16 @@ class RqTransport(BrokerTransport):
             app.ledger(awaited=True)  # a worker imports us before it forks: let it have what every run would load
 
     def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
-        """See Announcer. A few hundred in a round trip."""
+        """A few hundred messages in a round trip."""
         where = msgspec.to_builtins(location)
         for queue, ids in queues.items():
             for start in range(0, len(ids), BATCH):
                 self._queue(queue).enqueue_many([_job(run_id, where) for run_id in ids[start : start + BATCH]])
 
     def length(self, queue: str) -> int:
-        """See Announcer."""
         return self._queue(queue).count
 
     def disconnect(self) -> None:
-        """See Announcer."""
         self._redis.close()
 
     def _queue(self, name: str) -> Queue:
@@ -90,5 +88,5 @@ def _job(run_id: str, where: Any) -> Any:
 
 
 def look(run_id: str, where: Any) -> None:
-    """What an RQ worker calls: look at the run, and see it through if it is there to be had."""
+    """What an RQ worker calls: execute the run, if it can be leased."""
     perform(find(msgspec.convert(where, AppLocation)), run_id, sweeps=True)

@@ -24,7 +24,7 @@ TERMINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 MICRO = 1_000_000
 
 HELD_US = 100 * 366 * 86400 * MICRO
-"""A run that is due so long after its creation is held: nobody leases it until it is released."""
+"""A run that is due this long after its creation is held: it cannot be leased until it is released."""
 INTERNAL_QUEUE = "semel-service"
 """The queue of the service's own work. What nobody submitted there is in no list, unless the queue is asked for."""
 INTERNAL_PREFIX = "semel."
@@ -42,7 +42,7 @@ worker could not even begin, which is no fault of the run."""
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """What whoever executes an attempt is told."""
+    """What is needed to execute an attempt."""
 
     run_id: str
     model: str
@@ -348,7 +348,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class WorkerInfo(Struct, frozen=True, kw_only=True):
-    """A worker as it told of itself, and what it holds."""
+    """A worker as it last described itself, and the runs that it holds."""
 
     id: str
     name: str

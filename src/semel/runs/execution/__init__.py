@@ -1,4 +1,4 @@
-"""Call a model and say what came of it: whatever it returns, raises or leaves behind becomes one `Ended`.
+"""Calls a model: whatever it returns or raises becomes one `AttemptResult`.
 
 value ── publish ──▶ succeeded            Retry, any other error, the result store's ──▶ retry
 Fatal, model.fatal, misfitting parameters, a value that has no JSON form ──▶ fatal
@@ -82,7 +82,7 @@ def execute_attempt(
     fatal: frozenset[str] = frozenset(),
 ) -> AttemptResult:
     """Execute the attempt that the context belongs to. `fatal` are errors by name, for want of their types."""
-    token = log_capture.begin(context.lines(ctx))
+    token = log_capture.begin(ctx._lines)
     try:
         try:
             if _wants_data(job, model):
@@ -98,12 +98,12 @@ def execute_attempt(
 
 def _wants_data(job: Attempt, model: Model) -> bool:
     """Whether the data is to be unpacked: the service's own models pass it on as it is."""
-    return job.data_ref is not None and model.wants_context and not job.model.startswith(INTERNAL_PREFIX)
+    return job.data_ref is not None and model.signature.wants_context and not job.model.startswith(INTERNAL_PREFIX)
 
 
 def _call(ctx: Context, job: Attempt, model: Model) -> Any:
     arguments = model.bind(job.parameters)
-    return model.function(ctx, **arguments) if model.wants_context else model.function(**arguments)
+    return model.function(ctx, **arguments) if model.signature.wants_context else model.function(**arguments)
 
 
 async def execute_async(
@@ -117,7 +117,7 @@ async def execute_async(
 ) -> AttemptResult:
     """Execute the attempt in this event loop. Only the cancellation of the calling task comes through as an error."""
     ctx = Context(job, sink, cancelled or StopFlag())
-    token = log_capture.begin(context.lines(ctx))
+    token = log_capture.begin(ctx._lines)
     handed_over = False
     try:
         try:
@@ -133,14 +133,14 @@ async def execute_async(
         ended = _early_result(ctx, value)
         if ended is not None:
             return ended
-        if not context.has_scratch(ctx) and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
+        if ctx._artifacts is None and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
             return _store_result(ctx, job, value, results, limits)
         handed_over = True
         return await _apart(_published_and_closed, ctx, job, value, results, limits)
     finally:
         log_capture.end(token)
         if not handed_over:
-            if context.has_scratch(ctx):
+            if ctx._artifacts is not None:
                 await _apart(context.close, ctx)
             else:
                 context.close(ctx)
@@ -259,7 +259,7 @@ async def _in_time(work: Awaitable[Any], seconds: float) -> Any:
 
 
 def _is_ours_to_pass(error: BaseException) -> bool:
-    """Whether this is not the model's error but the wish of whoever runs the loop."""
+    """Whether this is a request of the event loop's owner (cancellation, exit), not the model's error."""
     if isinstance(error, Exception | SystemExit):
         return False
     import asyncio
@@ -280,18 +280,18 @@ def _early_result(ctx: Context, value: Any) -> AttemptResult | None:
     """What a returned value says by itself, before it counts as a result."""
     if isinstance(value, _VERDICTS):
         return _verdict(ctx, value)
-    if context.was_asked_to_stop(ctx):
-        return AttemptResult(kind="cancelled", reason="the model was asked to stop and did", cost=context.cost(ctx))
+    if ctx._told_to_stop:
+        return AttemptResult(kind="cancelled", reason="the model was asked to stop and did", cost=ctx._cost)
     return None
 
 
 def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits) -> AttemptResult:
     try:
-        files = context.files(ctx) if context.has_scratch(ctx) else {}
+        files = context.files(ctx) if ctx._artifacts is not None else {}
         kept = publish(results, job, value, files, inline_bytes=limits.inline_bytes, max_bytes=limits.max_bytes)
     except Exception as error:  # noqa: BLE001 (the store's drivers raise what they like)
         kind: EndKind = "fatal" if isinstance(error, Fatal) else "retry"
-        return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=context.cost(ctx))
+        return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=ctx._cost)
     return AttemptResult(
         kind="succeeded",
         result=kept.result,
@@ -301,14 +301,14 @@ def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, 
         artifacts=kept.artifacts,
         result_exact=kept.result_exact,
         warnings=kept.warnings,
-        cost=context.cost(ctx),
+        cost=ctx._cost,
     )
 
 
 def _published_and_closed(
     ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits
 ) -> AttemptResult:
-    """In one piece, so that the files stay until they are published even if nobody waits any more."""
+    """In one call, so that the files stay until they are published even if the caller was cancelled."""
     try:
         return _store_result(ctx, job, value, results, limits)
     finally:
@@ -319,11 +319,11 @@ def _failed(ctx: Context, model: Model, error: BaseException, fatal: frozenset[s
     if isinstance(error, _VERDICTS):
         return _verdict(ctx, error)
     kind: EndKind = "retry"
-    if context.was_asked_to_stop(ctx):
+    if ctx._told_to_stop:
         kind = "cancelled"
     elif isinstance(error, (InvalidRequest, msgspec.ValidationError, *model.fatal)) or names_in(error, fatal):
         kind = "fatal"
-    return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=context.cost(ctx))
+    return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=ctx._cost)
 
 
 def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> AttemptResult:
@@ -337,7 +337,7 @@ def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> Attem
     else:
         kind = "fatal" if isinstance(said, Fatal) else "cancelled"
     shown = "" if kind in {"snooze", "cancelled"} else traceback_of(said)
-    return AttemptResult(kind=kind, reason=reason_of(said), traceback=shown, after=after, cost=context.cost(ctx))
+    return AttemptResult(kind=kind, reason=reason_of(said), traceback=shown, after=after, cost=ctx._cost)
 
 
 def _seconds(wish: Any) -> float | None:

@@ -1,7 +1,7 @@
 """A warm process that executes attempts, one at a time, for the worker that started it, and dies with it.
 
-The model runs in the main thread. A second thread reads the parent's words, so that a cancel arrives while the model
-is busy; a third sends what the model said last when it falls silent. Messages are MessagePack behind their length.
+The model runs in the main thread. A second thread reads the parent's messages, so that a cancel arrives while the model
+is busy; a third sends output that waits to be sent. Messages are MessagePack behind their length.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LENGTH = struct.Struct(">I")
 
 
 class ChildConfig(msgspec.Struct, tag=True, frozen=True):
-    """The parent's first words: what the child should have in common with it."""
+    """The parent's first message: what the child takes over from it."""
 
     path: list[str]
     argv: list[str]
@@ -157,7 +157,7 @@ class ParentWire:
                 self._flush()
 
     def fall_silent(self) -> None:
-        """In a process that the model forked: the words of two would mix."""
+        """In a process that the model forked: messages of two processes would mix."""
         self._mute = True
         self._connection.close()
 
@@ -242,7 +242,7 @@ class Child:
 
     def _execute(self, work: RunAttempt, stop: StopFlag) -> AttemptResult:
         ctx = Context(work.job, self._sink, stop, Path(work.scratch))
-        lines = context.lines(ctx)
+        lines = ctx._lines
         log_capture.bind_process(lines)
         self._tidy_up()
         try:

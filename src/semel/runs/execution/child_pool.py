@@ -1,4 +1,4 @@
-"""The worker's child processes: a run gets a warm one, and whatever happens to it becomes one `Ended`.
+"""The worker's child processes: a run gets a warm one, and whatever happens to it becomes one `AttemptResult`.
 
 A child that is asked to stop and does not is killed with all that it started; one that dies by itself is replaced.
 Nothing that a model does can block the event loop: every word to and from a child goes through non-blocking sockets.
@@ -31,7 +31,7 @@ from semel.runs.types import Attempt, AttemptResult
 __all__ = ["ChildPool"]
 
 LAST_WORDS = 0.5
-"""Seconds for a child that is told to die to write down where it hangs."""
+"""Seconds that a child has to print its stack before it is killed."""
 LEAVE = 5.0
 """Seconds that an idle child may take to leave before it is killed."""
 
@@ -196,7 +196,7 @@ class _Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run_on(self, process: ChildProcess) -> AttemptResult:
-        """Execute it on this child, which works for nobody else."""
+        """Execute it on this child, which executes nothing else."""
         self._process = process
         process.on_message, process.on_output = self._on_message, self._on_output
         process.gone.add_done_callback(self._child_gone)

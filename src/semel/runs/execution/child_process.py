@@ -1,4 +1,4 @@
-"""One child process as the worker's event loop sees it: started, spoken with, heard, killed and buried."""
+"""One child process in the worker's event loop: starts it, exchanges messages, reads its output, kills and reaps it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _decoder = msgspec.msgpack.Decoder(FromChild)
 
 
 class ChildProcess(asyncio.Protocol):
-    """A child. `hear` and `on_output` are called in the event loop, until `gone` says how it ended."""
+    """A child. `on_message` and `on_output` are called in the event loop, until `gone` says how it ended."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class ChildProcess(asyncio.Protocol):
         self._buried = False
 
     async def start(self, config: ChildConfig, patience: float) -> None:
-        """Start it and wait until it is ready for work; raise `ChildProcessError` with its last words if it fails."""
+        """Start it and wait until it is ready for work; raise `ChildProcessError` with its last output if it fails."""
         try:
             ours = self._spawn()
         except (OSError, ValueError) as error:  # no such program, no room for it, or an arg that the system lacks
@@ -95,7 +95,7 @@ class ChildProcess(asyncio.Protocol):
                 self._kill_group()
 
     def read_output(self) -> None:
-        """Take what lies in the pipe behind its stdout and stderr, so that it is heard before what comes next."""
+        """Read what is in the pipe of its stdout and stderr, so that it comes before the next message."""
         for _ in range(64):
             if not self._read_some():
                 return
@@ -253,7 +253,7 @@ def _without_our_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ignore(_said: object) -> None:
-    """Nobody listens."""
+    """The handler while no run uses the child."""
 
 
 def _how(code: int) -> str:

@@ -1,4 +1,4 @@
-"""What a model is given of its run: who it runs for, a way to be heard, a place for files, and whether to stop."""
+"""The context of a run, as its model sees it: user, progress, log, files, and whether to stop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Context:
         "_scratch",
         "_sink",
         "_stop",
-        "_told",
+        "_told_to_stop",
     )
 
     def __init__(self, job: Attempt, wire: AttemptSink, stop: Stop, scratch: Path | None = None) -> None:
@@ -73,7 +73,8 @@ class Context:
         self._data: Path | None = None
         self._closed = False
         self._log: _RunLog | None = None
-        self._told = False
+        self._told_to_stop = False
+        """Whether the model saw that it should stop: what it returns after that may be half of its work."""
 
     @property
     def run_id(self) -> str:
@@ -123,7 +124,7 @@ class Context:
     def cancelled(self) -> bool:
         """Whether the run should stop: it was cancelled, or its time is up."""
         if self._stop.is_set():
-            self._told = True
+            self._told_to_stop = True
             return True
         return False
 
@@ -176,23 +177,6 @@ class Context:
         return f"<Context of run {self.run_id}, attempt {self.attempt}, fence {self.fence}>"
 
 
-def lines(context: Context) -> BoundedLog:
-    return context._lines
-
-
-def was_asked_to_stop(context: Context) -> bool:
-    """Whether the model saw that it should stop: what it returned since then may be half of its work."""
-    return context._told
-
-
-def cost(context: Context) -> float | None:
-    return context._cost
-
-
-def has_scratch(context: Context) -> bool:
-    return context._artifacts is not None
-
-
 def fetch_data(context: Context, results: ResultStore) -> None:
     """Unpack the run's data into the scratch folder, which goes with the attempt."""
     assert context._job.data_ref is not None
@@ -218,7 +202,7 @@ def files(context: Context) -> dict[str, Path]:
 
 
 def close(context: Context) -> None:
-    """Hear no more of the model, and remove its scratch folder, whatever is in it."""
+    """Close the log of the attempt, and remove its scratch folder."""
     context._lines.close()
     context._closed = True
     if context._artifacts is not None and context._scratch is not None:

@@ -24,7 +24,7 @@ RUN_LOGGER = "semel.run"
 
 
 class AttemptSink(Protocol):
-    """Where an attempt is heard while it runs."""
+    """Takes the progress and the log lines of an attempt while it runs."""
 
     def progress(self, fraction: float, note: str) -> None:
         """Take how far the attempt is, from 0 to 1; only the latest counts."""
@@ -58,7 +58,7 @@ class BoundedLog:
                 self._sink.line("WARNING", f"more than {MAX_LINES:,} lines: the rest was dropped")
 
     def close(self) -> None:
-        """Hear no more: what a thread or task left behind says belongs to no run."""
+        """Take no more lines: what a thread or task that was left behind logs belongs to no run."""
         self._sink = None
 
 
@@ -80,7 +80,7 @@ class _Process:
 
     lines: BoundedLog | None = None
     strangers: frozenset[int | None] = frozenset()
-    """Threads that an earlier attempt left behind: what they say belongs to nobody."""
+    """Threads that an earlier attempt left behind: their lines belong to no run."""
 
 
 def begin(lines: BoundedLog) -> Token[BoundedLog | None]:
@@ -91,7 +91,7 @@ def begin(lines: BoundedLog) -> Token[BoundedLog | None]:
 
 
 def end(token: Token[BoundedLog | None]) -> None:
-    """Whoever spoke before speaks again."""
+    """Restore the log that was bound before."""
     _speaker.reset(token)
 
 
@@ -103,7 +103,7 @@ def bind_process(lines: BoundedLog | None) -> None:
 
 
 def forget_process() -> None:
-    """In a process that the model forked: whatever it says goes to the real streams, whoever held a lock."""
+    """In a process that the model forked: send its output to the real streams, whoever held a lock."""
     for lines in (_speaker.get(), _Process.lines):
         if lines is not None:
             lines.close()
@@ -116,7 +116,7 @@ def unbind_handler() -> None:
 
 
 def current_log() -> BoundedLog | None:
-    """Whose words are heard here, if anyone's."""
+    """The log of the attempt that runs here, or None."""
     lines = _speaker.get()
     if lines is None and get_ident() not in _Process.strangers:
         lines = _Process.lines

@@ -71,11 +71,6 @@ class Model:
     grace: float = 10.0
     """Seconds between the polite request to stop and the forced end."""
 
-    @property
-    def wants_context(self) -> bool:
-        """Whether the function takes the context of the run as its first argument."""
-        return self.signature.wants_context
-
     def check(self, parameters: Mapping[str, Any]) -> str:
         """Return the parameters as compact JSON; raise `InvalidParameters` if the function cannot be called so."""
         try:

@@ -85,6 +85,8 @@ class RunStore:
         self._repeats = False
         self.outage: Outage | None = None
         """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
+        self._retried = with_retry(self._attempt, self.runtime, self.retry_for)
+        self._retried_long = with_retry(self._attempt, self.runtime, self.retry_for, longest=LONG_DEADLINE)
         self.submit = self.runtime.batcher(self._submit_now)
         """Submits one :class:`Submission`; calls that come together share a transaction."""
         self.find = self.runtime.batcher(self._find_now)
@@ -112,7 +114,8 @@ class RunStore:
 
     @property
     def terms(self) -> StatementContext:
-        """What verbs are told: SQLite has no clock of its own but the host's."""
+        """What the functions of this package take: the time, where the database's own clock is not used (SQLite's is
+        the host's), and whether events are to be published."""
         if self._clock is not None:
             return StatementContext(self._clock(), self._publish)
         return StatementContext(time.time_ns() // 1000 if self.dialect == "sqlite" else None, self._publish)
@@ -140,9 +143,7 @@ class RunStore:
         """Run a function that only reads. Unless it is marked as hot it may go through many rows: it has more time."""
         if is_hot(verb):
             return await self._with_retry(self._database.read, lambda conn: verb(conn, *args, **kwargs))
-        return await self._with_retry(
-            self._database.survey, lambda conn: verb(conn, *args, **kwargs), longest=LONG_DEADLINE
-        )
+        return await self._with_retry(self._database.survey, lambda conn: verb(conn, *args, **kwargs), long=True)
 
     async def write(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function that writes, which must be safe to run twice: as one transaction, unless it is marked as hot.
@@ -152,38 +153,40 @@ class RunStore:
         if is_hot(verb):
             return await self._with_retry(self._database.write, lambda conn: verb(conn, *args, **kwargs))
         whole = partial(_in_transaction, verb=verb, args=args, kwargs=kwargs)
-        return await self._with_retry(self._database.write_many, whole, longest=LONG_DEADLINE)
+        return await self._with_retry(self._database.write_many, whole, long=True)
 
     async def read_once(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a hot function that only reads, and do not retry it."""
-        return await self._attempt(self._database.read, lambda conn: verb(conn, *args, **kwargs))
+        answer: R = await self._attempt((self._database.read, lambda conn: verb(conn, *args, **kwargs)))
+        return answer
 
     async def write_once(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a hot function that writes, and do not retry it: the caller has to know that its reply was lost."""
-        return await self._attempt(self._database.write, lambda conn: verb(conn, *args, **kwargs))
+        answer: R = await self._attempt((self._database.write, lambda conn: verb(conn, *args, **kwargs)))
+        return answer
 
     async def _with_retry(
-        self, how: _Run, work: Callable[[Connection], R], longest: float | None = None, began: float | None = None
+        self, how: _Run, work: Callable[[Connection], R], *, long: bool = False, began: float | None = None
     ) -> R:
-        """A connection that broke is no reason to give up: every verb may be sent again."""
-        send = with_retry(partial(self._attempt, how), self.runtime, self.retry_for, longest=longest)
+        send = self._retried_long if long else self._retried
         try:
-            answer: R = await send(work, began)
+            answer: R = await send((how, work), began)
         except StoreUnavailable as error:
             self.unavailable(error)
             raise
         return answer
 
-    async def _attempt(self, how: _Run, work: Callable[[Connection], R]) -> R:
+    async def _attempt(self, request: tuple[_Run, Callable[[Connection], Any]]) -> Any:
+        how, work = request
         if not self._ready:
             await self.open()
-        answer: R = await how(work)
+        answer = await how(work)
         if self.outage is not None:
             self.outage.succeeded()
         return answer
 
     def unavailable(self, error: object) -> None:
-        """The database could not be had: where an outage is reported, that is logged in few lines."""
+        """Report that the database could not be reached: an outage is logged once, not for every call."""
         if self.outage is not None:
             self.outage.failed(error)
 
@@ -198,7 +201,7 @@ class RunStore:
         return [_error_of(each) if isinstance(each, Failed) else each for each in told]
 
     async def _submit_now(self, submissions: Sequence[Submission], began: float) -> list[Answer]:
-        """Where repeats were met lately, look for them first: that is cheaper than to find out while writing."""
+        """Where the last batch had repeats, read the keys first: that is cheaper than to find repeats while writing."""
         answers = {}
         if self._repeats:
             answers = await self._run_batch(self._database.read, store_submit.recognised, submissions, began)
@@ -217,8 +220,9 @@ class RunStore:
         began: float,
     ) -> R:
         """Run a function for a batch of calls, the oldest made at ``began``; a large batch has more time."""
-        longest = LONG_DEADLINE if len(batch) > LARGEST else None
-        return await self._with_retry(how, lambda conn: work(conn, batch, self.terms), longest, began)
+        return await self._with_retry(
+            how, lambda conn: work(conn, batch, self.terms), long=len(batch) > LARGEST, began=began
+        )
 
     async def _find_now(self, ids: Sequence[str], began: float) -> list[Run | None]:
         found = await self._with_retry(self._database.read, lambda conn: queries.get(conn, ids), began=began)
@@ -236,9 +240,9 @@ class RunStore:
 
 
 def wait_for_database(store: RunStore, seconds: float) -> None:
-    """Block until a blocking store can be opened, for so long; one line says that it is waited for.
+    """Block until a blocking store can be opened, for up to ``seconds``, then close it; log once that it waits.
 
-    Raises what is in the way when the time is over, and at once when waiting would not help. Closes the store.
+    Raises the last error when the time is over, and at once an error that waiting does not mend.
     """
     began = time.monotonic()
     waits = False

@@ -1,4 +1,4 @@
-"""Leases, as SQL: workers take runs that are due, keep them by signs of life, and learn what was asked of them."""
+"""Leases, as SQL: workers lease runs that are due, renew the leases, store log lines, and learn of cancellations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Leased(Struct, frozen=True):
 
 
 def _leasing(dialect: Dialect, which: str) -> str:
-    """Lease the runs that ``which`` picks, as ``p``, unless somebody else is at it."""
+    """Lease the runs (``p``) for which ``which`` is true, except those that another transaction has locked."""
     now = dialect.now
     return changing(
         dialect,
@@ -82,7 +82,7 @@ _LEASE_THESE = Statement(
 
 
 class LeaseRequest(Struct, frozen=True):
-    """A worker asks for up to ``most`` runs of the models that it knows, from the queues in their order."""
+    """Up to ``most`` runs of these models, from the queues in their order."""
 
     worker: str
     queues: tuple[str, ...]
@@ -92,7 +92,7 @@ class LeaseRequest(Struct, frozen=True):
 
 @hot
 def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> list[Leased]:
-    """Take runs that are due."""
+    """Lease runs that are due, queue by queue."""
     taken: list[Leased] = []
     for queue in request.queues:
         most = request.most - len(taken)
@@ -104,7 +104,7 @@ def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> l
 
 @hot
 def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: StatementContext) -> list[Leased]:
-    """Take these runs where they are due, also from owners whose leases have ended."""
+    """Lease these runs if they are due, also those whose lease ended."""
     with transaction(conn):
         change(conn, LOSE_THESE, terms, ids=list(ids))
         rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
@@ -144,7 +144,7 @@ UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.no
 def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, float | None]:
     """Make the runs that are due ready to be leased; return how many, and in how many seconds the next is due.
 
-    A wait that began later than now was begun before the clock was put back: it begins anew, no longer than before.
+    A wait that began later than now began before the clock was put back: it starts again, no longer than before.
     """
     until_next, began_later = _NEXT.rows(conn, now=terms.now)[0]
     if began_later and _RESTART.count(conn, now=terms.now):
@@ -173,7 +173,7 @@ RETURNING {w.as_text(w.returning("id"))}, {w.returning("cancel_us")}
 
 
 class LeaseRenewal(Struct, frozen=True):
-    """A sign of life of an attempt, with its progress where that is news."""
+    """The renewal of an attempt's lease, with its progress if that changed."""
 
     run_id: str
     fence: int
@@ -183,9 +183,9 @@ class LeaseRenewal(Struct, frozen=True):
 
 @hot
 def renew(conn: Connection, beats: Sequence[LeaseRenewal], terms: StatementContext) -> dict[str, bool]:
-    """Extend the leases in one statement. Answers those it could, and whether their end is asked for.
+    """Renew leases in one statement. Returns the runs that it renewed, and whether each is to be cancelled.
 
-    One that is missing is lost, or its row is locked by someone: see watch.
+    A run that is missing is lost, or its row is locked: see watch.
     """
     rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
     return {row[0]: row[1] is not None for row in rows}
@@ -205,7 +205,7 @@ JOIN semel_runs AS k ON {fenced(w)}
 
 @hot
 def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
-    """As renew, without extending anything."""
+    """As renew, without renewing: which of these runs are still held, and whether each is to be cancelled."""
     return {row[0]: row[1] is not None for row in _WATCH.rows(conn, held)}
 
 
@@ -229,13 +229,13 @@ class PendingRun(Struct, frozen=True):
 
     @property
     def step(self) -> tuple[str, int]:
-        """What was told of, once it was."""
+        """What identifies an announcement."""
         return (self.id, self.version)
 
 
 @hot
 def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> list[PendingRun]:
-    """Runs, with their queues, that are due and that perhaps no worker was told of.
+    """Runs, with their queues, that are due and that perhaps were not announced.
 
     The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
     service's own work is left out: its servers poll for it.
@@ -285,5 +285,5 @@ class LogLineRow(Struct, frozen=True):
 
 @hot
 def log(conn: Connection, lines: Sequence[LogLineRow]) -> None:
-    """Keep the lines; one that was kept before is left as it is."""
+    """Store the lines; those that were stored before are left as they are."""
     _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])

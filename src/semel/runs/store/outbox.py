@@ -44,12 +44,12 @@ _NAMES = {"created": "RunCreated", "leased": "RunStarted"}
 
 @hot
 def unpublished(conn: Connection, most: int = 100) -> list[OutboxEvent]:
-    """The oldest events that nobody has confirmed to have published."""
+    """The oldest events that were not published."""
     return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
 
 
 def unsent(conn: Connection, most: int = 200) -> list[OutboxEvent]:
-    """The oldest events that a subscription may want, except those that another is handing on at this moment."""
+    """The oldest events that a subscription may want, except those that another process has locked."""
     return _events(
         conn.execute(_outbox(run_events.c.unsent).limit(most).with_for_update(of=run_events, skip_locked=True))
     )
@@ -104,12 +104,12 @@ _SENT = _clearing("unsent")
 
 @hot
 def published(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """These have been published."""
+    """Mark these as published."""
     if events:
         _PUBLISHED.count(conn, [(each.run_id, each.version) for each in events])
 
 
 def sent(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """These have been handed on to those who want them."""
+    """Mark these as handed to the webhooks that want them."""
     if events:
         _SENT.count(conn, [(each.run_id, each.version) for each in events])

@@ -1,4 +1,4 @@
-"""Questions about runs: nothing here changes anything."""
+"""Reads runs, their timelines, logs, counts and workers. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from semel.runs.types import (
 )
 
 WORKER_SILENCE_US = 45 * MICRO
-"""A worker that has not been seen for so long is taken for dead."""
+"""A worker that was not seen for this long counts as dead."""
 
 _HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "result_exact", "trace")
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
@@ -37,7 +37,7 @@ _FIRST_PORTION = 16
 
 
 NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
-"""True of what somebody submitted, as against work that the service gave to itself."""
+"""True of runs that a user submitted, not of the service's own work."""
 
 
 STALLED = and_(
@@ -94,7 +94,7 @@ _IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uui
 
 
 def _get(dialect: Dialect) -> str:
-    """As text with an array: it is one statement, however many ids there are, and its rows cost half as much."""
+    """As text with an array: one statement for any number of ids, and rows at half the cost of SQLAlchemy's."""
     shown = ", ".join(dialect.as_text(name) if name in _IDS else name for name in _NAMES)
     return f"SELECT {shown} FROM semel_runs WHERE {dialect.is_in('id', 'ids', 'uuid')}"
 
@@ -111,7 +111,7 @@ def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict
 
 
 class RunVersion(Struct, frozen=True):
-    """How a run stands, in short: two that are equal say that nothing was written to it in between."""
+    """The state of a run in short: if two are equal, nothing was written to the run in between."""
 
     version: int
     status: str
@@ -123,7 +123,7 @@ class RunVersion(Struct, frozen=True):
 
     @classmethod
     def of(cls, run: Run) -> RunVersion:
-        """The mark of a run as it was read."""
+        """The version of a run as it was read."""
         return cls(*(getattr(run, name) for name in cls.__struct_fields__))
 
 
@@ -132,7 +132,7 @@ _MARKED = [runs.c[name] for name in RunVersion.__struct_fields__]
 
 @hot
 def versions(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
-    """The marks of these runs, and the (fence, line) of the last that each has logged; (0, 0) before the first."""
+    """The versions of these runs, and the (fence, line) of the last line of each log; (0, 0) of an empty log."""
     logged = select(run_logs.c.fence).where(run_logs.c.run_id == runs.c.id)
     last = logged.order_by(run_logs.c.fence.desc(), run_logs.c.line.desc()).limit(1)
     line = last.with_only_columns(run_logs.c.line)
@@ -341,7 +341,7 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
 
 
 def list_workers(conn: Connection, terms: StatementContext) -> list[WorkerInfo]:
-    """Who works, or did until lately."""
+    """The workers that run, or did until lately."""
     now = read_clock(conn, terms)
     running = literal("RUNNING", literal_execute=True)
     groups = (runs.c.worker, runs.c.model)

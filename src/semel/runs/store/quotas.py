@@ -26,7 +26,7 @@ EXPIRED_KEPT_US = 3600 * MICRO
 """An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
 
 CLEANED_AT_ONCE = 500
-"""So many expired reservations of a user are removed by a new one: nobody waits long for the past."""
+"""How many expired reservations of a user a new one removes, at most: so it does not wait long for them."""
 
 WAITED_US = 10 * MICRO
 """So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
@@ -59,13 +59,13 @@ _LOCK = text(
 
 
 def lock(conn: Connection, people: Iterable[Person]) -> None:
-    """Nobody else adds to these users' use until the transaction ends. SQLite has one writer anyway."""
+    """Lock these users' usage until the transaction ends. SQLite has one writer anyway."""
     if conn.dialect.name == "postgresql":
         conn.execute(_LOCK, {"people": ["\x1f".join(person) for person in sorted(set(people))]})
 
 
 def quotas_of(conn: Connection, people: Iterable[Person]) -> dict[Person, Quota]:
-    """The quotas that hold for these users; those without any are left out, and so are runs of nobody in particular."""
+    """The quotas of these users. Users without one, and the empty user, are left out."""
     people = {person for person in people if person[1]}
     tenants = {tenant for tenant, _ in people}
     found = {}
@@ -92,7 +92,7 @@ def _quota(row: Any) -> Quota:
 
 
 def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: StatementContext) -> None:
-    """Write a user's quota; None takes it away. Runs that are under way go on, whatever it says."""
+    """Write a user's quota; None removes it. Active runs go on, whatever it says."""
     tenant, user = person
     read_clock(conn, terms)
     lock(conn, [person])
@@ -191,7 +191,7 @@ class Meter:
         return None
 
     def _whose(self, limit: int) -> str:
-        """Who may do nothing at all wants to know who that is: often it is not the user that they meant."""
+        """A limit of 0 names its user: often it is not the user that the caller meant."""
         return "" if limit else f" for user {self._user!r}; ask an admin to raise it (semel quota set)"
 
     def _cost_warning(self, cost: int) -> str | None:
@@ -226,7 +226,7 @@ class Reserve(Struct, frozen=True, kw_only=True):
 
 
 def reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementContext) -> list[str | None]:
-    """For each its slot's id, or None when all are in use; the first who asks is served first.
+    """For each request its reservation's id, or None when all slots are in use; first come, first served.
 
     What of these users expired long ago is cleaned on the way.
     """

@@ -85,7 +85,7 @@ class StoreKey(Struct, frozen=True, kw_only=True):
 
 @hot
 def store_key(conn: Connection, request: StoreKey, terms: StatementContext) -> str:
-    """Keep the key unless it is in use. Answers the job that it names from now on: the caller's, or an earlier one."""
+    """Store the key unless it is in use. Returns the job that it names: the caller's, or an earlier one."""
     with transaction(conn):
         row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
         for _ in range(ROUNDS):

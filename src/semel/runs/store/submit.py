@@ -175,7 +175,7 @@ _INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Answer]:
-    """Judge and write a batch. One that cannot be had is an error in the answer, and touches none of the others."""
+    """Check and write a batch. One that is refused has its error as its answer, and does not affect the others."""
     now, limited = quotas.read_clock_and_quotas(conn, terms)
     clock, terms = terms, StatementContext(now, terms.publish)
     answers = _without_their_first(conn, submissions, terms)
@@ -200,7 +200,7 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Statement
 def _without_their_first(
     conn: Connection, submissions: Sequence[Submission], terms: StatementContext
 ) -> dict[str, Answer]:
-    """Retries of runs that were purged meanwhile cannot be had; the others' runs stay until the transaction ends."""
+    """Refuse retries of runs that were purged meanwhile; lock the other runs until the transaction ends."""
     wanted = {each.retry_of for each in submissions if each.retry_of is not None}
     if not wanted:
         return {}
@@ -215,7 +215,7 @@ def _without_their_first(
 def _name_found(
     conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], terms: StatementContext
 ) -> None:
-    """A key whose payload found a run names that run from now on: sent again, it finds the same one."""
+    """Let a key whose payload found a run name that run from now on, so that a repeat finds the same one."""
     named: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for each in submissions:
         answer = answers[each.id]
@@ -228,7 +228,7 @@ def _name_found(
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
-    """Whose run was there already, or whose key is another's, needs no slot: its reservation is given back.
+    """Release the reservations of submissions that found a run, or whose key was reused: they need no slot.
 
     A reservation that its own flow will consume stays, and stands for the run from now on.
     """
@@ -266,7 +266,7 @@ def _meet_quotas(
     terms: StatementContext,
     clock: StatementContext,
 ) -> dict[str, Admission]:
-    """Answer what is refused, or known already, for users who have a quota; give the rest with their warnings."""
+    """Put into ``answers`` what a quota refuses, or what is known already; return the admissions of the rest."""
     limits = quotas.quotas_of(conn, {each.person for each in submissions})
     limited = [each for each in submissions if each.person in limits or each.reserved]
     if not limited:
@@ -314,7 +314,7 @@ def _create(
     answers: dict[str, Answer],
     terms: StatementContext,
 ) -> None:
-    """Take the keys, write the runs of those who got theirs, and answer the others with what their keys name."""
+    """Take the keys and write the runs; where a key is taken, the answer is the run that it names."""
     left = list(submissions)
     for _ in range(ROUNDS):
         won = _take_keys(conn, left, terms)
@@ -343,7 +343,7 @@ def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: State
 
 
 def _take_own_keys(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Submission]:
-    """Of those who have a key beside their payload, who could take that, too; the others give the payload back."""
+    """Take the client's keys beside the payloads. Who cannot gives the payload's key back, and is left out."""
     first = {each.own_place: each for each in reversed(submissions) if each.own_key is not None}
     if not first:
         return list(submissions)
@@ -361,7 +361,8 @@ def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: Stat
     if not submissions:
         return []
     rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=terms.now, publish=terms.publish)
-    note(conn, rows, terms)
+    if conn.dialect.name == "sqlite":
+        note(conn, rows, terms)
     return [(row[0], row[1]) for row in rows]
 
 
@@ -438,7 +439,7 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Statement
 
 
 def recognised(conn: Connection, submissions: Iterable[Submission], terms: StatementContext) -> dict[str, Answer]:
-    """Those whose keys are in use, answered without a transaction: nothing is written, and nobody waits."""
+    """Answers for submissions whose keys are in use, read without a transaction or a lock."""
     keyed = [each for each in submissions if each.key is not None and not each.reserved]
     if not keyed:
         return {}
@@ -452,7 +453,7 @@ def recognised(conn: Connection, submissions: Iterable[Submission], terms: State
 
 
 def _end(row: Any) -> int | None:
-    """Until when a key is kept; a payload is nobody's key."""
+    """Until when a key is kept; None for a payload."""
     return row[6] if row[2] == "key" else None
 
 

@@ -43,7 +43,7 @@ EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished,
 WANTED = """coalesce(
   (SELECT max(CASE events WHEN 'RunCompleted' THEN 1 ELSE 2 END) FROM semel_subscriptions WHERE disabled_us IS NULL), 0
 ) > CASE WHEN status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') THEN 0 ELSE 1 END"""
-"""Whether a subscription may want the event: asked once a statement, so that also one made a moment ago counts."""
+"""Whether a subscription may want the event: read in the same statement, so that a new subscription counts at once."""
 
 
 class FinishRequest(Struct, frozen=True):
@@ -79,7 +79,7 @@ class Lost(FinishedRun, frozen=True):
 
 
 def changing(dialect: Dialect, prelude: str, update: str, returning: str) -> str:
-    """An UPDATE of ``semel_runs AS k`` that notes what it changed: in the statement itself where that can be."""
+    """An UPDATE of ``semel_runs AS k`` that also writes the events, where a CTE may write (PostgreSQL)."""
     with_ = f"WITH {prelude}" if prelude else ""
     if not dialect.writes_in_with:
         return f"{with_} {update} RETURNING {returning}"
@@ -110,18 +110,19 @@ def change(
 ) -> Sequence[Any]:
     """Run a changing statement; its rows begin with the id."""
     rows = statement.rows(conn, batch, publish=terms.publish, now=terms.now, **values)
-    note(conn, rows, terms)
+    if conn.dialect.name == "sqlite":
+        note(conn, rows, terms)
     return rows
 
 
 def note(conn: Connection, rows: Sequence[Any], terms: StatementContext) -> None:
-    """Write the events of runs, of which the rows begin with the ids, where the statement could not do so itself."""
-    if rows and conn.dialect.name == "sqlite":
+    """Write the events of runs, whose rows begin with the id: on SQLite, where the statement could not do so itself."""
+    if rows:
         _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
 
 
 def unlocked(dialect: Dialect, columns: dict[str, str]) -> str:
-    """The batch without the runs that somebody has locked: one of them must not cost a worker all its leases."""
+    """The batch without runs that are locked: one locked row must not cost a worker all its leases."""
     if not dialect.writes_in_with:
         return f"SELECT * FROM {dialect.batch(columns)}"
     return f"""SELECT b.* FROM {dialect.batch(columns)}
@@ -194,7 +195,7 @@ _SUCCEED_COLUMNS = {
     "in_warnings": "text",
 }
 _PLAIN = 5
-"""How many of these every success has; most have no more, and send no more."""
+"""The columns that every success has; most need no more, and send no more."""
 _NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
 
 
@@ -298,7 +299,7 @@ def _end_row(ending: FinishRequest) -> tuple[Any, ...]:
 
 
 def storable(text: str) -> str:
-    """Text that every database takes: no NUL, no half of a surrogate pair."""
+    """The text as every database can store it: without NUL and lone surrogates."""
     if text.isascii():
         return text.replace("\0", "\\0")
     return text.replace("\0", "\\0").encode("utf-8", "replace").decode()
@@ -306,7 +307,7 @@ def storable(text: str) -> str:
 
 @hot
 def lose_expired(conn: Connection, terms: StatementContext, most: int = 500) -> list[Lost]:
-    """Take back the runs whose leases have ended: to be leased again, or FAILED when they were lost too often."""
+    """Take back the runs whose lease ended: they are PENDING again, or FAILED when they were lost too often."""
     return [Lost(*row) for row in change(conn, _LOSE, terms, most=most)]
 
 
@@ -369,7 +370,7 @@ WHERE k.id = held_id AND {w.unindexed("k.status")} IN ('PENDING', 'RUNNING')""",
 
 @hot
 def cancel(conn: Connection, ids: Sequence[str], why: str, terms: StatementContext) -> dict[str, Status]:
-    """End what is pending, and ask for the end of what is running. Answers those that this changed."""
+    """Cancel pending runs, and request the cancellation of running ones. Returns those that it changed."""
     return {row[0]: row[1] for row in change(conn, _CANCEL, terms, ids=list(ids), why=storable(why))}
 
 
@@ -389,7 +390,7 @@ _CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
 
 
 def release(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
-    """Let a run that is held for its data be leased, with that data. Answers its queue; None when it was not held."""
+    """Make a run that waits for its data ready, with that data. Returns its queue, or None if it did not wait."""
     for _, queue in change(conn, _RELEASE, terms, ids=[run_id], data_ref=data_ref):
         if conn.dialect.name == "postgresql":
             conn.execute(_CALL, {"queue": queue})

@@ -1,6 +1,6 @@
-"""A transport only says "look": a message lost, doubled, late or for a finished run changes nothing.
+"""A transport only tells workers to look: a message that is lost, doubled, late or for a finished run changes nothing.
 
-The database needs none besides itself: workers hear of new runs from it, and look by themselves at times.
+With the database as transport nothing is sent: it notifies workers of new runs, and they poll it.
 """
 
 from __future__ import annotations
@@ -10,28 +10,27 @@ from typing import Protocol
 
 
 class Transport(Protocol):
-    """How workers hear of runs."""
+    """Announces runs to workers."""
 
     announces: bool
     """False when there is nothing to send."""
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
-        """Tell of runs (id and queue) that can be leased. Blocking, bounded in time, never raises; True when sent.
+        """Announce runs (id and queue) that can be leased. Blocking, bounded in time, never raises; True when sent.
 
-        ``again``: they were told of before; nothing is sent where messages for as many runs still wait.
+        ``again``: they were announced before; nothing is sent to a queue where as many messages still wait.
         """
 
     def close(self) -> None:
-        """Let go of what is open; the next announcement opens it anew."""
+        """Close connections; the next announcement opens them anew."""
 
 
 class DatabaseTransport:
-    """Workers ask the database."""
+    """Workers poll the database, which notifies them: nothing is sent."""
 
     announces = False
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:  # noqa: ARG002 -- see Transport
-        """See Transport."""
         return True
 
     def close(self) -> None:

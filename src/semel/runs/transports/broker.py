@@ -1,4 +1,4 @@
-"""What the transports over a message broker share: telling of runs, finding the app in a worker, performing one run.
+"""What transports over a message broker share: announcing runs, finding the app in a worker, performing one run.
 
 The database is the only truth. A message says which run to look at and where its app is made, and nothing else: one
 that is lost, doubled, late or about a run that is over changes nothing. The process that submits sweeps, too: it tells
@@ -39,7 +39,7 @@ from semel.runs.worker.sweeper import ROLE, Sweeper
 SWEEP_EVERY = 5.0
 TELL_AGAIN = 30.0
 BROKER_COOLDOWN = 3.0
-"""Seconds for which a broker that was away is left alone, so that not every submitter waits for it."""
+"""Seconds for which a broker that was unavailable is not tried, so that not every submitter waits for it."""
 
 _log = logging.getLogger("semel.transport")
 
@@ -55,7 +55,7 @@ class AppLocation(Struct, frozen=True):
     references: list[tuple[str, str | None]]
     """``module:name`` and, for a program's main file, its path: what to import so that the app is made."""
     digest: str
-    """Tells the app's database from others."""
+    """Identifies the app's database."""
 
 
 def location_of(app: App, made_in: str = "") -> AppLocation:
@@ -136,7 +136,7 @@ def choose(there: Iterable[App], location: AppLocation, failures: Sequence[str] 
 
 
 def perform(app: App, run_id: str, *, sweeps: bool = False) -> bool:
-    """Lease the run, if it can be had, and see it through in this process; False when there is nothing to do.
+    """Lease the run, if it can be leased, and execute it in this process; False when there is nothing to do.
 
     ``sweeps``: look afterwards for what nobody looks after, unless somebody else does.
     """
@@ -224,12 +224,11 @@ class BrokerTransport(ABC):
         self._lock = threading.Lock()
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
-        """See Transport."""
         self.sweep()
         return self.notify(runs, again=again)
 
     def notify(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
-        """Announce, and start nothing."""
+        """Announce, without starting a sweeper."""
         if time.monotonic() < self._away_until:
             return not runs
         try:
@@ -276,7 +275,7 @@ class BrokerTransport(ABC):
         """Close what is open to the broker."""
 
     def sweep(self) -> None:
-        """Sweep from now on, in a thread, whenever nobody else does."""
+        """Start the sweeper, in a thread; it works while it is elected."""
         with self._lock:
             if self._sweeping is None:
                 store = self._app.ledger(awaited=False)
@@ -295,7 +294,7 @@ class BrokerTransport(ABC):
             self._sweeping[0].start()
 
     def close(self) -> None:
-        """See Transport. Ends the sweeper, and leaves its role to whoever asks next."""
+        """Stop the sweeper, give up its leadership, and disconnect."""
         with self._lock:
             sweeping, self._sweeping = self._sweeping, None
         if sweeping is not None:
@@ -310,7 +309,7 @@ class BrokerTransport(ABC):
 
 
 class _Notifier:
-    """What a sweeper has of an announcer: it tells of runs, and starts no other sweeper."""
+    """The transport as its sweeper has it: announces runs, and starts no other sweeper."""
 
     announces = True
 
@@ -319,7 +318,6 @@ class _Notifier:
         self._again = again
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
-        """See Transport."""
         return self._announcer.notify(runs, again=again or self._again)
 
     def close(self) -> None:

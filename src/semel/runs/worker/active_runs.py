@@ -1,4 +1,4 @@
-"""What a worker holds: each run that it leased, how far it is, and what it said meanwhile."""
+"""The runs that a worker has leased: their progress, and the log lines that are not written yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from semel.runs.types import MICRO, Attempt
 
 
 class ActiveRun:
-    """One leased run while it is worked on. It is the wire on which its attempt is heard."""
+    """A leased run while it is executed, and the sink of its attempt's progress and log."""
 
     __slots__ = (
         "cancelled_at",
@@ -61,7 +61,7 @@ class ActiveRun:
         self.cancelled_at: float | None = None
 
     def progress(self, fraction: float, note: str) -> None:
-        """Keep how far it is until the next heartbeat."""
+        """Keep the progress until the next heartbeat."""
         self.fraction, self.note, self.progress_changed = fraction, note, True
 
     def line(self, level: str, text: str) -> None:
@@ -71,13 +71,13 @@ class ActiveRun:
         self.lines.append(LogLineRow(self.leased.id, self.leased.fence, self.line_count, at_us, level, text))
 
     def renewal(self) -> LeaseRenewal:
-        """A sign of life, with the progress where there is news of it."""
+        """The renewal of its lease, with the progress if that changed."""
         if not self.progress_changed:
             return LeaseRenewal(self.leased.id, self.leased.fence)
         return LeaseRenewal(self.leased.id, self.leased.fence, self.fraction, self.note)
 
     def on_renewed(self, sent: LeaseRenewal) -> None:
-        """The sign of life arrived; what it said of the progress is no news any more, unless there was more since."""
+        """The renewal was stored: the progress needs no other, unless it changed since."""
         if (self.fraction, self.note) == (sent.progress, sent.note):
             self.progress_changed = False
 
@@ -94,11 +94,11 @@ class ActiveRuns:
         self._held: dict[str, ActiveRun] = {}
 
     def add(self, held: ActiveRun) -> None:
-        """From now on it is kept alive."""
+        """Renew its lease from now on."""
         self._held[held.leased.id] = held
 
     def drop(self, held: ActiveRun) -> None:
-        """It is over, or someone else's."""
+        """Forget a run that ended, or that another worker has."""
         if self._held.get(held.leased.id) is held:
             del self._held[held.leased.id]
 

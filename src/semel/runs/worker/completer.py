@@ -1,4 +1,4 @@
-"""The ends of attempts on their way to the store: gathered while one batch is being written, then sent as the next."""
+"""Writes the ends of attempts in batches: those that end while a batch is written make the next one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKOFF = Backoff(0.05, 5.0)
 
 
 class Completer:
-    """Writes ends in batches. A database that is away is waited for: the heart keeps the leases meanwhile."""
+    """Writes ends in batches. While the database is unavailable it retries; the heartbeat keeps the leases."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Completer:
         return len(self._waiting)
 
     def add(self, held: ActiveRun, ending: FinishRequest) -> None:
-        """Write it soon."""
+        """Write the end soon."""
         held.finished = True
         self._waiting.append((held, ending))
         if self._task is None:
@@ -84,7 +84,7 @@ class Completer:
             self._written()
 
     async def _give_names(self, batch: list[tuple[ActiveRun, FinishRequest]], over: dict[str, FinishedRun]) -> None:
-        """In a flat folder the results of runs that succeeded get their names; who reads one sooner does it, too."""
+        """Rename results in a flat folder to their final names; whoever reads one before that renames it, too."""
         filed = [ending for _, ending in batch if ending.ended.result_ref is not None and ending.run_id in over]
         for ending in filed:
             results = self._results()
@@ -95,7 +95,7 @@ class Completer:
                     self._log.log(logging.WARNING, f"a result gets its name when it is first read: {error}")
 
     def _refused(self, batch: list[tuple[ActiveRun, FinishRequest]], error: Exception) -> None:
-        """The database would not have it: each gets its chance alone, and what cannot be written is given up."""
+        """The database rejects the batch: write each end alone, and give up the one that cannot be written."""
         if len(batch) > 1:
             self._isolate = len(batch)
             self._waiting = batch + self._waiting
@@ -113,11 +113,11 @@ class Completer:
         for held, ending in batch:
             self._active.drop(held)
             if ending.run_id in over:
-                self._tell(held, ending, over[ending.run_id])
+                self._report(held, ending, over[ending.run_id])
         self._log.log_lost([held for held, ending in batch if ending.run_id not in over])
         self._written()
 
-    def _tell(self, held: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
+    def _report(self, held: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
         seconds = (end.changed_us - held.leased.changed_us) / 1e6
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
         reason = f": {ending.ended.reason}" if ending.ended.reason else ""

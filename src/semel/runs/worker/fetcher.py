@@ -1,4 +1,4 @@
-"""What feeds a worker: runs are leased whenever there is room for them, and asked for seldom when there are none."""
+"""Leases runs for a worker whenever it has free slots, and polls seldom while there are none to lease."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from semel.runs.worker.run_logs import WorkerLogger
 Slots: TypeAlias = dict[Isolation, int]
 
 WAKE_EVERY = 0.1
-"""Seconds between two questions for runs whose time has come, at least."""
+"""Seconds, at least, between two looks for runs that have become due."""
 COOLDOWN = 10.0
 """Seconds for which a worker that could not begin a run leases no more of the kind."""
 
@@ -31,7 +31,7 @@ RETURNED = AttemptResult(kind="lost", reason="the worker was stopped before the 
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True):
-    """What the worker is to do; see Worker."""
+    """The options of a Worker, checked."""
 
     id: str
     name: str
@@ -44,7 +44,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
 
 
 class Fetcher:
-    """Leases for a worker until it is ``stopped``. Whoever ends a run, or hears of a new one, sets ``look``."""
+    """Leases runs until it is ``stopped``. ``wakeup`` is set when a run ended or a new one may be there."""
 
     def __init__(
         self,
@@ -66,22 +66,14 @@ class Fetcher:
         self._log = log
         self._begin = begin
         self._unwritten = unwritten
-        self._busy: Slots = {"loop": 0, "process": 0, "thread": 0}
+        self.busy: Slots = {"loop": 0, "process": 0, "thread": 0}
         self._paused_until: dict[Isolation, float] = {}
         self._drained: set[Isolation] = set()
         self._woke = 0.0
         self._lost_reply = False
 
-    def take(self, kind: Isolation) -> None:
-        """A slot is in use."""
-        self._busy[kind] += 1
-
-    def free(self, kind: Isolation) -> None:
-        """A slot is free again."""
-        self._busy[kind] -= 1
-
     def pause_kind(self, kind: Isolation) -> None:
-        """This worker cannot begin what it leases: it leaves such runs to others for a while."""
+        """This worker cannot begin such runs: leave them to others for a while."""
         self._paused_until[kind] = time.monotonic() + COOLDOWN
 
     def on_change(self) -> None:
@@ -106,7 +98,7 @@ class Fetcher:
                 await self.sleep(await self._pause(looked=bool(asked or self._drained)))
 
     async def sleep(self, seconds: float) -> None:
-        """So long, or until somebody calls."""
+        """Sleep, or until ``wakeup`` is set."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -117,37 +109,35 @@ class Fetcher:
             self._drained.clear()
 
     async def _pause(self, *, looked: bool) -> float:
-        """How long there is nothing to do, unless someone calls: until the next run is due, or the next look."""
+        """Seconds to sleep: until the next run is due, or until the next poll."""
         pause = jittered(self._config.poll)
         if not looked:
-            return pause  # no room: whoever ends calls
+            return pause  # no free slot: the run that ends sets wakeup
         since = time.monotonic() - self._woke
         if since < WAKE_EVERY:
             return WAKE_EVERY - since
         self._woke = time.monotonic()
-        woken, until_next = await self._wake()
+        try:
+            woken, until_next = await self._store.write(lease.wake, self._store.terms)
+        except StoreUnavailable:
+            return pause
         if woken:
             self._drained.clear()
-        return 0.0 if woken else min(pause, pause if until_next is None else max(until_next, 0.001))
-
-    async def _wake(self) -> tuple[int, float | None]:
-        try:
-            return await self._store.write(lease.wake, self._store.terms)
-        except StoreUnavailable:
-            return 0, None
+            return 0.0
+        return pause if until_next is None else min(pause, max(until_next, 0.001))
 
     def _room(self, kind: Isolation) -> int:
-        """How many more of the kind can be begun. Ends that wait to be written take room, too: none run away."""
+        """How many more of the kind can be begun. None while too many ends wait to be written."""
         if self._unwritten() > 2 * sum(self._config.slots.values()):
             return 0
         if time.monotonic() < self._paused_until.get(kind, 0.0):
             return 0
-        return self._config.slots[kind] - self._busy[kind]
+        return self._config.slots[kind] - self.busy[kind]
 
     async def _lease(self) -> tuple[int, int]:
-        """Fill the room that there is; answer how many were got of how many asked for.
+        """Fill the free slots; return how many runs were leased, of how many asked for.
 
-        Half of it at a time: so the database looks for the next ones while these are worked on.
+        Half of them at a time, so that the database finds the next ones while these are executed.
         """
         if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._active) and not self._drained:
             return await self._fetch_mixed(kinds)
@@ -160,11 +150,11 @@ class Fetcher:
             count = await self._fetch(names, room)
             got += count
             if count < room:
-                self._drained.add(kind)  # nothing more of it, until news comes
+                self._drained.add(kind)  # nothing more of it, until a change is announced
         return got, asked
 
     async def _fetch_mixed(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
-        """An idle worker asks once for all kinds of models: so many that the scarcest kind of slots would do."""
+        """Lease for all kinds of models at once, for an idle worker: as many as the scarcest kind has slots."""
         room = min(self._room(kind) for kind in kinds)
         if room <= 0:
             return 0, 0
@@ -198,7 +188,7 @@ class Fetcher:
         return len(leased)
 
     async def give_back_unknown(self) -> None:
-        """The answer to a lease was lost: what the store leased us then is given back, uncharged."""
+        """Give back, uncharged, what a lease whose reply was lost has leased to this worker."""
         held = await self._store.read(lease.held_by, self._config.id)
         unknown = {run: fence for run, fence in held.items() if run not in self._active}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]

@@ -1,4 +1,4 @@
-"""The worker's heart: it keeps every lease alive in one statement, and learns which are lost or asked to end.
+"""The worker's heartbeat: renews every lease in one statement, and learns which runs are lost or to be cancelled.
 
 It beats in the worker's parent process, so that no model, however busy its process is, can stop it. Liveness is one
 thing and progress another: a run that makes none is still alive.
@@ -19,15 +19,15 @@ from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.run_logs import WorkerLogger
 
 TICK = 1.0
-"""Seconds between two looks at what is held: so long may a cancel take to be heard."""
+"""Seconds between two beats: a request to cancel is noticed within this time."""
 BLOCKED = 1.0
-"""Seconds that the event loop may stand still before that is said."""
+"""Seconds that the event loop may be blocked before that is logged."""
 CARD_EVERY = 15.0
-"""Seconds between two signs of life of an idle worker, unless there is something new to tell."""
+"""Seconds between two writes of an idle worker's row, unless something in it changed."""
 
 
 class Heartbeat:
-    """Beats while the worker lives."""
+    """Beats while the worker runs."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Heartbeat:
         self._nudged = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled. A beat that hangs does not keep us from letting go of what is ours no more."""
+        """Beat until cancelled. Leases that expire are dropped even while a beat hangs."""
         beat: asyncio.Task[None] | None = None
         try:
             while True:
@@ -75,13 +75,13 @@ class Heartbeat:
         asyncio.get_running_loop().call_later(self._tick(TRY_AGAIN_AFTER), self.nudge)
 
     def _limit(self) -> float:
-        """How long to wait for the database: with time left for more than one other try before a lease ends."""
+        """How long a beat may take, so that there is time for more tries before the first lease ends."""
         now = time.monotonic()
         left = [each.renewed + each.lease - now for each in self._active if not each.lost]
         return time_for_renewal(min(left)) if left else LONGEST_TRY
 
     async def _wait_for_next(self) -> None:
-        """Until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
+        """Sleep until the next beat: sooner where a lease is short, or a run with a shorter one begins."""
         self._nudged.clear()
         tick = self._tick(RENEW_AFTER)
         began = time.monotonic()
@@ -101,7 +101,7 @@ class Heartbeat:
         return max(0.02, min([TICK, *(each.lease * part for each in self._active)]))
 
     def watch(self, held: ActiveRun) -> None:
-        """A run was begun."""
+        """Beat sooner if the run that begins has a short lease."""
         if held.lease * RENEW_AFTER < TICK:
             self.nudge()
 
@@ -153,7 +153,7 @@ class Heartbeat:
                 self._cancelled(each)
 
     def _drop_expired(self) -> None:
-        """Without the database for a whole lease, somebody else may have the run by now: stop working on it."""
+        """Stop work on runs whose lease ended without a renewal: another worker may have them."""
         now = time.monotonic()
         self._let_go([each for each in self._active if not each.finished and now - each.renewed > each.lease])
 

@@ -1,6 +1,6 @@
-"""How a worker hears that there may be something to do: from PostgreSQL's notifications, or the file of SQLite.
+"""Tells a worker that there may be new runs: by PostgreSQL's notifications, or by watching SQLite's WAL file.
 
-It only hastens what a look at the database would find anyway.
+It only makes sooner what the next poll would find anyway.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from semel.runs.store.transitions import CHANNEL
 _log = logging.getLogger("semel.listener")
 
 WAL_POLL = 0.01
-"""Seconds between two glances at a SQLite file, which cost a microsecond each and are no queries."""
+"""Seconds between two looks at the WAL file's time and size, which take a microsecond and no query."""
 
 
 class ChangeNotifier:
-    """Calls ``on_change`` in the loop whenever somebody wrote."""
+    """Calls ``on_change`` in the event loop when the database may have changed."""
 
     def __init__(self, url: URL, on_change: Callable[[], None], *, poll: float, database: Outage) -> None:
-        """``poll`` is how often its owner looks anyway; ``database`` knows whether that is away altogether."""
+        """``poll``: how often the worker polls anyway; ``database``: the outage of the database as a whole."""
         self._url = url
         self._on_change = on_change
         self._outage = Outage(
@@ -40,7 +40,7 @@ class ChangeNotifier:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look out from now on."""
+        """Watch from now on."""
         loop = asyncio.get_running_loop()
         if self._url.get_backend_name() == "postgresql":
             from semel.once.stores.postgres import hearing
@@ -62,7 +62,7 @@ class ChangeNotifier:
                 self._on_change()
 
     def stop(self) -> None:
-        """Look away."""
+        """Stop watching."""
         if self._listener is not None:
             self._listener.stop()
         if self._task is not None:
@@ -75,7 +75,7 @@ def _call(loop: asyncio.AbstractEventLoop, on_change: Callable[[], None]) -> Non
 
 
 def _mark(path: str) -> tuple[int, int]:
-    """What changes when a transaction is committed to the file's log."""
+    """A value that changes when a transaction is committed to the WAL file."""
     try:
         stat = os.stat(path)  # noqa: PTH116 -- a hundred times a second
     except OSError:

@@ -11,7 +11,7 @@ from semel.runs.store import RunStore, lease
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 
 NAMED = 20
-"""Runs that one line names at the most."""
+"""Runs that one line names at most."""
 
 _log = logging.getLogger("semel.worker")
 
@@ -50,7 +50,7 @@ class WorkerLogger:
         self._worker_id = worker_id
 
     def log(self, level: int, message: str, held: ActiveRun | None = None, status: str | None = None) -> None:
-        """One line. ``status`` is what the run is by now."""
+        """Log one line. ``status`` is the run's, RUNNING unless given."""
         if held is None:
             log_run(_log, level, message, worker_id=self._worker_id)
             return
@@ -68,7 +68,7 @@ class WorkerLogger:
         )
 
     def log_lost(self, lost: Sequence[ActiveRun]) -> None:
-        """One line for all leases that were lost together."""
+        """Log one line for all leases that were lost together."""
         what = "what the attempt did is discarded, and the run goes on elsewhere or is done again"
         if len(lost) == 1:
             self.log(logging.WARNING, f"the lease was lost: {what}", lost[0])
@@ -80,11 +80,11 @@ class WorkerLogger:
 
 EVERY = 1.0
 PIECE_LINES, PIECE_CHARACTERS = 500, 1_000_000
-"""How much is written by one statement."""
+"""At most so much is written by one statement."""
 
 
 class RunLogWriter:
-    """Writes every second what was said, and what is left of a run before its end is written."""
+    """Writes the runs' log lines every second, and a run's last lines before its end is written."""
 
     def __init__(self, store: RunStore, active: ActiveRuns, log: WorkerLogger) -> None:
         self._store = store
@@ -93,18 +93,18 @@ class RunLogWriter:
         self._writing = asyncio.Lock()
 
     async def write_forever(self) -> None:
-        """Until cancelled."""
+        """Write every second until cancelled."""
         while True:
             await asyncio.sleep(EVERY)
             try:
                 await self.write(self._active)
             except StoreUnavailable:
-                continue  # the store has reported it
+                continue  # the store has logged it
             except Exception as error:  # noqa: BLE001 -- it is tried again, whatever it was
                 self._log.log(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 
     async def write(self, held: Iterable[ActiveRun]) -> None:
-        """Write all that these have said; when it returns, it is kept."""
+        """Write the lines of these runs; they are stored when it returns."""
         if not any(each.lines for each in held):
             return
         async with self._writing:
@@ -115,7 +115,7 @@ class RunLogWriter:
 
 
 def _piece(held: ActiveRun) -> int:
-    """How many of its lines make the next piece."""
+    """How many lines the next statement writes."""
     size = 0
     for count, line in enumerate(held.lines[:PIECE_LINES], 1):
         size += len(line.text)

@@ -1,4 +1,4 @@
-"""A worker's session: the time from its start to its stop, in one event loop, with everything that it needs for it."""
+"""One session of a worker, from start to stop, in one event loop: joins fetcher, heartbeat, children and completer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from semel.runs.worker.sweeper import ROLE, Sweeper
 DEAF = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""
 GIVE_BACK = 10.0
-"""Seconds for which a worker that ends tries to give back what is not done; after that the leases run out."""
+"""Seconds for which a worker that stops tries to give back unfinished runs; after that their leases run out."""
 SILENT = 5.0
-"""Seconds within which the database must answer what a worker that ends has to say besides."""
+"""Seconds that the database has for each of a stopping worker's last writes."""
 
 
 class WorkerSession:
-    """Use it as a context: its parts are closed with it."""
+    """A worker from its start to its stop. Use it as a context manager, which closes its parts."""
 
     def __init__(self, app: App, config: WorkerConfig) -> None:
         self._app = app
@@ -106,7 +106,7 @@ class WorkerSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave nothing behind, also when the task that works is cancelled: what is held is given back."""
+        """Give back the runs that are not finished, also when the task is cancelled, and close everything."""
         if len(self._active) and not self._database_silent:
             self.stop(at_once=True)
             await self._drain_all()
@@ -134,7 +134,7 @@ class WorkerSession:
             self._log.log(logging.INFO, f"stopping: {left}; a second signal gives them back at once")
 
     async def work(self) -> None:
-        """Until stopped."""
+        """Work until stopped."""
         models = ", ".join(self._app.registry.names) or "no models"
         self._log.log(
             logging.INFO, f"worker started on {', '.join(self._config.queues)} of {self._store.place} with {models}"
@@ -164,7 +164,6 @@ class WorkerSession:
             self._log.log(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
 
     async def work_on(self, run_id: str) -> bool:
-        """See Worker.perform."""
         leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.terms)
         for each in leased:
             if each.model in self._app.registry:
@@ -180,7 +179,7 @@ class WorkerSession:
         return bool(leased)
 
     async def _fetch_until_stopped(self) -> None:
-        """A stop is heard although the database may be silent: a lease whose answer is not waited for is given back."""
+        """Fetch runs. A stop takes effect even if the database is silent: what a lost lease took is given back."""
         fetching, stopped = (
             asyncio.create_task(self._fetcher.fetch_loop()),
             asyncio.create_task(self._stop_requested.wait()),
@@ -200,7 +199,7 @@ class WorkerSession:
         held = ActiveRun(leased, model, self._config.id, time.monotonic())
         self._active.add(held)
         self._heartbeat.watch(held)
-        self._fetcher.take(model.isolation)
+        self._fetcher.busy[model.isolation] += 1
         if self._app.hooks.has_hooks and not is_own_work(leased.model, leased.user_id):
             lag = max(0.0, (leased.changed_us - leased.due_us) / MICRO)
             self._app.hooks.emit(RunEvent("started", leased.model, "RUNNING", lag))
@@ -224,19 +223,19 @@ class WorkerSession:
             )
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = AttemptResult(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
-        self._fetcher.free(held.model.isolation)
+        self._fetcher.busy[held.model.isolation] -= 1
         if not held.finished:
             self._conclude(held, ended)
         self._wakeup.set()
 
     def _conclude(self, held: ActiveRun, ended: AttemptResult) -> None:
-        """Write the end, unless the run is someone else's by now. Only the first word counts."""
+        """Write the end, unless another worker has the run by now. Only the first end counts."""
         if ended.kind == "unstarted":
             self._unfit(held, ended.reason)
         held.finished = True
         if held.lost:
             self._active.drop(held)
-            return  # the heart has logged it
+            return  # the heartbeat has logged it
         try:
             ending = self._ending(held, ended)
         except Exception as error:  # noqa: BLE001 -- a run must never hang for it
@@ -249,7 +248,7 @@ class WorkerSession:
         self._log.log(logging.ERROR, f"cannot begin, and leases no such runs for {COOLDOWN:g} s: {reason}", held)
 
     def _abandon(self, held: ActiveRun, ended: AttemptResult) -> None:
-        """Its task does not heed being cancelled: leave it behind, unheard, and let the run go on elsewhere."""
+        """The task ignores its cancellation: leave it behind, and let the run go on elsewhere."""
         if not held.finished:
             self._log.log(logging.ERROR, "the model does not stop: it is left behind, and its slot with it", held)
             self._conclude(held, ended)
@@ -275,7 +274,7 @@ class WorkerSession:
         return FinishRequest(held.leased.id, held.leased.fence, ended, round(delay * MICRO), returned=returned)
 
     def _lost(self, held: ActiveRun) -> None:
-        """Someone else may have it: end the work by force, its outcome counts for nothing."""
+        """Another worker may have the run: end the work by force, and ignore its outcome."""
         held.lost = True
         held.stop.set()
         self._force(held)
@@ -290,12 +289,12 @@ class WorkerSession:
             asyncio.get_running_loop().call_later(DEAF, self._abandon, held, ended)
 
     def _overdue(self, held: ActiveRun) -> None:
-        """Its time and its grace are over, and it was cancelled when they were."""
+        """Abandon a run that was cancelled when its timeout ended, and did not stop within its grace."""
         late = f"timed out after {held.model.timeout:g} seconds and did not stop"
         self._abandon(held, AttemptResult(kind="retry", reason=late))
 
     def _cancelled(self, held: ActiveRun) -> None:
-        """Ask the model to stop; when its grace is over, end it by force."""
+        """Ask the model to stop; after its grace period, end it by force."""
         held.cancelled_at = time.monotonic()
         held.stop.set()
         self._log.log(logging.INFO, "asked to cancel", held)
@@ -309,9 +308,9 @@ class WorkerSession:
             self._force(held)
 
     async def _drain_all(self) -> None:
-        """Wait for what is held; what is not done in time is given back without charging an attempt."""
+        """Wait for active runs; give back what is not finished in time, without charging an attempt."""
         if len(self._active):
-            self._heartbeat.nudge()  # it writes that we drain: giving runs back must not wait for that
+            self._heartbeat.nudge()  # it writes that this worker drains: giving runs back must not wait for that
         deadline = time.monotonic() + self._config.drain
         while len(self._active) and time.monotonic() < deadline and not self._at_once:
             self._wakeup.clear()
@@ -343,7 +342,7 @@ class WorkerSession:
         )
 
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Work that may fail, and must not take long. A database that was silent once is not asked again at the end."""
+        """Do work that may fail, and must not take long. After one timeout the database is not asked again."""
         if self._database_silent and self._stopping:
             work.close()
             return

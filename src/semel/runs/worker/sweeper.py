@@ -1,7 +1,7 @@
-"""The sweeper finds what nobody looks after: leases that ended, runs that nobody was told of, what expired.
+"""The sweeper takes back runs whose lease ended, announces runs that still wait, and removes what expired.
 
-Every worker has one, and so has an app whose transport could lose a message; one of them is elected, and when it
-vanishes another takes over.
+Every worker has one, and so has an app whose transport could lose a message. One of them is elected; when it
+vanishes, another takes over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROLE = "sweeper"
 TERM = 4.5
-"""Seconds for which one is elected: so long, at the most, does nobody do the work of one that died."""
+"""Seconds of a term: if the leader dies, another takes over within this time."""
 CLEAN_UP_FOR = 5.0
 """Seconds that one turn may spend on removing what expired; the next turn removes the rest."""
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("semel.sweeper")
 class LeaderTask(PeriodicTask):
     """Works every ``interval`` seconds while it is elected.
 
-    A term is short, and its holder asks for the next one at half time. The others ask when it would be over.
+    A term is short. Its holder renews it at half time; the others try when it would be over.
     """
 
     def __init__(self, store: RunStore, role: str, holder: str, interval: float) -> None:
@@ -57,7 +57,7 @@ class LeaderTask(PeriodicTask):
         self._works_at = time.monotonic() + jittered(min(interval, 0.5))
 
     async def elected(self) -> bool:
-        """Whether the role is ours."""
+        """Whether this one is the leader; asks for a term when it is time."""
         now = time.monotonic()
         if now >= self._asks_at:
             left = 0.0
@@ -72,12 +72,10 @@ class LeaderTask(PeriodicTask):
         return now < self._leads_until
 
     def pause(self) -> float:
-        """See Background."""
         now = time.monotonic()
         return max(0.02, min(self._asks_at, self._works_at if now < self._leads_until else self._asks_at) - now)
 
     async def tick(self) -> None:
-        """See Background."""
         if await self.elected() and time.monotonic() >= self._works_at:
             self._works_at = time.monotonic() + jittered(self._interval)
             await self.work()
@@ -88,7 +86,7 @@ class LeaderTask(PeriodicTask):
 
 
 class Publisher(LeaderTask):
-    """Publishes what has happened: at least once, in order, by one at a time. Its hook may be slow; nobody waits."""
+    """Publishes events at least once, in order, by one leader at a time. The hook may be slow: nothing waits for it."""
 
     def __init__(self, store: RunStore, holder: str, publish: Callable[[OutboxEvent], None], interval: float) -> None:
         super().__init__(store, "publisher", holder, interval)
@@ -101,7 +99,7 @@ class Publisher(LeaderTask):
                 return
 
     async def publish(self, events: Sequence[OutboxEvent]) -> bool:
-        """Publish these; False when that failed, or the role went to another meanwhile."""
+        """Publish these; False if that failed, or another became the leader meanwhile."""
         done: list[OutboxEvent] = []
         try:
             for event in events:
@@ -143,29 +141,25 @@ class Sweeper(LeaderTask):
         self._announced: dict[tuple[str, int], float] = {}
 
     def start(self) -> None:
-        """See Background."""
         super().start()
         if self._publisher is not None:
             self._publisher.start()
 
     def stop(self) -> None:
-        """See Background."""
         super().stop()
         if self._publisher is not None:
             self._publisher.stop()
 
     async def end(self) -> None:
-        """See Background."""
         await super().end()
         if self._publisher is not None:
             await self._publisher.end()
 
     async def work(self) -> None:
-        """See Elected."""
         await self._turn()
 
     async def sweep(self) -> int:
-        """One turn, and everything published; answers how many runs were found lost."""
+        """Do one turn, and publish everything; return how many runs were found lost."""
         lost = await self._turn()
         if self._publisher is not None:
             await self._publisher.work()
@@ -209,7 +203,7 @@ class Sweeper(LeaderTask):
         return total
 
     async def _count(self, lost: Sequence[Lost]) -> None:
-        """Count what was lost, and the durations of attempts that were the last of their runs."""
+        """Report lost runs to the hooks, and the durations of attempts that were the last of their runs."""
         if not lost or not self._hooks.has_hooks:
             return
         self._hooks.emit(RunEvent("stuck", count=len(lost)))
@@ -220,7 +214,7 @@ class Sweeper(LeaderTask):
             self._hooks.emit(RunEvent("ended", run.model, run.status, seconds))
 
     async def _announce_again(self) -> None:
-        """Runs that wait although they could run: nobody was told, or the message is lost. One too many is no harm."""
+        """Announce runs that wait although they could run: their message was lost or never sent. Twice does no harm."""
         _, until_next = await self._store.write(lease.wake, self._store.terms)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
@@ -238,7 +232,7 @@ class Sweeper(LeaderTask):
 
 
 def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
-    """Sweep for an app until SIGTERM or SIGINT; or ``once``. Answers how many runs that one turn found lost."""
+    """Sweep for an app until SIGTERM or SIGINT, or ``once``: then return how many lost runs that turn found."""
     return asyncio.run(_sweep(app, every, once))
 
 
