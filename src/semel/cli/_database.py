@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def opened(url: str, *, create: bool = False) -> Iterator[RunStore]:
-    """The ledger in this database. A file that does not exist is created only on request."""
+    """The store of runs in this database. A file that does not exist is created only on request."""
     from semel._concurrency.sync import run_sync
     from semel.runs.store import RunStore
 
@@ -28,19 +28,19 @@ def opened(url: str, *, create: bool = False) -> Iterator[RunStore]:
         require(url)
     elif (path := file_of(url)) is not None and not path.exists():
         note(f"a new database is made: {path} (--db and SEMEL_DB name another)")
-    ledger = RunStore(url, awaited=False)
+    store = RunStore(url, awaited=False)
     try:
-        yield ledger
+        yield store
     finally:
-        run_sync(ledger.close())
+        run_sync(store.close())
 
 
 def ask(url: str, question: Callable[[RunStore], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
-    """What the ledger in this database answers to one question."""
+    """Run one query on the store of runs in this database."""
     from semel._concurrency.sync import run_sync
 
-    with opened(url, create=create) as ledger:
-        return run_sync(question(ledger))
+    with opened(url, create=create) as store:
+        return run_sync(question(store))
 
 
 def require(url: str) -> None:

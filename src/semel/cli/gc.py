@@ -30,12 +30,12 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
     """
     from semel._concurrency.sync import run_sync
 
-    with opened(db) as ledger:
-        counts = run_sync(ledger.read(_removable, older_than, ledger.terms))
+    with opened(db) as store:
+        counts = run_sync(store.read(_removable, older_than, store.terms))
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not dry_run:
             _require_artifacts(artifacts, with_files)
-            counts = _remove(db, ledger, older_than, artifacts)
+            counts = _remove(db, store, older_than, artifacts)
     removed = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
     text = f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys"
     print_result(as_json, {"dry_run": dry_run, "removed": counts}, text)
@@ -73,7 +73,7 @@ def _require_artifacts(place: str, with_files: int) -> None:
         )
 
 
-def _remove(url: str, ledger: RunStore, age: float, artifacts: str) -> dict[str, int]:
+def _remove(url: str, store: RunStore, age: float, artifacts: str) -> dict[str, int]:
     from semel._concurrency.sync import run_sync
     from semel.once.client import Once
     from semel.runs.app import App
@@ -83,7 +83,7 @@ def _remove(url: str, ledger: RunStore, age: float, artifacts: str) -> dict[str,
         counts = {"runs": app.purge(age), "run_keys": 0, "reservations": 0}
     finally:
         app.close()
-    while any(removed := run_sync(ledger.write(_expired, ledger.terms))):
+    while any(removed := run_sync(store.write(_expired, store.terms))):
         counts["run_keys"] += removed[0]
         counts["reservations"] += removed[1]
     with Once(url, collect=False) as once:

@@ -203,7 +203,7 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
     from semel.once.client import Once
 
     if isinstance(found, dict):
-        return ask(db, lambda ledger: ledger.write(_delete_run_key, found))
+        return ask(db, lambda store: store.write(_delete_run_key, found))
     with Once(db, collect=False) as once, _naming_force(found.key):
         return once.forget(found.key, scope=found.scope, force=force)
 
@@ -251,7 +251,7 @@ def _find(
     records = _records(db, key, scope) if user is None and tenant is None else []
     if scope or _is_redis(db):
         return records, []
-    return records, ask(db, lambda ledger: ledger.read(_run_keys_of, key, user, tenant, ledger.terms))
+    return records, ask(db, lambda store: store.read(_run_keys_of, key, user, tenant, store.terms))
 
 
 def _records(db: str, key: str, scope: str | None) -> list[Record]:
@@ -269,7 +269,7 @@ def _records(db: str, key: str, scope: str | None) -> list[Record]:
 def _scopes(db: str, key: str) -> list[str]:
     if _is_redis(db):
         return ["default"]
-    return ask(db, lambda ledger: ledger.read(_scopes_of, key))
+    return ask(db, lambda store: store.read(_scopes_of, key))
 
 
 def _scopes_of(conn: Connection, key: str) -> list[str]:

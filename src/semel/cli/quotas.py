@@ -45,7 +45,7 @@ def list_quotas(tenant: str, db: str, as_json: bool) -> None:
     """List the quotas of a tenant."""
     from semel.runs.store import quotas
 
-    found = ask(db, lambda ledger: ledger.read(quotas.list_quotas, tenant))
+    found = ask(db, lambda store: store.read(quotas.list_quotas, tenant))
     names = [*LIMITS, "action", "warn_at"]
     print_list(
         as_json,
@@ -69,7 +69,7 @@ def show(user: str, tenant: str, db: str, as_json: bool) -> None:
     """Show the quota that holds for a user, and what they have in use."""
     from semel.runs.store import quotas
 
-    used, quota = ask(db, lambda ledger: ledger.read(quotas.usage_and_quota, _person(tenant, user), ledger.terms))
+    used, quota = ask(db, lambda store: store.read(quotas.usage_and_quota, _person(tenant, user), store.terms))
     if as_json:
         print_json({"user": user, "quota": quota, "usage": used})
         return
@@ -128,7 +128,7 @@ def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> 
     if not changes:
         raise click.UsageError("nothing to set: name a limit, such as --max-concurrent 5; none removes one")
     person = _person(tenant, user)
-    quota = ask(db, lambda ledger: ledger.write(_change, person, changes, ledger.terms), create=True)
+    quota = ask(db, lambda store: store.write(_change, person, changes, store.terms), create=True)
     there = ((getattr(quota, name), what) for name, what in LIMITS.items())
     shown = [_format_limit(value, what) for value, what in there if value is not None]
     text = f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})"
@@ -164,8 +164,8 @@ def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
     from semel._concurrency.sync import run_sync
     from semel.runs.store import quotas
 
-    with opened(db) as ledger:
-        there = user in run_sync(ledger.read(quotas.list_quotas, tenant))
-        run_sync(ledger.write(quotas.set_quota, _person(tenant, user), None, ledger.terms))
+    with opened(db) as store:
+        there = user in run_sync(store.read(quotas.list_quotas, tenant))
+        run_sync(store.write(quotas.set_quota, _person(tenant, user), None, store.terms))
     text = f"the quota of {user} is removed" if there else f"{user} has no quota"
     print_result(as_json, {"user": user, "removed": there}, text)

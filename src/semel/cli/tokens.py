@@ -42,7 +42,7 @@ def create(db: str, as_json: bool, **request: Any) -> None:
     from semel.service.auth import tokens
 
     wanted = tokens.NewToken(**request)
-    issued = ask(db, lambda ledger: ledger.write(tokens.issue, wanted, ledger.terms), create=True)
+    issued = ask(db, lambda store: store.write(tokens.issue, wanted, store.terms), create=True)
     _print_issued(issued, as_json)
 
 
@@ -71,7 +71,7 @@ def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
     """List tokens, oldest first. Their secrets are not kept, so they cannot be shown."""
     from semel.service.auth import tokens
 
-    found = ask(db, lambda ledger: ledger.read(tokens.listed, tenant))
+    found = ask(db, lambda store: store.read(tokens.listed, tenant))
     print_list(
         as_json,
         {"tokens": [_as_fields(each) for each in found]},
@@ -96,7 +96,7 @@ def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002
     """Replace a token by a new one for the same user."""
     from semel.service.auth import tokens
 
-    issued = ask(db, lambda ledger: ledger.write(tokens.rotate, id, grace, ledger.terms))
+    issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, store.terms))
     if issued is None:
         raise InvalidRequest(f"there is no token {id!r} that is valid; semel token list shows their ids")
     _print_issued(issued, as_json)
@@ -111,8 +111,8 @@ def revoke(ids: tuple[str, ...], db: str, as_json: bool) -> int:
     from semel._concurrency.sync import run_sync
     from semel.service.auth import tokens
 
-    with opened(db) as ledger:
-        revoked = {each: run_sync(ledger.write(tokens.revoke, each)) for each in ids}
+    with opened(db) as store:
+        revoked = {each: run_sync(store.write(tokens.revoke, each)) for each in ids}
     if as_json:
         print_json({"revoked": [each for each, there in revoked.items() if there]})
     for each, there in revoked.items():

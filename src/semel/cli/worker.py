@@ -150,14 +150,14 @@ def _wait_for_database(app: App, seconds: float | None) -> None:
             seconds = amount(os.environ.get("SEMEL_WAIT_FOR_DATABASE") or str(WAIT_FOR_DATABASE))
         except ValueError as error:
             raise InvalidRequest(f"SEMEL_WAIT_FOR_DATABASE: {error}") from None
-    ledger = app.ledger(awaited=False)
-    if ledger.file is not None and not ledger.file.exists():
+    store = app.ledger(awaited=False)
+    if store.file is not None and not store.file.exists():
         logging.getLogger("semel.worker").warning(
             "there is no database file at %s, so a new one is made: runs submitted to a server that uses another "
             "file are not seen here. Give --db the path of the server's file",
-            ledger.file,
+            store.file,
         )
-    wait_for_database(ledger, seconds)
+    wait_for_database(store, seconds)
 
 
 def _leave_threads_behind() -> None:
