@@ -109,7 +109,7 @@ def test_an_answer_says_in_headers_what_the_middleware_would(client: httpx.Clien
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"ttl_hours": 0, "idempotency_key": "k"}, "ttl_hours is 0, so that the key would be forgotten at once"),
+        ({"ttl_hours": 0, "idempotency_key": "k"}, "ttl_hours is 0, so the key would expire at once"),
         ({"ttl_hours": -1, "idempotency_key": "k"}, "ttl_hours must be a number from 0 to 87,840, not -1"),
         ({"ttl_hours": 24}, "ttl_hours says how long a key is kept, and there is none"),
         ({"ttl_hour": 24}, "unknown field `ttl_hour`; did you mean 'ttl_hours'?"),
