@@ -200,20 +200,20 @@ def test_a_worker_that_finds_no_file_says_which_one_it_makes(tmp_path: Path) -> 
     worker.terminate()
     worker.communicate(timeout=30)
     file = tmp_path / "shop.db"
-    assert f"there is no database file at {file}, so a new one is made" in said
-    assert "Give --db the path of the server's file" in said
+    assert f"there is no database file at {file}, so a new one is created" in said
+    assert "Set --db to the path of the server's file" in said
     assert f"worker started on default of {file} with double" in said
 
 
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("shop", "'shop' is not a place of an app; it looks like myproject.runs:app"),
-        ("./shop:app", "'./shop:app' is not a place of an app; it looks like myproject.runs:app"),
-        ("shop.py:app", "give the module's name, not its file: shop:app"),
+        ("shop", "'shop' does not name an app; use MODULE:APP, such as myproject.runs:app"),
+        ("./shop:app", "'./shop:app' does not name an app; use MODULE:APP, such as myproject.runs:app"),
+        ("shop.py:app", "use the module's name, not its file: shop:app"),
         ("json:app", "the module 'json' has no 'app'; there is no semel.App in it"),
         ("semel.demo:ap", "the module 'semel.demo' has no 'ap'; there is app"),
-        ("json:dumps", "'json:dumps' is a function, not a semel.App; make the app at the top of a module"),
+        ("json:dumps", "'json:dumps' is a function, not a semel.App; create the app at the top level of a module"),
     ],
 )
 def test_a_wrong_place_of_an_app_is_told(capsys: pytest.CaptureFixture[str], place: str, told: str) -> None:
@@ -422,7 +422,7 @@ def test_a_worker_is_put_on_another_database_and_without_an_app_it_is_the_demos(
         _, said = worker.communicate(timeout=30)
         app.close()
     assert worker.returncode == 0, said
-    assert "no MODULE:APP was named, so this is the demo's app, semel.demo:app" in said
+    assert "no MODULE:APP was given, so this uses the demo's app, semel.demo:app" in said
 
 
 @pytest.mark.parametrize("command", ["worker", "sweep"])

@@ -102,7 +102,7 @@ def test_a_token_is_made_listed_rotated_and_revoked(semel: Told, app: App) -> No
     assert out == f"revoked {token['id']}\nrevoked {new['token']['id']}\n"
     assert "no token 'missing'" in err
     assert listed(semel) == []
-    assert "this machine only" in semel("token", "list")[2]
+    assert "local requests only" in semel("token", "list")[2]
 
 
 MISTAKES = [
@@ -356,7 +356,7 @@ def test_a_config_is_written_shown_listed_and_removed(
     code, out, _ = semel("config", "show", "nightly", "--configs", str(tmp_path), "--json")
     assert json.loads(out)["source"] == "file"
     code, _, err = semel("config", "show", "nope")
-    assert (code, err) == (1, "semel: Unknown config: nope; there are none; write one with: semel config set\n")
+    assert (code, err) == (1, "semel: Unknown config: nope; there are none; create one with: semel config set\n")
 
 
 def test_configs_of_files_and_of_the_demo_are_listed_with_where_they_are_from(
@@ -370,7 +370,7 @@ def test_configs_of_files_and_of_the_demo_are_listed_with_where_they_are_from(
     assert semel("config", "set", "nightly", '{"model": "double"}')[0] == 0
     monkeypatch.setenv("SEMEL_CONFIGS", str(folder))
     code, out, err = semel("config", "list")
-    assert (code, err) == (0, "the demo's are known to a server of the demo only\n")
+    assert (code, err) == (0, "the demo's configs exist only on a server that serves the demo\n")
     found = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
     assert found == {
         "flux-lora-v1": "demo",

@@ -151,6 +151,6 @@ def test_a_database_that_is_made_on_the_way_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SEMEL_DB", raising=False)
     assert main(["token", "create", "--user", "root", "--role", "admin"]) == 0
-    assert "a new database is made: semel.db (--db and SEMEL_DB name another)" in capsys.readouterr().err
+    assert "creating a new database: semel.db (use another with --db or SEMEL_DB)" in capsys.readouterr().err
     assert main(["token", "create", "--user", "ann"]) == 0
     assert "a new database" not in capsys.readouterr().err

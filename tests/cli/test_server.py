@@ -143,8 +143,8 @@ def test_a_wait_that_takes_too_long_leaves_the_run_alone(server: CliServer, seme
         (["submit", "add", "a=1", "--key", ""], "empty"),
         (["submit", "add", "a=1", "b=\udcff"], "not text"),
         (["runs", "--user", "\udcff"], "not text in UTF-8"),
-        (["show", "xyz"], "no id of a run"),
-        (["show", "abc"], "no id of a run"),
+        (["show", "xyz"], "is not a run id"),
+        (["show", "abc"], "is not a run id"),
         (["show", "00000000-0000-7000-8000-000000000000"], "no run"),
         (["show", "00000000"], "none of the newest"),
         (["result", "00000000-0000-7000-8000-000000000000"], "no run"),
@@ -449,7 +449,7 @@ def test_a_job_that_is_refused_is_told_in_words_of_its_config(
         assert semel("config", "set", name, '{"model": "nosuch", "parameters": {}}')[0] == 0
     code, out, err = semel("job", "submit", "odd")
     assert (code, out) == (1, "")
-    assert err.startswith("semel: no job was made of the config 'odd': unknown model 'nosuch'; there are: add, ")
+    assert err.startswith("semel: no job was created from the config 'odd': unknown model 'nosuch'; there are: add, ")
     assert "HTTP" not in err
     assert "JOB_REFUSED" not in err
     code, out, err = semel("job", "submit", "missing")

@@ -1,7 +1,7 @@
 """The ``semel`` command.
 
-``GROUPS`` lists the commands. Each is a function of the module named there, which is imported when the command is used,
-and loads what it needs when it runs: ``semel --help`` waits for no web stack and no database driver.
+``GROUPS`` lists the commands. A command's module is imported when the command is used, and imports what it needs when
+it runs, so that ``semel --help`` loads no web stack and no database driver.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ GROUPS = {
         "sweep": ("worker", "Recover lost runs without working on any"),
     },
     "Runs, through a server": {
-        "submit": ("runs", "Submit a run; --wait waits for its end"),
+        "submit": ("runs", "Submit a run; --wait waits until it has ended"),
         "runs": ("runs", "List runs"),
-        "show": ("runs", "Show a run with its timeline, and why it waits"),
-        "wait": ("runs", "Wait for the end of a run"),
-        "logs": ("results", "Print what a run logs; --follow until its end"),
-        "result": ("results", "Print what a run returned, or a file that it left"),
+        "show": ("runs", "Show a run, its timeline, and why it is pending"),
+        "wait": ("runs", "Wait until a run has ended"),
+        "logs": ("runs", "Print the log of a run; --follow until it has ended"),
+        "result": ("runs", "Print the result of a run, or one of its artifacts"),
         "cancel": ("runs", "Cancel runs"),
         "retry": ("runs", "Submit failed or cancelled runs again"),
     },
@@ -48,10 +48,10 @@ GROUPS = {
         "summary": ("inspect", "Count the runs of each model by status"),
     },
     "Manage, on the database": {
-        "token": ("tokens", "Create, list, rotate and revoke the tokens of the server's users"),
+        "token": ("tokens", "Create, list, rotate and revoke tokens for the server"),
         "quota": ("quotas", "Limit how much users may run and spend"),
-        "keys": ("keys", "Show keys, resolve lost work, delete keys"),
-        "config": ("config", "Manage the named configs that jobs are made of"),
+        "keys": ("keys", "Show keys, resolve unknown outcomes, delete keys"),
+        "config": ("config", "Manage the named configs of jobs"),
     },
     "Maintain, on the database": {
         "migrate": ("migrate", "Create or update semel's tables in a database"),
@@ -60,9 +60,9 @@ GROUPS = {
     },
     "Your shell": {"completion": ("", "Print a completion script for a shell")},
 }
-"""Every command under its heading of the help: its module and its summary."""
+"""The commands by heading of the help: module and summary."""
 COMPLETE = "_SEMEL_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""The environment variable with which a shell requests completions."""
 
 
 class _Commands(Group):
@@ -91,12 +91,12 @@ cli = _Commands(
     name="semel",
     help="semel makes work happen once.",
     epilog="""\
-Commands that go through a server find it by --server or $SEMEL_SERVER (http://127.0.0.1:8001), and you by --token,
-$SEMEL_TOKEN or $SEMEL_TOKEN_FILE. Those on the database find it by --db or $SEMEL_DB (sqlite:///semel.db).
+Commands through a server connect to --server or $SEMEL_SERVER (default: http://127.0.0.1:8001), with --token,
+$SEMEL_TOKEN or $SEMEL_TOKEN_FILE. Commands on the database open --db or $SEMEL_DB (default: sqlite:///semel.db).
 
-  semel serve                                            begin, with the demo's models
-  semel submit baseline_forecast_v1 seconds=3 --wait     and use it, in another terminal
-  semel COMMAND --help                                   show all about a command
+  semel serve                                            start a server with the demo's models
+  semel submit baseline_forecast_v1 seconds=3 --wait     submit a run, in another terminal
+  semel COMMAND --help                                   show the options of a command
 """,
     options_metavar="",
     subcommand_metavar="COMMAND ...",
@@ -122,22 +122,22 @@ def completion(shell: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when it worked, 1 when it did not, 2 for a mistake in its use, 130 after Ctrl-C."""
+    """Run the command. Returns 0 on success, 1 on failure, 2 for wrong usage, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what it cannot write must not stop the rest
+        if isinstance(stream, io.TextIOWrapper):  # a character that it cannot encode is no reason to fail
             stream.reconfigure(errors="backslashreplace")
-    if logging.lastResort is not None:  # what is logged before logging is set up
+    if logging.lastResort is not None:  # for records before logging is set up
         logging.lastResort.setFormatter(TextFormatter())
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output has closed it, as head does
+    except BrokenPipeError:  # stdout was closed by its reader, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (SemelError, OSError) as error:
         note(f"semel: {error}")
         return 1
-    except UnicodeEncodeError as error:  # an argument that is not text comes to us as surrogates
+    except UnicodeEncodeError as error:  # Python passes an argument that is not UTF-8 as surrogates
         print(f"semel: {error.object!r:.200} is not text in UTF-8", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -157,15 +157,15 @@ def _run(arguments: list[str]) -> int:
     except click.exceptions.Exit as end:  # after --help and --version
         code = end.exit_code
     except click.UsageError as error:
-        print(_mistake(error), file=sys.stderr)
+        print(_usage_message(error), file=sys.stderr)
         code = error.exit_code
     if arguments:
         raise SystemExit(code)
     return code
 
 
-def _mistake(error: click.UsageError) -> str:
-    """The help of a command that was given nothing, or the usage and what is wrong."""
+def _usage_message(error: click.UsageError) -> str:
+    """The usage and the mistake; the help of a group that was called without a verb."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return error.format_message()
     context = error.ctx or click.Context(cli, info_name="semel")

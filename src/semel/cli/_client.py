@@ -1,4 +1,4 @@
-"""The server, for commands that go through one."""
+"""The client that commands through a server use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from semel.client import Client
 
 BACKOFF = 0.25
-"""Seconds before the second try of a request: somebody sits and waits."""
+"""Seconds before the first retry; short, because a user is waiting."""
 SEARCHED = 1000
-"""How many of the newest runs are searched for a part of an id."""
+"""How many of the newest runs are searched for a partial id."""
 _PART = re.compile(r"[0-9a-f-]{6,35}")
 
 
@@ -27,7 +27,12 @@ def through_server(function: Callable[..., int | None]) -> Callable[..., int | N
     """Add ``--server``, ``--token`` and ``--json``, and call the function with a client of that server."""
 
     @option("--server", section="Server", envvar="SEMEL_SERVER", default=SERVER, metavar="URL", help="The server.")
-    @option("--token", section="Server", envvar="SEMEL_TOKEN", help="Your token; also from $SEMEL_TOKEN_FILE.")
+    @option(
+        "--token",
+        section="Server",
+        envvar="SEMEL_TOKEN",
+        help="The token; by default also read from $SEMEL_TOKEN_FILE.",
+    )
     @json_option
     @functools.wraps(function)
     def connected(*, server: str, token: str | None, **options: Any) -> int | None:
@@ -62,14 +67,14 @@ def _token_of_file() -> str | None:
 
 
 def find_run_id(client: Client, text: str) -> str:
-    """The id that a whole id, or a part of one of the newest runs' ids, stands for."""
+    """The run id for a complete id, or for the beginning or end of the id of one of the newest runs."""
     from semel.runs.types import checked_id
 
     wanted = text.strip().lower()
     if (known := checked_id(wanted)) is not None:
         return known
     if not _PART.fullmatch(wanted):
-        raise RunNotFound(f"{text!r} is no id of a run, nor six or more characters of its beginning or end")
+        raise RunNotFound(f"{text!r} is not a run id, nor at least six characters from the beginning or end of one")
     found = [run.run_id for run in client.runs(limit=SEARCHED) if _matches(run.run_id, wanted)]
     if not found:
         raise RunNotFound(f"none of the newest {SEARCHED} runs begins or ends with {text!r}; give the whole id")

@@ -1,4 +1,4 @@
-"""The database, for commands that need no server."""
+"""The database, for commands that work without a server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def opened(url: str, *, create: bool = False) -> Iterator[RunStore]:
-    """The store of runs in this database. A file that does not exist is created only on request."""
+    """Open the run store of a database. A missing file is created only with ``create``."""
     from semel._concurrency.sync import run_sync
     from semel.runs.store import RunStore
 
     if not create:
         require(url)
     elif (path := file_of(url)) is not None and not path.exists():
-        note(f"a new database is made: {path} (--db and SEMEL_DB name another)")
+        note(f"creating a new database: {path} (use another with --db or SEMEL_DB)")
     store = RunStore(url, awaited=False)
     try:
         yield store
@@ -35,20 +35,20 @@ def opened(url: str, *, create: bool = False) -> Iterator[RunStore]:
         run_sync(store.close())
 
 
-def ask(url: str, question: Callable[[RunStore], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
-    """Run one query on the store of runs in this database."""
+def ask(url: str, call: Callable[[RunStore], Coroutine[Any, Any, Answer]], *, create: bool = False) -> Answer:
+    """Call a method of the run store of a database."""
     from semel._concurrency.sync import run_sync
 
     with opened(url, create=create) as store:
-        return run_sync(question(store))
+        return run_sync(call(store))
 
 
 def require(url: str) -> None:
-    """Raise StoreBroken for a file that does not exist: reading must not create it."""
+    """Raise StoreBroken if the file does not exist: reading must not create it."""
     path = file_of(url)
     if path is not None and not path.exists():
         raise StoreBroken(
-            f"there is no database at {path}; name it with --db or SEMEL_DB, or make it with: semel migrate {url}"
+            f"there is no database at {path}; set --db or SEMEL_DB, or create it with: semel migrate {url}"
         )
 
 
@@ -78,7 +78,7 @@ def engine_of(url: str) -> Engine:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL with its password hidden."""
     from semel.db.database import parse
 
     return parse(url).render_as_string(hide_password=True)

@@ -1,4 +1,4 @@
-"""What commands take: how options are shown and read, and the options that many commands share."""
+"""Options and arguments: how they are parsed and shown, and those that many commands share."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from semel.errors import MissingExtra
 
 SERVER = "http://127.0.0.1:8001"
 DATABASE = "sqlite:///semel.db"
-APP = "Where the semel.App is, such as myproject.runs:app."
+APP = "The semel.App to load, such as myproject.runs:app."
 ARTIFACTS = "./artifacts"
 WAIT_FOR_DATABASE = 60.0
 TRANSPORTS = ("database", "rq", "celery")
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option with a section of the help, and an alias that the help leaves out.
+    """An option that belongs to a section of the help, and may have an alias that the help omits.
 
-    An empty value counts as not given where a variable could give it: ``--token "$UNSET"`` does no harm.
+    With an environment variable, an empty value counts as not given: ``--token "$UNSET"`` does no harm.
     """
 
     def __init__(self, names: Sequence[str], section: str = "Options", alias: str = "", **settings: Any) -> None:
@@ -67,12 +67,12 @@ class Argument(click.Argument):
 
 
 class Command(click.Command):
-    """A command that takes options by an unambiguous beginning, and shows them in sections."""
+    """A command that accepts unambiguous prefixes of options, and shows its options in sections."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         end = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [*(_in_full(word, known) for word in args[:end]), *args[end:]])
+        return super().parse_args(ctx, [*(_expanded(word, known) for word in args[:end]), *args[end:]])
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="usage: ")
@@ -88,7 +88,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A noun with verbs, such as ``semel token``."""
+    """A command with subcommands, such as ``semel token``."""
 
     command_class = Command
 
@@ -103,12 +103,12 @@ class Group(click.Group):
 
 
 def command(function: Callable[..., Any]) -> click.Command:
-    """The command that a function is, with its docstring for help."""
+    """Make a command of a function; its docstring is the help."""
     return click.command(cls=Command)(function)
 
 
 def group(function: Callable[..., Any]) -> click.Group:
-    """The noun whose verbs are added by ``@noun.command()``."""
+    """Make a group, to which ``@group.command()`` adds subcommands."""
     return click.group(cls=Group, options_metavar="", subcommand_metavar="VERB ...")(function)
 
 
@@ -127,15 +127,15 @@ option = functools.partial(click.option, cls=Option)
 argument = functools.partial(click.argument, cls=Argument)
 
 
-def _in_full(word: str, known: Iterable[str]) -> str:
-    """The option that a word begins: ``--stat`` for ``--status``. What is no option, or could be two, stays."""
+def _expanded(word: str, known: Iterable[str]) -> str:
+    """The option that a prefix stands for, such as ``--stat`` for ``--status``; the word itself if there is not one."""
     name, equals, value = word.partition("=")
     meant = [each for each in known if each.startswith(name)] if name.startswith("--") else []
     return f"{meant[0]}{equals}{value}" if len(meant) == 1 else word
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]  # older Clicks have it without arguments
-    """Reads the text of an option with a function that raises ValueError, which says what is wrong."""
+    """Parses an option with a function that raises ValueError with a message for the user."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -155,7 +155,7 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def span(text: str) -> float:
-    """Seconds of ``90``, ``90s``, ``15m``, ``12h``, ``30d``, ``2w``."""
+    """Parse ``90``, ``90s``, ``15m``, ``12h``, ``30d`` or ``2w`` to seconds."""
     found = _SPAN.fullmatch(text.strip().lower())
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a span of time, such as 90s, 15m, 12h, 30d or 2w")
@@ -167,14 +167,14 @@ def _has_no_unit(text: str) -> bool:
 
 
 def age(text: str) -> float:
-    """A span with its unit: where something is removed for good, seconds are not guessed."""
+    """Parse a span that has a unit: where data is deleted, a bare number is ambiguous."""
     if _has_no_unit(text):
         raise ValueError(f"{text!r} has no unit; days are written as {text.strip()}d")
     return span(text)
 
 
 def time_of(text: str) -> datetime:
-    """A time in ISO 8601, local unless it has a zone; or a span before now."""
+    """Parse a time in ISO 8601, local unless it has a zone; or a span before now."""
     from semel.types import time_in
 
     if not _has_no_unit(text) and _SPAN.fullmatch(text.strip().lower()):
@@ -186,7 +186,7 @@ def time_of(text: str) -> datetime:
 
 
 def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Reads a whole number within these bounds."""
+    """A parser of whole numbers within these bounds."""
     wanted = f"{least} or greater" if most == math.inf else f"from {least} to {most}"
 
     def parse(text: str) -> int:
@@ -198,7 +198,7 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
 
 
 def amount(text: str) -> float:
-    """A number, 0 or greater."""
+    """Parse a number, 0 or greater."""
     try:
         number = float(text)
     except ValueError:
@@ -209,7 +209,7 @@ def amount(text: str) -> float:
 
 
 def cost(text: str) -> float:
-    """What a run may cost."""
+    """Parse the cost of a run."""
     from semel.runs.types import MAX_COST
 
     number = amount(text)
@@ -219,7 +219,7 @@ def cost(text: str) -> float:
 
 
 def names(text: str) -> list[str]:
-    """One name, or several with commas between them."""
+    """Parse names separated by commas."""
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise ValueError(f"{text!r} must be a name, or names with commas between them")
@@ -227,7 +227,7 @@ def names(text: str) -> list[str]:
 
 
 def parameter(text: str) -> tuple[str, Any]:
-    """``name=value``: JSON where it is JSON, else text."""
+    """Parse ``name=value``, whose value is JSON if it is valid JSON, else text."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ValueError(f"{text!r} is not a parameter, such as name=value")
@@ -238,7 +238,7 @@ def parameter(text: str) -> tuple[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object, or ``@file`` with one."""
+    """Parse a JSON object, or the file of ``@file``."""
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
@@ -254,7 +254,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def json_value(text: str) -> Any:
-    """Any JSON."""
+    """Parse any JSON."""
     try:
         return _strict_json(text)
     except ValueError as error:
@@ -262,7 +262,7 @@ def json_value(text: str) -> Any:
 
 
 def _strict_json(text: str) -> Any:
-    """JSON without NaN and the infinities, which only Python takes for JSON."""
+    """Parse JSON; unlike Python, refuse NaN and infinity."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a number of JSON")
@@ -288,36 +288,41 @@ PARAMETER, JSON_OBJECT, JSON_VALUE = (
     Value("JSON", json_value),
 )
 
-run_argument = argument("run", help="The run's id, or six or more characters of its beginning or end.")
+run_argument = argument("run", help="The run's id, or at least six characters from its beginning or end.")
 runs_argument = argument(
     "runs",
     nargs=-1,
     required=True,
     metavar="RUN...",
-    help="Ids of runs, or six or more characters of one's beginning or end.",
+    help="Ids of runs, or at least six characters from the beginning or end of one.",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
-tenant_option = option("--tenant", default="", metavar="TENANT", help="The tenant, where there are several.")
+tenant_option = option("--tenant", default="", metavar="TENANT", help="The tenant, if the server has several.")
 
 
 def db_options(function: Function) -> Function:
-    """``--db`` and ``--json``."""
+    """Add ``--db`` and ``--json``."""
     db = option("--db", envvar="SEMEL_DB", default=DATABASE, metavar="URL", help="The database.")
     return db(json_option(function))
 
 
 def place_options(section: str = "Options") -> Callable[[Function], Function]:
-    """Where a worker finds things: ``--db``, ``--transport``, ``--redis``, ``--artifacts``."""
+    """Add ``--db``, ``--transport``, ``--redis`` and ``--artifacts``."""
     setting = functools.partial(option, section=section)
 
     def add(function: Function) -> Function:
         for add_one in (
-            setting("--artifacts", envvar="SEMEL_ARTIFACTS", metavar="PLACE", help="Large results and files."),
-            setting("--redis", envvar="SEMEL_REDIS", metavar="URL", help="The Redis of rq and celery."),
+            setting(
+                "--artifacts",
+                envvar="SEMEL_ARTIFACTS",
+                metavar="PLACE",
+                help="Where large results and artifacts are stored.",
+            ),
+            setting("--redis", envvar="SEMEL_REDIS", metavar="URL", help="The Redis for rq and celery."),
             setting(
                 "--transport",
                 type=click.Choice(TRANSPORTS),
-                help="How workers hear of runs.  [env var: SEMEL_TRANSPORT]",
+                help="How workers are notified of runs.  [env var: SEMEL_TRANSPORT]",
             ),
             setting("--db", envvar="SEMEL_DB", metavar="URL", help="The database."),
         ):
@@ -328,7 +333,7 @@ def place_options(section: str = "Options") -> Callable[[Function], Function]:
 
 
 def queues_option(section: str = "Options") -> Callable[[Function], Function]:
-    """``--queues``, once with commas or several times; ``--queue`` is the same."""
+    """Add ``--queues``; ``--queue`` is an alias."""
     return option(
         "-q",
         "--queues",
@@ -338,20 +343,17 @@ def queues_option(section: str = "Options") -> Callable[[Function], Function]:
         multiple=True,
         section=section,
         callback=lambda _context, _option, value: [name for several in value for name in several] or None,
-        help="The queues to serve, in their order: with commas, or several times.  [default: default]",
+        help="The queues to serve, in order of precedence; separated by commas, or repeated.  [default: default]",
     )
 
 
 def wait_for_database_option(section: str = "Options") -> Callable[[Function], Function]:
-    """``--wait-for-database``."""
-    about = (
-        f"How long to wait at the start for a database that is unavailable; 0: not.  [default: {WAIT_FOR_DATABASE:g}]"
-    )
+    about = f"How long to wait for the database at startup; 0 to fail at once.  [default: {WAIT_FOR_DATABASE:g}]"
     return option("--wait-for-database", type=AMOUNT, section=section, help=about)
 
 
 def log_format_option(section: str = "Options") -> Callable[[Function], Function]:
-    """``--log-format``; ``--log`` is the same, and ``text`` another word for ``pretty``."""
+    """Add ``--log-format``; ``--log`` is an alias, and ``text`` means ``pretty``."""
     return option(
         "--log-format",
         "log_format",
@@ -360,13 +362,13 @@ def log_format_option(section: str = "Options") -> Callable[[Function], Function
         metavar="[pretty|json]",
         section=section,
         callback=lambda _context, _option, value: "pretty" if value == "text" else value,
-        help="How to log.  [default: pretty]",
+        help="The format of the log.  [default: pretty]",
     )
 
 
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """Report which extra has the module that is not installed."""
+    """Raise MissingExtra, with the name of the extra, for a module that is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""How commands print: tables and progress by Rich, JSON for programs, remarks on the standard error."""
+"""Output: tables and progress by Rich, JSON for programs, and notes on stderr."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from semel.redaction import printable, without_secrets
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from semel.api_types import RemoteRun
 
+T = TypeVar("T")
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _UNLIMITED = 1_000_000
-"""The width of what is no terminal: nothing is cut."""
+"""The width of a table outside a terminal, where nothing is truncated."""
 _STYLES = {
     **dict.fromkeys(("SUCCEEDED", "completed", "alive"), "green"),
     **dict.fromkeys(("FAILED", "failed", "silent"), "red"),
@@ -27,26 +29,26 @@ _STYLES = {
     **dict.fromkeys(("RUNNING", "running", "uploading"), "cyan"),
 }
 _STEP = 0.1
-"""The part of the way after which another line is due."""
+"""How much progress prints another line outside a terminal."""
 
 
 def note(text: str) -> None:
-    """Print a remark to the standard error, without secrets; the standard output is for what can be used further."""
+    """Print a note to stderr, without secrets; stdout is for output that programs read."""
     print(printable(without_secrets(text)), file=sys.stderr, flush=True)
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at the standard output."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def print_json(value: Any) -> None:
-    """Print one document: on a line for programs, with indents on a terminal."""
+    """Print JSON: indented on a terminal, else on one line."""
     print(json.dumps(finite(plain(value)), ensure_ascii=False, indent=2 if is_terminal() else None), flush=True)
 
 
 def finite(value: Any) -> Any:
-    """The value with null for numbers that JSON has no form for."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -55,14 +57,14 @@ def finite(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value in types that JSON has."""
+    """Convert to types that JSON has."""
     import msgspec
 
     return msgspec.to_builtins(value, str_keys=True)
 
 
 def with_iso_times(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the database with its times, ``…_us``, as ``…_at`` in ISO 8601 and UTC."""
+    """Replace microseconds (``…_us``) by times in ISO 8601 (``…_at``)."""
     return dict(_with_iso_time(name, value) for name, value in fields.items())
 
 
@@ -77,7 +79,7 @@ def _from_us(microseconds: int) -> datetime:
 
 
 def format_time(at: datetime | str | int | None, *, never: str = "-") -> str:
-    """A time here, and how far it is from now. A number is the database's microseconds."""
+    """A local time, and how long ago it was. An int is microseconds, as in the database."""
     if at is None:
         return never
     if isinstance(at, int):
@@ -88,7 +90,7 @@ def format_time(at: datetime | str | int | None, *, never: str = "-") -> str:
 
 
 def format_ago(at: datetime) -> str:
-    """How far a time is from now."""
+    """How long ago a time was, or in how long it will be."""
     seconds = (at - datetime.now(UTC)).total_seconds()
     if abs(seconds) < 1:
         return "now"
@@ -96,7 +98,7 @@ def format_ago(at: datetime) -> str:
 
 
 def format_span(seconds: float) -> str:
-    """A span of time, in the one or two units that matter."""
+    """A duration, in one or two units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -108,7 +110,6 @@ def format_span(seconds: float) -> str:
 
 
 def format_size(number: int) -> str:
-    """A number of bytes."""
     amount = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -118,10 +119,10 @@ def format_size(number: int) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """Print rows under headings, one line each; or the remark ``empty`` when there are none.
+    """Print a table, or the note ``empty`` when there are no rows.
 
-    A line fits the terminal; the first column, by which a thing is named, is the last to be cut. Elsewhere nothing is
-    cut or coloured.
+    On a terminal, cells are truncated to its width, those of the first column last. Elsewhere nothing is truncated or
+    coloured.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     if cells:
@@ -148,7 +149,8 @@ def _table_lines(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> lis
     for row in cells:
         table.add_row(*(line(cell, _STYLES.get(cell, "")) for cell in row))
     width = shutil.get_terminal_size().columns if is_terminal() else _UNLIMITED
-    console = Console(width=width, force_terminal=is_terminal())
+    # Without a height, Rich takes a terminal with TERM=dumb to be 80 columns wide.
+    console = Console(width=width, height=25, force_terminal=is_terminal())
     with console.capture() as printed:
         console.print(table)
     return [line.rstrip() for line in printed.get().splitlines()]
@@ -164,6 +166,22 @@ def print_list(
         print_table(headings, rows, empty=empty)
 
 
+def print_page(
+    as_json: bool,
+    name: str,
+    found: list[T],
+    limit: int,
+    *,
+    headings: Sequence[str],
+    row: Callable[[T], Sequence[object]],
+) -> None:
+    """Print up to ``limit`` of what was found, and whether there is more."""
+    shown, more = found[:limit], len(found) > limit
+    print_list(as_json, {name: shown, "more": more}, headings, map(row, shown), empty=f"there are no such {name}")
+    if more and not as_json:
+        note(f"and there are more; --limit {limit * 5} shows more of them")
+
+
 def print_result(as_json: bool, document: Any, text: str) -> None:
     """Print the document as JSON, or the text."""
     if as_json:
@@ -173,7 +191,7 @@ def print_result(as_json: bool, document: Any, text: str) -> None:
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Print a thing by its parts, one on a line; what is None is left out."""
+    """Print one field per line, without those that are None."""
     shown = {name: str(value).splitlines() or [""] for name, value in fields.items() if value is not None}
     longest = max(map(len, shown), default=0)
     for name, lines in shown.items():
@@ -182,7 +200,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 class Progress:
-    """Shows how far a run is: a bar on a terminal, a line for each step elsewhere; on the standard error."""
+    """Shows the progress of a run on stderr: a bar on a terminal, else lines."""
 
     def __init__(self) -> None:
         self._bar: rich.progress.Progress | None = None
@@ -199,7 +217,6 @@ class Progress:
             self._bar.stop()
 
     def __call__(self, run: RemoteRun) -> None:
-        """Show the run, which has changed."""
         if self._bar is not None:
             (task,) = self._bar.task_ids
             self._bar.update(task, completed=run.progress or 0.0, state=printable(_state(run), ""))

@@ -1,4 +1,4 @@
-"""``semel config``: the named configs that jobs are made of."""
+"""``semel config``: the named configs of jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where configs are: what --db, --configs and --tenant say."""
+    """Where configs are: --db, --configs and --tenant."""
 
     db: str
     folder: str | None
@@ -38,9 +38,9 @@ class Place(NamedTuple):
 
 
 def _at_place(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options, and call the function with the place that they name."""
+    """Add the options, and call the function with their :class:`Place`."""
 
-    @option("--configs", envvar="SEMEL_CONFIGS", metavar="FOLDER", help="The server's folder of configs.")
+    @option("--configs", envvar="SEMEL_CONFIGS", metavar="FOLDER", help="The folder of config files.")
     @tenant_option
     @db_options
     @functools.wraps(function)
@@ -63,11 +63,11 @@ def _body(text: str) -> dict[str, Any]:
 
 @group
 def config() -> None:
-    """Manage the named configs that jobs are made of.
+    """Manage the named configs of jobs.
 
-    A config says what a job runs, with which parameters and data. Configs are rows of the database, or files in the
-    folder that the server's --configs names; a row wins over a file. The demo has some of its own, which only its
-    server knows: they are left out where $SEMEL_APP names another app.
+    A config defines the model, parameters and data of a job. Configs are stored in the database, or as files in the
+    server's --configs folder; the database takes precedence. The demo has configs of its own, which are omitted if
+    $SEMEL_APP names another app.
     """
 
 
@@ -75,17 +75,17 @@ def config() -> None:
 @examples("semel config list --configs ./configs")
 @_at_place
 def list_configs(place: Place, as_json: bool) -> None:
-    """List the configs in the database, in the folder and of the demo; FROM is row, file or demo."""
-    found: list[ConfigEntry] = _ask(place, lambda configs: configs.list_all(place.tenant))
+    """List configs; FROM is row (the database), file or demo."""
+    found: list[ConfigEntry] = _call(place, lambda configs: configs.list_all(place.tenant))
     print_list(
         as_json,
         {"configs": found},
         ["config", "from", "model", "parameters", "changed", "note"],
         map(_row, found),
-        empty="there are no configs; write one with: semel config set",
+        empty="there are no configs; create one with: semel config set",
     )
     if any(each.source == "demo" for each in found) and not as_json:
-        note("the demo's are known to a server of the demo only")
+        note("the demo's configs exist only on a server that serves the demo")
 
 
 def _row(entry: ConfigEntry) -> list[object]:
@@ -101,8 +101,8 @@ def _row(entry: ConfigEntry) -> list[object]:
 @argument("name", help="The config's name.")
 @_at_place
 def show(place: Place, name: str, as_json: bool) -> None:
-    """Show a config as jobs get it."""
-    _print(_ask(place, lambda configs: configs.find(place.tenant, name)), as_json)
+    """Show a config."""
+    _print(_call(place, lambda configs: configs.find(place.tenant, name)), as_json)
 
 
 def _print(config: Config, as_json: bool) -> None:
@@ -132,12 +132,12 @@ def _print(config: Config, as_json: bool) -> None:
     "semel config set nightly @nightly.toml",
 )
 @argument("name", help="The config's name.")
-@argument("body", type=Value("JSON", _body), metavar="JSON|@FILE", help="What it holds; a file is JSON or TOML.")
+@argument("body", type=Value("JSON", _body), metavar="JSON|@FILE", help="The config, or a file of JSON or TOML.")
 @_at_place
 def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> None:
-    """Write a config to the database, from JSON or a file of JSON or TOML.
+    """Store a config in the database, from JSON or a file of JSON or TOML.
 
-    It has a model, parameters, data, queue, priority, cost and providers. What was there under the name is replaced.
+    It has a model, parameters, data, queue, priority, cost and providers. A config of the same name is replaced.
     """
 
     def put(configs: Configs) -> Any:
@@ -147,14 +147,14 @@ def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> 
         try:
             checked = checked_body(body)
         except ValueError as error:
-            raise InvalidRequest(f"this is no config: {error}") from None
+            raise InvalidRequest(f"this is not a config: {error}") from None
         return configs.put(Principal(user=_user(), role="admin", tenant=place.tenant), name, checked)
 
-    _print(_ask(place, put, create=True), as_json)
+    _print(_call(place, put, create=True), as_json)
 
 
 def _user() -> str:
-    """Who is at the terminal, as the author of the config."""
+    """The author of the config."""
     import getpass
 
     try:
@@ -168,13 +168,13 @@ def _user() -> str:
 @argument("name", help="The config's name.")
 @_at_place
 def delete(place: Place, name: str, as_json: bool) -> None:
-    """Remove a config from the database. A file in the folder stays."""
-    _ask(place, lambda configs: configs.remove(place.tenant, name))
+    """Delete a config from the database. Files are kept."""
+    _call(place, lambda configs: configs.remove(place.tenant, name))
     print_result(as_json, {"removed": name}, f"removed {name}")
 
 
-def _ask(place: Place, question: Callable[[Configs], Awaitable[Any]], *, create: bool = False) -> Any:
-    """Ask the configs of the place, as a server does."""
+def _call(place: Place, function: Callable[[Configs], Awaitable[Any]], *, create: bool = False) -> Any:
+    """Call a method of the configs, as a server does."""
     import asyncio
 
     from semel.runs.store import RunStore
@@ -187,20 +187,20 @@ def _ask(place: Place, question: Callable[[Configs], Awaitable[Any]], *, create:
         note(f"semel: there is no folder {place.folder} (--configs)")
     has_demo = (os.environ.get("SEMEL_APP") or DEMO).startswith("semel.demo:")
 
-    async def asked() -> Any:
+    async def call() -> Any:
         store = RunStore(place.db, awaited=True)
         configs = Configs(store, place.folder, lambda: has_demo)
         try:
-            return await question(configs)
+            return await function(configs)
         except UnknownConfig as error:
             raise InvalidRequest(f"{error}; {_known(await configs.list_all(place.tenant))}") from None
         finally:
             await store.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(call())
 
 
 def _known(entries: list[ConfigEntry]) -> str:
     if not entries:
-        return "there are none; write one with: semel config set"
-    return f"there are: {', '.join(each.name for each in entries)}; --configs FOLDER would add those of a folder"
+        return "there are none; create one with: semel config set"
+    return f"there are: {', '.join(each.name for each in entries)}; --configs FOLDER adds those of a folder"

@@ -1,7 +1,4 @@
-"""``semel doctor``: is everything as it should be, and if not, what helps.
-
-Every check stands by itself, changes nothing, and gives advice.
-"""
+"""``semel doctor``: checks the deployment and gives advice. The checks are independent and change nothing."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ if TYPE_CHECKING:
 State: TypeAlias = Literal["ok", "warning", "broken", "skipped"]
 
 SKEW = 2.0
-"""Seconds by which clocks may differ."""
+"""Seconds: the tolerated clock skew."""
 SCARCE, FULL = 1 << 30, 100 << 20
-"""Bytes on a disk under which there is little left, and too little."""
+"""Free bytes on a disk below which there is a warning, and an error."""
 STUCK = 600.0
-"""Seconds that a run may be due without being begun."""
+"""Seconds that a due run may wait before there is a warning."""
 LATE = 60.0
-"""Seconds after the end of its lease when a run should have been taken back."""
+"""Seconds after the end of its lease by which a run should have been recovered."""
 PACKAGES = (
     "sqlalchemy",
     "alembic",
@@ -62,7 +59,7 @@ class Finding(Struct, frozen=True):
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """What is to be checked."""
+    """The deployment to check."""
 
     db: str
     redis: str | None
@@ -77,14 +74,20 @@ class Target(Struct, frozen=True, kw_only=True):
     "semel doctor --db postgresql://user@host/name", "semel doctor --transport rq --redis redis://localhost/0 --json"
 )
 @place_options()
-@option("--host", envvar="SEMEL_HOST", default="127.0.0.1", metavar="ADDRESS", help="Where the server listens.")
+@option(
+    "--host",
+    envvar="SEMEL_HOST",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="The address that the server listens on.",
+)
 @json_option
 def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json: bool, **options: Any) -> int:
     """Check the database, Redis, clock, migrations, disk and workers, with advice.
 
-    Checks that the database answers, is migrated and can be written to, that clocks agree, that there is room on the
-    disks, that Redis answers where one is configured, that workers are alive and no run is stuck. Nothing is changed.
-    The exit code is 1 when something is broken; a warning is not a failure.
+    Checks that the database is reachable, migrated and writable, that clocks agree, that disks have space, that Redis
+    is reachable if configured, that workers are alive and no run is stuck. Changes nothing. The exit code is 1 if a
+    check is BROKEN, but not for warnings.
     """
     target = Target(
         db=db or DATABASE,
@@ -106,7 +109,7 @@ def _format(finding: Finding) -> str:
 
 
 def examine(target: Target) -> Iterator[Finding]:
-    """Every check, one after the other; one that fails is a finding."""
+    """The result of every check."""
     yield _python()
     yield from _database(target)
     yield _disk("database disk", file_of(target.db) if _is_url(target.db) else None, "the server's own")
@@ -134,12 +137,11 @@ def _is_url(url: str) -> bool:
 
 
 def _database(target: Target) -> Iterator[Finding]:
-    """What can be asked of the database."""
     try:
         require(target.db)
         engine = engine_of(target.db)
     except (SemelError, OSError) as error:
-        yield Finding("database", "broken", str(error), "see --db and SEMEL_DB")
+        yield Finding("database", "broken", str(error), "set --db or SEMEL_DB")
         return
     try:
         yield from _in_database(engine, target)
@@ -165,7 +167,7 @@ def _in_database(engine: Engine, target: Target) -> Iterator[Finding]:
 
 
 def _checked(name: str, engine: Engine, check: Callable[..., Finding], *more: Any) -> Finding:
-    """Run a check in a transaction that is always rolled back."""
+    """Run a check in a transaction that is rolled back."""
     from semel.db.errors import translate_errors
 
     try:
@@ -195,7 +197,7 @@ def _migrations(conn: Connection, url: str) -> Finding:
         return Finding("migrations", "broken", said, f"run: semel migrate '{without_password(url)}'")
     if version not in REVISIONS:
         said = f"the database is at {version}, which this release does not know"
-        return Finding("migrations", "warning", said, "a newer semel was here: update this one")
+        return Finding("migrations", "warning", said, "a newer semel migrated it: update this one")
     return Finding("migrations", "ok", f"at {version}")
 
 
@@ -241,11 +243,11 @@ def _runs(conn: Connection) -> Finding:
     if backlog.stalled:
         said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
     if lost:
-        said += f"; {lost} lost their worker and nobody took them back"
+        said += f"; {lost} lost their worker and were not recovered"
         return Finding("runs", "broken", said, "start a worker, or semel sweep MODULE:APP")
     if backlog.oldest_wait > STUCK:
         said += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
-        return Finding("runs", "warning", said, "semel show RUN says why it waits; more workers?")
+        return Finding("runs", "warning", said, "semel show RUN explains why; start more workers?")
     return Finding("runs", "ok", said)
 
 
@@ -278,8 +280,8 @@ def _tokens(conn: Connection, host: str) -> Finding:
     if there:
         return Finding("tokens", "ok", "there are tokens: callers need one")
     if host in ("localhost", "::1") or host.startswith("127."):
-        return Finding("tokens", "ok", "there are none: the server answers this machine only")
-    said = f"there are none, and the server is to listen on {host}, which it will refuse"
+        return Finding("tokens", "ok", "there are none: the server accepts requests from this machine only")
+    said = f"there are none, so the server will refuse to listen on {host}"
     return Finding("tokens", "broken", said, "semel token create --user NAME --role admin")
 
 
@@ -292,29 +294,29 @@ def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
     usage = shutil.disk_usage(folder)
     said = f"{format_size(usage.free)} of {format_size(usage.total)} free at {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(check, "broken", f"{folder} cannot be written to", "mend its permissions")
+        return Finding(check, "broken", f"{folder} cannot be written to", "fix its permissions")
     if usage.free < FULL:
-        return Finding(check, "broken", said, "make room: semel gc removes old runs")
+        return Finding(check, "broken", said, "free some space: semel gc removes old runs")
     if usage.free < SCARCE:
-        return Finding(check, "warning", said, "make room soon: semel gc removes old runs")
+        return Finding(check, "warning", said, "free some space soon: semel gc removes old runs")
     return Finding(check, "ok", said)
 
 
 def _artifacts(artifacts: str) -> Finding:
     if "://" in artifacts and not artifacts.startswith("file://"):
-        return Finding("artifacts disk", "skipped", f"they go to {artifacts.partition('?')[0]}")
+        return Finding("artifacts disk", "skipped", f"artifacts are stored at {artifacts.partition('?')[0]}")
     return _disk("artifacts disk", Path(artifacts.removeprefix("file://")), "")
 
 
 def _transport(target: Target) -> Finding:
     name = target.transport
     if name == "database":
-        return Finding("transport", "ok", "database: workers ask it")
+        return Finding("transport", "ok", "database: workers poll it")
     if importlib.util.find_spec(name) is None:
         advice = f"pip install 'semel[{name}]'"
         return Finding("transport", "broken", f"{name} is not installed", advice)
     if target.redis is None:
-        return Finding("transport", "broken", f"{name} needs a Redis", "see --redis, SEMEL_REDIS")
+        return Finding("transport", "broken", f"{name} needs a Redis", "set --redis or SEMEL_REDIS")
     return Finding("transport", "ok", name)
 
 
@@ -339,5 +341,5 @@ def _hide_password(said: str, url: str) -> str:
     try:
         password = urlsplit(url).password
     except ValueError:
-        return "this is no URL of a Redis"
+        return "this is not the URL of a Redis"
     return said.replace(password, "***") if password else said

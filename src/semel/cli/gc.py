@@ -1,4 +1,4 @@
-"""``semel gc``: remove what is old."""
+"""``semel gc``: remove old data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 @command
 @examples("semel gc --older-than 90d --dry-run", "semel gc --older-than 90d --artifacts s3://bucket/prefix")
-@option("--older-than", type=AGE, default="30d", help="How long runs are kept after their end.")
-@option("--dry-run", is_flag=True, help="Only report what would be removed.")
-@option("--artifacts", envvar="SEMEL_ARTIFACTS", default=ARTIFACTS, metavar="PLACE", help="Where the runs' files are.")
+@option("--older-than", type=AGE, default="30d", help="Remove runs that ended longer ago than this.")
+@option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@option(
+    "--artifacts",
+    envvar="SEMEL_ARTIFACTS",
+    default=ARTIFACTS,
+    metavar="PLACE",
+    help="Where the artifacts of runs are stored.",
+)
 @db_options
 def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool) -> None:
     """Remove old runs with their files, and expired keys.
 
-    Logs, events and expired reservations go, too. Workers remove what expired by themselves; old runs only this does.
+    Also removes logs, events and expired reservations. Workers remove expired rows by themselves, but not old runs.
     """
     from semel._concurrency.sync import run_sync
 
@@ -42,7 +48,6 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
 
 
 def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[str, int]:
-    """How much there is to remove."""
     from sqlalchemy import and_, func, or_, select
 
     from semel._validation import TEN_YEARS, checked_number
@@ -66,11 +71,9 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
 
 
 def _require_artifacts(place: str, with_files: int) -> None:
-    """Runs must not be removed while their files stay behind, where nobody would find them again."""
+    """Refuse to remove runs without their files, which could not be found again."""
     if with_files and "://" not in place and not Path(place).is_dir():
-        raise InvalidRequest(
-            f"{with_files} of the runs have files, but there is no folder {place}; say where they are with --artifacts"
-        )
+        raise InvalidRequest(f"{with_files} of the runs have files, but there is no folder {place}; set --artifacts")
 
 
 def _remove(url: str, store: RunStore, age: float, artifacts: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""``semel models``, ``workers``, ``summary``: what there is on a server."""
+"""``semel models``, ``workers`` and ``summary``, through a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
 @examples("semel models", "semel models --json")
 @through_server
 def models(client: Client, as_json: bool) -> None:
-    """List the models that can be submitted, with their parameters; * marks those that are required."""
+    """List the models with their parameters; * marks required ones."""
     found = client.models()
     print_list(
         as_json,
@@ -40,9 +40,9 @@ def _parameters(model: RemoteModel) -> str:
 @examples("semel workers")
 @through_server
 def workers(client: Client, as_json: bool) -> None:
-    """List the workers that are alive or were until lately.
+    """List the workers that are alive or were recently.
 
-    Of RQ's and Celery's workers only those that work on a run are known.
+    RQ and Celery workers are listed only while they execute a run.
     """
     found = client.workers()
     print_list(
@@ -64,10 +64,10 @@ def _worker_row(worker: RemoteWorker) -> list[object]:
 
 @command
 @examples("semel summary --grouped")
-@option("--grouped", is_flag=True, help="Count also by the parameter that a model is summarised by.")
+@option("--grouped", is_flag=True, help="Group also by the parameter that a model is summarised by.")
 @through_server
 def summary(client: Client, grouped: bool, as_json: bool) -> None:
-    """Count the runs of each model by status, with the mean duration of those that succeeded."""
+    """Count the runs of each model by status, with the mean duration of successful runs."""
     found = client.summary(grouped=grouped)
     rows = []
     for each in found:

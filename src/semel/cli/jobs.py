@@ -1,4 +1,4 @@
-"""``semel job`` and ``semel jobs``: runs of named configs, here or at a provider, through a server."""
+"""``semel job`` and ``semel jobs``: runs of named configs, through a server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 
 from semel.cli._client import find_run_id, through_server
 from semel.cli._options import POSITIVE, SPAN, argument, command, examples, group, option
-from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_list, print_result
-from semel.cli.runs import format_progress, note_interrupted, note_more, note_warnings
+from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_page, print_result
+from semel.cli.runs import format_progress, note_interrupted, note_warnings
 from semel.errors import InvalidRequest, SemelError, ServiceError
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ STATUSES = click.Choice(["uploading", "queued", "running", "completed", "failed"
 def job() -> None:
     """Submit, show and cancel jobs of named configs.
 
-    A job is a run of a named config, on our own workers or at a provider. It is a run of the same id, too: semel logs
-    and semel result know it.
+    A job is a run of a named config, on semel's workers or at a provider. Its id is also the id of a run, for semel
+    logs and semel result.
     """
 
 
 @job.command()
 @examples("semel job submit my-training-config", 'semel job submit production --provider replicate --key "$BUILD_ID"')
 @argument("config", help="The config's name.")
-@option("--provider", metavar="NAME", default="local", help="Who does the work: local, replicate or one of yours.")
-@option("--key", metavar="KEY", help="The idempotency key: submitted again, the job is found.  [default: a new one]")
-@option("--key-ttl", type=SPAN, help="How long the key is kept.  [default: 24h]")
-@option("--run-name", metavar="NAME", help="The name of the run in a tracker.")
+@option("--provider", metavar="NAME", default="local", help="The provider: local, replicate or one of your own.")
+@option("--key", metavar="KEY", help="The idempotency key; the same key returns the same job.  [default: a new one]")
+@option("--key-ttl", type=SPAN, help="How long to keep the key.  [default: 24h]")
+@option("--run-name", metavar="NAME", help="The name of the run in an experiment tracker.")
 @through_server
 def submit(client: Client, config: str, key: str | None, key_ttl: float | None, as_json: bool, **options: Any) -> int:
-    """Submit a job of a config, and print its id. Under the same --key the same job is found again."""
+    """Submit a job of a config, and print its id. The same --key returns the same job."""
     key = f"cli-{uuid.uuid4()}" if key is None else key
     options["tracker_run_name"] = options.pop("run_name")
     hours = None if key_ttl is None else key_ttl / 3600
@@ -57,37 +57,37 @@ def submit(client: Client, config: str, key: str | None, key_ttl: float | None, 
 
 
 def _refusal(client: Client, config: str, error: ServiceError) -> SemelError:
-    """The reason for which there is no job, in terms of the config and not of HTTP."""
+    """The error in terms of the config instead of HTTP."""
     if error.code != "JOB_REFUSED":
         return error
     if not error.detail.startswith("Unknown config"):
-        return InvalidRequest(f"no job was made of the config {config!r}: {error.detail}")
+        return InvalidRequest(f"no job was created from the config {config!r}: {error.detail}")
     known = ""
     with suppress(SemelError):
         known = ", ".join(each.name for each in client.configs())
-    return InvalidRequest(f"{error.detail}; there are: {known or 'none'}; semel config set NAME writes another")
+    return InvalidRequest(f"{error.detail}; there are: {known or 'none'}; create one with: semel config set")
 
 
 @job.command()
 @examples("semel job show 0e8c77")
-@argument("job", help="The job's id, or six or more characters of its beginning or end.")
+@argument("job", help="The job's id, or at least six characters from its beginning or end.")
 @through_server
 def show(client: Client, job: str, as_json: bool) -> None:
-    """Show a job: where it is, and how far its data and its work are."""
+    """Show a job: its provider, status, upload and progress."""
     print_job(client.job(find_run_id(client, job)), as_json)
 
 
 @job.command()
 @examples("semel job cancel 0e8c77")
-@argument("job", help="The job's id, or six or more characters of its beginning or end.")
+@argument("job", help="The job's id, or at least six characters from its beginning or end.")
 @through_server
 def cancel(client: Client, job: str, as_json: bool) -> None:
-    """Cancel a job: one that waits or uploads ends, one that runs is asked to end, wherever it runs."""
+    """Cancel a job. One that is queued or uploading ends at once; a running one is asked to stop."""
     print_job(client.cancel_job(find_run_id(client, job)), as_json)
 
 
 def print_job(job: RemoteJob, as_json: bool) -> None:
-    """Print a job."""
+    """Print a job as JSON, or its fields."""
     if as_json:
         print_json(job)
         return
@@ -125,21 +125,17 @@ def _format_upload(upload: RemoteUpload) -> str:
 
 @command
 @examples("semel jobs --status failed --limit 5")
-@option("--status", type=STATUSES, help="Only in this state.")
-@option("--config", metavar="CONFIG", help="Only of this config.")
-@option("--provider", metavar="NAME", help="Only of this provider.")
-@option("--user", metavar="USER", help="Only this user's; for operators.")
-@option("--limit", type=POSITIVE, default=20, help="How many.")
+@option("--status", type=STATUSES, help="Only jobs with this status.")
+@option("--config", metavar="CONFIG", help="Only jobs of this config.")
+@option("--provider", metavar="NAME", help="Only jobs of this provider.")
+@option("--user", metavar="USER", help="Only jobs of this user; for operators.")
+@option("--limit", type=POSITIVE, default=20, help="How many to list.")
 @through_server
 def jobs(client: Client, limit: int, as_json: bool, **filters: Any) -> None:
-    """List jobs, newest first. A submitter sees their own, an operator everybody's."""
+    """List jobs, newest first. Submitters see their own jobs, operators all."""
     found = list(client.jobs(**filters, limit=limit + 1))
-    more = len(found) > limit
     headings = ["job", "status", "config", "provider", "user", "submitted", "note"]
-    document = {"jobs": found[:limit], "more": more}
-    print_list(as_json, document, headings, map(_row, found[:limit]), empty="there are no such jobs")
-    if more and not as_json:
-        note_more(limit)
+    print_page(as_json, "jobs", found, limit, headings=headings, row=_row)
 
 
 def _row(job: RemoteJob) -> list[object]:

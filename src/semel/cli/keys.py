@@ -1,4 +1,4 @@
-"""``semel keys``: show keys, resolve lost work, delete keys."""
+"""``semel keys``: show keys, resolve unknown outcomes, delete keys."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from semel.types import Record
 
 MOST = 100
-"""Keys of one name that are shown."""
+"""How many keys of the same name are shown."""
 
-scope_option = option("--scope", metavar="SCOPE", help="Only in this scope.  [default: wherever it is]")
-user_option = option("--user", metavar="USER", help="Only this user's key of a run.")
-tenant_option = option("--tenant", metavar="TENANT", help="Only this tenant's key of a run.")
-force_option = option("--force", is_flag=True, help="Even while somebody works on it: they lose their claim.")
+scope_option = option("--scope", metavar="SCOPE", help="Only in this scope.  [default: all scopes]")
+user_option = option("--user", metavar="USER", help="Only the run key of this user.")
+tenant_option = option("--tenant", metavar="TENANT", help="Only the run key of this tenant.")
+force_option = option("--force", is_flag=True, help="Even while the key is claimed: its owner loses the claim.")
 
 
 @group
 def keys() -> None:
-    """Show keys, resolve lost work, delete keys.
+    """Show keys, resolve unknown outcomes, delete keys.
 
-    There are keys of functions, messages and HTTP requests, which belong to a scope, and keys of runs, which belong to
-    a user. In a Redis only a key whose scope is named can be found.
+    Keys of functions, messages and HTTP requests belong to a scope; keys of runs belong to a user. In Redis, a key can
+    only be found by its scope.
     """
 
 
@@ -54,9 +54,9 @@ def keys() -> None:
 @tenant_option
 @db_options
 def show(key: str, db: str, as_json: bool, **where: str | None) -> int:
-    """Show a key: whether somebody works on it, its outcome, the run that it names.
+    """Show a key: whether it is claimed, its outcome, and the run that it names.
 
-    The exit code is 1 when the key is free. In a Redis only a key whose scope is named can be found.
+    The exit code is 1 if the key is free. In Redis, a key can only be found by its scope.
     """
     records, run_keys = _find(db, key, **where)
     if as_json:
@@ -90,7 +90,7 @@ def _as_fields(record: Record) -> dict[str, Any]:
 
 
 def _outcome(record: Record) -> Any:
-    """What is replayed, in a form that can be printed."""
+    """The outcome in a form that can be printed."""
     outcome = record.outcome
     if outcome is None:
         return None
@@ -118,7 +118,7 @@ def _print_record(record: Record) -> None:
         }
     )
     if record.status == "unknown":
-        note("nobody knows whether its work happened: find out, then record it with semel keys resolve")
+        note("it is unknown whether the work was done: find out, then record it with semel keys resolve")
 
 
 def _print_run_key(row: dict[str, Any]) -> None:
@@ -140,16 +140,17 @@ def _print_run_key(row: dict[str, Any]) -> None:
     "semel keys resolve order-1 --scope orders --not-done",
 )
 @argument("key", help="The key.")
-@option("--done", is_flag=True, help="It happened; every later caller gets the value.")
-@option("--not-done", is_flag=True, help="It did not happen; the next caller does it.")
-@option("--value", type=JSON_VALUE, help="What it returned.  [default: null]")
+@option("--done", is_flag=True, help="The work was done; later callers get --value.")
+@option("--not-done", is_flag=True, help="The work was not done; the next caller does it.")
+@option("--value", type=JSON_VALUE, help="The result of the work.  [default: null]")
 @force_option
 @scope_option
 @db_options
 def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
-    """Record what became of work whose owner vanished.
+    """Record the outcome of work whose owner vanished.
 
-    It was done, with this value; or it was not, and the next caller does it. Find out first: semel cannot know.
+    Either the work was done, with this value, or it was not, and the next caller does it. Find out first: semel cannot
+    know.
     """
     from semel.once.client import Once
 
@@ -157,10 +158,10 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
     if done == options["not_done"]:
         raise click.UsageError("either --done or --not-done is required")
     if not done and value is not None:
-        raise InvalidRequest("--value is what the work returned, so it goes with --done")
+        raise InvalidRequest("--value is the result of the work, so it needs --done")
     undone = [each for each in _records(db, key, options["scope"]) if each.status != "completed"]
     scope = options["scope"] or (_only(undone, "--scope").scope if undone else "default")
-    with Once(db, collect=False) as once, _naming_force(key):
+    with Once(db, collect=False) as once, _suggesting_force(key):
         once.resolve(key, scope=scope, done=done, value=value, force=force)
     text = f"{key} in {scope} is {'done' if done else 'free: the next caller does the work'}"
     print_result(as_json, {"scope": scope, "key": key, "done": done}, text)
@@ -173,7 +174,7 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
     "semel keys delete --all --scope orders --db redis://localhost/0",
 )
 @argument("key", required=False, help="The key.")
-@option("--all", "whole_scope", is_flag=True, help="Every key of the scope; those that somebody works on stay.")
+@option("--all", "whole_scope", is_flag=True, help="Every key of the scope, except those that are claimed.")
 @force_option
 @scope_option
 @user_option
@@ -182,8 +183,8 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
 def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bool, **where: str | None) -> int:
     """Delete a key, or all keys of a scope.
 
-    The next caller's work is then done anew: what the key protected from happening twice can happen again. A run that
-    the key names stays. In a Redis only a key whose scope is named can be found.
+    The next caller does the work again, so what the key prevented from happening twice can happen twice. A run that
+    the key names is kept. In Redis, a key can only be found by its scope.
     """
     if whole_scope:
         return _delete_scope(key, where["scope"], db, force, as_json)
@@ -194,7 +195,7 @@ def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bo
         note(f"semel: the key {key!r} is free already")
         return 1
     removed = _delete_one(_only([*records, *run_keys], "--scope, or --user and --tenant"), db, force)
-    text = f"forgotten: {key}" if removed else f"{key} has changed hands just now; look again"
+    text = f"forgotten: {key}" if removed else f"{key} was claimed by another caller just now; check again"
     print_result(as_json, {"key": key, "removed": removed}, text)
     return 0 if removed else 1
 
@@ -204,7 +205,7 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
 
     if isinstance(found, dict):
         return ask(db, lambda store: store.write(_delete_run_key, found))
-    with Once(db, collect=False) as once, _naming_force(found.key):
+    with Once(db, collect=False) as once, _suggesting_force(found.key):
         return once.forget(found.key, scope=found.scope, force=force)
 
 
@@ -222,14 +223,14 @@ def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_j
 
 
 @contextmanager
-def _naming_force(key: str) -> Iterator[None]:
-    """Report a claim with the option that takes it away."""
+def _suggesting_force(key: str) -> Iterator[None]:
+    """Turn InProgress into an error that names ``--force``."""
     try:
         yield
     except InProgress as error:
         left = format_span(error.retry_after)
         raise InvalidRequest(
-            f"somebody works on {key!r} (for {left} more, or longer); --force takes it from them"
+            f"{key!r} is claimed (for at least {left} more); --force takes it from its owner"
         ) from error
 
 
@@ -247,7 +248,7 @@ def _is_redis(url: str) -> bool:
 def _find(
     db: str, key: str, scope: str | None, user: str | None, tenant: str | None
 ) -> tuple[list[Record], list[dict[str, Any]]]:
-    """The key's records, and the keys of runs that have this name."""
+    """The records of the key, and the run keys of the same name."""
     records = _records(db, key, scope) if user is None and tenant is None else []
     if scope or _is_redis(db):
         return records, []
@@ -255,7 +256,7 @@ def _find(
 
 
 def _records(db: str, key: str, scope: str | None) -> list[Record]:
-    """The key's records, in this scope or in all."""
+    """The records of the key, in this scope or in all."""
     from semel.once.client import Once
 
     if not _is_redis(db):
@@ -298,7 +299,7 @@ def _run_keys_of(
 
 
 def _delete_run_key(conn: Connection, found: dict[str, Any]) -> bool:
-    """Delete a key of a run, unless it names another run by now."""
+    """Delete a run key, unless it names another run by now."""
     from sqlalchemy import delete
 
     from semel.db.schema import run_keys

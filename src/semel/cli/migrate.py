@@ -1,4 +1,4 @@
-"""``semel migrate``: semel's tables in a database."""
+"""``semel migrate``: create or update semel's tables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 PATIENCE = 30.0
-"""Seconds to wait for somebody else who migrates the same file."""
+"""Seconds to wait while another process migrates the same file."""
 
 
 @command
 @examples("semel migrate postgresql://user@host/name", "semel migrate sqlite:///semel.db --json")
-@argument("url", required=False, help="postgresql://user@host/name or sqlite:///file.db; --db otherwise.")
+@argument("url", required=False, help="postgresql://user@host/name or sqlite:///file.db; by default --db.")
 @db_options
 def migrate(url: str | None, db: str, as_json: bool) -> None:
     """Create or update semel's tables in a database.
 
-    Running it again, or twice at once, does no harm.
+    Safe to run again, and to run twice at the same time.
     """
     engine = engine_of(db if url is None else url)
     try:
@@ -36,7 +36,7 @@ def migrate(url: str | None, db: str, as_json: bool) -> None:
 
 
 def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
-    """Migrate, and wait while others do; the version before and after."""
+    """Migrate, and wait while another process does. Returns the versions before and after."""
     from semel.db import migrate
     from semel.db.errors import translate_errors
 

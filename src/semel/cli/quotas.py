@@ -26,14 +26,14 @@ COSTS = {
 }
 LIMITS = {**COUNTS, **COSTS}
 NO_LIMIT = object()
-"""What ``none`` stands for: the limit is removed."""
+"""The value of ``none``, which removes a limit."""
 
 
 @group
 def quota() -> None:
     """Limit how much users may run and spend.
 
-    The user * is everybody who has no quota of their own; a user's own quota replaces it as a whole.
+    The quota of the user * applies to every user without a quota of their own.
     """
 
 
@@ -52,7 +52,7 @@ def list_quotas(tenant: str, db: str, as_json: bool) -> None:
         {"quotas": found},
         ["user", *(name.replace("_", " ") for name in names)],
         [[user, *(_format(getattr(quota, name)) for name in names)] for user, quota in found.items()],
-        empty="there are no quotas: nobody is limited; set one with: semel quota set",
+        empty="there are no quotas: no user is limited; set one with: semel quota set",
     )
 
 
@@ -62,11 +62,11 @@ def _format(value: object) -> str:
 
 @quota.command()
 @examples("semel quota show alice")
-@argument("user", help="The user; * is everybody who has no quota of their own.")
+@argument("user", help="The user; * stands for all users without a quota of their own.")
 @tenant_option
 @db_options
 def show(user: str, tenant: str, db: str, as_json: bool) -> None:
-    """Show the quota that holds for a user, and what they have in use."""
+    """Show the effective quota of a user, and their usage."""
     from semel.runs.store import quotas
 
     used, quota = ask(db, lambda store: store.read(quotas.usage_and_quota, _person(tenant, user), store.terms))
@@ -78,9 +78,9 @@ def show(user: str, tenant: str, db: str, as_json: bool) -> None:
     rows = [[what, _format(in_use[name]), _format(getattr(quota, name, None))] for name, what in LIMITS.items()]
     print_table(["what", "in use", "limit"], rows, empty="")
     if quota is None:
-        note(f"no quota holds for {user}")
+        note(f"{user} has no quota")
     elif quota.action == "warn":
-        note("what is over a limit is let through, with a warning")
+        note("submissions over a limit are accepted with a warning")
 
 
 def _person(tenant: str, user: str) -> Person:
@@ -116,17 +116,17 @@ def _limit_options(function: Function) -> Function:
     "semel quota set alice --max-concurrent 20 --cost-monthly 500 --action warn",
     "semel quota set alice --cost-monthly none",
 )
-@argument("user", help="The user; * is everybody who has no quota of their own.")
+@argument("user", help="The user; * stands for all users without a quota of their own.")
 @_limit_options
-@option("--action", type=click.Choice(["block", "warn"]), help="Refuse what is over a limit, or only warn.")
-@option("--warn-at", type=float, metavar="PART", help="The part of a limit at which to warn, such as 0.8.")
+@option("--action", type=click.Choice(["block", "warn"]), help="Refuse submissions over a limit, or only warn.")
+@option("--warn-at", type=float, metavar="PART", help="The fraction of a limit at which to warn, such as 0.8.")
 @tenant_option
 @db_options
 def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> None:
-    """Set limits of a user. What is not named stays as it is; none removes a limit."""
+    """Set limits of a user. Other limits do not change; none removes a limit."""
     changes = {name: None if value is NO_LIMIT else value for name, value in limits.items() if value is not None}
     if not changes:
-        raise click.UsageError("nothing to set: name a limit, such as --max-concurrent 5; none removes one")
+        raise click.UsageError("nothing to set: give a limit, such as --max-concurrent 5; none removes one")
     person = _person(tenant, user)
     quota = ask(db, lambda store: store.write(_change, person, changes, store.terms), create=True)
     there = ((getattr(quota, name), what) for name, what in LIMITS.items())
@@ -140,7 +140,7 @@ def _format_limit(value: float, what: str) -> str:
 
 
 def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: StatementContext) -> Quota:
-    """Write the quota with the changes, in the transaction in which it is read."""
+    """Read and write the quota in one transaction."""
     from msgspec.structs import asdict
 
     from semel.runs.store import quotas
@@ -156,11 +156,11 @@ def _change(conn: Connection, person: Person, changes: dict[str, Any], terms: St
 
 @quota.command()
 @examples("semel quota unset alice")
-@argument("user", help="The user; * is everybody who has no quota of their own.")
+@argument("user", help="The user; * stands for all users without a quota of their own.")
 @tenant_option
 @db_options
 def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
-    """Remove a user's own quota; then the one of everybody (*) holds, if there is one."""
+    """Remove the quota of a user; the quota of * applies then, if there is one."""
     from semel._concurrency.sync import run_sync
     from semel.runs.store import quotas
 

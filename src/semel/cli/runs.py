@@ -1,12 +1,14 @@
-"""``semel submit``, ``runs``, ``show``, ``wait``, ``cancel``, ``retry``: runs, through a server."""
+"""Commands on runs, through a server: submit, list, show, wait, logs, result, cancel, retry."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,23 +32,25 @@ from semel.cli._options import (
 )
 from semel.cli._output import (
     Progress,
+    finite,
     format_ago,
     format_size,
     format_span,
     format_time,
     is_terminal,
     note,
+    plain,
     print_fields,
     print_json,
-    print_list,
+    print_page,
     print_result,
     print_table,
 )
-from semel.errors import SemelError
+from semel.errors import InvalidRequest, SemelError
 from semel.redaction import printable
 
 if TYPE_CHECKING:
-    from semel.api_types import RemoteRun, RemoteWaiting
+    from semel.api_types import RemoteLogLine, RemoteRun, RemoteWaiting
     from semel.client import Client
 
 STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED")
@@ -61,24 +65,26 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 )
 @argument("model", help="The model; semel models lists them.")
 @argument("parameters", nargs=-1, type=PARAMETER, metavar="[name=value]...", help="A parameter.")
-@option("--params", type=JSON_OBJECT, metavar="JSON|@FILE", help="Parameters as a JSON object; words win over it.")
-@option("--key", metavar="KEY", help="The idempotency key: submitted again, the run is found.  [default: a new one]")
 @option(
-    "--dedupe/--no-dedupe", default=None, help="Find the same run while it is under way.  [default: without a --key]"
+    "--params", type=JSON_OBJECT, metavar="JSON|@FILE", help="Parameters as a JSON object; name=value takes precedence."
 )
-@option("--user", metavar="USER", help="Whose run it is; for operators.  [default: you]")
+@option("--key", metavar="KEY", help="The idempotency key; the same key returns the same run.  [default: a new one]")
+@option(
+    "--dedupe/--no-dedupe", default=None, help="Return an active run with the same payload.  [default: without a --key]"
+)
+@option("--user", metavar="USER", help="The owner of the run; for operators.  [default: you]")
 @option("--queue", metavar="QUEUE", help="The queue.  [default: the model's]")
-@option("--priority", type=PRIORITY, help="Higher runs first.  [default: the model's]")
-@option("--delay", type=SPAN, help="Start so much later, such as 10m.")
-@option("--cost", type=COST, help="What the run is expected to cost.  [default: the model's]")
-@option("--wait", is_flag=True, help="Wait for the run's end; the exit code is 1 unless it succeeds.")
-@option("--timeout", type=SPAN, help="How long to --wait.  [default: for ever]")
+@option("--priority", type=PRIORITY, help="Higher priorities run first.  [default: the model's]")
+@option("--delay", type=SPAN, help="How long to wait before the run may start, such as 10m.")
+@option("--cost", type=COST, help="The expected cost.  [default: the model's]")
+@option("--wait", is_flag=True, help="Wait until the run has ended; the exit code is 1 unless it succeeds.")
+@option("--timeout", type=SPAN, help="How long to --wait.  [default: no limit]")
 @through_server
 def submit(client: Client, *, wait: bool, timeout: float | None, as_json: bool, **request: Any) -> int | None:
     """Submit a run of a model and print its id.
 
-    A value is JSON where it is JSON, else text: n=3 is a number, name=abc and 'name="3"' are texts. The same --key
-    finds the same run again.
+    A value is parsed as JSON if it is valid JSON, else it is text: n=3 is a number, name=abc and 'name="3"' are text.
+    Submitting again with the same --key returns the same run.
     """
     key = f"cli-{uuid.uuid4()}" if request["key"] is None else request["key"]
     try:
@@ -107,13 +113,13 @@ def _submit(client: Client, idempotency_key: str, **request: Any) -> RemoteRun:
 
 
 def note_interrupted(key: str) -> int:
-    """Report that a submission may have arrived; the exit code."""
+    """Print how to find out whether a submission arrived; returns the exit code."""
     note(f"semel: interrupted; perhaps it was submitted: the same again with --key {key} finds it")
     return INTERRUPTED
 
 
 def note_warnings(*warnings: str | None) -> None:
-    """Report what the server warned of."""
+    """Print the warnings of the server."""
     for warning in warnings:
         if warning:
             note(f"semel: {warning}")
@@ -126,7 +132,7 @@ def _note_submitted(run: RemoteRun) -> None:
 
 
 def _note_unserved(client: Client, run: RemoteRun) -> None:
-    """Report a queue that nobody serves, where the run would wait for ever. It is submitted, whatever fails here."""
+    """Print a note if no worker serves the queue. Errors are ignored: the run is submitted."""
     if run.status != "PENDING":
         return
     with suppress(SemelError):
@@ -138,12 +144,12 @@ def _note_unserved(client: Client, run: RemoteRun) -> None:
 @command
 @examples("semel wait 0e8c77", "semel wait 0e8c77 --timeout 10m")
 @run_argument
-@option("--timeout", type=SPAN, help="How long to wait.  [default: for ever]")
+@option("--timeout", type=SPAN, help="How long to wait.  [default: no limit]")
 @through_server
 def wait(client: Client, run: str, timeout: float | None, as_json: bool) -> int:
-    """Wait for the end of a run, and show its progress.
+    """Wait until a run has ended, and show its progress.
 
-    The exit code is 0 when the run succeeded, 1 otherwise. Ctrl-C ends the wait and not the run.
+    The exit code is 0 if the run succeeded, else 1. Ctrl-C ends the wait, not the run.
     """
     return _wait(client, client.get(find_run_id(client, run)), timeout, as_json)
 
@@ -186,20 +192,26 @@ def _duration(run: RemoteRun) -> str | None:
 
 @command
 @examples("semel runs --status FAILED --since 2h", "semel runs --model baseline_forecast_v1 --watch")
-@option("--status", type=STATUS, metavar=f"[{'|'.join(STATUSES)}]", multiple=True, help="Only these; repeatable.")
+@option(
+    "--status",
+    type=STATUS,
+    metavar=f"[{'|'.join(STATUSES)}]",
+    multiple=True,
+    help="Only runs with this status; may be repeated.",
+)
 @option("--model", metavar="MODEL", help="Only runs of this model.")
-@option("--user", metavar="USER", help="Only this user's runs.")
+@option("--user", metavar="USER", help="Only runs of this user.")
 @option("--queue", metavar="QUEUE", help="Only runs of this queue.")
-@option("--key", "idempotency_key", metavar="KEY", help="Only what was submitted with this key.")
-@option("--stalled", is_flag=True, help="Only what runs without any progress.")
-@option("--since", type=TIME, help="Submitted from then on: 2h, 2030-01-31.")
-@option("--until", type=TIME, help="Submitted before then.")
-@option("--limit", type=POSITIVE, default=20, help="How many.")
+@option("--key", "idempotency_key", metavar="KEY", help="Only runs submitted with this key.")
+@option("--stalled", is_flag=True, help="Only runs that are stalled: running without progress.")
+@option("--since", type=TIME, help="Only runs submitted since then: 2h, 2030-01-31.")
+@option("--until", type=TIME, help="Only runs submitted before then.")
+@option("--limit", type=POSITIVE, default=20, help="How many to list.")
 @option("--parameters", is_flag=True, help="With --json: include the parameters.")
 @option("--watch", type=SPAN, is_flag=False, flag_value="2s", metavar="[TIME]", help="Repeat (every 2s) until Ctrl-C.")
 @through_server
 def runs(client: Client, limit: int, watch: float | None, as_json: bool, **filters: Any) -> int | None:
-    """List runs, newest first. A submitter sees their own, an operator everybody's."""
+    """List runs, newest first. Submitters see their own runs, operators all."""
     filters |= {"status": list(filters["status"]) or None, "parameters": filters["parameters"] and as_json}
     if watch is None:
         _list(client, limit, as_json, filters)
@@ -216,17 +228,8 @@ def runs(client: Client, limit: int, watch: float | None, as_json: bool, **filte
 
 def _list(client: Client, limit: int, as_json: bool, filters: dict[str, Any]) -> None:
     found = list(client.runs(**filters, limit=limit + 1))
-    more = len(found) > limit
     headings = ["run", "status", "model", "user", "submitted", "took", "note"]
-    document = {"runs": found[:limit], "more": more}
-    print_list(as_json, document, headings, map(_row, found[:limit]), empty="there are no such runs")
-    if more and not as_json:
-        note_more(limit)
-
-
-def note_more(limit: int) -> None:
-    """Report that there is more than was listed."""
-    note(f"and there are more; --limit {limit * 5} shows more of them")
+    print_page(as_json, "runs", found, limit, headings=headings, row=_row)
 
 
 def _row(run: RemoteRun) -> list[object]:
@@ -245,7 +248,7 @@ def _row(run: RemoteRun) -> list[object]:
 @run_argument
 @through_server
 def show(client: Client, run: str, as_json: bool) -> None:
-    """Show a run: what was asked, how far it is, every step of its life, and what it waits for."""
+    """Show a run: its parameters, progress and timeline, and why it is pending."""
     found = client.get(find_run_id(client, run))
     steps = client.timeline(found.run_id)
     waiting = client.waiting(found.run_id) if found.status == "PENDING" else None
@@ -294,7 +297,7 @@ def _fields(run: RemoteRun) -> dict[str, object]:
 
 
 def format_progress(progress: float | None, about: str | None) -> str | None:
-    """The part of the way and the note, as far as they are known."""
+    """Percent and note; None if there is neither."""
     percent = "" if progress is None else f"{progress:.0%} "
     return f"{percent}{about or ''}".strip() or None
 
@@ -302,10 +305,10 @@ def format_progress(progress: float | None, about: str | None) -> str | None:
 @command
 @examples("semel cancel 019a8b2c-7d10-7c3e-9f51-2b6a4d0e8c77 --why 'the data was wrong'")
 @runs_argument
-@option("--why", metavar="TEXT", help="The reason, kept in the timeline.")
+@option("--why", metavar="TEXT", help="The reason, recorded in the timeline.")
 @through_server
 def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool) -> int:
-    """Cancel runs: those that are pending end, those that are running are asked to end and get time to clean up."""
+    """Cancel runs. A pending run ends at once; a running one is asked to stop, and gets time to clean up."""
     reason = {} if why is None else {"why": why}
 
     def describe(run: RemoteRun) -> str:
@@ -321,8 +324,7 @@ def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool
 def retry(client: Client, runs: tuple[str, ...], as_json: bool) -> int:
     """Submit failed or cancelled runs again, each as a new run, and print the new ids.
 
-    The old run stays as it is. Retried twice, a
-    run has one new run.
+    The old run does not change. Retrying it twice creates one new run.
     """
     return _each(client, runs, client.retry, lambda run: run.run_id, as_json)
 
@@ -334,7 +336,7 @@ def _each(
     describe: Callable[[RemoteRun], str],
     as_json: bool,
 ) -> int:
-    """Act on every run; a failure is reported, and the others go on."""
+    """Apply ``act`` to every run; a failure is printed, and does not stop the others."""
     done: list[RemoteRun] = []
     for text in runs:
         try:
@@ -348,3 +350,78 @@ def _each(
     if as_json:
         print_json({"runs": done})
     return 0 if len(done) == len(runs) else 1
+
+
+@command
+@examples("semel result 0e8c77", "semel result 0e8c77 --artifact plot.png -o plot.png")
+@run_argument
+@option("--artifact", metavar="NAME", help="Print this artifact instead of the result.")
+@option("-o", "--output", metavar="FILE", help="Write to this file instead of stdout.")
+@through_server
+def result(client: Client, run: str, artifact: str | None, output: str | None, as_json: bool) -> None:  # noqa: ARG001 -- it is JSON anyway
+    """Print the result of a run as JSON, or one of its artifacts, which semel show lists.
+
+    The exit code is 1 unless the run has succeeded.
+    """
+    run_id = find_run_id(client, run)
+    target = None if output in (None, "-") else output
+    if not artifact:
+        _write_result(client.result(run_id), target)
+        for warning in client.get(run_id).warnings:
+            note(f"semel: warning: {warning}")
+    elif target is not None:
+        _note_written(client.save_artifact(run_id, artifact, target))
+    else:
+        _print_artifact(client.artifact(run_id, artifact), asked=output == "-")
+
+
+def _write_result(value: Any, output: str | None) -> None:
+    if output is None:
+        print_json(value)
+        return
+    target = Path(output)
+    target.write_text(json.dumps(finite(value), ensure_ascii=False, indent=2) + "\n", "utf-8")
+    _note_written(target)
+
+
+def _print_artifact(content: bytes, *, asked: bool) -> None:
+    if is_terminal() and not asked and not _is_text(content):
+        raise InvalidRequest("the artifact is binary; write it to a file with -o FILE (or to the terminal with -o -)")
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return all(letter.isprintable() or letter in "\r\n\t" for letter in content.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _note_written(target: Path) -> None:
+    note(f"{target}: {format_size(target.stat().st_size)}")
+
+
+@command
+@examples("semel logs 0e8c77 --follow")
+@run_argument
+@option("-f", "--follow", is_flag=True, help="Continue until the run has ended.")
+@through_server
+def logs(client: Client, run: str, follow: bool, as_json: bool) -> int | None:
+    """Print the log lines of a run, oldest first."""
+    try:
+        for line in client.logs(find_run_id(client, run), follow=follow):
+            _print_line(line, as_json=as_json)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        note("semel: interrupted; the run goes on")
+        return INTERRUPTED
+    return None
+
+
+def _print_line(line: RemoteLogLine, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(plain(line), ensure_ascii=False), flush=True)
+        return
+    print(printable(f"{line.at.astimezone():%Y-%m-%d %H:%M:%S} {line.level:<7} {line.text}"), flush=True)

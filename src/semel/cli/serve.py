@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _COUNTERS = 32 << 20
-"""Bytes that the counters of some processes may take."""
+"""Bytes of shared memory that the counters of the processes may need."""
 
 _TRY = """
 These are the models of the demo. In another terminal, submit a run and get it at once; send it again, and it is found:
@@ -70,31 +70,38 @@ _worker = functools.partial(option, section="The worker")
 )
 @argument("app", required=False, metavar="[MODULE:APP]", help=f"{APP}  [default: semel.demo:app]")
 @_place("--db", metavar="URL", help="postgresql://user@host/name or sqlite:///file.db.  [default: the app's]")
-@_place("--transport", type=click.Choice(TRANSPORTS), help="How workers hear of runs.  [default: the app's]")
-@_place("--redis", metavar="URL", help="The Redis of rq and celery: redis://host/0.")
-@_place("--artifacts", metavar="PLACE", help="Large results and files: a folder, s3://bucket/prefix, …")
-@_place("--configs", metavar="FOLDER", help="Named configs of jobs, one file each.")
+@_place("--transport", type=click.Choice(TRANSPORTS), help="How workers are notified of runs.  [default: the app's]")
+@_place("--redis", metavar="URL", help="The Redis for rq and celery: redis://host/0.")
+@_place(
+    "--artifacts", metavar="PLACE", help="Where large results and artifacts are stored: a folder, s3://bucket/prefix, …"
+)
+@_place("--configs", metavar="FOLDER", help="The folder of config files.")
 @wait_for_database_option("Where things are")
 @_server(
-    "--host", metavar="ADDRESS", help="Where to listen; beyond this machine only with tokens.  [default: 127.0.0.1]"
+    "--host",
+    metavar="ADDRESS",
+    help="The address to listen on; other than loopback requires tokens.  [default: 127.0.0.1]",
 )
-@_server("--port", type=PORT, help="0 takes any port that is free and prints it.  [default: 8001]")
-@_server("--processes", type=POSITIVE, help="Processes that answer requests.  [default: 1]")
-@_server("--public-url", metavar="URL", help="The address of this server from outside, for providers that call back.")
-@_server("--max-body", type=POSITIVE, metavar="BYTES", help="The largest body of a request.  [default: 1048576]")
+@_server("--port", type=PORT, help="The port; 0 for any free port, which is printed.  [default: 8001]")
+@_server("--processes", type=POSITIVE, help="Processes that serve requests.  [default: 1]")
+@_server("--public-url", metavar="URL", help="The public address of this server, for callbacks of providers.")
+@_server("--max-body", type=POSITIVE, metavar="BYTES", help="The maximum size of a request body.  [default: 1048576]")
 @_server(
-    "--rate", type=AMOUNT, metavar="N", help="Requests a second of a token, in each process; 0: no limit.  [default: 0]"
+    "--rate",
+    type=AMOUNT,
+    metavar="N",
+    help="Requests per second and token, in each process; 0 for no limit.  [default: 0]",
 )
-@_server("--drain", type=AMOUNT, help="How long requests and runs under way may take at the end.  [default: 30]")
-@_server("--events", metavar="URL", help="A Redis to whose stream semel:events every event goes.")
-@_server(
-    "--private-webhooks", is_flag=True, flag_value=True, default=None, help="Webhooks may go to private addresses."
+@_server("--drain", type=AMOUNT, help="How long to wait for active requests and runs at shutdown.  [default: 30]")
+@_server("--events", metavar="URL", help="A Redis whose stream semel:events gets every event.")
+@_server("--private-webhooks", is_flag=True, flag_value=True, default=None, help="Allow webhooks to private addresses.")
+@_worker(
+    "--no-worker", "worker", type=bool, is_flag=True, flag_value=False, default=None, help="Do not start a worker."
 )
-@_worker("--no-worker", "worker", type=bool, is_flag=True, flag_value=False, default=None, help="Start no worker.")
 @queues_option("The worker")
-@_worker("--concurrency", type=COUNT, help="Async runs at a time.  [default: 100]")
+@_worker("--concurrency", type=COUNT, help="Async runs at the same time.  [default: 100]")
 @_worker("--worker-processes", type=COUNT, help="Child processes for blocking models.  [default: CPUs]")
-@_worker("--threads", type=COUNT, help="Runs in threads at a time.  [default: 8]")
+@_worker("--threads", type=COUNT, help="Runs in threads at the same time.  [default: 8]")
 @log_format_option("The log")
 @option(
     "--log-level", section="The log", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]"
@@ -102,11 +109,11 @@ _worker = functools.partial(option, section="The worker")
 def serve(queues: list[str] | None, **options: Any) -> int:
     """Serve an app over HTTP until SIGTERM or Ctrl-C, with a worker in a process of its own.
 
-    At the end no more connections are taken, requests and runs that are under way may end, and the rest is given back;
-    a second signal ends everything at once.
+    At shutdown the server accepts no more connections and waits for active requests and runs; runs that do not end in
+    time are returned. A second signal ends everything at once.
 
-    Every option can be a variable of the environment instead: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT,
-    --no-worker is SEMEL_WORKER=false, and so on. An option wins over its variable.
+    Every option can be set by an environment variable: --db is SEMEL_DB, --log-format is SEMEL_LOG_FORMAT, --no-worker
+    is SEMEL_WORKER=false, and so on. An option takes precedence over its variable.
     """
     from semel.service.server import claim_port
     from semel.service.settings import from_environment
@@ -126,9 +133,9 @@ def serve(queues: list[str] | None, **options: Any) -> int:
 
 
 def _warnings(settings: Settings) -> Iterator[str]:
-    """What would only be noticed when a job or a result needs it."""
+    """Problems that would otherwise show only when a job or a result needs the folder."""
     if settings.configs is not None and not Path(settings.configs).is_dir():
-        yield f"there is no folder {settings.configs} (--configs): no config of it is known until there is"
+        yield f"there is no folder {settings.configs} (--configs): its configs are unknown until it exists"
     place = settings.artifacts
     if place is not None and "://" not in place:
         try:
@@ -141,23 +148,22 @@ def _warnings(settings: Settings) -> Iterator[str]:
 
 
 def _what_to_try(settings: Settings) -> str:
-    """Lines that work when they are pasted into another terminal."""
+    """Commands to paste into another terminal."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 -- what was asked for
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
     return _TRY.format(url=url, semel=_program())
 
 
 def _program() -> str:
-    """How this command is called here: by its path, where it is not on the PATH."""
+    """The name of this command, or its path if it is not on the PATH."""
     called = sys.argv[0]
     return called if Path(called).name == "semel" and shutil.which("semel") != called else "semel"
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """While code is loaded nothing dies, and looking for what has costs a tenth of the start.
-
-    What is loaded then stays as it is, so that the processes which are forked from this one share its memory.
+    """Import without garbage collection, which costs a tenth of the start; then freeze, so that forked processes share
+    the memory.
     """
     gc.disable()
     try:
@@ -169,9 +175,9 @@ def _without_collecting() -> Iterator[None]:
 
 @contextmanager
 def _metrics_folder() -> Iterator[None]:
-    """A folder in which the processes count for /metrics: prometheus-client wants it named before it is imported.
+    """Set the folder of the processes' metrics, which prometheus-client reads when it is imported.
 
-    It maps its files into memory, and dies of a disk that is full then; so they lie in memory, where that is to be had.
+    It crashes on a full disk, because it maps its files into memory: so they are in /dev/shm if possible.
     """
     if os.environ.get(_FOLDER):
         yield

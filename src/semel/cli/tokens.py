@@ -1,4 +1,4 @@
-"""``semel token``: who may use the server."""
+"""``semel token``: the tokens of the server's users."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROLES = click.Choice(["submitter", "operator", "admin"])
 
 @group
 def token() -> None:
-    """Create, list, rotate and revoke the tokens of the server's users.
+    """Create, list, rotate and revoke tokens for the server.
 
-    A token says who a caller is and what they may do: a submitter has runs of their own, an operator sees everybody's,
-    an admin manages. Without any token the server answers this machine only.
+    A token identifies its user and grants a role: submitters have their own runs, operators see all runs, admins also
+    manage tokens, quotas and keys. Without any token, the server accepts requests from this machine only.
     """
 
 
@@ -31,14 +31,14 @@ def token() -> None:
     "semel token create --user alice --role operator --ttl 30d",
     "semel token create --user ci --name 'nightly build' > token.txt",
 )
-@option("--user", required=True, metavar="USER", help="Who it is for.")
-@option("--role", type=ROLES, default="submitter", help="What they may do.")
+@option("--user", required=True, metavar="USER", help="The user.")
+@option("--role", type=ROLES, default="submitter", help="The role.")
 @tenant_option
-@option("--ttl", type=SPAN, help="How long it is valid, such as 30d.  [default: for ever]")
-@option("--name", default="", metavar="NAME", help="What it is for, as the list shows it.")
+@option("--ttl", type=SPAN, help="How long the token is valid, such as 30d.  [default: no limit]")
+@option("--name", default="", metavar="NAME", help="A description, shown in the list.")
 @db_options
 def create(db: str, as_json: bool, **request: Any) -> None:
-    """Create a token. It is printed this once: only a digest of it is kept."""
+    """Create a token. It is printed only once: the database stores a digest."""
     from semel.service.auth import tokens
 
     wanted = tokens.NewToken(**request)
@@ -47,7 +47,7 @@ def create(db: str, as_json: bool, **request: Any) -> None:
 
 
 def _print_issued(issued: Issued, as_json: bool) -> None:
-    """Print the secret alone to the standard output, so that it can go into a file."""
+    """Print only the secret to stdout, so that it can be redirected to a file."""
     if as_json:
         print_json({"token": _as_fields(issued.token), "secret": issued.secret})
         return
@@ -65,10 +65,10 @@ def _as_fields(token: Token) -> dict[str, Any]:
 
 @token.command("list")
 @examples("semel token list", "semel token list --tenant acme --json")
-@option("--tenant", metavar="TENANT", help="Only this tenant's.")
+@option("--tenant", metavar="TENANT", help="Only tokens of this tenant.")
 @db_options
 def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
-    """List tokens, oldest first. Their secrets are not kept, so they cannot be shown."""
+    """List tokens, oldest first. Their secrets are not stored, so they cannot be shown."""
     from semel.service.auth import tokens
 
     found = ask(db, lambda store: store.read(tokens.listed, tenant))
@@ -77,7 +77,7 @@ def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
         {"tokens": [_as_fields(each) for each in found]},
         ["id", "user", "role", "tenant", "name", "created", "expires", "last used"],
         map(_row, found),
-        empty="there are no tokens: the server answers this machine only; make one with: semel token create",
+        empty="there are no tokens: the server accepts local requests only; create one with: semel token create",
     )
 
 
@@ -90,15 +90,15 @@ def _row(token: Token) -> list[object]:
 @token.command()
 @examples("semel token rotate 3f9a1c5b7e2d4680 --grace 1h")
 @argument("id", help="The token's id, as semel token list shows it.")
-@option("--grace", type=SPAN, default="0", help="How long the old token works.")
+@option("--grace", type=SPAN, default="0", help="How long the old token stays valid.")
 @db_options
 def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002 -- the name of the argument
-    """Replace a token by a new one for the same user."""
+    """Replace a token by a new one of the same user."""
     from semel.service.auth import tokens
 
     issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, store.terms))
     if issued is None:
-        raise InvalidRequest(f"there is no token {id!r} that is valid; semel token list shows their ids")
+        raise InvalidRequest(f"there is no token {id!r}, or it is not valid; semel token list shows the ids")
     _print_issued(issued, as_json)
 
 
@@ -107,7 +107,7 @@ def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002
 @argument("ids", nargs=-1, required=True, metavar="ID...", help="Ids of tokens, as semel token list shows them.")
 @db_options
 def revoke(ids: tuple[str, ...], db: str, as_json: bool) -> int:
-    """Revoke tokens. Servers notice within some seconds."""
+    """Revoke tokens. Servers reject them within seconds."""
     from semel._concurrency.sync import run_sync
     from semel.service.auth import tokens
 

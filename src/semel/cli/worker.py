@@ -1,4 +1,4 @@
-"""``semel worker`` works on the runs of an app; ``semel sweep`` only recovers those that are lost."""
+"""``semel worker`` executes the runs of an app; ``semel sweep`` only recovers lost runs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ def _app_options(function: Function) -> Function:
 )
 @_app_options
 @queues_option()
-@option("--name", help="The beginning of the worker's id, which every user sees.  [default: worker]")
-@option("--concurrency", type=COUNT, default=100, help="Async runs at a time.")
+@option("--name", help="The prefix of the worker's id, which all users see.  [default: worker]")
+@option("--concurrency", type=COUNT, default=100, help="Async runs at the same time.")
 @option("--processes", type=COUNT, help="Child processes for blocking models.  [default: CPUs]")
-@option("--threads", type=COUNT, default=8, help="Runs in threads at a time.")
-@option("--drain", type=AMOUNT, default=30.0, help="How long to wait for runs at the end.")
+@option("--threads", type=COUNT, default=8, help="Runs in threads at the same time.")
+@option("--drain", type=AMOUNT, default=30.0, help="How long to wait for active runs at shutdown.")
 @option(
-    "--metrics", metavar="[HOST:]PORT", help="Serve Prometheus metrics there, at /metrics.  [default host: 127.0.0.1]"
+    "--metrics",
+    metavar="[HOST:]PORT",
+    help="Serve Prometheus metrics at this address, at /metrics.  [default host: 127.0.0.1]",
 )
 @wait_for_database_option()
 @quiet_option
@@ -65,10 +67,10 @@ def _app_options(function: Function) -> Function:
 def worker(
     queues: list[str] | None, metrics: str | None, wait_for_database: float | None, quiet: bool, **options: Any
 ) -> None:
-    """Work on the runs of an app until SIGTERM or Ctrl-C.
+    """Execute the runs of an app until SIGTERM or Ctrl-C.
 
-    At the end the worker takes nothing new, finishes its runs, and gives back what is not done in time. A
-    second signal gives everything back at once.
+    At shutdown the worker leases no more runs, finishes its active ones, and returns those that do not end in time. A
+    second signal returns all of them at once.
     """
     from semel.runs.worker import Worker
 
@@ -88,15 +90,16 @@ def worker(
 @command
 @examples("semel sweep myproject.runs:app", "semel sweep myproject.runs:app --once")
 @_app_options
-@option("--every", type=AMOUNT, default=5.0, help="The time between two sweeps.")
-@option("--once", is_flag=True, help="Sweep once, whoever is elected, and end.")
+@option("--every", type=AMOUNT, default=5.0, help="Seconds between two sweeps.")
+@option("--once", is_flag=True, help="Sweep once, without an election, and exit.")
 @wait_for_database_option()
 @quiet_option
 def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool, **options: Any) -> None:
-    """Recover lost runs without working on any, until SIGTERM or Ctrl-C.
+    """Recover lost runs without executing any, until SIGTERM or Ctrl-C.
 
-    Takes back runs whose workers are lost, hands forgotten runs to RQ or Celery, publishes events, removes what
-    expired. Every semel worker does so, too: this is for RQ's and Celery's. Several may run; one is elected.
+    Recovers runs whose worker is lost, re-enqueues runs that RQ or Celery lost, publishes events, and removes expired
+    rows. Every semel worker does so too: this is for deployments with only RQ or Celery workers. Several may run; one
+    is elected.
     """
     from semel.runs.worker.sweeper import sweep_until_told
 
@@ -111,11 +114,11 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
 
 
 def _place_app(options: dict[str, Any]) -> App:
-    """The app that the options name, where they say; they are taken out of the options."""
+    """Load the app that the options name, and pop those options."""
     place = options.pop("app") or os.environ.get("SEMEL_APP")
     if not place:
         place = DEMO
-        print(f"semel: no MODULE:APP was named, so this is the demo's app, {DEMO}", file=sys.stderr, flush=True)
+        print(f"semel: no MODULE:APP was given, so this uses the demo's app, {DEMO}", file=sys.stderr, flush=True)
     transport = options.pop("transport") or os.environ.get("SEMEL_TRANSPORT") or None
     if transport not in (None, *TRANSPORTS):
         raise InvalidRequest(f"SEMEL_TRANSPORT is one of {', '.join(TRANSPORTS)}, not {transport!r}")
@@ -124,7 +127,7 @@ def _place_app(options: dict[str, Any]) -> App:
 
 
 def _set_up_log(quiet: bool, log_format: str | None = None) -> None:
-    """Log to stderr, unless the app's module has set up logging. Either way no secret is logged."""
+    """Log to stderr, unless the app's module has set up logging; redact secrets in both cases."""
     as_json = log_format == "json"
     formatter: logging.Formatter = TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     if as_json:
@@ -153,15 +156,15 @@ def _wait_for_database(app: App, seconds: float | None) -> None:
     store = app.ledger(awaited=False)
     if store.file is not None and not store.file.exists():
         logging.getLogger("semel.worker").warning(
-            "there is no database file at %s, so a new one is made: runs submitted to a server that uses another "
-            "file are not seen here. Give --db the path of the server's file",
+            "there is no database file at %s, so a new one is created: runs submitted to a server that uses another "
+            "file are not seen here. Set --db to the path of the server's file",
             store.file,
         )
     wait_for_database(store, seconds)
 
 
 def _leave_threads_behind() -> None:
-    """Python would wait for threads that a model left: their runs were given back, so there is nothing to wait for."""
+    """Exit without waiting for threads that a model left behind: their runs were returned."""
     left = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     for thread in left:
         thread.join(0.5)
@@ -173,14 +176,14 @@ def _leave_threads_behind() -> None:
 
 
 def load_app(place: str) -> App:
-    """The app at ``module:name``, or a clear error. Modules of the working directory are found, too."""
+    """Load the app at ``module:name``; the working directory is on the path."""
     from semel.runs.app import App
 
     module_name, separator, attribute = place.partition(":")
     if not separator or not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise InvalidRequest(f"{place!r} is not a place of an app; it looks like myproject.runs:app")
+        raise InvalidRequest(f"{place!r} does not name an app; use MODULE:APP, such as myproject.runs:app")
     if module_name.endswith(".py"):
-        raise InvalidRequest(f"give the module's name, not its file: {module_name[:-3]}:{attribute}")
+        raise InvalidRequest(f"use the module's name, not its file: {module_name[:-3]}:{attribute}")
     module = _module(module_name)
     found: Any = module
     for name in attribute.split("."):
@@ -191,7 +194,7 @@ def load_app(place: str) -> App:
         found = getattr(found, name)
     if not isinstance(found, App):
         raise InvalidRequest(
-            f"{place!r} is a {type(found).__name__}, not a semel.App; make the app at the top of a module"
+            f"{place!r} is a {type(found).__name__}, not a semel.App; create the app at the top level of a module"
         )
     return found
 
