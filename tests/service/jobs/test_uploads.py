@@ -432,7 +432,7 @@ import httpx
 from support.jobs import SlowStore, add_models
 from semel import App
 from semel.service import Settings
-from semel.service.server.granian import answer
+from semel.service.server.granian import serve_requests
 from semel.service.server import claim_port
 
 app = App(url, artifacts=SlowStore(Path(artifacts)))
@@ -456,7 +456,7 @@ def ask():
     tell(said)
     os.kill(os.getpid(), signal.SIGTERM)
 
-answer(app, settings, threading.Thread(target=ask).start)
+serve_requests(app, settings, threading.Thread(target=ask).start)
 """
 
 

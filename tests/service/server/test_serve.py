@@ -364,7 +364,7 @@ def _pasted(line: str, folder: Path) -> str:
 
 def test_for_rq_only_the_sweeper_runs_beside(sqlite_url: str, redis_url: str, tmp_path: Path) -> None:
     with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--transport", "rq", "--redis", redis_url) as serving:
-        eventually(lambda: "only the sweeper" in serving.log, "it says so")
+        eventually(lambda: "this process only sweeps" in serving.log, "it says so")
         run = serving.submit("add", {"a": 1})
         assert serving.run(run["run_id"])["status"] == "PENDING"
         with serving.client() as client:
