@@ -124,14 +124,6 @@ def test_a_database_that_does_not_exist_is_said_in_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["fly"], ["migrate", "sqlite:///x.db", "y"], ["migrate", "--fast"]])
-def test_a_mistake_in_its_use_shows_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == USAGE
-    assert "usage: semel" in told(capsys)[1]
-
-
 def test_the_bare_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == USAGE
     said = told(capsys)[1]

@@ -145,39 +145,6 @@ def test_what_an_output_cannot_write_is_written_otherwise(semel: Told, monkeypat
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["token"],
-        ["token", "create"],
-        ["token", "create", "--user", "a", "--role", "king"],
-        ["token", "create", "--user", "a", "--ttl", "long"],
-        ["token", "revoke"],
-        ["quota", "set", "a", "--per-day", "some"],
-        ["quota", "set", "a", "--cost-daily", "much"],
-        ["quota", "set", "a", "--action", "sing"],
-        ["keys", "resolve", "k"],
-        ["keys", "resolve", "k", "--done", "--not-done"],
-        ["keys", "resolve", "k", "--done", "--value", "text"],
-        ["config", "set", "a", "[]"],
-        ["config", "set", "a", "@/no/such/file.toml"],
-        ["quota", "set", "a"],
-        ["gc", "--older-than", "-1d"],
-        ["gc", "--older-than", "3"],
-        ["doctor", "--transport", "pigeon"],
-        ["completion", "powershell"],
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_in_its_use_is_a_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "usage: semel" in said.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
         ["token", "list"],
         ["quota", "list"],
         ["keys", "show", "k"],

@@ -161,37 +161,6 @@ def test_a_mistake_is_told_in_a_line(semel: Told, arguments: list[str], expected
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["submit"],
-        ["submit", "add", "a"],
-        ["submit", "add", "--wait", "a"],
-        ["submit", "add", "=1"],
-        ["submit", "add", "--params", "[1]"],
-        ["submit", "add", "--params", "{"],
-        ["submit", "add", "--params", "@/no/such/file"],
-        ["submit", "add", "a=1", "--fast"],
-        ["submit", "add", "--delay", "soon"],
-        ["runs", "--limit", "0"],
-        ["runs", "--limit", "x"],
-        ["runs", "--status", "LOST"],
-        ["runs", "--since", "yesterday"],
-        ["runs", "more"],
-        ["cancel"],
-        ["job", "submit"],
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_in_its_use_is_a_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "usage: semel" in said.err
-
-
 def test_a_server_that_is_not_there_is_told_with_where_it_was_looked_for(
     semel: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from semel.runs.app import App
+from celery import Celery
+from redis import Redis
+from rq import Queue, Worker
+from rq.registry import FailedJobRegistry, StartedJobRegistry
 
-PATIENCE = 60
+from semel.runs.app import App
+from semel.runs.celery import CeleryTransport
+from semel.runs.rq import RqTransport
+from semel.runs.types import Run
+
+PATIENCE = 120
+"""Seconds; on a busy machine a stock worker needs many to start."""
+
 PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
 APPS = Path(__file__).parent / "apps"
 sys.path.append(str(APPS))  # the app has the same name here as in the folder of the workers
@@ -91,6 +101,13 @@ class Ground:
                 os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
 
+    def over(self, app: App, run: Run) -> Run:
+        """The run when it has ended."""
+        try:
+            return app.wait(run.id, timeout=PATIENCE)
+        except TimeoutError as error:
+            raise AssertionError(self.output()[-8000:]) from error
+
     def output(self) -> str:
         file = self.folder / "output"
         return file.read_text(errors="replace") if file.exists() else ""
@@ -100,3 +117,92 @@ class Ground:
         file = self.folder / "notes"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [(int(n[2]), int(n[3]), int(n[4])) for n in lines if n[:2] == [run_id, what]]
+
+
+class Rq:
+    """RQ: its workers, and its queues in Redis."""
+
+    name = "rq"
+    transport = RqTransport
+
+    @staticmethod
+    def start(ground: Ground, *options: str, queue: str = "semel") -> subprocess.Popen[bytes]:
+        return ground.start("rq", "worker", "--url", ground.settings["redis"], *options, queue)
+
+    def start_all(self, ground: Ground) -> None:
+        for _ in range(2):
+            self.start(ground, "-c", PROGRAM)
+
+    @staticmethod
+    def queue(ground: Ground, name: str = "semel") -> Queue:
+        return Queue(name, connection=Redis.from_url(ground.settings["redis"]))
+
+    def count(self, ground: Ground, name: str = "semel") -> int:
+        return self.queue(ground, name).count
+
+    def empty(self, ground: Ground, name: str = "semel") -> None:
+        self.queue(ground, name).empty()
+
+    def at_rest(self, ground: Ground) -> bool:
+        """Whether every message has been dealt with, none of them badly."""
+        queue = self.queue(ground)
+        assert FailedJobRegistry(queue=queue).get_job_ids() == []
+        return not queue.count and not StartedJobRegistry(queue=queue).get_job_ids(cleanup=False)
+
+    def consume(self, ground: Ground, queue: str) -> None:
+        """Have the messages of another queue dealt with."""
+        options = ("--burst", "--worker-class", "rq.SimpleWorker")
+        assert self.start(ground, *options, queue=queue).wait(PATIENCE) == 0, ground.output()
+
+    @staticmethod
+    def shuts_down(ground: Ground) -> bool:
+        """Whether a worker has heard that it shall end."""
+        redis = Redis.from_url(ground.settings["redis"])
+        return any(worker.shutdown_requested_date for worker in Worker.all(redis))
+
+
+class InCelery:
+    """Celery over Redis: its workers, and its queues there.
+
+    ``-A semel.runs.celery`` is for apps that only know a broker, ``-A`` the project for those installed in it.
+    """
+
+    transport = CeleryTransport
+
+    def __init__(self, name: str = "celery") -> None:
+        self.name = name
+
+    def start(self, ground: Ground, *options: str) -> subprocess.Popen[bytes]:
+        generic = ["semel.runs.celery", "-b", ground.settings["redis"]]
+        where = generic if self.name == "celery" else ["transport_app:celery_app"]
+        quiet = ("--without-gossip", "--without-mingle", "--loglevel", "INFO")
+        return ground.start("celery", "-A", *where, "worker", "-Q", "semel", *quiet, *options)
+
+    def start_all(self, ground: Ground) -> None:
+        self.start(ground, "-c", "2", "-P", "prefork" if self.name == "celery" else "threads")
+
+    @staticmethod
+    def redis(ground: Ground) -> Redis:
+        return Redis.from_url(ground.settings["redis"])
+
+    def count(self, ground: Ground, name: str = "semel") -> int:
+        return int(self.redis(ground).llen(name))
+
+    def empty(self, ground: Ground, name: str = "semel") -> None:
+        self.redis(ground).delete(name)
+
+    def at_rest(self, ground: Ground) -> bool:
+        """Whether none waits, and none is being worked on."""
+        return not self.count(ground) and not self.redis(ground).hlen("unacked")
+
+    @staticmethod
+    def consume(ground: Ground, queue: str) -> None:
+        Celery(broker=ground.settings["redis"], set_as_current=False).control.add_consumer(queue)
+
+    @staticmethod
+    def shuts_down(ground: Ground) -> bool:
+        return "Warm shutdown" in ground.output()
+
+
+Broker = Rq | InCelery
+BROKERS: dict[str, Broker] = {"rq": Rq(), "celery": InCelery(), "installed": InCelery("installed")}

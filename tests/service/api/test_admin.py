@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from sqlalchemy import Pool, event
@@ -55,32 +54,6 @@ def test_a_token_is_made_listed_rotated_and_revoked(server: TokenServer) -> None
     assert server.sending(rotated["secret"]).get("/runs").status_code == 401
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"user": ""},
-        {"user": "*"},
-        {"user": "a\x00b"},
-        {"user": "x" * 201},
-        {"user": "a", "role": "god"},
-        {"user": "a", "ttl": 0},
-        {"user": "a", "ttl": -1},
-        {"user": "a", "ttl": 1e99},
-        {"user": "a", "ttl": "soon"},
-        {"user": "a", "tenant": "x" * 201},
-        {"user": "a", "admin": True},
-        {"user": 7},
-        [],
-        None,
-    ],
-)
-def test_a_token_that_cannot_be_is_refused(server: TokenServer, body: Any) -> None:
-    before = len(server.root.get("/admin/tokens?limit=1000").json()["tokens"])
-    assert server.root.post("/admin/tokens", json=body).status_code == 400
-    assert len(server.root.get("/admin/tokens?limit=1000").json()["tokens"]) == before
-
-
 def test_tokens_are_listed_page_by_page(server: TokenServer) -> None:
     every = [each["id"] for each in server.root.get("/admin/tokens?limit=1000").json()["tokens"]]
     seen: list[str] = []
@@ -92,8 +65,6 @@ def test_tokens_are_listed_page_by_page(server: TokenServer) -> None:
             break
         after = {"after": page["next"]}
     assert seen == every
-    for wrong in ("x", "1-", "-", "9" * 40 + "-" + "0" * 16, "1-\x00", "²-" + "0" * 16):
-        assert server.root.get("/admin/tokens", params={"after": wrong}).status_code == 400
 
 
 def test_an_admin_manages_only_the_own_tenant_and_one_of_the_main_tenant_all(server: TokenServer) -> None:
@@ -170,29 +141,6 @@ def test_a_user_with_slashes_has_a_quota_too(server: TokenServer) -> None:
     assert server.root.get("/admin/quotas/team/ida").json()["quota"]["per_day"] == 3
     assert server.admit("team/ida").get("/usage/team%2Fida").json()["quota"]["per_day"] == 3
     assert server.root.delete("/admin/quotas/team%2Fida").status_code == 204
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"max_concurrent": -1},
-        {"max_concurrent": 1.5},
-        {"max_concurrent": True},
-        {"per_day": 2**31},
-        {"per_hour": 10**30},
-        {"cost_daily": -0.01},
-        {"cost_daily": 1e300},
-        {"action": "shout"},
-        {"warn_at": 0},
-        {"warn_at": 1.1},
-        {"max": 3},
-        [],
-        "5",
-    ],
-)
-def test_a_quota_that_cannot_be_is_refused(server: TokenServer, body: Any) -> None:
-    assert server.root.put("/admin/quotas/jack", json=body).status_code == 400
-    assert "jack" not in server.app.quotas()
 
 
 def test_quotas_are_listed_page_by_page(server: TokenServer) -> None:

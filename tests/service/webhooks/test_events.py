@@ -1,6 +1,5 @@
 """Events to those who subscribed to them: signed webhooks and a stream, over real HTTP and Redis, on both databases."""
 
-import json
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from semel.service.webhooks.dispatcher import AT_ONCE, DELAYS, LEASE
 from semel.testing import FakeClock
 from support.databases import TestDatabase
 from support.programs import Program
-from support.service import TestServer, issue_token, make_app, serve
+from support.service import TestServer, issue_token, serve
 from support.waiting import eventually
 from support.webhooks import PATIENCE, Receiver, receiving
 
@@ -692,67 +691,6 @@ def test_deliveries_are_listed_page_by_page(house: House, client: httpx.Client) 
         after = page["next"]
     assert (after, sorted(seen)) == (None, sorted(receiver.ids))
     assert deliveries(client, state="dead") == []
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({}, 400),
-        ({"url": 7}, 400),
-        ({"url": "http://127.0.0.1/", "events": []}, 400),
-        ({"url": "http://127.0.0.1/", "events": ["RunVanished"]}, 400),
-        ({"url": "http://127.0.0.1/", "secret": "mine"}, 400),
-        ({"url": "ftp://127.0.0.1/"}, 422),
-        ({"url": "http://user:pw@127.0.0.1/"}, 422),
-        ({"url": "http://127.0.0.1/" + "x" * 3000}, 400),
-        ({"url": "http://\ud800/"}, 400),
-    ],
-)
-def test_a_subscription_that_cannot_be_is_refused(service: TestServer, body: dict[str, Any], status: int) -> None:
-    with service.client() as client:
-        answer = client.post(
-            "/admin/subscriptions",
-            content=json.dumps(body),
-            headers={"content-type": "application/json"},
-        )
-    assert answer.status_code == status, answer.text
-    assert "pw" not in answer.text
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/admin/subscriptions/nothing", 404),
-        ("GET", "/admin/subscriptions/%00", 404),
-        ("GET", "/admin/subscriptions/stream", 404),
-        ("DELETE", "/admin/subscriptions/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d", 404),
-        ("POST", "/admin/subscriptions/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d/test", 404),
-        ("GET", "/admin/deliveries?state=lost", 400),
-        ("GET", "/admin/deliveries?limit=0", 400),
-        ("GET", "/admin/deliveries?after=nonsense", 400),
-        ("GET", "/admin/deliveries?after=1.01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d.1.stream", 200),
-        ("GET", "/admin/deliveries?after=1.01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d.1.nothing", 400),
-        ("GET", "/admin/deliveries?after=9999999999999999999.01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d.1.stream", 400),
-        ("GET", "/admin/deliveries?subscription=nothing", 200),
-        ("POST", "/admin/deliveries/nothing/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d/1/resend", 404),
-        ("POST", "/admin/deliveries/stream/nothing/1/resend", 404),
-        ("POST", "/admin/deliveries/stream/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d/0/resend", 400),
-        ("POST", "/admin/deliveries/stream/01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d/99999999999/resend", 400),
-    ],
-)
-def test_what_is_not_there_is_not_found(service: TestServer, method: str, path: str, status: int) -> None:
-    with service.client() as client:
-        assert client.request(method, path).status_code == status
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
-    """One server for requests that are refused before they reach a database."""
-    folder = tmp_path_factory.mktemp("events")
-    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
-    with serve(app, OPEN) as service:
-        yield service
-    app.close()
 
 
 def test_only_admins_manage_and_only_their_own_tenants_subscriptions(house: House) -> None:
