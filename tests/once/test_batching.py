@@ -103,7 +103,7 @@ class LoopGate(FarStore):
 
 def gathered(once: Once, number: int) -> Callable[[], bool]:
     """True when so many threads wait for the next batch."""
-    lane: Any = once._engine._claims
+    lane: Any = once._engine._send_claim
     return lambda: len(lane._waiting) == number
 
 

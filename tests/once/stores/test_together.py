@@ -137,7 +137,7 @@ def test_threads_with_different_verbs_share_a_commit(tmp_path: Path, commits: li
                 ],
             )
             threads.start()
-            lane = once._engine._claims
+            lane = once._engine._send_claim
             while len(lane._waiting) < 79:  # type: ignore[attr-defined]
                 threads.join(0.01)
         threads.join()

@@ -69,7 +69,7 @@ def test_an_address_names_the_module_that_made_the_app_and_no_password(
     vars(importer)["borrowed"] = app
     monkeypatch.setitem(sys.modules, "importer", importer)
     assert isinstance(app.transport, RqTransport)
-    assert app.transport.address().references == [("transport_app:sqlite_app", None)]
+    assert app.transport.location().references == [("transport_app:sqlite_app", None)]
     monkeypatch.delitem(sys.modules, "transport_app")
     assert location_of(app, "transport_app").references == [("importer:borrowed", None)]
     monkeypatch.undo()
