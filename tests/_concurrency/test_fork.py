@@ -207,7 +207,7 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
         locks = {
             "memory": (memory, memory._engine.store._lock),
             "bell": (file, file._engine._waiters._lock),
-            "lane": (file, file._engine._claims._lock),
+            "lane": (file, file._engine._send_claim._lock),
         }
         for name, (once, lock) in locks.items():
             leave = holding(lock)
@@ -250,7 +250,7 @@ def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
                     for at in range(3)]
         for thread in threads[1:]:
             thread.start()
-        lane = once._engine._claims
+        lane = once._engine._send_claim
         while len(lane._waiting) < 3:
             threading.Event().wait(0.01)
         child = in_child(lambda: [type(once.claim(name)).__name__ for name in ("in the child", "waiting 0")])

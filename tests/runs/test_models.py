@@ -506,10 +506,10 @@ def test_the_context_is_known_by_its_name_or_its_type() -> None:
     def thread(function: Any) -> Model:
         return make_model("m", function, isolation="thread")
 
-    assert thread(by_name).wants_context
-    assert thread(by_name_alone).wants_context
-    assert thread(by_type).wants_context
-    assert not thread(nothing).wants_context
+    assert thread(by_name).signature.wants_context
+    assert thread(by_name_alone).signature.wants_context
+    assert thread(by_type).signature.wants_context
+    assert not thread(nothing).signature.wants_context
     assert thread(by_type).bind('{"x":1}') == {"x": 1}
     with pytest.raises(InvalidRequest, match="context must be the first parameter"):
         thread(second)
@@ -522,7 +522,7 @@ def test_the_context_class_itself_marks_the_context() -> None:
 
     def typed(run: Context, x: int): ...
 
-    assert make_model("m", typed, isolation="thread").wants_context
+    assert make_model("m", typed, isolation="thread").signature.wants_context
 
 
 @given(st.integers(0, 20), st.floats(0, 1, exclude_max=True))
