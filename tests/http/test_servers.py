@@ -240,6 +240,8 @@ def test_an_upload_is_the_same_request_however_it_is_sent(site: Site, key: str, 
     body = os.urandom(size)
     first = site.post("spilling/echo", key, cut(body, 70_000))
     assert (first.json()["sha256"], first.json()["size"]) == (hashlib.sha256(body).hexdigest(), size)
+    if site.framework == "wsgi":  # an app reads by the length, which a chunked request does not have
+        assert [noted["stated"] for noted in site.desk.notes(key, "length")] == [str(size)]
     assert is_replay_of(first, site.post("spilling/echo", key, cut(body, 999)))
     assert is_replay_of(first, site.post("spilling/echo", key, body))
     for other in (cut(body + b"!", 70_000), body + b"!"):
@@ -379,7 +381,7 @@ def test_a_hostile_length_executes_nothing(server_site: Site, key: str, length: 
         heard = wire.all()
     own_error = site.name == "granian" and heard.startswith(b"HTTP/1.1 500 ") and length == str(2**63)
     assert not heard or heard.startswith(b"HTTP/1.1 4") or own_error, heard
-    assert heard or site.protocol == "asgi"
+    assert heard.startswith(b"HTTP/1.1 400 ") or site.protocol == "asgi" or length.isdecimal(), heard
     assert site.executions(key) == 0
     assert site.post("intake/plain", key, b"12345").status_code == 201
 

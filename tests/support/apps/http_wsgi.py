@@ -55,6 +55,7 @@ TEXT = ("Content-Type", "text/plain")
 
 def bare_wsgi(environ: Environ, start: Start) -> Iterable[bytes]:
     call = Call(environ.get("HTTP_IDEMPOTENCY_KEY", "none"), environ["QUERY_STRING"])
+    call.note("length", stated=environ.get("CONTENT_LENGTH"))
     name = environ["PATH_INFO"].rsplit("/", 1)[1]
     if name in WSGI_CASES:
         return WSGI_CASES[name](call, environ, start)
