@@ -11,8 +11,8 @@ from semel._concurrency.runtime import AsyncioRuntime
 from semel.errors import StoreUnavailable
 from semel.once.maintenance import Renewer
 from semel.once.store import Renew
+from semel.runs.store import lease, maintenance
 from semel.runs.store.lease import LeaseRenewal
-from semel.runs.store.maintenance import WorkerCard
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.run_logs import WorkerLogger
@@ -80,21 +80,25 @@ def renewer(server: Server) -> Coroutine[Any, Any, None]:
 
 
 def heart(server: Server) -> Coroutine[Any, Any, None]:
-    class Ledger:
+    class Store:
         runtime = AsyncioRuntime()
+        terms = None
 
         def unavailable(self, error: object) -> None:
             """It is logged elsewhere."""
 
-        async def renew(self, beats: Sequence[LeaseRenewal]) -> dict[str, bool]:
+        async def write_once(self, verb: object, beats: Sequence[LeaseRenewal], _: object) -> dict[str, bool]:
+            assert verb is lease.renew
             await server.renew()
             return {beat.run_id: False for beat in beats}
 
-        async def watch(self, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
+        async def read_once(self, verb: object, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
+            assert verb is lease.watch
             await server.answer()
             return {run_id: False for run_id, _ in held}
 
-        async def worker_seen(self, card: WorkerCard) -> None:
+        async def write(self, verb: object, _card: object, _terms: object) -> None:
+            assert verb is maintenance.worker_seen
             await server.answer()
 
     async def work() -> None:
@@ -105,9 +109,9 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
         )  # fmt: skip
         model: Any = SimpleNamespace(isolation="thread")
         active.add(ActiveRun(leased, model, "worker", server._loop.now))
-        ledger: Any = Ledger()
+        store: Any = Store()
         card: Any = object()
-        beating = Heartbeat(ledger, active, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
+        beating = Heartbeat(store, active, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
         task = asyncio.ensure_future(beating.run())
         await asyncio.sleep(2.2 * server.lease)
         task.cancel()
@@ -124,20 +128,21 @@ def _lost(held: ActiveRun) -> None:
 def test_a_lease_outlives_nine_tenths_of_itself_without_a_store(
     keep: Callable[[Server], Coroutine[Any, Any, None]], silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for lease in LEASES:
+    for length in LEASES:
         for phase in PHASES:
             loop = Leap()
             clock = SimpleNamespace(monotonic=loop.time, time=loop.time)
             for module in (
                 "semel._concurrency.periodic",
+                "semel._concurrency.runtime",
                 "semel.once.maintenance",
                 "semel.runs.worker.heartbeat",
                 "semel.runs.worker.active_runs",
             ):
                 monkeypatch.setattr(f"{module}.time", clock)
-            server = Server(loop, lease, phase, silent=silent)
+            server = Server(loop, length, phase, silent=silent)
             with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:  # type: ignore[misc]
                 runner.run(keep(server))
-            assert server.ends > server.away_until + lease, "it was renewed since"
-            left = server.shortest / lease
-            assert left > 0.015, f"with a lease of {lease} and the outage after {phase}, only {left:.3f} of it was left"
+            assert server.ends > server.away_until + length, "it was renewed since"
+            left = server.shortest / length
+            assert left > 0.015, f"with a lease of {length} and the outage after {phase}, only {left:.3f} of it was left"
