@@ -145,4 +145,6 @@ def test_a_lease_outlives_nine_tenths_of_itself_without_a_store(
                 runner.run(keep(server))
             assert server.ends > server.away_until + length, "it was renewed since"
             left = server.shortest / length
-            assert left > 0.015, f"with a lease of {length} and the outage after {phase}, only {left:.3f} of it was left"
+            assert left > 0.015, (
+                f"with a lease of {length} and the outage after {phase}, only {left:.3f} of it was left"
+            )
