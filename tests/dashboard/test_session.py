@@ -446,7 +446,7 @@ def test_without_tokens_no_other_name_and_no_proxy_reaches_a_page(local: TestSer
             answer = client.get(path, headers=headers)
             assert answer.status_code == 403
             assert answer.headers["content-security-policy"] == POLICY
-            assert "without tokens" in Page(answer).text
+            assert "while there are no tokens" in Page(answer).text
 
 
 def test_without_tokens_another_page_of_the_machine_cannot_send_forms(local: TestServer) -> None:

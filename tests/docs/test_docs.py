@@ -370,7 +370,7 @@ def test_every_option_of_a_run_has_its_row(heading: str) -> None:
 
 def test_every_field_of_a_quota_and_of_its_use_has_its_row() -> None:
     assert rows_of("quotas.md", "## Limits") == set(Quota.__struct_fields__)
-    assert rows_of("quotas.md", "## What is in use") == set(Usage.__struct_fields__)
+    assert rows_of("quotas.md", "## Usage") == set(Usage.__struct_fields__)
 
 
 def test_every_step_of_a_run_has_its_row() -> None:
