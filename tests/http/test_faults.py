@@ -526,9 +526,12 @@ def test_a_failure_whose_claim_could_not_be_given_back_does_not_block_the_retry(
 
 
 def test_a_body_that_finds_no_room_on_the_disk_is_a_503_and_executes_nothing(site: Site, key: str, store: Any) -> None:
-    """Files may not grow over so much for a while: larger bodies are refused, small ones are not."""
+    """Files may not grow over so much for a while: larger bodies are refused, small ones are not.
+
+    The server reads the rest of a refused body, so that the client gets the response and no reset connection.
+    """
     room = store.size() + (2 << 20)
-    large = b"x" * (room + (1 << 20))
+    large = b"x" * (room + (4 << 20))
     pids = site.server.pids
     limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
     for pid, (_, hard) in limits.items():

@@ -127,10 +127,16 @@ _DIALECTS: dict[str, Dialect] = {"postgresql": Postgres(), "sqlite": Sqlite()}
 
 
 class StatementContext(Struct, frozen=True):
-    """What every statement depends on: the time (None: the database's), and whether its events are published."""
+    """What every statement depends on: the time, and whether its events are published."""
 
-    now: int | None = None
+    time_us: int | None = None
     publish: bool = False
+    clock: Callable[[], int] | None = None
+
+    @property
+    def now(self) -> int | None:
+        """The time of a statement that is sent now, after it has waited for its lock; None: the database's own."""
+        return self.time_us if self.clock is None else self.clock()
 
 
 class Statement:

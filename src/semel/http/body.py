@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from contextlib import suppress
 from io import BytesIO
 from tempfile import TemporaryFile
 from typing import IO
@@ -18,6 +19,8 @@ class BodyTooLarge(Exception):
 class SpooledBody:
     """Takes chunks, then returns them from the start.
 
+    If the disk is full, the rest of the body is read and dropped, and :meth:`require_room` raises: a server that
+    responds before it has read the whole request resets the connection, and the client may lose the response.
     An event loop uses threads for what touches the disk, and may close the body while a thread still works on it.
     """
 
@@ -29,6 +32,7 @@ class SpooledBody:
         self._hash = hashlib.sha256()
         self._lock = threading.Lock()
         self._closed = False
+        self._disk_error: OSError | None = None
         self.size = 0
 
     def spills(self, more: int) -> bool:
@@ -40,7 +44,7 @@ class SpooledBody:
         return self._file is not None
 
     def add(self, chunk: bytes) -> None:
-        """Add the next chunk. Raises OSError if the disk is full."""
+        """Add the next chunk."""
         if self.limit is not None and self.size + len(chunk) > self.limit:
             raise BodyTooLarge
         with self._lock:
@@ -49,15 +53,34 @@ class SpooledBody:
             self._hash.update(chunk)
             if not spills:
                 self._parts.append(chunk)
-            elif not self._closed:
-                if self._file is None:
-                    self._file = TemporaryFile(prefix="semel-")  # noqa: SIM115 -- it outlives this call; see close()
-                for part in (*self._parts, chunk):
-                    self._file.write(part)
-                self._file.flush()
-                self._parts.clear()
+            elif not self._closed and self._disk_error is None:
+                try:
+                    self._spill(chunk)
+                except OSError as error:
+                    self._disk_error = error
+                    self._drop()
         if self._closed:
             self.close()
+
+    def _spill(self, chunk: bytes) -> None:
+        if self._file is None:
+            self._file = TemporaryFile(prefix="semel-")  # noqa: SIM115 -- it outlives this call; see close()
+        for part in (*self._parts, chunk):
+            self._file.write(part)
+        self._file.flush()
+        self._parts.clear()
+
+    def _drop(self) -> None:
+        self._parts.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what is left in its buffer has no room either
+                file.close()
+
+    def require_room(self) -> None:
+        """Raise the OSError of a disk that was full."""
+        if self._disk_error is not None:
+            raise self._disk_error
 
     @property
     def digest(self) -> bytes:

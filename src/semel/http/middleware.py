@@ -200,6 +200,7 @@ class MiddlewareCore(Generic[AnyOnce]):
         try:
             if not await read():
                 return self.refuse("incomplete", key)
+            body.require_room()
             slow = self._fingerprint != "body" and body.size > _SLOW_BYTES
             call = self.request_for(key, request, await self._off_loop(slow, self.fingerprint_of, request, body))
             if self.already_claimed(request, call):

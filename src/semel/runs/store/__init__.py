@@ -114,11 +114,9 @@ class RunStore:
 
     @property
     def terms(self) -> StatementContext:
-        """What the functions of this package take: the time, where the database's own clock is not used (SQLite's is
-        the host's), and whether events are to be published."""
-        if self._clock is not None:
-            return StatementContext(self._clock(), self._publish)
-        return StatementContext(time.time_ns() // 1000 if self.dialect == "sqlite" else None, self._publish)
+        """What the functions of this package take: the clock, where the database's own is not used (SQLite's is the
+        host's), and whether events are to be published."""
+        return StatementContext(None, self._publish, self._clock or (_host_clock if self.dialect == "sqlite" else None))
 
     async def open(self) -> None:
         """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
@@ -237,6 +235,10 @@ class RunStore:
             return self
         url = self.url.render_as_string(hide_password=False)
         return RunStore(url, awaited=False, clock=self._clock, publish=self._publish, retry_for=self.retry_for)
+
+
+def _host_clock() -> int:
+    return time.time_ns() // 1000
 
 
 def wait_for_database(store: RunStore, seconds: float) -> None:
