@@ -1,4 +1,4 @@
-"""``Once`` and ``AsyncOnce``: the same verbs, blocking and awaited, over one engine."""
+"""``Once`` and ``AsyncOnce``: the same verbs, blocking and async, over one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 class OnceBase:
-    """What ``Once`` and ``AsyncOnce`` share: how they are made, and how they read a decorator's arguments."""
+    """What ``Once`` and ``AsyncOnce`` share: the constructor, and how a decorator's arguments are read."""
 
     _world: type[ThreadRuntime | AsyncioRuntime]
 
@@ -59,12 +59,12 @@ class OnceBase:
     ) -> None:
         """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
 
-        ``policy`` is the default for every call. ``collect=False`` switches the background clean-up off.
-        ``retry_for`` is how many seconds a call tries again while the store is unavailable or silent, and so how long
-        it takes at the most; with 0 it tries once. ``pool`` (PostgreSQL) is how many connections all calls of the
-        process share at the most, 5 by default. ``on_event`` hears every verdict, for metrics.
-        ``low_replay_rate=0.5`` warns of HTTP scopes in which fewer requests than that are replays; without it a low
-        rate is no warning. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
+        ``policy`` is the default for every call. ``collect=False`` disables the background clean-up. ``retry_for`` is
+        for how many seconds a call is retried while the store is unavailable or silent, and so the longest that it
+        takes; with 0 it is tried once. ``pool`` (PostgreSQL) is the most connections that all calls of the process
+        share, 5 by default. ``on_event`` is called with every event, for metrics. ``low_replay_rate=0.5`` logs a
+        warning for HTTP scopes in which a smaller share of requests are replays; without it, there is no such
+        warning. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
@@ -137,9 +137,9 @@ class Once(OnceBase):
     def check_and_mark(
         self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
     ) -> Literal["seen", "not_seen"]:
-        """In one atomic step: was this message seen, and if not, it is from now on. ``data`` is kept for audit.
+        """Return whether this message was seen, and mark it as seen, in one atomic step. ``data`` is kept for audit.
 
-        The mark stands even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
+        The mark stays even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
         """
         engine = self._engine
         if engine.memory is not None:
@@ -180,11 +180,11 @@ class Once(OnceBase):
         """Decorate a function so that it runs once per key; every later call gets the first one's value.
 
         ``key`` makes the key from the arguments; without it the fingerprint of the arguments is the key.
-        ``fingerprint`` guards against one key with other arguments: True (all but ``exclude``), False, or a
-        function of the arguments. ``scope`` is the function's own name unless given. The lease is renewed while
-        the function runs (``renew=False``: not). ``reconcile`` is asked, with the same arguments, when the owner
-        vanished under ``on_crash="unknown"``: it returns the value, or raises ``NotDone`` to run the function.
-        Any field of :class:`Policy` may be given, too: ``ttl=60, in_flight="conflict"``.
+        ``fingerprint`` detects the same key with other arguments: True (all but ``exclude``), False, or a function
+        of the arguments. ``scope`` is the function's own name unless given. The lease is renewed while the function
+        runs, unless ``renew=False``. ``reconcile`` is called with the same arguments if the owner vanished under
+        ``on_crash="unknown"``: it returns the value, or raises ``NotDone`` to run the function. Any field of
+        :class:`Policy` may be given, too: ``ttl=60, in_flight="conflict"``.
         """
         decorate = self._decorator(
             Guarded,
@@ -211,8 +211,8 @@ class Once(OnceBase):
         """Decorate a message handler: a message is handled once, and a failure leaves it unseen.
 
         A message that was seen is skipped: the handler returns None, so acknowledge it. While it is being handled
-        elsewhere the call waits, and raises ``InProgress`` at the end of ``wait``: do not acknowledge it then.
-        ``data`` makes, from the message, what is kept for audit.
+        elsewhere, the call waits, and raises ``InProgress`` at the end of ``wait``: do not acknowledge it then.
+        ``data`` is a function of the message that returns what is kept for audit.
         """
         chosen = self._policy(policy, changes)
         return self._decorator(
@@ -237,13 +237,13 @@ class Once(OnceBase):
         policy: Policy | None = None,
         **changes: Any,
     ) -> Result[R]:
-        """Run a piece of work once for this key, or give what came of it."""
+        """Run ``work`` once for this key, or return its recorded result."""
         _check_function(work, awaited=False)
         request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)
         return run_sync(call_once(self._engine, call_function, request, work))
 
     def on(self, session: Connection | Session) -> Once:
-        """The same verbs inside your own transaction: what they write commits or vanishes with it."""
+        """The same verbs inside your own transaction: their writes are committed or rolled back with it."""
         return Once._with_engine(self._engine_on(session, is_async=False))
 
     def __enter__(self) -> Self:

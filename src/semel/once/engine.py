@@ -68,7 +68,7 @@ class _Background(NamedTuple):
 
 
 class KeyEngine:
-    """Everything that a key can be asked for, over one store, in one world (threads or an event loop)."""
+    """Everything that can be done with a key, over one store, for threads or for event loops."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class KeyEngine:
         low_replay_rate: float | None = None,
         bound_to: KeyEngine | None = None,
     ) -> None:
-        """``bound_to``: this engine works inside a user's transaction for that other one, whose counters it shares.
+        """``bound_to``: this engine works inside a user's transaction for that other engine, whose counters it shares.
 
-        It sends each call by itself, never twice, and keeps nothing in the background: the user's session belongs
-        to the user's thread, and nobody else sees what it does before the commit.
+        It sends each call by itself, never twice, and runs nothing in the background: the user's session belongs to
+        the user's thread, and nobody else sees its writes before the commit.
         """
         self.store = store
         self.memory = store if isinstance(store, MemoryStore) else None
@@ -103,7 +103,7 @@ class KeyEngine:
         self._bound = bound_to is not None
         self._waiters = Waiters()
         together: Batcher[Any, Any] | None = None
-        if issubclass(type(store), Together) and not self._bound:  # the class: a wrapper may pass on what it has not
+        if issubclass(type(store), Together) and not self._bound:  # of the class: a wrapper may forward attributes
             together = self._batched(cast("Together", store).together)
         self._send_claim: Batcher[ClaimRequest, Verdict] = together or self._batched(store.claim)
         self._send_complete: Batcher[Complete, bool] = together or self._batched(store.complete)
@@ -127,7 +127,7 @@ class KeyEngine:
             self.add_hook(on_event)
 
     def add_hook(self, hook: Hook) -> None:
-        """Tell the hook of every event from now on."""
+        """Call the hook for every event from now on."""
         every = self.counters.add_hook(hook)
         if every is not None:
             if self._sampler is None:
@@ -158,9 +158,9 @@ class KeyEngine:
         on_crash: CrashRule | None = None,
         wait: float = 0,
     ) -> Verdict:
-        """Ask for the key; the verdict says whether it is yours, or what came of it.
+        """Claim the key. The verdict is ``Granted`` if it is yours; otherwise it has the outcome or the reason.
 
-        With ``wait`` the answer to a key in flight comes when its owner is done, or after that many seconds.
+        With ``wait``, a claim of a key in flight returns when its owner is done, or after that many seconds.
         """
         policy = self.policy if on_crash is None else self.policy.but(on_crash=on_crash)
         request = self._request(key, scope, fingerprint, policy, lease, ttl)
@@ -184,14 +184,14 @@ class KeyEngine:
             raise unstored
 
     async def release(self, claim: Claim) -> None:
-        """Give the key back undone; the next caller starts afresh."""
+        """Release the key without an outcome; the next caller starts anew."""
         claim = as_claim(claim)
         if not await self._send_release(Release(claim.scope, claim.key, claim.fence)):
             raise _lost(claim, "release")
         self._waiters.notify(claim.scope, claim.key)
 
     async def renew(self, claim: Claim, lease: float | None = None) -> Claim:
-        """Move the end of the lease to ``lease`` seconds from now, and give the claim as it is then."""
+        """Move the end of the lease to ``lease`` seconds from now, and return the changed claim."""
         claim = as_claim(claim)
         length = checked_seconds("lease", claim.lease if lease is None else lease)
         until = await self._send_renew(Renew(claim.scope, claim.key, claim.fence, round(length * 1e6)))
@@ -202,16 +202,16 @@ class KeyEngine:
         )
 
     async def get(self, key: str, *, scope: str = DEFAULT_SCOPE) -> Record | None:
-        """Look at a key without touching it; None when it is free."""
+        """Return the key's record without changing it; None if the key is free."""
         return await self._send_get(KeyRef(checked_key("scope", scope), checked_key("key", key)))
 
     async def resolve(
         self, key: str, *, scope: str = DEFAULT_SCOPE, done: bool, value: Any = None, force: bool = False
     ) -> None:
-        """Say what became of work whose owner vanished: done, with this value, or not done, so that it may run again.
+        """Record whether the work of a vanished owner was done, with this value, or not done, so that it may run again.
 
-        The vanished owner's fence is void from then on, should it come back. While its lease lives, the owner is
-        taken to be at work: that is :class:`InProgress`, unless ``force`` says that it has vanished all the same.
+        If the owner comes back, its fence is no longer valid. While its lease lasts, the owner counts as working:
+        this raises :class:`InProgress`, unless ``force`` is set.
         """
         record = await self.get(key, scope=scope)
         if record is None or record.status == "completed":
@@ -234,8 +234,8 @@ class KeyEngine:
     async def forget(self, key: str, *, scope: str = DEFAULT_SCOPE, force: bool = False) -> bool:
         """Forget the key and its outcome: the next caller's work is done anew. False when the key was free.
 
-        A key that somebody works on is refused with :class:`InProgress`; ``force`` takes it from its owner, who can
-        record no outcome any more, so that the work may happen twice.
+        Raises :class:`InProgress` for a key that somebody works on. ``force`` takes it from its owner, who can then no
+        longer record an outcome, so the work may happen twice.
         """
         record = await self.get(key, scope=scope)
         if record is None:
@@ -244,7 +244,7 @@ class KeyEngine:
             raise _at_work(record)
         forget = self._with_retry(self.store.forget)
         if await forget([Forget(record.scope, record.key, record.fence, force)]) == [False]:
-            # Whoever claimed it since came after us, unless it is the same owner, who renewed a lease that had ended.
+            # A claim made since then came after this call, unless the same owner renewed a lease that had ended.
             now = await self.get(key, scope=scope)
             if now is not None and now.fence == record.fence:
                 raise _at_work(now)
@@ -252,9 +252,9 @@ class KeyEngine:
         return True
 
     async def forget_scope(self, scope: str, *, force: bool = False) -> int:
-        """Forget every key of the scope, in bounded steps; answer how many. Keys that are worked on stay.
+        """Forget every key of the scope, in bounded steps, and return how many. Keys that are worked on stay.
 
-        ``force`` forgets those, too. What is claimed in the scope meanwhile may be forgotten with the rest.
+        ``force`` forgets those, too. Keys that are claimed in the scope meanwhile may be forgotten as well.
         """
         step = self._with_retry(self.store.forget_scope, LONG)
         request = ForgetScope(checked_key("scope", scope), BATCH, force)
@@ -268,9 +268,9 @@ class KeyEngine:
     async def check_and_mark(
         self, key_type: str, message_id: str, data: Any = None, *, ttl: float | None = None
     ) -> Literal["seen", "not_seen"]:
-        """In one atomic step: was this message seen, and if not, it is from now on. ``data`` is kept for audit.
+        """Return whether this message was seen, and mark it as seen, in one atomic step. ``data`` is kept for audit.
 
-        The mark stands even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
+        The mark stays even if the caller fails afterwards; :meth:`consumer` marks only what was handled.
         """
         policy = self.policy
         if self.memory is not None:
@@ -315,19 +315,19 @@ class KeyEngine:
         return "seen"
 
     async def purge(self) -> int:
-        """Remove every expired key now, in bounded steps; answer how many."""
+        """Remove every expired key now, in bounded steps, and return how many."""
         return await self._collector.collect()
 
     async def stats(self) -> Stats:
-        """What the store holds (counted now) and what happened here since the start."""
+        """What the store holds (counted now) and the events counted by this process since the start."""
         return self.counters.snapshot(await self._with_retry(lambda _: self.store.stats(), LONG)(()))
 
     async def open(self) -> None:
-        """Check that the store is there and ready: call it before the first consumer starts."""
+        """Check that the store is available and ready: call it before the first consumer starts."""
         await self._with_retry(lambda _: self.store.open())(())
 
     async def close(self) -> None:
-        """Stop what runs in the background and give back the store's connections."""
+        """Stop the background tasks and close the store's connections."""
         for task in (self._collector, *self._background.here(), self._sampler):
             if task is not None:
                 await task.end()
@@ -336,9 +336,9 @@ class KeyEngine:
         await self.store.close()
 
     async def begin(self, call: CallRequest) -> Granted | Replay | None:
-        """The claim to work under, or the outcome to replay; None to work unprotected, where the policy says so.
+        """The claim to work under, or the outcome to replay; None to work unprotected, if the policy allows it.
 
-        Every other verdict is an error for the caller of a function.
+        Every other verdict is raised as an error.
         """
         verdict = await self.claim_for(call)
         match verdict:
@@ -353,9 +353,9 @@ class KeyEngine:
         return verdict
 
     async def claim_for(self, call: CallRequest) -> Verdict | None:
-        """The verdict on a piece of work, whose lease is renewed from now on where it is granted.
+        """The verdict on a piece of work. If it is granted, its lease is renewed from now on.
 
-        None to work unprotected, where the policy says so.
+        None to work unprotected, if the policy allows it.
         """
         policy = call.policy
         request = self._request(call.key, call.scope, call.fingerprint, policy)
@@ -373,7 +373,7 @@ class KeyEngine:
         return verdict
 
     async def finish(self, claim: Claim, call: CallRequest, value: Any) -> None:
-        """Record the value that the work returned; of one that cannot be stored, that the work was done.
+        """Record the value that the work returned; if it cannot be stored, record that the work was done, and raise.
 
         If the store is unavailable, or the caller is cancelled meanwhile, it is recorded as soon as possible.
         """
@@ -399,9 +399,9 @@ class KeyEngine:
             _log.warning("the outcome of %r in %r is not recorded yet: %s", call.key, call.scope, error)
 
     async def fail(self, claim: Claim, call: CallRequest, error: BaseException) -> bool:
-        """The work raised: give the key back, or keep the failure, as the policy says; True when it is kept.
+        """After the work raised: release the key, or keep the failure, by the policy. Returns True if it is kept.
 
-        Nothing that goes wrong here hides the caller's own error; the lease then ends by itself.
+        An error of the store is logged here and does not hide the caller's own error; the lease then ends by itself.
         """
         self._background.here().renewer.forget(claim)
         done = None
@@ -430,10 +430,10 @@ class KeyEngine:
             pending.retry_outcome(claim, done)
 
     def lapse(self, claim: Claim) -> None:
-        """Let the claim lapse: nobody renews it any more."""
+        """Stop renewing the claim, so that its lease ends."""
         self._background.here().renewer.forget(claim)
 
-    def _request(  # noqa: PLR0917 -- private, and called with names where it is not plain
+    def _request(  # noqa: PLR0917 -- private, and called with keywords where the order is not obvious
         self,
         key: str,
         scope: str,
@@ -458,7 +458,7 @@ class KeyEngine:
         )
 
     async def _wait_for_verdict(self, request: ClaimRequest, patience: float) -> Verdict:
-        """Claim, and while the key is in flight wait for its owner to finish, give up or die."""
+        """Claim; while the key is in flight, wait for its owner to complete it, release it or vanish."""
         verdict = await self._claim(request)
         if not isinstance(verdict, InFlight) or patience <= 0:
             return verdict
@@ -484,13 +484,13 @@ class KeyEngine:
     def _record_verdict(
         self, request: ClaimRequest, verdict: Verdict, door: Door = "function", label: str = ""
     ) -> Verdict:
-        """Count the verdict, once, where all calls pass."""
+        """Count the verdict. Every call passes here once."""
         reason = verdict.reason if isinstance(verdict, Granted) else ""
         self.counters.note(_EVENTS[type(verdict)], request.scope, request.key, reason, door, label)
         return verdict
 
     async def _claim(self, request: ClaimRequest) -> Verdict:
-        """Claim; when no answer comes, see to it that nobody holds the key for a caller who has gone."""
+        """Claim. If no reply comes, the key is released later, in case it was granted to this caller."""
         pending = self._background.here().pending
         if pending.writes:
             await pending.flush_key(request.scope, request.key)
@@ -499,7 +499,7 @@ class KeyEngine:
         except StoreBroken:
             raise
         except (StoreUnavailable, CancelledError):
-            # Whoever resolves takes what is unknown: given back by nobody, it must stay unknown.
+            # A claim that resolves takes an unknown key. It must not be released: the key must stay unknown.
             if request.done is None and not request.resolving and not self._bound:
                 pending.retry_claim(request)
             raise
@@ -512,7 +512,7 @@ class KeyEngine:
 
     def _with_retry(self, verb: Callable[[A], Awaitable[B]], longest: float | None = None) -> Send[A, B]:
         name = getattr(verb, "__name__", "<lambda>")
-        took = None if name == "<lambda>" else partial(self.counters.took, name)  # what is asked at times is not timed
+        took = None if name == "<lambda>" else partial(self.counters.took, name)  # stats and open are not timed
         return with_retry(verb, self._runtime, self._retry_for, longest=longest, took=took, is_new=self._is_new)
 
 
@@ -528,7 +528,7 @@ _EVENTS: dict[type, str] = {
 def _done(
     kind: Kind, value: Any, value_ttl: float | None, codec: Codec = PLAIN
 ) -> tuple[OutcomeData, Unencodable | None]:
-    """The outcome to record; and what to raise after that, when it had to be recorded without its value."""
+    """The outcome to record, and the error to raise afterwards if it had to be recorded without its value."""
     try:
         kind, data = packed(kind, value, codec)
     except Unencodable as error:
@@ -544,7 +544,7 @@ def _unstored(why: str) -> OutcomeData:
 
 
 def _described(error: BaseException) -> list[str]:
-    """The error's name and text, whatever is in it."""
+    """The error's type and text, as text that can be stored."""
     try:
         said = str(error).encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 -- the error's own __str__ failed: that must not hide the error

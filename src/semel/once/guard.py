@@ -1,7 +1,7 @@
-"""Guarding functions: the key of a call, the claim around it, and what is replayed.
+"""Guarded functions: the key of a call, the claim around it, and the replay.
 
-:func:`call_once` serves ``def`` and ``async def``. Only calling the user's function differs: that is ``invoke``, which
-in the blocking form never suspends.
+:func:`call_once` serves ``def`` and ``async def``. Only the call of the user's function differs: that is ``invoke``,
+which never suspends for a ``def``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def current_claim(default: D, /) -> Claim | D: ...
 
 
 def current_claim(*default: Any) -> Any:
-    """The claim that the running work is done under; its ``fence`` goes with every write outside.
+    """The claim that the current work runs under. Send its ``fence`` with every write to another system.
 
-    Where there is none (a request without a key), the default is answered, if one is given.
+    Without a claim (as in a request without a key), returns the default, or raises if none is given.
     """
     try:
         return current.get()[0]
@@ -55,7 +55,7 @@ def current_claim(*default: Any) -> Any:
 
 @contextmanager
 def current_claim_set(claim: Claim, codec: Codec = PLAIN) -> Iterator[None]:
-    """Make the claim the current one."""
+    """Make the claim the current one inside the context."""
     token = current.set((claim, codec))
     try:
         yield
@@ -64,7 +64,7 @@ def current_claim_set(claim: Claim, codec: Codec = PLAIN) -> Iterator[None]:
 
 
 class GuardSpec(Generic[P, R]):
-    """How a function is guarded: where its key and fingerprint come from, and by which policy."""
+    """How a function is guarded: how its key and fingerprint are made, and its policy."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class GuardSpec(Generic[P, R]):
 
     @property
     def codec(self) -> Codec:
-        """How what the function returns is stored. A class that its annotation names may be defined by now."""
+        """The codec for the function's return value. Read again if its annotation named an undefined class so far."""
         if self._codec is None:
             self._codec = codec_of(self.function) or PLAIN
         return self._codec
 
     def request(self, *args: P.args, **kwargs: P.kwargs) -> CallRequest:
-        """Key and fingerprint of one call."""
+        """The request of one call, with its key and fingerprint."""
         if callable(self._fingerprint):
             print_ = self._fingerprint(*args, **kwargs)
         else:
@@ -119,7 +119,7 @@ class GuardSpec(Generic[P, R]):
     ) -> Result[Any]:
         """Call the function once for its key, or replay its outcome."""
         kept: Callable[[], Any] | None = None
-        if self.kind == "seen":  # of a message, only the data for audit is recorded
+        if self.kind == "seen":  # for a message, only the data for audit is recorded
             kept = _nothing if self._data is None else partial(self._data, *args, **kwargs)
         return await call_once(
             engine,
@@ -147,7 +147,7 @@ class GuardSpec(Generic[P, R]):
         if isinstance(named.get("cls"), type):
             named["cls"] = f"{named['cls'].__module__}.{named['cls'].__qualname__}"
         if self._key is not None:
-            named.pop("self", None)  # the key says which one is meant
+            named.pop("self", None)  # the key identifies the object
         try:
             return fingerprint(named, exclude=self._exclude)
         except Unfingerprintable as error:
@@ -160,7 +160,7 @@ class GuardSpec(Generic[P, R]):
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """The function's full name; of a partial, that of what it calls; of a callable object, its class's."""
+    """The full name of the function; of a partial's function; or of a callable object's class."""
     while isinstance(function, partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -168,7 +168,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for an ``async def``, a partial of one, and an object whose call is one."""
+    """True for an ``async def``, a partial of one, and an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 -- not asking whether it is callable
 
 
@@ -211,7 +211,7 @@ async def call_once(
     reconcile: Callable[[], Any] | None = None,
     kept: Callable[[], Any] | None = None,
 ) -> Result[Any]:
-    """Call ``work`` once for its key, or replay its outcome. ``kept`` makes what is recorded instead of the value."""
+    """Call ``work`` once for its key, or replay its outcome. ``kept()`` returns what to record instead of the value."""
     try:
         begun = await engine.begin(request)
     except OutcomeUnknown:
@@ -243,7 +243,7 @@ async def call_once(
             worked = True
             outcome = value if kept is None else kept()
         except BaseException as error:
-            # When only data= failed, the message was handled all the same.
+            # If only data= failed, the message was still handled.
             await (engine.finish_without_value if worked else engine.fail)(claim, request, error)
             raise
     finally:
@@ -263,48 +263,48 @@ def _replayed(replay: Replay, request: CallRequest) -> Result[Any]:
 
 
 class Guarded(Generic[P, R]):
-    """A ``def`` that runs once per key. Call it as before, or ``call`` it to learn whether it was replayed."""
+    """A ``def`` that runs once per key. Call it as before, or use ``call`` to learn whether it was replayed."""
 
     def __init__(self, engine: KeyEngine, spec: GuardSpec[P, R], first: tuple[Any, ...] = ()) -> None:
         self._engine, self._spec, self._first = engine, spec, first
         update_wrapper(self, spec.function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function's value, of this call or of the first one."""
+        """The function's value, from this call or replayed from the first one."""
         return self.call(*args, **kwargs).value
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
-        """The value, and whether it was replayed, under which key."""
+        """The value, whether it was replayed, and its key."""
         return run_sync(self._spec.call(self._engine, call_function, self._first + args, kwargs))
 
     def __reduce__(self) -> str:
-        """Pickled by its name, as functions are."""
+        """Pickle it by its name, like a function."""
         return self._spec.function.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> Guarded[..., R]:
-        """Guard methods, too."""
+        """Bind a guarded method to its object."""
         return self if instance is None else Guarded(self._engine, self._spec, (instance,))
 
 
 class AsyncGuarded(Generic[P, R]):
-    """An ``async def`` that runs once per key. Await it as before, or ``call`` it to learn whether it was replayed."""
+    """An ``async def`` that runs once per key. Await it as before, or use ``call`` to learn whether it was replayed."""
 
     def __init__(self, engine: KeyEngine, spec: GuardSpec[P, Awaitable[R]], first: tuple[Any, ...] = ()) -> None:
         self._engine, self._spec, self._first = engine, spec, first
         update_wrapper(self, spec.function)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function's value, of this call or of the first one."""
+        """The function's value, from this call or replayed from the first one."""
         return (await self.call(*args, **kwargs)).value
 
     async def call(self, *args: P.args, **kwargs: P.kwargs) -> Result[R]:
-        """The value, and whether it was replayed, under which key."""
+        """The value, whether it was replayed, and its key."""
         return await self._spec.call(self._engine, call_async_function, self._first + args, kwargs)
 
     def __reduce__(self) -> str:
-        """Pickled by its name, as functions are."""
+        """Pickle it by its name, like a function."""
         return self._spec.function.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> AsyncGuarded[..., R]:
-        """Guard methods, too."""
+        """Bind a guarded method to its object."""
         return self if instance is None else AsyncGuarded(self._engine, self._spec, (instance,))

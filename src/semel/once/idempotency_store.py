@@ -1,8 +1,8 @@
-"""A store of results with two verbs, as small projects have it: ``get`` and ``set_if_absent``.
+"""A store of results with two verbs, as small projects have: ``get`` and ``set_if_absent``.
 
-`IdempotentProcessor` takes one instead of an ``Once``. Then each process sees to it by itself that a key is processed
-by one call at a time; across processes the first result that is stored counts, and the work may happen more than
-once. An ``Once`` on Redis, PostgreSQL or SQLite has no such gap.
+`IdempotentProcessor` takes one instead of an ``Once``. Then a key is processed by one call at a time within each
+process only; across processes the first stored result counts, and the work may happen more than once. An ``Once`` on
+Redis, PostgreSQL or SQLite has no such gap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ L = TypeVar("L")
 
 
 class IdempotencyStore(ABC):
-    """Keeps results by key. A result that is there is never overwritten."""
+    """Keeps results by key. A stored result is never overwritten."""
 
     @abstractmethod
     def get(self, key: str) -> Any | None:
@@ -32,12 +32,12 @@ class IdempotencyStore(ABC):
         """Store the result unless the key has one, in one atomic step. Returns whether it was stored."""
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key has a result. Override it where None is a result."""
+        """Whether the key has a result. Override it if None can be a result."""
         return self.get(key) is not None
 
 
 class InMemoryIdempotencyStore(IdempotencyStore):
-    """In this process, for tests and scripts; safe to use from many threads. None, 0 and "" are results, too."""
+    """Keeps results in this process, for tests and scripts; thread-safe. None, 0 and "" are results, too."""
 
     def __init__(self) -> None:
         self._results: dict[str, Any] = {}
@@ -45,16 +45,14 @@ class InMemoryIdempotencyStore(IdempotencyStore):
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """A thread that held the lock stayed in the parent."""
+        """A thread that held the lock exists only in the parent."""
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Any | None:
-        """See IdempotencyStore."""
         with self._lock:
             return self._results.get(key)
 
     def set_if_absent(self, key: str, result: Any) -> bool:
-        """See IdempotencyStore."""
         with self._lock:
             if key in self._results:
                 return False
@@ -62,18 +60,17 @@ class InMemoryIdempotencyStore(IdempotencyStore):
             return True
 
     def __contains__(self, key: str) -> bool:
-        """See IdempotencyStore."""
         with self._lock:
             return key in self._results
 
     def __len__(self) -> int:
-        """How many keys have a result."""
+        """The number of keys with a result."""
         with self._lock:
             return len(self._results)
 
 
 class KeyLocks(Generic[L]):
-    """A lock for each key, kept while somebody has it or waits for it."""
+    """A lock for each key, kept while somebody holds it or waits for it."""
 
     def __init__(self, make: Callable[[], L]) -> None:
         self._make = make
@@ -81,13 +78,13 @@ class KeyLocks(Generic[L]):
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """Whoever held one stayed in the parent."""
+        """The threads that held the locks exist only in the parent."""
         self._guard = threading.Lock()
         self._locks: dict[str, tuple[L, int]] = {}
 
     @contextmanager
     def of(self, key: str) -> Iterator[L]:
-        """The key's lock, which is still to be acquired."""
+        """The key's lock, not acquired yet."""
         with self._guard:
             lock, users = self._locks.get(key) or (self._make(), 0)
             self._locks[key] = (lock, users + 1)
@@ -103,7 +100,7 @@ class KeyLocks(Generic[L]):
 
 
 class StoredResults:
-    """Double-checked: a result that is there is given without a lock, and what is not there is made under the key's."""
+    """Double-checked locking: returns a stored result without a lock, and makes a missing one under the key's lock."""
 
     def __init__(self, store: IdempotencyStore) -> None:
         self.store = store
@@ -120,7 +117,7 @@ class StoredResults:
             return self._kept(key, make())
 
     async def process_async(self, key: str, make: Callable[[], Any]) -> ProcessingRecord:
-        """The same for an awaited function. The store's verbs block, so they run in a thread."""
+        """As :meth:`process`, for an async function. The store's verbs block, so they run in a thread."""
         if await asyncio.to_thread(self.store.__contains__, key):
             return ProcessingRecord(await asyncio.to_thread(self.store.get, key), True, key)
         with self._tasks.of(key) as lock:
@@ -130,7 +127,7 @@ class StoredResults:
                 return await asyncio.to_thread(self._kept, key, await make())
 
     def _kept(self, key: str, result: Any) -> ProcessingRecord:
-        """Another process may have been quicker: then all go on with its result."""
+        """Store the result. If another process stored one first, that one is returned."""
         if self.store.set_if_absent(key, result) is False:
             result = self.store.get(key)
         return ProcessingRecord(result, False, key)

@@ -1,4 +1,4 @@
-"""What the key engine does in the background: removes expired keys, renews leases, samples the store."""
+"""Background tasks of the key engine: remove expired keys, renew leases, sample the store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from semel.types import Claim, Held
 _log = logging.getLogger("semel")
 
 BATCH = 1000
-"""How many records one step of the collector removes at the most."""
+"""The most records that one step of the collector removes."""
 
 
 class Collector(PeriodicTask):
-    """Purges in bounded batches, at an interval with jitter so that many processes do not do it in step."""
+    """Purges in bounded batches, at an interval with jitter, so that many processes do not purge at the same time."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Collector(PeriodicTask):
         self._counters.warn()
 
     async def collect(self) -> int:
-        """Remove all expired keys; returns how many."""
+        """Remove all expired keys, and return how many."""
         total = 0
         while True:
             removed = await self._purge(BATCH)
@@ -71,7 +71,7 @@ class _Lease:
 class Renewer(PeriodicTask):
     """Renews every watched claim when a twentieth of its lease has passed.
 
-    A renewal that gets no answer is tried again, and sooner, as long as the work goes on.
+    A renewal without a reply is retried sooner, as long as the work goes on.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Renewer(PeriodicTask):
         self._wakes = 0.0
 
     def after_fork(self) -> None:
-        """What the parent works on is not the child's to renew."""
+        """The parent renews its own claims."""
         super().after_fork()
         self._leases: dict[Claim, _Lease] = {}
 
     def watch(self, claim: Claim) -> None:
-        """Keep the claim alive until :meth:`forget`."""
+        """Renew the claim until :meth:`forget`."""
         lease = self._leases[claim] = _Lease(time.monotonic(), claim.lease)
         if not self.running:
             self.start()
@@ -96,23 +96,23 @@ class Renewer(PeriodicTask):
             self.nudge()
 
     def watched(self) -> list[Claim]:
-        """The claims that are kept alive."""
+        """The claims that are renewed."""
         return list(self._leases)
 
     def forget(self, claim: Claim) -> None:
-        """Renew it no more."""
+        """Stop renewing the claim."""
         self._leases.pop(claim, None)
 
     def pause(self) -> float:
-        # When idle it sleeps as long as a usual claim could, so that watch() rarely wakes it.
+        # When idle, it sleeps until a claim with the default lease would be due, so that watch() rarely wakes it.
         now = time.monotonic()
-        self._wakes = math.inf  # whoever is watched from here on wakes us
+        self._wakes = math.inf  # a claim that is watched from here on wakes this task
         self._wakes = min([now + self._idle, *(lease.due for lease in self._leases.copy().values())])
         return max(0.02, self._wakes - now)
 
     async def tick(self) -> None:
         now = time.monotonic()
-        # What is due soon is taken along: calls that began together are renewed together.
+        # Claims that are due soon are included: calls that began together are renewed together.
         due = {
             claim: lease
             for claim, lease in self._leases.copy().items()
@@ -148,7 +148,7 @@ class Sampler(PeriodicTask):
         self._slept = False
 
     def look_every(self, interval: float) -> None:
-        """Sample at least so often."""
+        """Sample at least every ``interval`` seconds."""
         self._interval = min(self._interval, interval)
         self.nudge()
 

@@ -1,7 +1,7 @@
 """Writes that failed while the store was unavailable, or whose caller was cancelled: retried in the background.
 
-An outcome that is not recorded would be worked out again when its lease ends; a key that is not released would be
-refused until then.
+If an outcome were not recorded, the work would be done again when its lease ends; if a key were not released, it would
+be refused until then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from semel.types import Claim, Granted
 
 _BACKOFF = Backoff(0.02, 5.0)
 _TRIES = 3
-"""Failures after which one turn ends: the store is unavailable."""
+"""Failures after which one tick ends: the store is unavailable."""
 _LONGEST_TRY, _LONGEST_FLUSH = 2.5, 1.0
-"""Seconds for a reply of the store: in the background, and while a caller waits who claims the key."""
+"""Seconds for a reply of the store: in the background, and while a caller waits to claim the key."""
 _GIVEN_UP_AFTER = 3600.0
-"""Seconds after which a write is given up, so that its lease can end."""
+"""Seconds after which a write is dropped, so that its lease can end."""
 _log = logging.getLogger("semel")
 
 _Write: TypeAlias = "Callable[[PendingWrites], Awaitable[None]]"
@@ -43,7 +43,7 @@ class PendingWrites(PeriodicTask):
         self._failures = 0
 
     def after_fork(self) -> None:
-        """The parent's writes are the parent's to retry."""
+        """The parent retries its own writes."""
         super().after_fork()
         self.writes: dict[Claim | str, tuple[_Write, float]] = {}
 
@@ -70,7 +70,7 @@ class PendingWrites(PeriodicTask):
         self.nudge()
 
     def adopt(self, other: PendingWrites) -> None:
-        """Take over the writes of another one, whose event loop is closed."""
+        """Take over the writes of another instance whose event loop is closed."""
         if not other.writes:
             return
         self.writes |= other.writes
@@ -81,7 +81,7 @@ class PendingWrites(PeriodicTask):
         self._start_now()
 
     async def flush_key(self, scope: str, key: str) -> None:
-        """Try at once to write what is pending for a key that is about to be claimed."""
+        """Try once to send the pending writes of a key that is about to be claimed."""
         for about, (write, _) in self.writes.copy().items():
             if isinstance(about, Claim) and (about.scope, about.key) == (scope, key):
                 with suppress(SemelError):  # the claim that follows reports the state of the store
@@ -107,7 +107,7 @@ class PendingWrites(PeriodicTask):
         self._on_released(claim.scope, claim.key)
 
     async def _unclaim(self, request: ClaimRequest) -> None:
-        # A repeated attempt is granted what it was granted before.
+        # The same attempt is granted the same claim again.
         (verdict,) = await self._store.claim([request])
         await self.give_back(verdict)
 
@@ -133,7 +133,7 @@ class PendingWrites(PeriodicTask):
                     self._renewer.forget(about)
             except SemelError as error:
                 failures.append(error)
-                # To the end of the queue, so that it holds up the others only once.
+                # To the end of the queue, so that it delays the others only once.
                 self.writes[about] = self.writes.pop(about, (write, until))
                 if len(failures) == _TRIES:
                     break

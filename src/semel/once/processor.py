@@ -1,4 +1,4 @@
-"""``IdempotentProcessor``: any function of one payload, run once per content."""
+"""``IdempotentProcessor``: a function of one payload, run once per content."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger("semel")
 class IdempotentProcessor:
     """Wraps ``function(payload)``: the same content, delivered any number of times, is processed once.
 
-    The key is the SHA-256 of the payload's canonical JSON without ``exclude_fields``. An async function gives an
-    async ``process``. The store is a URL, an ``Once``, an ``AsyncOnce`` or an ``IdempotencyStore``; swapping it changes
-    nothing else. Function and store may be given in either order.
+    The key is the SHA-256 of the payload's canonical JSON without ``exclude_fields``. For an async function,
+    ``process`` is async. The store is a URL, an ``Once``, an ``AsyncOnce`` or an ``IdempotencyStore``; another store
+    changes nothing else. Function and store may be given in either order.
 
-    ``key_recipe="json"`` makes the keys of ``json.dumps(payload, sort_keys=True, default=str)``, which other programs
-    can make, too: for keys that are carried over from them.
+    ``key_recipe="json"`` makes the keys from ``json.dumps(payload, sort_keys=True, default=str)``, as other programs
+    can, too: use it to keep keys that such a program made.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class IdempotentProcessor:
 
     @property
     def once(self) -> Once | AsyncOnce:
-        """What keeps the keys, unless that is an ``IdempotencyStore``."""
+        """The ``Once`` or ``AsyncOnce``. Raises ``AttributeError`` if the store is an ``IdempotencyStore``."""
         if self._once is None:
             raise AttributeError("this processor has an IdempotencyStore, and no Once")
         return self._once
@@ -82,13 +82,13 @@ class IdempotentProcessor:
         return fingerprint(payload, exclude=self._exclude).partition(":")[2]
 
     def _print_of(self, payload: Any) -> str:
-        """Payloads of one key are the same; what the recipe calls the same need not be so to a fingerprint."""
+        """With ``key_recipe="json"``, the key itself: payloads with the same key may have different fingerprints."""
         return self.key_of(payload) if self._recipe == "json" else fingerprint(payload, exclude=self._exclude)
 
     def process(self, payload: Any) -> Any:
-        """A :class:`ProcessingRecord` (to be awaited when the function is async).
+        """Process the payload, or replay its result: a :class:`ProcessingRecord`, awaitable if the function is async.
 
-        An exception of the function is logged, propagates and leaves nothing behind: the next delivery tries again.
+        An exception of the function is logged and raised, and nothing is stored: the next delivery tries again.
         """
         return self._process_async(payload) if self._async else self._process_now(payload)
 
@@ -111,7 +111,7 @@ class IdempotentProcessor:
         return ProcessingRecord(result.value, result.replayed, result.key)
 
     def _logging(self, invoke: Invoke, payload: Any) -> Invoke:
-        """``invoke`` that logs a failure: the error's type, the key and the scope, never the payload."""
+        """An ``invoke`` that logs a failure: the error's type, the key and the scope, never the payload."""
 
         async def call(function: Callable[[], Any]) -> Any:
             try:
@@ -127,7 +127,7 @@ class IdempotentProcessor:
 
 
 def _is_store(given: object) -> bool:
-    """Whether this is where results are kept, and not the function that makes them."""
+    """Whether the argument is a store, not the function."""
     return isinstance(given, IdempotencyStore | Once | AsyncOnce | str) or not callable(given)
 
 

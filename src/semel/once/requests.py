@@ -1,4 +1,4 @@
-"""What a caller asks for, checked before it goes anywhere."""
+"""Requests of callers to the engine, and the claim that the current work runs under."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Door: TypeAlias = Literal["function", "message", "http"]
 
 
 class CallRequest(Struct):
-    """One piece of work: under which key, by which policy, what its outcome is called, and where it came in.
+    """One piece of work: its key, its policy, the kind of its outcome, and how it was called (``door``).
 
-    Events are counted by ``door`` and by ``label``, where the scope itself has too many values to count by.
+    Events are counted by ``door`` and by ``label``, which replaces a scope that has too many values to count by.
     """
 
     key: str
@@ -37,18 +37,18 @@ class CallRequest(Struct):
 
 
 current: ContextVar[tuple[Claim, Codec]] = ContextVar("semel_current_claim")
-"""The claim that the running work is done under, and the codec for its value."""
+"""The claim that the current work runs under, and the codec for its value."""
 
 
 def codec_for(claim: Claim) -> Codec:
-    """The codec of the work that runs under this claim, if it runs here."""
+    """The codec of the work under this claim if it is the current work; otherwise the plain one."""
     own, codec = current.get((None, PLAIN))
     same = own is not None and (own.scope, own.key, own.fence) == (claim.scope, claim.key, claim.fence)
     return codec if same else PLAIN
 
 
 def as_claim(given: object) -> Claim:
-    """The claim, if it is one."""
+    """The argument, if it is a claim. Raises :class:`InvalidRequest` for anything else."""
     if isinstance(given, Claim):
         return given
     hint = "pass its .claim" if isinstance(given, Granted) else "a Granted verdict has it as .claim"
@@ -56,14 +56,14 @@ def as_claim(given: object) -> Claim:
 
 
 class _Attempts:
-    """Names for attempts: unique over processes, and cheap."""
+    """Names for attempts: unique across processes, and cheap to make."""
 
     def __init__(self) -> None:
         self.after_fork()
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """A child must not go on with its parent's names."""
+        """A child must not reuse its parent's names."""
         self._origin = secrets.token_hex(8)
         self._count = count(1)
 

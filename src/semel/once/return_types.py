@@ -1,8 +1,8 @@
-"""What a function's return annotation names is stored and replayed as that type.
+"""Stores and replays values as the types that a function's return annotation names.
 
-Known are dataclasses, msgspec structs, pydantic models, enums, named tuples, and containers and unions of them,
-besides all that can be stored anyway. Objects are stored field by field, and made again from their fields without
-being validated: what is replayed is what was returned. An annotation that can never be stored is refused.
+Supported are dataclasses, msgspec structs, pydantic models, enums, named tuples, and containers and unions of them,
+besides all that can be stored without an annotation. Objects are stored field by field, and made again from their
+fields without validation: what is replayed is what was returned. An annotation that can never be stored is refused.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ReturnType(Codec):
         self._hint = hint
 
     def fitted(self, value: Any) -> Any:
-        """Plain data, given by hand for work whose owner vanished, as what the function returns."""
+        """Plain data, given to ``resolve`` for a vanished owner, converted to the function's return type."""
         try:
             if any(_is_pydantic(kind) for kind in self._shapes):
                 return sys.modules["pydantic"].TypeAdapter(self._hint).validate_python(value)
             return msgspec.convert(value, self._hint, strict=False, dec_hook=_unconverted)
-        except Exception as error:  # whatever a user's class raises while it is made
+        except Exception as error:  # a user's class may raise anything while it is made
             raise OutcomeGone(
                 "this work was done and will not be done again, but the value that it was resolved with does not fit "
                 f"what the function returns ({error}); forget the key, or catch this"
@@ -55,7 +55,7 @@ _known: WeakKeyDictionary[Any, Codec] = WeakKeyDictionary()
 
 
 def codec_of(function: Callable[..., Any]) -> Codec | None:
-    """The codec for what the function returns; None when its annotation names what is not defined (yet).
+    """The codec for the function's return value; None if its annotation names something that is not defined (yet).
 
     Raises :class:`InvalidRequest` for an annotation that can never be stored.
     """
@@ -101,7 +101,7 @@ def _annotations(function: Any) -> Mapping[str, Any]:
 
 
 def _resolved(function: Any) -> Any:
-    """The return annotation alone: what its parameters are called may be known to type checkers only."""
+    """The return annotation alone: the parameters' types may be known to type checkers only."""
 
     def returns() -> None: ...
 
@@ -110,7 +110,7 @@ def _resolved(function: Any) -> Any:
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    """The local names that the function uses: a class that it returns may be one of them."""
+    """The variables of the function's closure: a class that it returns may be one of them."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -121,7 +121,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Walks over an annotation and gathers the classes that it names, with those of their fields."""
+    """Collects the classes that an annotation names, and those of their fields."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.shapes: dict[type, Shape] = {}
@@ -165,7 +165,7 @@ class _Reader:
             return [(name, field.annotation) for name, field in kind.model_fields.items()]
         try:
             hints = typing.get_type_hints(kind, localns=self._names)
-        except (NameError, TypeError):  # known to type checkers only: what is in them will show
+        except (NameError, TypeError):  # known to type checkers only: the values are checked when they are stored
             return []
         own = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else hints.keys()
         return [(name, hint) for name, hint in hints.items() if name in own and get_origin(hint) is not ClassVar]
@@ -195,7 +195,7 @@ _AWAITED = (Awaitable, Coroutine)
 
 
 def _way(kind: Any) -> tuple[Callable[[Any], list[Any]], Callable[..., Any]] | None:
-    """How objects of a class are taken apart and made again; None for a class that is not known."""
+    """How objects of a class are taken apart and made again; None for a class that is not supported."""
     if issubclass(kind, Enum):
         return (lambda member: [member.value]), kind
     if _is_pydantic(kind):
@@ -210,12 +210,12 @@ def _way(kind: Any) -> tuple[Callable[[Any], list[Any]], Callable[..., Any]] | N
 
 
 def _may_be_plain(kind: type) -> bool:
-    """Whether something that can be stored is of this kind, as a list is a Sequence."""
+    """Whether a type that can be stored is a subclass of this one, as a list is of Sequence."""
     if kind in (Any, msgspec.UnsetType):
         return True
     try:
         return any(issubclass(plain, kind) for plain in PLAIN_TYPES)
-    except TypeError:  # a protocol that cannot tell
+    except TypeError:  # a protocol that does not support issubclass
         return True
 
 
@@ -225,10 +225,10 @@ def _is_pydantic(kind: type) -> bool:
 
 
 def _adapted(kind: type) -> tuple[Callable[[Any], list[Any]], Callable[..., Any]] | None:
-    """The same for a class that only pydantic knows, such as a URL."""
+    """As :func:`_way`, for a class that only pydantic can convert, such as a URL."""
     try:
         adapter = sys.modules["pydantic"].TypeAdapter(kind)
-    except Exception:  # noqa: BLE001 -- pydantic has many ways to say that it cannot
+    except Exception:  # noqa: BLE001 -- pydantic raises many types of errors here
         return None
 
     def parts(value: Any) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The law of claims, as pure functions: what a request meets, given the record and the store's time.
+"""The rules of claims, as pure functions of the request, the record and the store's time.
 
-Every store answers by :func:`judge`; a store only decides how to make "look, then write" one atomic step.
+Every store decides by :func:`judge`; only how "read, then write" becomes one atomic step is up to the store.
 
 ::
 
@@ -17,7 +17,7 @@ from semel.types import Claim, Granted, InFlight, Mismatch, Reason, Record, Repl
 
 
 def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | Reason:
-    """The verdict, or, where the request may have the key, the reason why it may."""
+    """The verdict; or, if the request may have the key, the reason why."""
     if record is None or record.state == "released":
         return "absent"
     if gone(record, now):
@@ -44,15 +44,15 @@ def judge(record: Record | None, request: ClaimRequest, now: int) -> Verdict | R
 
 
 def gone(record: Record, now: int) -> bool:
-    """True when the record's time is over."""
+    """Whether the record's time is over."""
     return now > end_of(record)
 
 
 def end_of(record: Record) -> int:
-    """The last microsecond at which the record is there, if nothing happens to it until then.
+    """The last microsecond at which the record exists, if nothing happens to it until then.
 
-    That is when its retention ends. Work that outlasts its retention, or an owner that vanished while it did, is
-    remembered for another retention after its lease.
+    That is the end of its retention. A claim whose lease ends after its retention is kept for one more retention after
+    its lease, whether its owner still works or has vanished.
     """
     if record.state == "claimed" and record.lease_until_us > record.expires_us:
         return record.lease_until_us + record.expires_us - record.created_us
@@ -60,14 +60,15 @@ def end_of(record: Record) -> int:
 
 
 def live(record: Record, now: int) -> bool:
-    """True while an owner's lease protects the record."""
+    """Whether an owner's lease protects the record."""
     return record.state == "claimed" and now < record.lease_until_us
 
 
 def rewind(record: Record | None, now: int) -> bool:
-    """True where the lease had more time left than it was given, since the store's clock went back: now it has not.
+    """Shorten a lease that has more time left than it was given, because the store's clock was set back.
 
-    Every claim does this with what it meets, before it is judged, so that nobody waits longer than a lease.
+    Returns True if the lease was changed. Every claim does this to the record that it meets, before it is judged, so
+    that nobody waits longer than a lease.
     """
     if record is None or record.state != "claimed" or record.lease_until_us <= now + record.lease_us:
         return False
@@ -76,9 +77,9 @@ def rewind(record: Record | None, now: int) -> bool:
 
 
 def differs(recorded: str, asked: str) -> bool:
-    """True when both are known, were made by the same version of the algorithm, and are not the same.
+    """Whether both fingerprints are known, were made by the same version of the algorithm, and are not equal.
 
-    Fingerprints of two versions cannot be compared, so the key alone decides while both are in flight.
+    Fingerprints of two versions cannot be compared, so the key alone decides while both versions are in use.
     """
     if recorded == asked or not recorded or not asked:
         return False
@@ -91,7 +92,7 @@ def _version(fingerprint: str) -> str:
 
 
 def grant(request: ClaimRequest, previous: Record | None, reason: Reason, fence: int, now: int) -> Record:
-    """The record that a granted request writes. ``previous`` is what was there, gone or abandoned."""
+    """The record that a granted request writes. ``previous`` is the gone or abandoned record that it replaces."""
     record = Record(
         request.scope,
         request.key,
@@ -113,9 +114,7 @@ def grant(request: ClaimRequest, previous: Record | None, reason: Reason, fence:
 def finish(record: Record, done: OutcomeData, now: int) -> None:
     """Write the outcome into a claimed record."""
     if not record.created_us <= now <= record.expires_us:
-        record.expires_us += (
-            now - record.created_us
-        )  # no outcome is born expired, nor kept for longer than it was asked
+        record.expires_us += now - record.created_us  # no outcome is expired at once, nor kept longer than requested
     record.state = "completed"
     record.completed_us = now
     record.kind = done.kind
@@ -124,13 +123,13 @@ def finish(record: Record, done: OutcomeData, now: int) -> None:
 
 
 def fingerprint_for(request: ClaimRequest, previous: Record | None, reason: Reason) -> str:
-    """What the new record is compared by; who takes over without a fingerprint keeps the one that was there."""
+    """The new record's fingerprint. A request without one that takes over keeps the previous owner's."""
     inherited = previous.fingerprint if previous is not None and reason == "abandoned" else ""
     return request.fingerprint or inherited
 
 
 def granted(request: ClaimRequest, previous: Record | None, reason: Reason, fence: int, now: int) -> Granted:
-    """The verdict for a request whose record, as :func:`grant` would make it, a store has just written."""
+    """The verdict for a request whose record a store has just written as :func:`grant` would make it."""
     claim = Claim(
         request.scope,
         request.key,

@@ -1,4 +1,4 @@
-"""What happened, counted by scope: never by key, so that the labels stay few."""
+"""Counts of events by scope, never by key, so that there are few labels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OTHERS = "(other)"
 """The scope under which events are counted once there are too many scopes."""
 
 Hook: TypeAlias = "Callable[[Event], None]"
-"""Hears what happens to keys. With an attribute ``sample_every`` (seconds) it also hears of the store: how long each
-answer took, and every so often what it holds."""
+"""Called with every event of a key. With an attribute ``sample_every`` (seconds) it is also called with events of the
+store: how long each reply took, and at that interval how many keys it holds."""
 
 _log = logging.getLogger("semel")
 _LEVELS = {
-    "hit": logging.DEBUG,  # of a message: INFO, since it is skipped
+    "hit": logging.DEBUG,  # INFO for a message, since it is skipped
     "miss": logging.DEBUG,
     "conflict": logging.INFO,
     "collision": logging.INFO,
@@ -34,13 +34,13 @@ _LEVELS = {
 
 
 class Event(Struct, frozen=True):
-    """One thing that happened; for logs and metrics. Never holds a payload or a value.
+    """One event, for logs and metrics. Never holds a payload or a result.
 
-    To a key: ``name`` is ``hit``, ``miss``, ``conflict`` (another fingerprint), ``collision`` (in flight) or
-    ``unknown``; ``reason`` tells misses apart: ``absent``, ``expired`` or ``abandoned``. ``door`` is where it came in
-    (``function``, ``message``, ``http``), and ``label`` the scope's name to count by.
+    Of a key: ``name`` is ``hit``, ``miss``, ``conflict`` (another fingerprint), ``collision`` (in flight) or
+    ``unknown``; the ``reason`` of a miss is ``absent``, ``expired`` or ``abandoned``. ``door`` is how the call was made
+    (``function``, ``message``, ``http``), and ``label`` is the scope's name to count by.
 
-    To the store: ``cleanup`` (``value`` keys removed), ``store`` (its answer to the verb in ``reason`` took ``value``
+    Of the store: ``cleanup`` (``value`` keys removed), ``store`` (its reply to the verb in ``reason`` took ``value``
     seconds) and ``held`` (it holds ``value`` keys in the state in ``reason``).
     """
 
@@ -63,7 +63,7 @@ class Counts(Struct):
     unknown: int = 0
 
     def add(self, name: str, reason: str, number: int) -> None:
-        """Count so many events of this name."""
+        """Add ``number`` events of this name."""
         match name:
             case "hit":
                 self.hits += number
@@ -78,7 +78,7 @@ class Counts(Struct):
 
     @property
     def calls(self) -> int:
-        """Claims that met a verdict on new work or an outcome."""
+        """Hits and misses: calls that were replayed or worked."""
         return self.hits + sum(self.misses.values())
 
     @property
@@ -90,12 +90,12 @@ class Counts(Struct):
 
     @property
     def hit_rate_is(self) -> Literal["good", "fair", "to be looked at"]:
-        """How a middleware for retried requests judges it: good above 80 %, to be looked at below 50 %."""
+        """The rating for retried HTTP requests: good above 80 %, to be looked at below 50 %."""
         return "good" if self.hit_rate > 0.8 else "fair" if self.hit_rate >= 0.5 else "to be looked at"
 
 
 class Stats(Struct, frozen=True):
-    """What the store holds, and what happened here since ``since`` seconds ago."""
+    """What the store holds, and the events that this process counted in the last ``since`` seconds."""
 
     held: Held
     scopes: dict[str, Counts]
@@ -104,15 +104,15 @@ class Stats(Struct, frozen=True):
     doors: dict[tuple[str, str], Counts] = {}
     """The same by door and scope: ``stats.doors["http", "http"]``."""
     low_replay_rate: float | None = None
-    """The share of replays below which requests over HTTP are warned of; None: never."""
+    """The share of replays below which there is a warning about HTTP requests; None: no warning."""
 
     @property
     def warnings(self) -> list[str]:
-        """What an operator should look at."""
+        """Messages about what an operator should look at."""
         return [said for _, said in self.findings()]
 
     def findings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
-        """The warnings, each with what it is about: its kind, the door and the scope."""
+        """The warnings, each with its kind, door and scope."""
         for (door, scope), counts in self.doors.items():
             for kind, said in _findings(door, counts, self.since, self.low_replay_rate):
                 yield (kind, door, scope), f"{scope}: {said}"
@@ -133,10 +133,10 @@ def _findings(door: str, counts: Counts, since: float, low: float | None) -> Ite
 
 
 class StatsCounter:
-    """Adds up the events and tells those who listen.
+    """Counts the events and calls the hooks.
 
-    Beyond ``most_scopes`` scopes the rest is counted together, so memory stays bounded. Clients that seldom retry have
-    few replays and are healthy: a low rate is warned of only where ``low_replay_rate`` says what is low.
+    Scopes beyond the first ``most_scopes`` are counted together, so memory is bounded. Clients that seldom retry have
+    few replays and are healthy: a low rate is a warning only if ``low_replay_rate`` is set.
     """
 
     def __init__(
@@ -160,9 +160,9 @@ class StatsCounter:
         self._warned: dict[tuple[str, str, str], object] = {}
 
     def add_hook(self, hook: Hook) -> float | None:
-        """Tell the hook of every event from now on, once however often it is given.
+        """Call the hook for every event from now on. Adding it again changes nothing.
 
-        Answers how often it wants to know what the store holds.
+        Returns its ``sample_every``: the seconds between two samples of the store, or None.
         """
         given: object = hook
         if not callable(given) or iscoroutinefunction(given):
@@ -174,10 +174,10 @@ class StatsCounter:
                 self._meters.append(hook)
         return every
 
-    def note(  # noqa: PLR0917 -- called for every call of every function, and names cost
+    def note(  # noqa: PLR0917 -- called for every call of every function, and keywords cost time
         self, name: str, scope: str, key: str, reason: str = "", door: str = "function", label: str = ""
     ) -> None:
-        """Something happened to a key."""
+        """Count, log and report an event of a key."""
         label = label or scope
         try:
             self._tally[name, door, label, reason] += 1
@@ -195,23 +195,23 @@ class StatsCounter:
         self._tally[place] = self._tally.get(place, 0) + 1
 
     def cleaned(self, removed: int) -> None:
-        """The collector removed so many keys."""
+        """Count and report keys that the collector removed."""
         self.purged += removed
         if removed:
             self._tell(self._hooks, Event("cleanup", value=removed))
 
     def took(self, verb: str, seconds: float) -> None:
-        """The store answered."""
+        """Report how long the store's reply took."""
         if self._meters:
             self._tell(self._meters, Event("store", reason=verb, value=seconds))
 
     def holds(self, held: Held) -> None:
-        """The store was looked through."""
+        """Report a sample of what the store holds."""
         for state, number in asdict(held).items():
             self._tell(self._meters, Event("held", reason=state, value=number))
 
     def snapshot(self, held: Held) -> Stats:
-        """Everything so far."""
+        """All counts so far."""
         doors: dict[tuple[str, str], Counts] = {}
         scopes: dict[str, Counts] = {}
         for (name, door, label, reason), number in sorted(self._tally.copy().items()):
@@ -220,7 +220,7 @@ class StatsCounter:
         return Stats(held, scopes, self.purged, self._clock() - self._started, doors, self._low_replay_rate)
 
     def warn(self) -> None:
-        """Say in the log what an operator should look at: once, until it is over and begins anew."""
+        """Log each warning once; again only if it was over in between."""
         found = dict(self.snapshot(Held()).findings())
         mine = object()
         for about, said in found.items():
@@ -235,11 +235,11 @@ class StatsCounter:
         for hook in hooks:
             try:
                 hook(event)
-            except Exception as error:  # noqa: BLE001 -- whatever a hook does, it must not break the work it hears of
+            except Exception as error:  # noqa: BLE001 -- a hook must not break the work that it is called for
                 self._complain(hook, error)
 
     def _complain(self, hook: Hook, error: Exception) -> None:
-        """Log the hook's failure; the same kind of it only once, since it would come with every event."""
+        """Log the hook's failure; each type of error only once, since it could come with every event."""
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         if (id(hook), kind) not in self._complained:
             self._complained.add((id(hook), kind))
@@ -248,14 +248,14 @@ class StatsCounter:
 
 
 class Scopes:
-    """The names to count by: the first so many that come are known, the rest is counted together."""
+    """The labels to count by: the first ``most`` are counted each, the rest together."""
 
     def __init__(self, most: int = MOST_SCOPES) -> None:
         self._most = most
         self._known: set[str] = set()
 
     def known(self, label: str) -> str:
-        """The name itself, or ``(other)``."""
+        """The label itself, or ``(other)``."""
         if label in self._known:
             return label
         if len(self._known) >= self._most:

@@ -1,4 +1,4 @@
-"""Wakes those who wait for a key: rung by this process when it ends a claim, and by the store for others."""
+"""Wakes callers that wait for a key: this process notifies when it ends a claim, the store for other processes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from semel._concurrency.runtime import Signal
 
 
 class Waiters:
-    """Signals by key. Ringing for a key that nobody waits for costs a look into an empty dict."""
+    """Signals by key. Notifying is cheap while nobody waits: it checks that a dict is empty."""
 
     def __init__(self) -> None:
         self.after_fork()
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The waiters stayed in the parent."""
+        """The waiting threads exist only in the parent."""
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, str], list[Signal]] = {}
 
     @contextmanager
     def waiting(self, scope: str, key: str, signal: Signal) -> Iterator[None]:
-        """While inside, ``signal`` is set whenever the key's claim may have ended."""
+        """Inside the context, ``signal`` is set whenever the key's claim may have ended."""
         with self._lock:
             self._waiting.setdefault((scope, key), []).append(signal)
         try:
@@ -37,7 +37,7 @@ class Waiters:
                     del self._waiting[scope, key]
 
     def notify(self, scope: str, key: str) -> None:
-        """Wake everyone who waits for the key."""
+        """Wake all callers that wait for the key."""
         if self._waiting:
             with self._lock:
                 signals = list(self._waiting.get((scope, key), ()))

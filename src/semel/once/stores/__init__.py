@@ -1,4 +1,4 @@
-"""From what the user names (a URL, an engine, a client, a store) to a store."""
+"""Opens a store from what the user gives: a URL, an engine, a client, or a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_store(
     retry_for: float = 5.0,
     **options: Any,
 ) -> Store:
-    """The store behind ``target``; ``awaited`` for an event loop. Connects when first used."""
+    """The store for ``target``, async if ``awaited``. It connects when first used."""
     checked_pool(pool)
     if pool is not None and not isinstance(target, str):
         raise InvalidRequest(
@@ -83,7 +83,7 @@ def _postgres(url: URL, awaited: bool, clock: Clock | None, pool: int | None) ->
 
 
 def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
-    """A user's engine: its PostgreSQL pool is shared; a SQLite file is opened anew, with semel's own settings."""
+    """The store for a user's engine: shares its PostgreSQL pool, but opens a SQLite file with semel's own settings."""
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from semel.db.asyncio import AsyncDatabase
@@ -130,7 +130,7 @@ def _only(options: dict[str, Any], *known: str, kind: str) -> None:
 
 
 def join(store: Store, session: Any) -> tuple[Store, bool]:
-    """The same kind of store inside the user's own transaction, and whether it must be awaited."""
+    """The same kind of store inside the user's own transaction, and whether it is async."""
     from semel.db.transaction import UserTransaction
     from semel.once.stores.postgres import PostgresStore
 

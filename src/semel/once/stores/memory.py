@@ -1,4 +1,4 @@
-"""Keys in this process's memory: the fastest store, the oracle of the tests; gone when the process ends."""
+"""Keys in this process's memory: the fastest store, and the reference in tests. Lost when the process ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _wall_clock() -> int:
 
 
 class MemoryStore:
-    """Shared by the threads and event loops of one process. Everything happens under one short lock."""
+    """A store for the threads and event loops of one process. Every verb runs under one short lock."""
 
     coalesce = False
     expires_itself = False
@@ -49,7 +49,7 @@ class MemoryStore:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """Another thread may have held the lock at the moment of the fork; in the child nobody would free it."""
+        """Another thread may have held the lock during the fork; in the child nobody would release it."""
         self._lock = threading.Lock()
 
     async def open(self) -> None:
@@ -77,9 +77,9 @@ class MemoryStore:
         return judge(record, request, now)
 
     def _file(self, record: Record, end: int) -> None:
-        """Note, to the second, when something about the record may end next; the collector looks there.
+        """File the record under the second in which it, or its value, may end next, for the collector.
 
-        Entries of records that were released or replaced meanwhile are dropped before they are more than the rest.
+        Entries of records that were released or replaced meanwhile are dropped before they outnumber the others.
         """
         if record.value_until_us is not None and record.data is not None and record.value_until_us < end:
             end = record.value_until_us
@@ -102,7 +102,7 @@ class MemoryStore:
     def mark(
         self, scope: str, key: str, data: bytes, ttl_us: int, value_ttl_us: int | None
     ) -> Verdict | Reason | Literal["seen"]:
-        """Claim and complete in one step, straight away: there is no round trip here that others could share."""
+        """Claim and complete in one step, without a request: there is no round trip to share."""
         with self._lock:
             now = self._clock()
             records = self._scopes.get(scope)
@@ -249,7 +249,7 @@ class MemoryStore:
         return Held(**count)
 
     def watch(self, ring: OnReleased) -> None:
-        """Nobody outside of this process can end a claim."""
+        """Does nothing: no other process can end a claim."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

@@ -1,11 +1,11 @@
 """Keys in PostgreSQL: durable, shared by every host that reaches the database, on the database's clock.
 
 Each statement takes a whole batch as arrays and commits by itself. A claim inserts first, since most keys are new.
-What met an existing row is read in a **second** statement (the first one's snapshot cannot see a row that was
-committed meanwhile), judged by the rules, and, where it may be had, taken by compare-and-set on what was read.
+Rows that exist already are read in a **second** statement (the first one's snapshot cannot see a row that was
+committed meanwhile), judged by the rules, and, if they may be taken, updated by compare-and-set on what was read.
 
-No two batches deadlock: what waits for locks takes them in the order of the keys, and every other statement skips the
-rows that someone has locked.
+No two batches deadlock: a statement that waits for locks takes them in the order of the keys, and every other
+statement skips locked rows.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _log = logging.getLogger("semel.listener")
 
 CHANNEL = "semel"
 SEPARATOR = "\x1f"
-"""Between scope and key in a notification; neither can hold a control character."""
+"""Between scope and key in a notification; neither can contain a control character."""
 
 _ROUNDS = 20
 
 Terms: TypeAlias = dict[str, Any]
-"""What every statement is told: the time, in tests, and how many milliseconds to wait for a lock ("": as set)."""
+"""Parameters of every statement: the time, in tests, and the milliseconds to wait for a lock ("": as configured)."""
 
-# A statement waits for a lock no longer than a fifth of a second: our own connections are set so, on a user's pool each
-# statement says so for itself, and a user's transaction keeps the user's settings.
+# A statement waits for a lock for a fifth of a second at most: semel's own connections are configured so, on a user's
+# pool each statement sets it for itself, and a user's transaction keeps the user's settings.
 _CLOCK = """clock AS MATERIALIZED (
   SELECT coalesce(CAST(:now AS bigint), (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS us,
          CASE WHEN CAST(:patience AS text) <> '' THEN set_config('lock_timeout', CAST(:patience AS text), true) END
@@ -79,13 +79,13 @@ _OUTCOME = {"kind": "text", "value": "bytea", "value_ttl": "bigint"}
 
 
 def _many(columns: dict[str, str]) -> str:
-    """A batch as rows ``r``, from an array for each column."""
+    """A batch as rows ``r``, from one array per column."""
     arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
     return f"unnest({arrays}) AS r({', '.join(columns)})"
 
 
 def _one(columns: dict[str, str]) -> str:
-    """A batch of one as the row ``r``: a caller who is alone does not pay for arrays."""
+    """A batch of one as the row ``r``: a lone caller does not pay for arrays."""
     return f"(SELECT {', '.join(f'CAST(:{name} AS {kind}) AS {name}' for name, kind in columns.items())}) AS r"
 
 
@@ -143,7 +143,7 @@ WHERE k.scope = held.scope AND k.key = held.key AND k.state = 'claimed'
 """)
 
 
-# The clock went back. Whoever has the row locked is its owner, or does the same.
+# The clock was set back. A locked row is skipped: its owner holds the lock, or another claim does the same update.
 _REWIND = text(f"""
 WITH {_CLOCK},
 held AS MATERIALIZED (
@@ -175,8 +175,8 @@ RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 
 _COMPLETE, _COMPLETE_ONE = _complete_from(_many(_OWNED | _OUTCOME)), _complete_from(_one(_OWNED | _OUTCOME))
 
-# A released row stays for a minute: a claim that drew its fence before this one's, and inserts after the row is gone,
-# would make the fence of the key go backwards.
+# A released row stays for a minute: otherwise a claim that drew its fence before this one's, and inserts after the row
+# is gone, would make the fence of the key go backwards.
 _RELEASE = text(f"""
 WITH {_CLOCK}
 UPDATE semel_keys k SET state = 'released', expires_us = least(k.expires_us, us + 60000000)
@@ -185,7 +185,7 @@ WHERE {_HOLDS}
 RETURNING k.scope, k.key, k.fence, {_NOTIFIED}
 """)
 
-# As a release, of what somebody else has or had.
+# Like a release, but of a record that somebody else owns or owned.
 _FORGOTTEN = (
     """state = 'released', value = NULL, value_until_us = NULL, expires_us = least(k.expires_us, us + 60000000)"""
 )
@@ -210,7 +210,7 @@ WHERE k.scope = doomed.scope AND k.key = doomed.key
 RETURNING {_NOTIFIED}
 """)
 
-# SKIP LOCKED: an owner that completes in its own open transaction must not hold up everyone's renewal.
+# SKIP LOCKED: an owner that completes in its own open transaction must not delay the renewals of all others.
 _RENEW = text(f"""
 WITH {_CLOCK},
 r AS MATERIALIZED (SELECT * FROM {_many({**_OWNED, "lease": "bigint"})}),
@@ -258,16 +258,16 @@ FROM semel_keys, clock GROUP BY 1
 
 
 HEARTBEAT = 5.0
-"""Seconds without a notification after which the listener asks whether the server is there."""
+"""Seconds without a notification after which the listener checks the connection."""
 _ANSWER, _CONNECTING = 3.0, 5.0
-"""Seconds that the server has for an answer, and for a new connection."""
+"""Seconds that the server has for a reply, and for a new connection."""
 
 
 def hearing(url: URL, greeting: str | None = None) -> Hear:
-    """LISTEN over psycopg, for the listener's thread. ``greeting`` is heard first: what came before was not.
+    """LISTEN over psycopg, for the listener's thread. ``greeting`` is yielded on connecting: earlier ones were missed.
 
-    A connection that only listens would never notice that its server is gone: nothing is sent, and nothing comes. So it
-    asks now and then.
+    A connection that only listens would never notice that its server is gone, since it sends nothing. So it sends a
+    query now and then.
     """
     address = url.set(drivername="postgresql").render_as_string(hide_password=False)
     words: Any = {"application_name": "semel-listener", "connect_timeout": 5, **KEEPALIVE}
@@ -296,7 +296,7 @@ def hearing(url: URL, greeting: str | None = None) -> Hear:
 
 
 def _ask(conn: BoundedConnection, silent: float) -> None:
-    """Find out whether the server is still there."""
+    """Check that the server still replies."""
     try:
         with deadline(_ANSWER):
             conn.execute("SELECT 1")
@@ -310,7 +310,7 @@ def _ask(conn: BoundedConnection, silent: float) -> None:
 
 
 class PostgresStore:
-    """Over a blocking engine, an async one, or a user's own transaction."""
+    """A store over a blocking engine, an async one, or a user's own transaction."""
 
     coalesce = True
     expires_itself = False
@@ -331,13 +331,13 @@ class PostgresStore:
         self._ready = False
 
     def bound_to(self, database: Database) -> PostgresStore:
-        """The same keys inside someone's transaction."""
+        """The same keys inside a user's transaction."""
         twin = PostgresStore(database, self._clock)
         twin._ready = self._ready
         return twin
 
     async def open(self) -> None:
-        # Migrations are the operator's decision, so this only checks.
+        # The operator decides when to migrate, so this only checks.
         await self._database.read(migrate.require)
         self._ready = True
 
@@ -375,7 +375,7 @@ class PostgresStore:
         return cast("Held", await self._run(self._database.survey, _stats))
 
     def watch(self, ring: OnReleased) -> None:
-        """LISTEN on a connection of its own."""
+        """LISTEN on a separate connection."""
         if self._listener is not None:
             self._listener.start(CHANNEL, lambda payload: ring(*payload.split(SEPARATOR, 1)))
 
@@ -393,7 +393,7 @@ def _claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> 
     for _ in range(_ROUNDS):
         won = _insert(conn, [request for at, request in undecided.items() if at not in takeable], terms)
         if len(won) == len(requests):
-            return [won[request.attempt] for request in requests]  # all new, as most are
+            return [won[request.attempt] for request in requests]  # all keys are new, as most are
         if takeable:
             won |= _take(conn, [(undecided[at], *found) for at, found in takeable.items()], terms)
         verdicts |= {at: won[request.attempt] for at, request in undecided.items() if request.attempt in won}
@@ -417,9 +417,9 @@ def _judge(
     verdicts: dict[int, Verdict],
     terms: Terms,
 ) -> dict[int, tuple[Record, Reason]]:
-    """Read what stood in the way and decide what can be decided; answer the records that may be taken.
+    """Read the existing records, add the verdicts that are certain, and return the records that may be taken.
 
-    A record that was tried and has not changed is locked by a transaction that is still open: in flight.
+    A record that was tried and has not changed is locked by an open transaction: it is in flight.
     """
     if waiting := [request for request in undecided.values() if request.waiting]:
         conn.execute(_AWAIT, _places(waiting))
@@ -431,7 +431,7 @@ def _judge(
     for at, request in undecided.items():
         record = records.get((request.scope, request.key))
         if record is None or (request.scope, request.key) in promised:
-            continue  # removed since it stood in the way: insert again; or promised: judged after who came first
+            continue  # removed since: insert again; or promised to an earlier request: judge it in the next round
         answer = judge(record, request, record.now_us)
         if not isinstance(answer, str):
             verdicts[at] = answer
@@ -448,7 +448,7 @@ def _version(record: Record) -> tuple[int, str, int]:
 
 
 def _in_flight(request: ClaimRequest) -> InFlight:
-    """Someone holds the row in an open transaction; how long is not to be seen."""
+    """The verdict for a row that is locked by an open transaction; when that ends is not known."""
     return InFlight(min(1.0, request.lease_us / 1e6))
 
 
@@ -469,7 +469,7 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
 
 
 def _insert_around(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> dict[str, Verdict]:
-    """Some transaction sits on one of these keys: leave out what exists, insert the rest one by one.
+    """Insert while a transaction blocks one of these keys: leave out those that exist, insert the rest one by one.
 
     A key that cannot even be inserted alone is being claimed in a transaction that has not committed: in flight.
     """
@@ -497,7 +497,7 @@ def _take(conn: Connection, wanted: Sequence[tuple[ClaimRequest, Record, Reason]
 
 
 def _row(request: ClaimRequest) -> dict[str, Any]:
-    """The columns of a claim that is alone."""
+    """The columns of a single claim."""
     done = request.done
     return {
         "scope": request.scope,
@@ -547,7 +547,7 @@ def _ref(wanted: KeyRef | ClaimRequest | Owned) -> KeyRef:
 def _fenced(
     conn: Connection, statement: TextClause, requests: Sequence[Owned], terms: Terms, **columns: list[Any]
 ) -> dict[tuple[str, str, int], int]:
-    """Run a fenced change, in the order of the keys; answer whose fence held, and what the statement answered."""
+    """Run a fenced change, in the order of the keys. Returns the requests whose fence held, with the last column."""
     values: dict[str, Any] = {**_places(requests), "fence": [each.fence for each in requests], **columns}
     if statement is _COMPLETE and len(requests) == 1:
         statement, values = _COMPLETE_ONE, {name: column[0] for name, column in values.items()}
@@ -560,7 +560,7 @@ def _fenced(
 def _conflicts(
     conn: Connection, requests: Sequence[Owned], held: dict[tuple[str, str, int], int], terms: Terms
 ) -> dict[tuple[str, str], Record]:
-    """What there is instead, for the requests whose fence did not hold."""
+    """The present records of the requests whose fence did not hold."""
     return _read(conn, [each for each in requests if _name(each) not in held], terms)
 
 
@@ -571,9 +571,9 @@ def _renew(conn: Connection, requests: Sequence[Renew], terms: Terms) -> list[in
 
 
 def _still_leased(records: dict[tuple[str, str], Record], request: Renew) -> int | None:
-    """A row that someone has locked was not renewed: its owner, who completes in a transaction, has the lease it had.
+    """The end of a lease that was not renewed because its row is locked by the owner, who completes in a transaction.
 
-    If that is over, whoever holds the lock may be taking the key over.
+    None if that lease has ended: the holder of the lock may be taking the key over.
     """
     record = _owned_record(records, request)
     if record is None or record.state != "claimed" or record.lease_until_us <= record.now_us:
@@ -635,7 +635,7 @@ def _is_free(record: Record | None) -> bool:
 
 
 def _owned_record(records: dict[tuple[str, str], Record], request: Owned) -> Record | None:
-    """The record, if the request's fence is the one that holds or completed it."""
+    """The record, if the request's fence holds or completed it."""
     record = records.get((request.scope, request.key))
     return record if record is not None and not _is_free(record) and record.fence == request.fence else None
 

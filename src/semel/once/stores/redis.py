@@ -1,11 +1,11 @@
 """Keys in Redis: shared by every host that reaches it, on the server's clock; as durable as the server is configured.
 
-Each verb is one Lua script over a whole batch. A claim writes where nothing is; what met a record is judged here by
-the rules, and, where it may be had, written by the same script as a compare-and-set on what was read.
+Each verb is one Lua script over a whole batch. A claim writes records that do not exist. Existing records are judged
+here by the rules, and, if they may be taken, written by the same script as a compare-and-set on what was read.
 
 A key's record is a hash ``prefix:{bucket}:<length of scope>:<scope>:<key>``. All names in a bucket share a hash tag,
-and so a cluster slot, with the bucket's fence counter. The server drops records a minute after their end; the counter
-stays, and never falls behind the clock, so fences grow even over a server that lost its data.
+and so a cluster slot, with the bucket's fence counter. The server removes records a minute after their end. The counter
+stays, and is never behind the clock, so fences grow even if the server lost its data.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _encoder = msgpack.Encoder()
 _WILD, _ESCAPED = re.compile(r"([*?\[\]\\])"), r"\\\1"
 
 # Every script takes the records' names as KEYS; as ARGV the time (in tests), the channel, the batch in MessagePack, and
-# then the outcomes' values, since Redis' MessagePack knows no bytes. It answers the time, then one answer a request.
+# then the outcomes' values, since Redis' MessagePack has no bytes. It returns the time, then one answer per request.
 _START = """
 local now = tonumber(ARGV[1])
 if not now then
@@ -212,7 +212,7 @@ return answers
 
 
 class _Was(Struct):
-    """What a record must still be for a claim to replace it."""
+    """The state that a record must still have for a claim to replace it."""
 
     fence: int
     state: State
@@ -220,7 +220,7 @@ class _Was(Struct):
 
 
 class _Done(Struct):
-    """An outcome without its value, which travels beside it."""
+    """An outcome without its value, which is a separate argument."""
 
     kind: str
     value_ttl_us: int | None
@@ -251,11 +251,11 @@ class _Complete(Struct):
 
 
 HEARTBEAT = 5.0
-"""Seconds without a message after which the listener asks whether the server is there; it has as long to answer."""
+"""Seconds without a message after which the listener sends a PING; the server has as long to reply."""
 
 
 def hearing(client: Any) -> Hear:
-    """SUBSCRIBE, for the listener's thread; the client connects when it begins."""
+    """SUBSCRIBE, for the listener's thread. The client connects when that starts."""
 
     def hear(channel: str, stopped: Event) -> Iterator[str | None]:
         with client.pubsub() as subscription:
@@ -283,7 +283,7 @@ def hearing(client: Any) -> Hear:
 
 
 class RedisStore:
-    """Over a blocking client, an async one, or a cluster's."""
+    """A store over a blocking client, an async one, or a cluster's."""
 
     coalesce = True
     expires_itself = True
@@ -297,7 +297,7 @@ class RedisStore:
         listener: Listener | None = None,
         connect: Callable[[], Any] | None = None,
     ) -> None:
-        """``connect`` makes such a client anew, for a child process."""
+        """``connect`` makes another such client, for a child process or a new event loop."""
         if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
             raise InvalidRequest(f"the Redis prefix {prefix!r} must be some text without braces, wildcards or spaces")
         if client.get_encoder().decode_responses:
@@ -317,11 +317,11 @@ class RedisStore:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The parent's connections are the parent's, and a lost thread may have held a lock of their pool."""
+        """The connections belong to the parent, and a thread of the parent may have held a lock of their pool."""
         self._stale = True
 
     def _here(self) -> Any:
-        """The client, fit for this process and this loop."""
+        """The client of this process and event loop."""
         if self._clients is not None:
             return self._clients.here()
         if self._stale:
@@ -330,12 +330,12 @@ class RedisStore:
         return self._client
 
     def _another(self) -> Any:
-        """A client for a new event loop: the one that we were given, then others like it."""
+        """A client for a new event loop: first the one that was given, then others like it."""
         given, self._given = self._given, None
         return given if given is not None and not self._stale else self._renewed()
 
     def _renewed(self) -> Any:
-        """The same client with connections of its own. Of a cluster's that was given to us there is only one."""
+        """A client like the given one, with its own connections; a cluster's client that a user gave is used itself."""
         if self._connect is not None:
             return self._connect()
         if self._clustered:
@@ -367,7 +367,7 @@ class RedisStore:
                     verdict = judge(record, request, now)
                     if isinstance(verdict, str):
                         found[at] = (record, verdict)
-                        promised.add((request.scope, request.key))  # who came later is judged after this one
+                        promised.add((request.scope, request.key))  # later requests for it: in the next round
                     else:
                         verdicts[at] = verdict
             undecided = {at: request for at, request in undecided.items() if at not in verdicts}
@@ -412,7 +412,7 @@ class RedisStore:
         return [None if record is None or gone(record, record.now_us) else record for record in records]
 
     async def purge(self, limit: int) -> int:
-        # Redis drops most records by itself; this removes the rest.
+        # Redis removes most records by itself; this removes the rest.
         removed = 0
         async with aclosing(self._scan(limit)) as scan:
             async for found in scan:
@@ -435,7 +435,7 @@ class RedisStore:
         return Held(**count)
 
     async def _scan(self, size: int, scope: str | None = None) -> AsyncGenerator[list[KeyRef], None]:
-        """Every record under the prefix (in this scope), in lists of at most ``size``."""
+        """All keys under the prefix, or in this scope, in lists of at most ``size``."""
         place = "*:*" if scope is None else f"{len(scope)}:{_WILD.sub(_ESCAPED, scope)}:*"
         found: list[KeyRef] = []
         with translated():
@@ -448,7 +448,7 @@ class RedisStore:
             yield found
 
     def watch(self, ring: OnReleased) -> None:
-        """Subscribe on a connection of its own."""
+        """SUBSCRIBE on a separate connection."""
         if self._listener is not None:
             self._listener.start(self._channel, lambda name: ring(*name.split(SEPARATOR, 1)))
 
@@ -467,7 +467,7 @@ class RedisStore:
         names: Sequence[tuple[str, ...]],
         values: Sequence[bytes] = (),
     ) -> list[tuple[Any, int]]:
-        """Run a script over the batch: one call, or one for each bucket of a cluster. Answers carry the time."""
+        """Run a script over the batch: one call, or one per bucket in a cluster. Each answer comes with the time."""
         answers: list[tuple[Any, int]] = [(None, 0)] * len(names)
         now = "" if self._clock is None else self._clock()
         for group in self._groups(names):
@@ -481,7 +481,7 @@ class RedisStore:
         return answers
 
     def _groups(self, names: Sequence[tuple[str, ...]]) -> list[Sequence[int]]:
-        """What may go into one call: everything, or in a cluster what shares a slot."""
+        """The positions that go into one call each: all in one; or, in a cluster, those that share a slot."""
         if not self._clustered:
             return [range(len(names))] if names else []
         groups = defaultdict(list)
@@ -518,27 +518,25 @@ class RedisStore:
 
 
 async def _disconnect(client: Any) -> None:
-    """The event loop that the client's connections belong to ends, or the store is closed."""
+    """Close the client when its event loop ends or the store is closed."""
     with suppress(OSError, exceptions.RedisError):
         await client.aclose()
 
 
 def _abandon(client: Any) -> None:
-    """The event loop is closed, so nothing can be awaited in it any more; its sockets are still open."""
+    """Close the sockets of a client whose event loop is closed, so that nothing can be awaited any more."""
     pool = getattr(client, "connection_pool", None)
     for connection in list(getattr(pool, "_available_connections", ())):
         writer = getattr(connection, "_writer", None)
         if writer is not None:
             close_all(writer.transport)
-            abandoned_connections.append(
-                connection
-            )  # without its loop it could not even be forgotten without complaint
+            abandoned_connections.append(connection)  # its __del__ would warn without its loop
     if pool is not None:
         pool.reset()
 
 
 async def _each(names: Any) -> AsyncGenerator[bytes, None]:
-    """The names, whether the client is blocking or not."""
+    """The names, from a blocking or an async client."""
     if hasattr(names, "__aiter__"):
         async for name in names:
             yield name
@@ -596,7 +594,7 @@ def _record(flat: list[bytes], now: int) -> Record:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise semel's errors for the client's."""
+    """Raise semel's errors instead of the client's."""
     try:
         yield
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
@@ -610,14 +608,14 @@ def open_url(
 ) -> RedisStore:
     """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``.
 
-    ``timeout`` seconds are for a server that is silent. The client does not try again by itself: the engine does.
+    A server that is silent for ``timeout`` seconds counts as unavailable. The engine retries, not the client.
     """
     clustered = url.startswith(("redis+cluster:", "rediss+cluster:"))
     plain = url.replace("+cluster", "", 1) if clustered else url
     world: Any = redis.asyncio if awaited else redis
     kind = world.RedisCluster if clustered else world.Redis
     options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "socket_keepalive": True}
-    if not clustered:  # a cluster's client looks for the node that has the slot, which may have moved
+    if not clustered:  # a cluster's client must retry to find the node of a slot that moved
         options["retry"] = (redis.asyncio.retry if awaited else redis.retry).Retry(NoBackoff(), 0)
 
     def connect() -> Any:

@@ -1,7 +1,7 @@
 """Keys in a SQLite file: durable (synchronous=FULL), shared by the threads and processes of one host.
 
-A write transaction takes the file's one write lock at its first statement, so "look, then write" is atomic as it
-stands: every verb reads its keys, judges them as the memory store does, and writes what changed in one go.
+A write transaction takes the file's one write lock at its first statement, so "read, then write" is atomic: every verb
+reads its keys, judges them as the memory store does, and writes all changes together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COLUMNS = (
     "scope, key, fingerprint, state, fence, attempt, unknown, created_us, lease_us, lease_until_us, expires_us, "
     "completed_us, kind, value, value_until_us"
 )
-# The hot statements go to the driver as they are: to bind them by name would cost more than to run them.
+# The hot statements go to the driver as they are: binding by name would cost more than running them.
 _READ = (
     f"SELECT k.{_COLUMNS.replace(', ', ', k.')} FROM json_each(?) AS place CROSS JOIN semel_keys AS k "
     "ON k.scope = json_extract(place.value, '$[0]') AND k.key = json_extract(place.value, '$[1]')"
@@ -97,7 +97,7 @@ _COUNT = select(_STATUS, func.count()).group_by(_STATUS)
 
 
 class SqliteStore:
-    """Over a blocking database, one in a thread for an event loop, or a user's own transaction."""
+    """A store over a blocking database, one in a thread for an event loop, or a user's own transaction."""
 
     coalesce = True
     expires_itself = False
@@ -110,14 +110,14 @@ class SqliteStore:
         self._bound = False
 
     def bound_to(self, database: Database) -> SqliteStore:
-        """The same keys inside someone's transaction."""
+        """The same keys inside a user's transaction."""
         twin = SqliteStore(database, self._clock)
         twin.ready = self.ready
         twin._bound = True
         return twin
 
     async def open(self) -> None:
-        """Make the tables on the first start of an embedded file; see the contract."""
+        """Create the tables if they are missing."""
         await self._database.optimistic_write(migrate.bring_up)
         self.ready = True
 
@@ -126,7 +126,7 @@ class SqliteStore:
             await self.open()
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        # A key that is done or in flight is reported without waiting for the writer of the file.
+        # The verdict on a key that is done or in flight does not wait for the writer of the file.
         await self._prepare()
         if self._bound:
             return await self._database.write(_claim_writing, requests, self._clock)
@@ -153,7 +153,6 @@ class SqliteStore:
         return await self._database.write_many(_forget_scope, request, self._clock)
 
     async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
-        """See Together."""
         await self._prepare()
         if all(type(each) is ClaimRequest for each in requests):
             return await self._database.optimistic_write(_claim, cast("Sequence[ClaimRequest]", requests), self._clock)
@@ -172,7 +171,7 @@ class SqliteStore:
         return await self._database.read(_stats, self._clock())
 
     def watch(self, ring: OnReleased) -> None:
-        """A file cannot ring: waiters in other processes poll."""
+        """Does nothing: a file cannot notify, so waiters in other processes poll."""
 
     async def close(self) -> None:
         await self._database.close()
@@ -214,7 +213,7 @@ def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> 
 
 
 def _claim_writing(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
-    """Claim in a transaction that we did not begin: take the write lock before the first look."""
+    """Claim in a user's transaction: take the write lock before the first read."""
     _draw(conn, 0)
     return _claim(conn, requests, clock)
 
@@ -285,13 +284,13 @@ def _forget_scope(conn: Connection, request: ForgetScope, clock: Clock) -> int:
 
 
 def _all_changed(conn: Connection, statement: str, rows: list[tuple[Any, ...]]) -> bool:
-    """Whether all the rows' owners still held their keys, as nearly always."""
+    """Run the statement. True if it changed every row: all owners still held their keys, as nearly always."""
     changed: int = conn.exec_driver_sql(statement, rows).rowcount
     return changed == len(rows)
 
 
 def _found(conn: Connection, wanted: Sequence[Owned], now: int) -> list[Record | None]:
-    """What each one's key holds after the change."""
+    """The record of each request's key after the change; None if it is absent."""
     records = _read(conn, wanted)
     found = (records.get((each.scope, each.key)) for each in wanted)
     return [None if record is None or gone(record, now) else record for record in found]
