@@ -1,4 +1,4 @@
-"""What a key promises: how long it lives, what a duplicate meets, and what a failure leaves behind."""
+"""Policies of keys: how long a key is kept, what a duplicate gets, and what happens after a failure."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Frozen data; make a variant with ``policy.but(ttl=60)``. Times are seconds."""
+    """The rules for a key. Immutable; make a variant with ``policy.but(ttl=60)``. Times are seconds."""
 
     ttl: float = DAY
-    """Retention: how long the key is remembered, counted from the claim."""
+    """Retention: how long the key is kept, counted from the claim."""
 
     lease: float = MINUTE
-    """How long a claim is exclusive without a sign of life."""
+    """How long a claim is exclusive if it is not renewed."""
 
     value_ttl: float | None = None
     """How long the outcome's value is kept (a tombstone remains until ``ttl``); None: as long as the key."""
 
     in_flight: InFlightRule = "wait"
-    """What a duplicate does while the first call works: wait for its outcome, or fail at once."""
+    """What a duplicate does while the first call runs: wait for its outcome, or fail at once."""
 
     wait: float = MINUTE
-    """How long a waiting duplicate waits before it gives up with ``InProgress``."""
+    """How long a duplicate waits before it raises ``InProgress``."""
 
     on_error: ErrorRule = "release"
-    """A failed call gives its key back, or keeps the failure as the key's outcome."""
+    """After a failed call: release its key, or keep the failure as the key's outcome."""
 
     on_crash: CrashRule = "retake"
-    """An owner that vanished: the next caller works again, or meets ``Unknown`` until someone resolves it."""
+    """After an owner vanished: the next caller works again, or gets ``Unknown`` until someone resolves the key."""
 
     store_failure: FailureRule = "closed"
-    """When the store is down: refuse to work, or work without protection."""
+    """While the store is unavailable: refuse to work, or work without protection."""
 
     purge_every: float | None = None
     """Seconds between two clean-ups of expired keys; None: a tenth of ``ttl``, at most a minute."""
 
     cleanup_log: CleanupLog = "info"
-    """The level at which the number of cleaned keys is logged."""
+    """The level at which the number of removed keys is logged."""
 
     dialect: Dialect = "intake"
-    """Over HTTP: which keys are valid, how a refusal looks, and which responses count as failures."""
+    """Over HTTP: which keys are valid, the format of refusals, and which responses count as failures."""
 
     tombstone: TombstoneRule = "gone"
-    """Over HTTP: a key whose response is no longer stored answers 410 Gone or 409 Conflict."""
+    """Over HTTP: the status for a key whose response is no longer stored, 410 Gone or 409 Conflict."""
 
     max_response_bytes: int | None = 10 << 20
-    """Over HTTP: a larger response is delivered but not kept, and never made again; None: no limit."""
+    """Over HTTP: a larger response is sent but not stored, and the request is not run again; None: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("ttl", "lease", "wait"):
@@ -99,10 +99,10 @@ class Policy:
 
     @classmethod
     def intake(cls, ttl: float = HOUR) -> Policy:
-        """A POST endpoint: one hour, a duplicate in flight is a conflict, every response is kept, however large.
+        """For a POST endpoint: one hour, a duplicate in flight is a conflict, every response is kept, however large.
 
         The lease is a minute, renewed while the handler runs, so that a killed worker blocks its keys for a minute at
-        most; its document has no lease but the hour, which is ``Policy.intake().but(lease=3600)``.
+        most. The intake document has no lease but the hour: that is ``Policy.intake().but(lease=3600)``.
         """
         return cls(
             ttl=ttl,
@@ -114,12 +114,12 @@ class Policy:
 
     @classmethod
     def router(cls, idempotency_ttl_seconds: float = HOUR) -> Policy:
-        """Messages: one hour, expired entries cleaned every ``min(ttl / 10, 60)`` seconds, which is logged at debug."""
+        """For messages: one hour, expired keys removed every ``min(ttl / 10, 60)`` seconds and logged at debug."""
         return cls(ttl=checked_seconds("idempotency_ttl_seconds", idempotency_ttl_seconds), cleanup_log="debug")
 
     @classmethod
     def processor(cls) -> Policy:
-        """Any function: 24 hours, a duplicate waits for the first call's result."""
+        """For any function: 24 hours, a duplicate waits for the first call's result."""
         return cls(in_flight="wait")
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What keys and runs both stand on: threads and event loops, batches, retries, periodic tasks, forks."""
+"""What keys and runs share: threads and event loops, batches, retries, periodic tasks, forks."""

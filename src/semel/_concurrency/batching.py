@@ -1,7 +1,7 @@
-"""Coalescing: calls that arrive while a flush is under way gather and leave together in the next one.
+"""Batching: calls that arrive during a flush are collected and sent together in the next one.
 
-The first call of an idle batcher leaves at once, so nobody waits for company; under load the batches grow by
-themselves, and one statement (one round trip, one commit) serves hundreds of callers.
+The first call of an idle batcher is sent at once, so no call waits for others. Under load the batches grow, and one
+statement (one round trip, one commit) serves hundreds of callers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ B = TypeVar("B")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 Flush: TypeAlias = Callable[[Sequence[A], float], Awaitable[list[B]]]
-"""``flush(requests, began)``: send a batch; ``began`` is when its oldest call was made, by ``time.monotonic``."""
+"""``flush(requests, began)`` sends a batch; ``began`` is when its oldest call was made, by ``time.monotonic``."""
 
 LARGEST = 128
-"""Calls in a flush. More would save little, and of two groups one is at work here while the other's is in the store."""
+"""The most calls in a flush. More would save little, and with two groups one runs here while the store serves the
+other."""
 
 _STATE_OF_THE_STORE = (StoreUnavailable, NotMigrated, MissingExtra)
-"""Errors that say nothing of a single request: each of them would fail alone, too."""
+"""Errors that do not depend on a single request: each request would also fail alone."""
 
 _log = logging.getLogger("semel")
 
 
 class Failed:
-    """Stands in the place of an answer; ``error`` is raised by the one who asked."""
+    """Takes the place of an answer; the caller of that request raises ``error``."""
 
     __slots__ = ("error",)
 
@@ -45,14 +46,14 @@ class Failed:
 
 
 async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -> list[B | Failed]:
-    """Flush a batch; one request that fails takes none of its neighbours with it.
+    """Flush a batch so that a request that fails does not fail the others.
 
-    A batch that was refused for what it holds is halved until the request at fault stands alone. This is safe for
-    every verb: each of them may be sent twice.
+    A batch that is refused for its content is halved until the request at fault is alone. This is safe, since every
+    verb may be sent twice.
     """
     try:
         return [*await flush(requests, began)]
-    except Exception as error:  # noqa: BLE001 -- it goes to those whose requests it concerns
+    except Exception as error:  # noqa: BLE001 -- raised by the callers of the requests that failed
         if len(requests) == 1:
             return [Failed(error)]
         if isinstance(error, _STATE_OF_THE_STORE):
@@ -63,24 +64,24 @@ async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -
 
 
 def _own(error: Exception) -> Exception:
-    """The error for one of several callers: two threads that raise the same object would mix their tracebacks."""
+    """A copy of the error for one caller: threads that raise the same object would mix their tracebacks."""
     try:
         own = copy.copy(error)
-    except Exception:  # noqa: BLE001 -- a class of someone else's that cannot be made from its arguments
+    except Exception:  # noqa: BLE001 -- a foreign class that cannot be copied
         own = StoreUnavailable(f"{type(error).__name__}: {error}")
     own.__cause__ = error
     return own
 
 
 class Batcher(Protocol[A_contra, B_co]):
-    """One verb's queue to the store."""
+    """The queue of calls of one verb."""
 
     async def __call__(self, request: A_contra, /) -> B_co:
-        """Send one request, alone or in company, and give its answer."""
+        """Send one request, alone or in a batch, and return its answer."""
 
 
 class Unbatched(Generic[A, B]):
-    """No coalescing, for a store without round trips."""
+    """No batches, for a store without round trips."""
 
     def __init__(self, send: Callable[[Sequence[A]], Awaitable[list[B]]]) -> None:
         self._send = send
@@ -90,7 +91,7 @@ class Unbatched(Generic[A, B]):
 
 
 class AsyncioBatcher(Generic[A, B]):
-    """Coalesces tasks, those of each event loop by themselves; ``on_abandoned`` hears answers that nobody waits for."""
+    """Batches the calls of tasks, per event loop; ``on_abandoned`` is called with answers that nobody waits for."""
 
     def __init__(self, flush: Flush[A, B], on_abandoned: Callable[[B], Awaitable[None]] | None = None) -> None:
         self.flush = flush
@@ -102,12 +103,11 @@ class AsyncioBatcher(Generic[A, B]):
 
 
 class _AsyncioQueue(Generic[A, B]):
-    """Coalesces the tasks of one event loop.
+    """Batches the calls of one event loop.
 
-    A caller who is alone flushes its own call at once. In a crowd every flush begins a turn of the loop later, in a
-    task of its own: so all who are ready gather first, and a caller that is cancelled takes nobody with it. A
-    cancelled call is completed all the same (every verb may be sent twice), and ``on_abandoned`` is called with the
-    reply that nobody waits for any more.
+    A lone caller flushes its own call at once. Under load, every flush starts one iteration of the loop later, in its
+    own task: so all callers that are ready join it, and a caller that is cancelled does not cancel the others. A
+    cancelled call is still completed (every verb may be sent twice), and ``on_abandoned`` is called with its answer.
     """
 
     def __init__(self, batcher: AsyncioBatcher[A, B]) -> None:
@@ -139,11 +139,11 @@ class _AsyncioQueue(Generic[A, B]):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                await self._abandon(answer.result())  # it was answered and cancelled in the same turn of the loop
+                await self._abandon(answer.result())  # answered and cancelled in the same iteration of the loop
             raise
 
     def _go_on(self) -> None:
-        """After a flush: send what has gathered and is still wanted, or be idle."""
+        """After a flush: send the waiting calls that were not cancelled; become idle if there are none."""
         self._waiting = [each for each in self._waiting if not each[1].done()]
         if self._waiting:
             task = asyncio.get_running_loop().create_task(self._send())
@@ -177,7 +177,7 @@ class _AsyncioQueue(Generic[A, B]):
             self._go_on()
 
     async def _see_through(self, request: A) -> None:
-        """A cancelled flush may or may not have arrived: send it again, briefly, and give its answer to nobody."""
+        """Send a cancelled request again, for a second at most, as it may have arrived; then abandon its answer."""
         try:
             async with asyncio.timeout(1):
                 await self._abandon((await self._batcher.flush((request,), time.monotonic()))[0])
@@ -190,7 +190,7 @@ class _AsyncioQueue(Generic[A, B]):
 
 
 class _Call(Generic[A, B]):
-    """One thread's call: it sleeps on ``gate`` until its answer is there or it is told to lead."""
+    """One thread's call: waits on ``gate`` until it has its answer or must lead a batch."""
 
     __slots__ = ("answer", "began", "error", "gate", "last", "leads", "next", "request")
 
@@ -205,12 +205,12 @@ class _Call(Generic[A, B]):
 
 
 class ThreadBatcher(Generic[A, B]):
-    """Coalesces the calls of a process's threads. A caller who is alone flushes its own call at once.
+    """Batches the calls of a process's threads. A lone caller flushes its own call at once.
 
-    Those who come meanwhile wait, and the first of them then leads: it flushes one batch, which holds its own call, so
-    no thread works for the others forever. Those it served wake one another, and the last of them hands the lead to the
-    first who waits by then: a new leader at work among the waking would be one more to fight for the interpreter, and
-    its batch would be small.
+    Callers that arrive meanwhile wait, and the first of them becomes the leader: it flushes one batch, which includes
+    its own call, so no thread works for the others forever. The callers of the batch wake one another, and the last one
+    makes the first caller that waits by then the leader. A leader that started earlier would compete with the waking
+    threads for the interpreter, and its batch would be small.
     """
 
     def __init__(self, flush: Flush[A, B]) -> None:
@@ -219,7 +219,7 @@ class ThreadBatcher(Generic[A, B]):
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """Start idle: the threads that were waiting exist only in the parent."""
+        """Start idle: the waiting threads exist only in the parent."""
         self._lock = threading.Lock()
         self._waiting: list[_Call[A, B]] = []
         self._led = False
@@ -248,7 +248,7 @@ class ThreadBatcher(Generic[A, B]):
     def _await_turn(self, call: _Call[A, B]) -> None:
         try:
             call.gate.acquire()
-        except BaseException:  # KeyboardInterrupt: leave, but not the others without their wake-up call
+        except BaseException:  # KeyboardInterrupt: leave, but wake the others first
             with self._lock:
                 waits = call in self._waiting
                 if waits:
@@ -263,7 +263,7 @@ class ThreadBatcher(Generic[A, B]):
         self._pass_on(call)
 
     def _pass_on(self, call: _Call[A, B]) -> None:
-        """Each one wakes the next, never all at once."""
+        """Wake the next caller of the batch: one after the other, never all at once."""
         if call.next is not None:
             call.next.gate.release()
         elif call.last:
@@ -278,7 +278,7 @@ class ThreadBatcher(Generic[A, B]):
             answers = run_sync(
                 flush_apart(self._flush, [call.request for call in batch], min(call.began for call in batch))
             )
-        except BaseException as error:  # noqa: BLE001 -- raised by each caller in its own thread
+        except BaseException as error:  # noqa: BLE001 -- every caller raises in its own thread
             for call in others:
                 call.error = StoreUnavailable(f"interrupted by {error!r}; try again")
             own.error = error

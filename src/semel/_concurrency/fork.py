@@ -1,4 +1,4 @@
-"""What must not be shared with a forked child: locks that a vanished thread held, and the parent's connections."""
+"""Forks: a child must not use locks that the parent's threads held, nor the parent's connections."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from weakref import WeakSet
 
 
 class Forkable(Protocol):
-    """Something that knows how to start anew in a child process."""
+    """An object that can start anew in a child process."""
 
     def after_fork(self) -> None:
-        """In the child: forget what belongs to the parent, without closing it there."""
+        """In the child: forget what belongs to the parent, without closing it for the parent."""
 
 
 @runtime_checkable
 class Quiescent(Protocol):
-    """Something that must also be at rest at the moment of the fork."""
+    """An object that must also be idle at the moment of the fork."""
 
     def before_fork(self) -> None:
-        """In the parent: come to rest."""
+        """In the parent: finish what is under way, and wait."""
 
     def after_fork_in_parent(self) -> None:
-        """In the parent: go on."""
+        """In the parent: resume."""
 
 
 _alive: WeakSet[Forkable] = WeakSet()
@@ -30,7 +30,7 @@ _resting: list[Quiescent] = []
 
 
 def survive_fork(thing: Forkable) -> None:
-    """Call ``thing.after_fork()`` in every child forked while it is alive."""
+    """Call ``thing.after_fork()`` in every child that is forked while ``thing`` exists."""
     _alive.add(thing)
 
 

@@ -1,4 +1,4 @@
-"""Hears, in a thread of its own, which claims other processes ended: it serves blocking callers and loops alike."""
+"""Receives, in a separate thread, notifications of claims that other processes ended, for threads and event loops."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Backoff, Outage
 
 Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
-"""``hear(channel, stopped)``: connect, then yield every payload until stopped, and None about twice a second while
-there is none; raises when the connection breaks."""
+"""``hear(channel, stopped)`` connects, then yields every payload until stopped, and None about twice a second while
+there is none. Raises if the connection breaks."""
 
 PATIENCE = 30.0
-"""Seconds without a connection before that is logged: by then a database that is away altogether has been reported."""
+"""Seconds without a connection before that is logged: by then an unavailable database has been logged elsewhere."""
 
 _BACKOFF = Backoff(0.1, 5.0)
 _log = logging.getLogger("semel.listener")
 
 
 class Listener:
-    """Calls back for every payload until stopped; connects again, with patience, whenever it must.
+    """Calls back for every payload until stopped; reconnects with backoff if the connection breaks.
 
-    What is missed while the connection is down is lost, so a listener only ever hastens what a poll would find.
+    Notifications are lost while there is no connection, so a listener only speeds up what polling finds anyway.
     """
 
     def __init__(self, hear: Hear, *, outage: Outage | None = None, broke: Callable[[], None] = lambda: None) -> None:
-        """``outage`` logs that nothing is heard; ``broke`` is called when the connection could not be had or broke."""
+        """``outage`` logs a missing connection; ``broke`` is called when connecting fails or the connection breaks."""
         self._hear = hear
         self._broke = broke
         self._outage = outage or Outage(
@@ -41,12 +41,12 @@ class Listener:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The thread stayed in the parent."""
+        """The thread exists only in the parent."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, channel: str, heard: Callable[[str], None]) -> None:
-        """Listen from now on; a second start changes nothing."""
+        """Start to listen. If it listens already, nothing changes."""
         if self._thread is None:
             self._stopped = threading.Event()
             self._thread = threading.Thread(
@@ -55,7 +55,7 @@ class Listener:
             self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end: it looks about every half second, and nobody needs to wait for it."""
+        """Let the thread end, without waiting for it: it checks about twice a second."""
         self._stopped.set()
         self._thread = None
 
@@ -68,7 +68,7 @@ class Listener:
                     failures = 0
                     if payload is not None:
                         heard(payload)
-            except Exception as error:  # noqa: BLE001 -- whatever broke: waiters poll, and this connects again
+            except Exception as error:  # noqa: BLE001 -- waiters poll meanwhile, and this reconnects
                 if stopped.is_set():
                     return
                 self._outage.failed(error)

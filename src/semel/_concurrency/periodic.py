@@ -1,4 +1,4 @@
-"""Periodic background tasks, which end with their owner, and when a lease is renewed."""
+"""Periodic background tasks that end with their owner, and the times at which leases are renewed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LONGEST_END = 5.0
 RENEW_AFTER = 0.05
 """The part of a lease after which it is renewed: the same for the leases of keys and of runs."""
 TRY_AGAIN_AFTER = 0.01
-"""The part of a lease after which a failed renewal is retried. With RENEW_AFTER: when a store was unavailable for nine
-tenths of a lease, at least four hundredths of it are left for the renewal that succeeds."""
+"""The part of a lease after which a failed renewal is retried. Together with RENEW_AFTER it leaves at least four
+hundredths of a lease for the renewal that succeeds after the store was unavailable for nine tenths of it."""
 SHORTEST_TRY, LONGEST_TRY = 0.1, 10.0
-"""Seconds that a renewal may take. A slow store needs the first; the second bounds how long a short lease waits behind
-a renewal of long ones."""
+"""The least and the most seconds for a renewal. A slow store needs the first; the second limits how long a short lease
+waits for a renewal of long ones."""
 
 
 def time_for_renewal(left: float) -> float:
@@ -36,7 +36,7 @@ def time_for_renewal(left: float) -> float:
 async def repeat(tick: Callable[[], Awaitable[float]], name: str, after_failure: float) -> None:
     """Call ``tick`` in this event loop until cancelled; it returns the seconds to sleep before the next call.
 
-    A failure is logged, but not that the store is unavailable, which the store logs itself.
+    A failure is logged, unless the store is unavailable, which is logged elsewhere.
     """
     while True:
         pause = after_failure
@@ -44,14 +44,14 @@ async def repeat(tick: Callable[[], Awaitable[float]], name: str, after_failure:
             pause = await tick()
         except StoreUnavailable:
             pass
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the next call may succeed
+        except Exception as error:  # noqa: BLE001 -- the next call may succeed
             unforeseen = None if isinstance(error, SemelError) else error
             _log.warning("%s failed and will be tried again: %s", name, error, exc_info=unforeseen)
         await asyncio.sleep(jittered(pause))
 
 
 class PeriodicTask(ABC):
-    """A loop that calls ``tick`` and sleeps as long as it says."""
+    """Calls ``tick`` in the background, and sleeps for ``pause()`` seconds before each call."""
 
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
@@ -67,11 +67,11 @@ class PeriodicTask(ABC):
 
     @property
     def running(self) -> bool:
-        """False also when the event loop that it ran in is gone."""
+        """Whether it runs; False also if its event loop has ended."""
         return self._signal is not None and self._signal.is_current()
 
     def start(self) -> None:
-        """Run from now on; a second start changes nothing."""
+        """Start the task. If it runs already, nothing changes."""
         if not self.running:
             signal = self._signal = self._runtime.signal()
             owner = weakref.ref(self)
@@ -79,13 +79,13 @@ class PeriodicTask(ABC):
             self._runtime.spawn(lambda: _loop(owner, signal), self._name)
 
     def stop(self) -> None:
-        """End soon."""
+        """End soon, without waiting for it."""
         signal, self._signal = self._signal, None
         if signal is not None:
             signal.set()
 
     async def end(self) -> None:
-        """End, and wait until the last piece of work is done, so that the store can be closed after it."""
+        """End, and wait until the current tick is done, so that the store can be closed afterwards."""
         signal = self._signal
         self.stop()
         deadline = time.monotonic() + _LONGEST_END
@@ -103,7 +103,7 @@ class PeriodicTask(ABC):
 
     @abstractmethod
     async def tick(self) -> None:
-        """One piece of work."""
+        """Do one piece of work."""
 
 
 async def _loop(owner: weakref.ref[PeriodicTask], signal: Signal) -> None:
@@ -121,7 +121,7 @@ async def _loop(owner: weakref.ref[PeriodicTask], signal: Signal) -> None:
             background._outage.failed(error)
         except SemelError as error:
             _log.warning("%s failed and will be tried again: %s", background._name, error)
-        except Exception:  # noqa: BLE001 -- whatever it is, the next turn may succeed
+        except Exception:  # noqa: BLE001 -- the next tick may succeed
             _log.exception("%s failed and will be tried again", background._name)
         finally:
             background._ticking = False

@@ -1,7 +1,7 @@
-"""Retry with backoff: a store's restart, failover or lost connection is not the caller's problem.
+"""Retry with backoff: callers need not handle a store's restart, failover or lost connection.
 
-:func:`with_retry` retries a verb of a store until a deadline. Loops that keep their own state, such as a listener or a
-client of HTTP, take the length of their pauses from a :class:`Backoff`.
+:func:`with_retry` retries a verb of a store until a deadline. Loops that keep their own state, such as a listener or an
+HTTP client, take the length of their pauses from a :class:`Backoff`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 
 _SHORTEST_TRY = 1.0
-"""Seconds that a try has at the least: a healthy server that is busy may need as many."""
+"""The least seconds for a try: a healthy but busy server may need them."""
 _ONLY_TRY = 5.0
-"""Seconds of a try that is not followed by another one."""
+"""Seconds for a try that is not followed by another one."""
 _CREATING_TABLES = 30.0
-"""Seconds of a try that creates the tables."""
+"""Seconds for a try that creates the tables."""
 _log = logging.getLogger("semel")
 
 
@@ -40,8 +40,8 @@ def jittered(seconds: float, low: float = 0.8, high: float = 1.2) -> float:
 class Backoff(Struct, frozen=True):
     """Pauses between tries: ``first`` seconds, then ``factor`` times as long each time, up to ``longest``.
 
-    Each is multiplied by a random number between ``low`` and ``high``, so that those who failed together come back
-    apart.
+    Each pause is multiplied by a random number between ``low`` and ``high``, so that callers that failed together retry
+    at different times.
     """
 
     first: float
@@ -60,7 +60,7 @@ _BACKOFF = Backoff(0.05, 1.0)
 
 
 class Send(Protocol[A_contra, B_co]):
-    """A verb that is sent again."""
+    """A verb with retries."""
 
     async def __call__(self, requests: A_contra, began: float | None = None) -> B_co:
         """``began``: when the call was made, if that was earlier (``time.monotonic``)."""
@@ -109,7 +109,7 @@ def with_retry(
 
 
 def time_for_try(retry_for: float, left: float) -> float:
-    """How long a single try may take: half of the time that is left, so that a new connection gets its chance."""
+    """How long a single try may take: half of the time that is left, so that there is time for a new connection."""
     if retry_for == 0:
         return _ONLY_TRY
     return left / 2 if left > 2 * _SHORTEST_TRY else max(left, _SHORTEST_TRY)
@@ -118,14 +118,14 @@ def time_for_try(retry_for: float, left: float) -> float:
 EVERY = 60.0
 """Seconds between two log lines about one outage."""
 SETTLED = 1.0
-"""Seconds without a failure before a success ends an outage: what fails and succeeds by turns is one outage."""
+"""Seconds without a failure before a success ends an outage: alternating failures and successes are one outage."""
 
 
 class Outage:
     """Logs an outage in few lines: one when it begins, one a minute while it lasts, and one when it is over.
 
-    A loop that retries reports every try here, instead of logging it. ``what`` is unavailable; ``meaning`` says what
-    follows from that. An outage shorter than ``patience`` seconds is not logged, nor one that is part of the outage
+    A loop that retries reports every try here, instead of logging it. ``what`` names what is unavailable, ``meaning``
+    the consequence. An outage shorter than ``patience`` seconds is not logged, nor one that is part of the outage
     ``within``, while that lasts.
     """
 
@@ -151,7 +151,7 @@ class Outage:
 
     @property
     def ongoing(self) -> bool:
-        """Whether the last report was a failure."""
+        """Whether an outage has begun and is not over."""
         return self._began is not None
 
     def failed(self, error: object) -> None:

@@ -1,7 +1,6 @@
-"""What the engines need from their surroundings, once for threads and once for event loops.
+"""Signals, pauses, background work, batches and deadlines for the engines: for threads, and for event loops.
 
-Signals, pauses, background work, batches and deadlines. Both runtimes have the same shape; in the thread form nothing
-suspends.
+Both runtimes have the same methods; those of the thread runtime never suspend.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ T = TypeVar("T")
 Body: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 _deadline: ContextVar[float] = ContextVar("semel_deadline", default=math.inf)
-"""When the current call ends, by ``time.monotonic``. Whatever waits for a server further down looks at it."""
+"""When the current call must end, by ``time.monotonic``. Code that waits for a server reads it."""
 _SLACK = 0.005
-"""Seconds: an event loop may wake a little before the time that it was given."""
+"""Seconds by which an event loop may wake before the time that was set."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Let nothing inside wait for longer than this. Of nested deadlines the earliest applies."""
+    """Limit how long the code inside may wait for a server. Of nested deadlines the earliest applies."""
     token = _deadline.set(min(_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -41,13 +40,13 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def seconds_left(most: float = math.inf) -> float:
-    """The seconds until the deadline, not below 0; ``most`` where it is further away, or there is none."""
+    """The seconds until the deadline, not below 0; ``most`` if it is further away or there is none."""
     ends = _deadline.get()
     return most if ends == math.inf else max(0.0, min(most, ends - time.monotonic()))
 
 
 def deadline_passed() -> bool:
-    """True when the deadline of the current call has passed."""
+    """Whether the deadline of the current call has passed."""
     return time.monotonic() + _SLACK >= _deadline.get()
 
 
@@ -58,42 +57,42 @@ class Signal(Protocol):
         """Wake the waiter, now or at its next wait."""
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until set or until the time is over; True when set. Clears the flag."""
+        """Wait until the flag is set or the time is over. Clears the flag, and returns True if it was set."""
 
     def is_current(self) -> bool:
-        """False when the event loop that it was made for has ended, so that nobody can wait for it."""
+        """False if the event loop that it was made for has ended, so that nobody can wait for it."""
 
 
 class Local(Protocol[T]):
-    """Something that each event loop has for itself, and threads share."""
+    """An object that each event loop has for itself, and all threads share."""
 
     def here(self) -> T:
-        """The one to use in this thread or loop."""
+        """The object of this thread or loop."""
 
     def everywhere(self) -> list[T]:
-        """All of them."""
+        """The objects of all loops."""
 
 
 class Runtime(Protocol):
-    """Threads or a loop."""
+    """What differs between threads and event loops."""
 
     def signal(self) -> Signal:
         """A new flag."""
 
     async def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Sleep."""
 
     def spawn(self, body: Body, name: str) -> None:
         """Run ``body`` in the background; it must end by itself when its owner is closed."""
 
     async def within(self, seconds: float, work: Awaitable[B]) -> B:
-        """Await ``work`` for so many seconds at the most; then raise ``StoreUnavailable``."""
+        """Await ``work`` for at most so many seconds; then raise ``StoreUnavailable``."""
 
     def local(self, make: Callable[[], T], inherit: Callable[[T], None]) -> Local[T]:
-        """One ``T`` for each event loop, or one for all threads. ``inherit`` is called with that of a closed loop."""
+        """One ``T`` per event loop, or one for all threads. ``inherit`` is called with the ``T`` of a closed loop."""
 
     def batcher(self, flush: Flush[A, B]) -> Batcher[A, B]:
-        """Coalesce concurrent calls into batches for ``flush``."""
+        """A batcher that sends concurrent calls to ``flush`` in batches."""
 
 
 class _ThreadSignal:
@@ -113,16 +112,16 @@ class _ThreadSignal:
 
 
 class ThreadRuntime:
-    """Blocking callers."""
+    """The runtime of blocking callers."""
 
     def signal(self) -> Signal:
         return _ThreadSignal()
 
     async def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 -- the thread form blocks by design
+        time.sleep(seconds)  # noqa: ASYNC251 -- the thread runtime blocks by design
 
     def spawn(self, body: Body, name: str) -> None:
-        # A daemon never keeps a program from ending.
+        # A daemon thread does not keep the program from ending.
         threading.Thread(target=lambda: run_sync(body()), name=name, daemon=True).start()
 
     async def within(self, seconds: float, work: Awaitable[B]) -> B:
@@ -173,7 +172,7 @@ class _LoopSignal:
 
 
 class _BoundedCall:
-    """A call with a deadline: which task waits for it, until when, and whether the watchdog cancelled it."""
+    """A call with a deadline: its task, its deadline, and whether the watchdog cancelled it."""
 
     __slots__ = ("cancellations", "ends", "expired", "task")
 
@@ -187,8 +186,8 @@ class _BoundedCall:
 class _Watchdog:
     """Cancels the calls of one event loop that are past their deadline.
 
-    One timer serves all of them, and stays set when a call ends: ``asyncio.timeout``, which sets and cancels a timer
-    for each call, costs a lone caller a tenth of its time.
+    One timer serves all calls, and stays set when a call ends. ``asyncio.timeout`` sets and cancels a timer for each
+    call, which costs a lone caller a tenth of its time.
     """
 
     def __init__(self) -> None:
@@ -198,7 +197,7 @@ class _Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, seconds: float) -> _BoundedCall:
-        """Cancel the current task in so many seconds, unless :meth:`forget` is called before."""
+        """Cancel the current task after so many seconds, unless :meth:`forget` is called before."""
         task = asyncio.current_task()
         assert task is not None
         call = _BoundedCall(task, time.monotonic() + seconds)
@@ -208,7 +207,7 @@ class _Watchdog:
         return call
 
     def forget(self, call: _BoundedCall) -> None:
-        """The call is over."""
+        """Stop watching the call: it has ended."""
         self._calls.discard(call)
         if call.expired:
             call.task.uncancel()
@@ -239,7 +238,7 @@ class _Watchdog:
 
 
 class AsyncioRuntime:
-    """Tasks of event loops."""
+    """The runtime of async callers."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -252,9 +251,9 @@ class AsyncioRuntime:
         await asyncio.sleep(seconds)
 
     def spawn(self, body: Body, name: str) -> None:
-        # As in a thread, nothing of the caller's context is its own: no deadline, no claim, no span.
+        # Like a thread, it does not inherit the caller's context: no deadline, no claim, no span.
         task = asyncio.get_running_loop().create_task(body(), name=name, context=Context())
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with its loop, which needs no warning
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # no warning if its loop ends first
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -1,7 +1,7 @@
-"""One engine for two worlds: code is written ``async`` once, and blocking callers drive it without a loop.
+"""One engine for blocking and async callers: it is written ``async``, and blocking callers run it without a loop.
 
-A coroutine over a blocking store never suspends, so one ``send(None)`` runs it to its end, in the caller's thread,
-for less than a microsecond.
+A coroutine over a blocking store never suspends, so one ``send(None)`` runs it to its end in the caller's thread. This
+costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ E_co = TypeVar("E_co", covariant=True)
 
 
 class HasEngine(Protocol[E_co]):
-    """A face over an engine, blocking or awaited."""
+    """A class with the methods of an engine, blocking or async."""
 
     @property
     def _engine(self) -> E_co: ...
 
 
 class LoopGuard:
-    """The event loop that connections belong to. When it is closed, the next loop starts with new ones."""
+    """Binds connections to one event loop at a time. When that is closed, the next loop starts with new ones."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
@@ -40,11 +40,11 @@ class LoopGuard:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """No loop of the parent runs here."""
+        """The parent's event loop does not run in the child."""
         self._loop = None
 
     def check(self) -> None:
-        """Raise unless the connections may be used in the running loop; call it before they are."""
+        """Raise unless the connections may be used in the running loop. Call it before each use."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None:
@@ -55,10 +55,10 @@ class LoopGuard:
 
 
 class PerLoop(Generic[T]):
-    """One ``T`` for each event loop that asks for it, made when it first asks.
+    """One ``T`` per event loop, made on the first call of :meth:`here` in that loop.
 
-    ``end`` is awaited in the loop when the loop shuts down, as at the end of ``asyncio.run``. ``abandon`` gets what is
-    left of a loop that was closed without shutting down, when the next loop asks; it must not block.
+    ``end`` is awaited in the loop when the loop shuts down, as at the end of ``asyncio.run``. ``abandon`` is called
+    with the ``T`` of a loop that was closed without shutting down, when another loop calls ``here``; it must not block.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class PerLoop(Generic[T]):
         self._all: dict[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[None, None] | None]] = {}
 
     def after_fork(self) -> None:
-        """No loop of the parent runs here, and what belongs to one is neither used nor closed."""
+        """The parent's event loops do not run in the child: what belongs to them is neither used nor closed."""
         self._inherited.append(self._all)
         self._start()
 
     def here(self) -> T:
-        """The running loop's."""
+        """The ``T`` of the running loop."""
         loop, last = asyncio.get_running_loop(), self._last
         return last[1] if last is not None and last[0] is loop else self._of(loop)
 
     def everywhere(self) -> list[T]:
-        """Those of all loops."""
+        """The ``T`` of every loop."""
         with self._lock:
             return [thing for thing, _ in self._all.values()]
 
@@ -108,7 +108,7 @@ class PerLoop(Generic[T]):
         return thing
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thing: T) -> AsyncGenerator[None, None]:
-        """A loop that shuts down closes its async generators: one that waits for nothing else hears of it."""
+        """Notice when the loop shuts down: it then closes its async generators, so also the one made here."""
 
         async def wait() -> AsyncGenerator[None, None]:
             try:
@@ -122,7 +122,7 @@ class PerLoop(Generic[T]):
         return watching
 
     async def end(self) -> None:
-        """End what the running loop has; :meth:`here` makes a new one when it is asked again."""
+        """End the ``T`` of the running loop; :meth:`here` makes a new one on its next call."""
         loop = asyncio.get_running_loop()
         found = self._all.get(loop)
         if found is not None:
@@ -143,14 +143,14 @@ def close_all(transport: Any) -> None:
     """Close the socket of a transport whose event loop is closed."""
     with suppress(OSError, AttributeError):
         transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-    own = getattr(transport, "_sock", None)  # of asyncio's own loops; others close their sockets themselves
+    own = getattr(transport, "_sock", None)  # only asyncio's own loops have it; others close their sockets themselves
     if own is not None:
         own.close()
         transport._sock = None
 
 
 def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
-    """Run a coroutine that never suspends."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -162,14 +162,14 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
 def sync_method(
     method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[HasEngine[E], P], R]:
-    """The blocking face of an engine's method: the same parameters, the same promise, no ``await``."""
+    """An engine's method as a blocking method: the same parameters and result, without ``await``."""
 
     @wraps(method)
     def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             method(self._engine, *args, **kwargs).send(None)
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]  # as in drive(), which is inlined here for speed
+            return stop.value  # type: ignore[no-any-return]  # as in run_sync(), inlined here for speed
         raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
 
     return call
@@ -178,7 +178,7 @@ def sync_method(
 def async_method(
     method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[HasEngine[E], P], Coroutine[Any, Any, R]]:
-    """The async face of an engine's method: the same, through the face."""
+    """An engine's method as an async method of the class that has the engine."""
 
     @wraps(method)
     async def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -190,7 +190,7 @@ def async_method(
 def sync_iterator(
     method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
 ) -> Callable[Concatenate[HasEngine[E], P], Iterator[R]]:
-    """The blocking face of an engine's generator: for ``for``."""
+    """An engine's async generator as a generator, for ``for``."""
 
     @wraps(method)
     def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
@@ -210,7 +210,7 @@ def sync_iterator(
 def async_iterator(
     method: Callable[Concatenate[E, P], AsyncGenerator[R, None]],
 ) -> Callable[Concatenate[HasEngine[E], P], AsyncIterator[R]]:
-    """The async face of an engine's generator: for ``async for``."""
+    """An engine's async generator as a method of the class that has the engine, for ``async for``."""
 
     @wraps(method)
     def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[R]:
