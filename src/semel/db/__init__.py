@@ -14,7 +14,7 @@ from semel.db.sqlite_file import WatchedFile
 
 
 def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> Database:
-    """SQLite or PostgreSQL, with semel's own settings. ``pool``: connections to a PostgreSQL, at the most."""
+    """The SQLite or PostgreSQL database, with semel's own settings. ``pool``: the most connections to PostgreSQL."""
     size = checked_pool(pool)
     if url.get_backend_name() == "sqlite":
         engine = sqlite_engine(url)
@@ -24,11 +24,11 @@ def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> Databa
         return PostgresDatabase(postgres_engine(url), size)
     try:
         from semel.db.asyncio import AsyncPostgresDatabase
-    except ImportError as error:  # SQLAlchemy raises it where greenlet is missing
+    except ImportError as error:  # SQLAlchemy raises it if greenlet is missing
         raise missing("postgres", error) from error
     return AsyncPostgresDatabase(url, size)
 
 
 def checked_pool(pool: object) -> int:
-    """The number of connections, or the default."""
+    """The number of connections, or the default. Raises :class:`InvalidRequest` if it is not valid."""
     return POOL if pool is None else checked_int("pool", pool, 1, None)

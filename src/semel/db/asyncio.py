@@ -1,4 +1,4 @@
-"""Databases for event loops. A module of its own, since SQLAlchemy's asyncio part takes long to import."""
+"""Databases for event loops. A separate module, since SQLAlchemy's asyncio part is slow to import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class AsyncDatabase:
-    """A user's async engine: its pool belongs to one event loop at a time, and is not closed here."""
+    """A user's async engine. Its pool belongs to one event loop at a time, and is not closed here."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -32,7 +32,7 @@ class AsyncDatabase:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The parent's connections are the parent's: leave them open there and connect anew here."""
+        """The connections belong to the parent: leave them open, and reconnect in the child."""
         self._engine.sync_engine.dispose(close=False)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +60,7 @@ class AsyncDatabase:
 
 
 class _LoopPool:
-    """The connections of one event loop. The engine is the loop's, too: it has locks of its own."""
+    """The connections of one event loop, and its own engine, since an engine has locks."""
 
     def __init__(self, engine: AsyncEngine, size: int) -> None:
         self.engine = engine
@@ -72,7 +72,7 @@ class AsyncPostgresDatabase:
     """PostgreSQL over asyncpg. The tasks of an event loop share a few connections, which are closed when it ends."""
 
     def __init__(self, url: URL, pool: int = POOL) -> None:
-        async_postgres_engine(url)  # raises at once when the URL or a driver cannot be used
+        async_postgres_engine(url)  # raises at once if the URL or a driver cannot be used
         self._pools = PerLoop(
             lambda: _LoopPool(async_postgres_engine(url), pool), end=self._close, abandon=self._abandon
         )
@@ -134,14 +134,14 @@ class AsyncPostgresDatabase:
             await _discard(kept.conn)
 
     async def _drop(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
-        """A call was cancelled. If its deadline did that, the server is silent."""
+        """Close a cancelled call's connection; the idle ones, too, if its deadline passed: the server is silent."""
         if deadline_passed():
             await self._condemn(pool, kept)
         else:
             await _discard(kept.conn)
 
     async def _condemn(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
-        """Where one connection broke or fell silent, the others may have, too: close all that are idle."""
+        """Close a connection that broke or fell silent, and all idle ones, which may have, too."""
         for conn in (kept.conn, *pool.shelf.clear()):
             await _discard(conn)
 
@@ -154,7 +154,7 @@ class AsyncPostgresDatabase:
             await _discard(conn)
 
     def _abandon(self, pool: _LoopPool) -> None:
-        """The loop is closed, so nothing can be awaited in it any more; its sockets are still open."""
+        """Close the sockets of a closed event loop, in which nothing can be awaited any more."""
         for conn in pool.shelf.clear():
             raw: Any = conn.sync_connection
             abandoned_connections.append(conn)
@@ -163,7 +163,7 @@ class AsyncPostgresDatabase:
 
 
 async def _discard(conn: AsyncConnection) -> None:
-    """Close without telling the server, which may be silent."""
+    """Close without a message to the server, which may be silent."""
     with suppress(Exception):  # it was closed already
         raw: Any = await conn.get_raw_connection()
         raw.driver_connection.terminate()
@@ -172,7 +172,7 @@ async def _discard(conn: AsyncConnection) -> None:
 
 
 def async_postgres_engine(url: URL) -> AsyncEngine:
-    """An async engine over asyncpg whose statements commit by themselves. Takes the URL that libpq takes."""
+    """An async engine over asyncpg whose statements commit by themselves. Accepts libpq's URL parameters."""
     query = {name: value if isinstance(value, str) else value[-1] for name, value in url.query.items()}
     settings = SETTINGS | dict(re.findall(r"(?:-c\s*|--)(\w+)=(\S+)", query.pop("options", "")))
     if "application_name" in query:
@@ -190,7 +190,7 @@ def async_postgres_engine(url: URL) -> AsyncEngine:
             execution_options={COMMITS: True},
             hide_parameters=True,
         )
-    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy raises it where greenlet is missing
+    except (ImportError, ValueError) as error:  # ValueError: SQLAlchemy raises it if greenlet is missing
         raise missing("postgres", error) from error
     event.listen(engine.sync_engine, "connect", _keep_alive)
     event.listen(engine.sync_engine, "invalidate", _terminate)
@@ -211,7 +211,7 @@ def _terminate(connection: Any, _record: Any, _error: Any) -> None:
 
 
 def _keep_alive(connection: Any, _record: Any) -> None:
-    """Set the TCP keepalives that libpq sets by itself; asyncpg has no setting for them."""
+    """Set the TCP keepalives that libpq sets itself; asyncpg has no option for them."""
     line = connection.driver_connection._transport.get_extra_info("socket")
     if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
         return

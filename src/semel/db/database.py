@@ -1,6 +1,6 @@
 """The :class:`Database` protocol, and SQLite: how a verb (a function of a ``Connection``) is run.
 
-PostgreSQL and the user's own transaction have modules of their own. One body of SQL serves all of them.
+PostgreSQL and the user's own transaction have separate modules. All of them run the same verbs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COMMITS = "semel_commits"
 """The execution option of a connection whose statements commit by themselves."""
 
 abandoned_connections: list[Any] = []
-"""Connections of a parent process or of a closed loop: never used again, and never closed from here."""
+"""Connections of a parent process or of a closed loop, kept so that they are neither used nor closed here."""
 
 
 class Database(Protocol):
-    """Runs verbs."""
+    """Runs verbs, which are functions of a connection."""
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work`` so that it may write: in one transaction on SQLite, statement by statement on PostgreSQL."""
@@ -41,26 +41,26 @@ class Database(Protocol):
     async def optimistic_write(
         self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """As ``write``, for work that reads first and may not need to write: it waits for no writer until then.
+        """As ``write``, for work that reads first and may not write: it waits for other writers only when it writes.
 
-        When another process wrote between its read and its write, the work runs again from the start.
+        If another process wrote between its read and its write, the work runs again from the start.
         """
 
     async def read(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``work``, which only reads."""
 
     async def survey(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """As ``read``, for work that goes through many rows: how it is done best is left to the server."""
+        """As ``read``, for work on many rows, which the server plans with its defaults."""
 
     async def write_many(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """As ``write``, for work that goes through many rows, such as a clean-up: planned as ``survey`` is."""
+        """As ``write``, for work on many rows, such as a clean-up; planned as in ``survey``."""
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
 
 
 class BlockingDatabase:
-    """A SQLite file, or an engine of a user's, which is not closed from here; nothing here suspends."""
+    """A SQLite file, or a user's engine, which is not closed here. Nothing here suspends."""
 
     def __init__(self, engine: Engine, *, owned: bool = True, file: WatchedFile | None = None) -> None:
         self._engine = engine
@@ -72,22 +72,22 @@ class BlockingDatabase:
         survive_fork(self)
 
     def before_fork(self) -> None:
-        """No connection to a SQLite file may be open across a fork.
+        """Close the connections to a SQLite file: none may be open across a fork.
 
-        SQLite notes in the process's memory which locks it has on a file: a child would inherit the notes, not the
-        locks. So the fork waits until nobody uses one, but not forever.
+        SQLite keeps a list of its locks on a file in the process's memory: a child would inherit the list, but not
+        the locks. So the fork waits until no connection is in use, but not forever.
         """
         if self._is_sqlite:
             self._held = [lock for lock in (self._writing, self._reading) if lock.acquire(timeout=5)]
             self._engine.dispose()
 
     def after_fork_in_parent(self) -> None:
-        """Connect anew when needed."""
+        """Allow connections again; they are opened when needed."""
         while self._held:
             self._held.pop().release()
 
     def after_fork(self) -> None:
-        """The parent's connections are the parent's: leave them open there and connect anew here."""
+        """The connections belong to the parent: leave them open, and reconnect in the child."""
         self._engine.dispose(close=False)
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._held = []
@@ -97,7 +97,7 @@ class BlockingDatabase:
         return self._engine.dialect.name == "sqlite"
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        # SQLite has one writer: threads queue here instead of spinning on the file's lock.
+        # SQLite has one writer: threads wait here instead of polling the file's lock.
         with translate_errors(self._where):
             if not self._is_sqlite:
                 with self._engine.connect() as conn:
@@ -109,7 +109,7 @@ class BlockingDatabase:
 
     @contextmanager
     def _alone(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold the lock, which is waited for until the deadline."""
+        """Hold the lock; wait for it until the deadline."""
         if not lock.acquire(timeout=seconds_left(60.0)):
             raise StoreUnavailable("the database file is in use by other threads of this process for too long")
         try:
@@ -147,7 +147,7 @@ class BlockingDatabase:
 
 
 class ThreadedDatabase:
-    """A blocking database for an event loop, in a thread of its own; for SQLite, whose calls are short."""
+    """A blocking database in a separate thread, for an event loop; used for SQLite, whose calls are short."""
 
     def __init__(self, inner: BlockingDatabase) -> None:
         self._inner = inner
@@ -182,7 +182,7 @@ class ThreadedDatabase:
         except RuntimeError:
             if not self._closed:
                 raise
-            return call()  # work that outlived close(), as when a server is told twice to stop: its key is not lost
+            return call()  # after close(), as when a server gets two signals to stop: the last writes are not lost
 
     async def close(self) -> None:
         self._closed = True
@@ -191,16 +191,16 @@ class ThreadedDatabase:
 
 
 def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Sequence[Any]:
-    """The rows of a hot statement, past SQLAlchemy's result objects, which cost a lone caller as much as the rest.
+    """The rows of a hot statement, without SQLAlchemy's result objects, which cost a lone caller as much as the rest.
 
-    Only on connections whose statements commit by themselves; in a user's transaction it is an ordinary execute.
+    This applies to connections whose statements commit by themselves; others use an ordinary execute.
     """
     if not conn.get_execution_options().get(COMMITS):
         return conn.execute(statement, values).all()
     sql, names = _compiled(statement, conn.dialect)
     dbapi: Any = conn.connection.dbapi_connection
     try:
-        if names is not None:  # asyncpg wants its values in order, and its statements are cached by itself
+        if names is not None:  # asyncpg takes values by position, and caches its statements itself
             return _fetch_asyncpg(dbapi, sql, [values[name] for name in names])
         cursor = dbapi.cursor()
         cursor.execute(sql, values)
@@ -232,7 +232,7 @@ _texts: dict[tuple[TextClause, str], tuple[str, list[str] | None]] = {}
 
 
 def _compiled(statement: TextClause, dialect: Dialect) -> tuple[str, list[str] | None]:
-    """The statement as the driver wants it, and the order of its values if it wants them in order."""
+    """The statement in the driver's syntax, and the order of its values if the driver takes them by position."""
     found = _texts.get((statement, dialect.driver))
     if found is None:
         compiled = statement.compile(dialect=dialect)
@@ -241,7 +241,7 @@ def _compiled(statement: TextClause, dialect: Dialect) -> tuple[str, list[str] |
 
 
 def sqlite_engine(url: URL) -> Engine:
-    """An engine on a file, durable (WAL, synchronous=FULL), in transactions that take the write lock at once."""
+    """An engine for a file, durable (WAL, synchronous=FULL), whose transactions take the write lock at once."""
     if not url.database or ":memory:" in url.database or "memory" in str(url.query.get("mode", "")):
         raise InvalidRequest("SQLite needs a file, such as sqlite:///semel.db; for memory use memory://")
     engine = create_engine(
@@ -254,9 +254,9 @@ def sqlite_engine(url: URL) -> Engine:
 
 
 def _before_connecting(_dialect: Any, _record: Any, arguments: list[Any], options: dict[str, Any]) -> None:
-    """SQLite would make a file that is missing, even one that was there a moment ago, and for everybody to read."""
+    """Check and create the file first: SQLite would replace a deleted file, and create one that everybody may read."""
     check_known(arguments[0])
-    if not options.get("uri"):  # which may say that no file is to be made
+    if not options.get("uri"):  # a URI may forbid to create the file
         make_private(arguments[0])
 
 
@@ -275,7 +275,7 @@ def _begin_sqlite(conn: Connection) -> None:
 
 
 def parse(url: str) -> URL:
-    """The URL in parts, or a clear error."""
+    """The parsed URL. Raises :class:`InvalidRequest` if it is not a URL."""
     try:
         return make_url(url)
     except Exception as error:

@@ -1,7 +1,7 @@
 """One statement for both databases: its text is rendered once for each, from the few expressions that differ.
 
-A statement takes a whole batch: arrays on PostgreSQL, a JSON text on SQLite. Its time is ``:now``: on PostgreSQL that
-of the injected clock, or None for the database's own; on SQLite always the host's.
+A statement takes a whole batch: arrays on PostgreSQL, JSON text on SQLite. Its time is ``:now``: on PostgreSQL the
+injected clock's, or None for the database's own; on SQLite the injected clock's, or the host's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dialect(Protocol):
     now: str
     """The time in microseconds."""
     patience: str
-    """A column that lets the rest of the transaction wait for locks longer than a single statement does."""
+    """A column that makes the rest of the transaction wait longer for locks than a single statement does."""
     writes_in_with: bool
     """Whether a CTE may write."""
 
@@ -33,26 +33,26 @@ class Dialect(Protocol):
         """The batch as a table ``b`` with these columns (name: PostgreSQL type)."""
 
     def is_in(self, column: str, name: str, kind: str = "text") -> str:
-        """True when the column is in the list ``:name``."""
+        """True if the column is in the list ``:name``."""
 
     def as_text(self, column: str) -> str:
         """An id as text."""
 
     def identity(self, column: str) -> str:
-        """A text as an id."""
+        """Text as an id."""
 
     def locking(self, table: str, *, skip: bool) -> str:
-        """Lock what was selected; ``skip`` what others have locked. SQLite has one writer, who has locked all."""
+        """Lock the selected rows; with ``skip``, leave out locked ones. Empty on SQLite, whose one writer locks all."""
 
     def returning(self, columns: str) -> str:
         """Columns of the changed table ``k``, as RETURNING names them."""
 
     def total(self, column: str, where: str) -> str:
-        """The sum of a whole number over the rows for which ``where`` is true; 0 of none. It cannot overflow."""
+        """The sum of an integer column over the rows for which ``where`` is true; 0 for no rows. Cannot overflow."""
 
     def unindexed(self, column: str) -> str:
-        """The text column, not to be looked up by: with the statistics of a table that was empty a moment ago, both
-        would rather go through all that is RUNNING for each id than look the id up.
+        """The text column, without the use of its index: with the statistics of a table that was just empty, both
+        databases would scan all RUNNING rows for each id instead of looking the id up.
         """
 
 
@@ -83,7 +83,7 @@ class Postgres:
         return ", ".join(f"k.{name}" for name in columns.split(", "))
 
     def total(self, column: str, where: str) -> str:
-        # The sum of bigints is a numeric.
+        # PostgreSQL's sum of bigints is a numeric.
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
 
     def unindexed(self, column: str) -> str:
@@ -101,7 +101,7 @@ class Sqlite:
         picks = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(columns))
         return f"(SELECT {picks} FROM json_each(:batch)) AS b"
 
-    def is_in(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite is not asked for types
+    def is_in(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite needs no types
         return f"{column} IN (SELECT value FROM json_each(:{name}))"
 
     def as_text(self, column: str) -> str:
@@ -116,7 +116,7 @@ class Sqlite:
         return columns
 
     def total(self, column: str, where: str) -> str:
-        # sum() raises where 64 bits are too few; total() is a float.
+        # sum() raises if 64 bits are too few; total() is a float.
         return f"total({column}) FILTER (WHERE {where})"
 
     def unindexed(self, column: str) -> str:
@@ -127,7 +127,7 @@ _DIALECTS: dict[str, Dialect] = {"postgresql": Postgres(), "sqlite": Sqlite()}
 
 
 class StatementContext(Struct, frozen=True):
-    """What every statement depends on: the time, and whether its events are published."""
+    """What every statement needs: the time, and whether its events are published."""
 
     time_us: int | None = None
     publish: bool = False
@@ -152,7 +152,7 @@ class Statement:
         return fetch(conn, self.text(conn), self._values(conn, batch, values))
 
     def count(self, conn: Connection, batch: Iterable[Sequence[Any]] | None = None, **values: Any) -> int:
-        """Run it and return how many rows it changed."""
+        """Run it and return the number of changed rows."""
         changed: int = conn.execute(self.text(conn), self._values(conn, batch, values)).rowcount
         return changed
 
@@ -198,9 +198,9 @@ def is_hot(verb: Callable[..., Any]) -> bool:
 
 @contextmanager
 def transaction(conn: Connection) -> Iterator[None]:
-    """All or nothing, on a connection whose statements otherwise commit by themselves.
+    """A transaction, on a connection whose statements otherwise commit by themselves.
 
-    On SQLite, and in a user's own transaction, there is one already.
+    On SQLite, and in a user's own transaction, there is one already, and this does nothing.
     """
     if not conn.get_execution_options().get(COMMITS):
         yield

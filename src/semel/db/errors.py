@@ -1,4 +1,4 @@
-"""What a driver's error means to a caller of semel: wait and try again, give up, or migrate first."""
+"""Translates a driver's errors to semel's: try again later, give up, or migrate first."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 
 LOCK_TIMEOUT = "55P03"
 
-# psycopg has no code for what goes wrong before there is a connection, only the server's words.
+# psycopg has no error code for a failure to connect, only the server's message.
 _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
 _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
 
 
 DATABASE_ERRORS = (exc.TimeoutError, exc.DBAPIError, OSError)
-"""What a database raises; OSError, since asyncpg does not wrap the failure to connect."""
+"""The errors of a database. OSError, since asyncpg does not wrap a failure to connect."""
 
 
 @contextmanager
 def translate_errors(file: str = "") -> Iterator[None]:
-    """Raise semel's errors for the database's. ``file`` is the path of a SQLite database, for the message."""
+    """Raise semel's errors instead of the database's. ``file`` is the path of a SQLite database, for the message."""
     try:
         yield
     except DATABASE_ERRORS as error:
@@ -49,13 +49,13 @@ def translate(error: BaseException, file: str = "") -> Exception:
 
 
 def sqlstate(error: exc.DBAPIError) -> str | None:
-    """PostgreSQL's five-letter code, whichever driver raised it."""
+    """PostgreSQL's five-character code, whichever driver raised the error."""
     state = getattr(error.orig, "sqlstate", None)
     return state if isinstance(state, str) else None
 
 
 def _is_the_statements_fault(error: BaseException | None) -> bool:
-    """SQLite's general error, as for an overflow: nothing is wrong with the file, and another try fails, too."""
+    """Whether it is SQLite's general error, as for an overflow: the file is fine, but another try would fail, too."""
     return getattr(error, "sqlite_errorname", None) == "SQLITE_ERROR" and "no such column" not in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Bring a database to the schema of this release, or say that it is not there."""
+"""Migrates a database to the schema of this release, or checks that it is migrated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrati
 
 
 def upgrade(conn: Connection) -> tuple[str | None, str | None]:
-    """Run the missing migrations in the connection's transaction; answer the version before and after.
+    """Run the missing migrations in the connection's transaction, and return the version before and after.
 
-    Migrations of one database wait for each other. A database of a newer release is left as it is.
+    Concurrent migrations of a database wait for each other. A database of a newer release is not changed.
     """
     from alembic import command
     from alembic.config import Config
 
     if conn.dialect.name == "postgresql":
         conn.execute(text("SET LOCAL lock_timeout = '30s'"))
-        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table takes its time
+        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table may take long
         conn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
         conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
     before = current(conn)
@@ -38,20 +38,20 @@ def upgrade(conn: Connection) -> tuple[str | None, str | None]:
 
 
 def bring_up(conn: Connection) -> None:
-    """Run the missing migrations, if any: for an embedded file, which has no operator."""
+    """Run the missing migrations, if any. For an embedded file, which has no operator."""
     if behind(conn):
         upgrade(conn)
 
 
 class _Alembic:
-    """Alembic keeps what it is doing in a module: one migration at a time in a process."""
+    """The lock for Alembic, which keeps its state in a module: one migration at a time per process."""
 
     def __init__(self) -> None:
         self.after_fork()
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """Whoever held it stayed in the parent."""
+        """A thread that held the lock exists only in the parent."""
         self.lock = threading.Lock()
 
 
@@ -59,7 +59,7 @@ _alembic = _Alembic()
 
 
 def current(conn: Connection) -> str | None:
-    """The newest migration that the database has had, or None."""
+    """The newest migration that was run on the database, or None."""
     if not inspect(conn).has_table(VERSION_TABLE):
         return None
     version: str | None = conn.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
@@ -67,13 +67,13 @@ def current(conn: Connection) -> str | None:
 
 
 def behind(conn: Connection) -> bool:
-    """True when a migration is missing. A version that this release does not know is a newer one, which is fine."""
+    """Whether a migration is missing. A version that this release does not know is newer, which is fine."""
     version = current(conn)
     return version is None or version in REVISIONS[:-1]
 
 
 def require(conn: Connection) -> None:
-    """Refuse a database that is not migrated."""
+    """Raise :class:`NotMigrated` if a migration is missing."""
     if behind(conn):
         url = conn.engine.url.set(drivername=conn.dialect.name).render_as_string(hide_password=True)
         raise NotMigrated(

@@ -1,8 +1,8 @@
 """PostgreSQL: how semel connects, the few connections that the calls of a process share, and a deadline for each wait.
 
 A statement that is run for every key or run, or every few seconds (a *hot* one), finds its rows by an index. It is
-planned once, and a plan made while the table was empty must not scan it when it has grown: the connection that it runs
-on is told so. Lists, counts and clean-ups go through many rows, and are planned as the server sees fit.
+planned once, and a plan made while the table was empty must not scan it when it has grown: the settings of its
+connection prevent that. Lists, counts and clean-ups read many rows; the server plans them as it does by default.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ R = TypeVar("R")
 C = TypeVar("C")
 
 POOL = 5
-"""Connections of one Once or App in a process, at the most. Calls of one kind travel together, so five kinds (claims,
-completions, releases, renewals, look-ups) keep five connections busy, however many callers there are. Twelve processes
-fit into the 100 connections that a PostgreSQL has by default, with their listeners."""
+"""The most connections of one Once or App in a process. Calls of one kind are sent in batches, so five kinds (claims,
+completions, releases, renewals, look-ups) use at most five connections, however many callers there are. PostgreSQL's
+default of 100 connections is enough for twelve processes with their listeners."""
 
 LOCK_WAIT = "200"
-"""Milliseconds: a batch must not hang behind one user's open transaction."""
+"""Milliseconds to wait for a lock: a user's open transaction must not block a whole batch."""
 
 SETTINGS = {
     "application_name": "semel",
@@ -40,7 +40,7 @@ SETTINGS = {
     "jit": "off",
 }
 """A statement that waited for a lock must see what was committed meanwhile, whatever the server's default is. A caller
-that freezes inside its transaction, which takes milliseconds, must not keep others from their keys and quotas."""
+that hangs inside its transaction, which usually takes milliseconds, must not block the keys and quotas of others."""
 
 _HOT = {
     "plan_cache_mode": "force_generic_plan",
@@ -55,12 +55,12 @@ _TO_PLAIN = text(
 )
 
 KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000}
-"""libpq's words for: a peer that cannot be reached any more is given up within some 20 seconds, even by who waits for
-nothing but to hear from it. A call has its own deadline, which is shorter."""
+"""libpq's settings to drop the connection to an unreachable server within some 20 seconds, even if it only listens.
+Calls have their own deadline, which is shorter."""
 
 
 class Kept(Generic[C]):
-    """A connection that is open, of which pool, and whether its statements are planned as hot ones."""
+    """An open connection, its generation, and whether its statements are planned as hot ones."""
 
     __slots__ = ("conn", "generation", "hot")
 
@@ -73,8 +73,8 @@ class Kept(Generic[C]):
 class Shelf(Generic[C]):
     """The idle connections, last in, first out.
 
-    When one of them broke or fell silent, the others, which may be as dead, are of an older ``generation``: whoever
-    has one in use does not put it back.
+    If one of them broke or fell silent, the others may be dead, too: a new ``generation`` begins, and connections of
+    the old one that are in use are not put back.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Shelf(Generic[C]):
         self._lock = threading.Lock()
 
     def take(self, *, hot: bool) -> Kept[C] | None:
-        """One of the kind, else any, else None."""
+        """Take an idle connection, if possible one of this kind; None if there is none."""
         with self._lock:
             for at in range(len(self._free) - 1, -1, -1):
                 if self._free[at].hot is hot:
@@ -91,7 +91,7 @@ class Shelf(Generic[C]):
             return self._free.pop() if self._free else None
 
     def put(self, kept: Kept[C]) -> bool:
-        """Keep it for the next call; False when it must be closed."""
+        """Keep the connection for the next call. False if it must be closed."""
         with self._lock:
             if kept.generation != self.generation:
                 return False
@@ -99,7 +99,7 @@ class Shelf(Generic[C]):
             return True
 
     def clear(self) -> list[C]:
-        """Begin a new generation; returns the connections of the old one, to be closed."""
+        """Begin a new generation, and return the idle connections of the old one, to be closed."""
         with self._lock:
             self.generation += 1
             free, self._free = self._free, []
@@ -107,7 +107,7 @@ class Shelf(Generic[C]):
 
 
 def is_broken(conn: Connection) -> bool:
-    """After an error: True when the connection is gone, or inside a transaction that somebody left open."""
+    """Whether, after an error, the connection is closed or in a transaction that was left open."""
     if conn.invalidated or conn.closed:
         return True
     driver: Any = conn.connection.driver_connection
@@ -117,7 +117,7 @@ def is_broken(conn: Connection) -> bool:
 
 
 def plan(conn: Connection, *, hot: bool) -> None:
-    """Let the statements on this connection be planned as hot ones from now on, or as the server sees fit."""
+    """Plan the statements of this connection as hot ones from now on, or with the server's defaults."""
     conn.execute(_TO_HOT if hot else _TO_PLAIN)
 
 
@@ -132,7 +132,7 @@ class PostgresDatabase:
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The parent's connections are the parent's: leave them open there and connect anew here."""
+        """The connections belong to the parent: leave them open, and reconnect in the child."""
         free, self._shelf = self._shelf._free, Shelf()
         abandoned_connections.extend(kept.conn for kept in free)
         self._engine.dispose(close=False)
@@ -194,24 +194,24 @@ class PostgresDatabase:
             _discard(kept.conn)
 
     def _condemn(self, conn: Connection) -> None:
-        """Where one connection broke or fell silent, the others may have, too: close all that are idle."""
+        """Close a connection that broke or fell silent, and all idle ones, which may have, too."""
         for each in (conn, *self._shelf.clear()):
             _discard(each)
 
     async def close(self) -> None:
-        """Close the idle connections. One that is in use is closed when its call ends."""
+        """Close the idle connections. Those in use are closed when their calls end."""
         for conn in self._shelf.clear():
             _discard(conn)
 
 
 def _discard(conn: Connection) -> None:
-    """Close without telling the server, which may be silent."""
+    """Close without a message to the server, which may be silent."""
     conn.invalidate()
     conn.close()
 
 
 def all_in_use(size: int) -> StoreUnavailable:
-    """The error of a call that found no free connection in time."""
+    """The error for a call that found no free connection in time."""
     return StoreUnavailable(
         f"all {size} connections of this process to the database are in use, and none became free in time; "
         "more of them: pool="
@@ -219,7 +219,7 @@ def all_in_use(size: int) -> StoreUnavailable:
 
 
 def postgres_engine(url: URL) -> Engine:
-    """A blocking engine over psycopg whose statements commit by themselves. It keeps no connections."""
+    """A blocking engine over psycopg whose statements commit by themselves. It has no pool."""
     query = dict(url.query)
     escaped = {name: value.replace(" ", "\\ ") for name, value in SETTINGS.items()}
     ours = " ".join(f"-c {name}={value}" for name, value in escaped.items())
@@ -237,7 +237,7 @@ def postgres_engine(url: URL) -> Engine:
         )
     except ModuleNotFoundError as error:
         raise missing("postgres", error) from error
-    # Imported here and not while connecting: a child that is forked during an import would wait for it for ever.
+    # Imported here and not while connecting: a child that is forked during an import would wait for it forever.
     from semel.db.psycopg_connection import BoundedConnection
 
     @event.listens_for(engine, "do_connect")

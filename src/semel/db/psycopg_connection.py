@@ -1,4 +1,4 @@
-"""psycopg's connection, which gives up at the deadline: it would wait for ever for a server that says nothing."""
+"""psycopg's connection with a deadline: by itself, it would wait forever for a silent server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ R = TypeVar("R")
 
 
 class BoundedConnection(Connection[Any]):
-    """Waits no longer than the call may take. A connection that was given up is closed: its answer may come yet."""
+    """A connection that waits until the deadline at most. It is closed then, as the reply may still come."""
 
     @classmethod
     def _connect_gen(cls, *args: Any, **values: Any) -> Any:
         return _bounded(super()._connect_gen(*args, **values))
 
     def wait(self, gen: Any, *args: Any, **values: Any) -> Any:
-        """Exchange something with the server."""
+        """Run an exchange with the server, until the deadline at most."""
         try:
             return super().wait(_bounded(gen), *args, **values)
         except OperationalError:
@@ -30,7 +30,7 @@ class BoundedConnection(Connection[Any]):
 
 
 def _bounded(steps: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
-    """The steps of an exchange. Where nothing comes, psycopg asks for the next step ten times a second."""
+    """The steps of an exchange, until the deadline. While nothing arrives, psycopg resumes it ten times a second."""
     try:
         awaited = next(steps)
         while True:

@@ -1,7 +1,7 @@
 """semel's tables, as the newest migration leaves them.
 
-Times are microseconds since 1970 on the database's clock. ``semel_keys`` stays narrow and updates in place:
-completing or renewing touches no indexed column. So does a run's heartbeat: what it writes is in no index.
+Times are microseconds since 1970 on the database's clock. ``semel_keys`` is narrow and updated in place: completing or
+renewing changes no indexed column. Neither does a run's heartbeat.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSION_TABLE = "semel_version"
 metadata = MetaData()
 
 _name = Text(collation="C").with_variant(Text(), "sqlite")
-"""Keys compare byte by byte: faster, and sorted the same way in Python and in the database."""
+"""Names are compared byte by byte: faster, and in the same order in Python and in the database."""
 
 keys = Table(
     "semel_keys",
@@ -65,13 +65,13 @@ Index(
 )
 
 fences = Sequence("semel_fence", metadata=metadata)
-"""PostgreSQL: a sequence never gives a number twice, whatever is rolled back or purged."""
+"""PostgreSQL: a sequence never returns a number twice, whatever is rolled back or purged."""
 
 fence_counter = Table("semel_fence_counter", metadata, Column("last", Integer, nullable=False))
-"""SQLite: one row, raised in the transaction that claims."""
+"""SQLite: one row, incremented in the transaction that claims."""
 
 _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
-"""A UUIDv7, which grows with time; as text on SQLite, so that a person can ask for it."""
+"""A UUIDv7, which grows with time; text on SQLite, so that people can query it."""
 
 runs = Table(
     "semel_runs",
@@ -206,7 +206,7 @@ run_keys = Table(
 Index("semel_run_keys_expires", run_keys.c.expires_us)
 _own = "kind = 'key'"
 Index("semel_run_keys_job", run_keys.c.job_id, postgresql_where=text(_own), sqlite_where=text(_own))
-"""By which a purge knows the runs that live keys name."""
+"""With this index a purge finds the runs that live keys refer to."""
 
 removals = Table(
     "semel_removals",
@@ -215,7 +215,7 @@ removals = Table(
     Column("data_ref", Text, nullable=True),
     Column("has_files", Boolean, nullable=False),
 )
-"""Files of runs that are gone: written with the removal of the run, and removed when the files are."""
+"""Files of purged runs: a row is added when the run is removed, and deleted when its files are."""
 
 run_events = Table(
     "semel_run_events",

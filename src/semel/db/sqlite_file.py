@@ -1,9 +1,9 @@
 """The file of a SQLite database, watched while it is in use.
 
-A connection that is open goes on writing into a file that was deleted, and a new connection makes or finds another
-file under the same name: both would acknowledge what nobody reads again. So a process remembers which file it began
-with, by device and inode, and refuses every transaction as long as another one, or none, has its name. The ``-wal``
-and ``-shm`` files beside it are part of the database, and are watched for each connection that has them open.
+An open connection goes on writing into a file that was deleted, and a new connection creates or finds another file
+under the same name: writes to either would be acknowledged and then lost. So a process remembers which file it began
+with, by device and inode, and refuses every transaction while another file, or none, has its name. The ``-wal`` and
+``-shm`` files beside it are part of the database, and are watched for each connection that has them open.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ class FileReplaced(StoreBroken):
 
 
 class KnownFile:
-    """A file that this process has in use. Whoever holds this object insists on the file."""
+    """A file that this process uses, for as long as this object is referenced."""
 
     def __init__(self, path: str, identity: Identity) -> None:
         self.path = path
         self.identity = identity
 
     def check(self) -> None:
-        """Raise `FileReplaced` unless the file is still there."""
+        """Raise `FileReplaced` if the file was deleted or replaced."""
         _require(self.path, self.identity)
 
 
 _known: WeakValueDictionary[str, KnownFile] = WeakValueDictionary()
-"""All engines of a process, and of those that it forks, must find the same file under one name."""
+"""By path: all engines of a process, and of its forks, must find the same file under one name."""
 
 
 def know(path: str, identity: Identity | None = None) -> KnownFile | None:
-    """From now on insist on this file, or on the one that is there; None when there is none."""
+    """Remember this file, or the one that exists now, as the one to use under this path; None if there is none."""
     path = os.path.realpath(path)
     found = identity or _identity(path)
     return None if found is None else _known.setdefault(path, KnownFile(path, found))
 
 
 def check_known(path: str) -> None:
-    """Raise `FileReplaced` if this process has a file of that name in use, and it is not there any more."""
+    """Raise `FileReplaced` if this process uses a file of that name which was deleted or replaced."""
     known = _known.get(os.path.realpath(path))
     if known is not None:
         known.check()
 
 
 def make_private(path: str) -> None:
-    """Make the file, if it is missing, for its owner alone. SQLite makes the files beside it as this one is.
+    """Create the file, if it is missing, with access for its owner only. SQLite copies the mode to the files beside it.
 
-    What cannot be made here SQLite cannot make, either, and says why.
+    An error is ignored: SQLite then cannot create the file either, and its error has the reason.
     """
     with suppress(OSError):
         os.close(os.open(os.path.realpath(path), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
@@ -75,11 +75,11 @@ class WatchedFile:
         event.listen(engine, "begin", self._before_begin, insert=True)
 
     def forget(self) -> None:
-        """The engine was closed: when it is used again, it may find another file."""
+        """Forget the file when the engine is closed: when it is used again, it may find another one."""
         self._known = None
 
     def _connected(self, connection: Any, record: Any) -> None:
-        """SQLite has made the file by now, where there was none; the first look at the tables opens the log."""
+        """Remember the connection's files. SQLite has created the database by now; reading the schema opens the log."""
         cursor = connection.cursor()
         path = str(cursor.execute("PRAGMA database_list").fetchone()[2])
         cursor.execute("PRAGMA schema_version").fetchone()
@@ -100,7 +100,7 @@ class WatchedFile:
 
 def _identity(path: str) -> Identity | None:
     try:
-        found = os.stat(path)  # noqa: PTH116 -- before every transaction
+        found = os.stat(path)  # noqa: PTH116 -- faster, and called before every transaction
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino

@@ -1,4 +1,4 @@
-"""A verb inside the user's own transaction. Apart from the rest, since SQLAlchemy's ORM takes long to import."""
+"""Verbs inside the user's own transaction. A separate module, since SQLAlchemy's ORM is slow to import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class UserTransaction:
-    """The user's own connection or session: verbs take part in its transaction and commit or vanish with it."""
+    """The user's own connection or session: verbs are committed or rolled back with its transaction."""
 
     def __init__(self, conn: Connection | Session | AsyncConnection | AsyncSession) -> None:
         if not isinstance(conn, Connection | Session | AsyncConnection | AsyncSession):
@@ -26,12 +26,12 @@ class UserTransaction:
 
     @property
     def is_async(self) -> bool:
-        """True when it must be awaited."""
+        """Whether the connection or session is async."""
         return isinstance(self._conn, AsyncConnection | AsyncSession)
 
     @property
     def dialect(self) -> str:
-        """The database's kind."""
+        """The name of the database's dialect."""
         bind = self._conn.get_bind() if isinstance(self._conn, Session | AsyncSession) else self._conn
         return bind.dialect.name
 
@@ -50,4 +50,4 @@ class UserTransaction:
     write_many = write
 
     async def close(self) -> None:
-        """The user's, not ours."""
+        """Nothing to close: the connection is the user's."""

@@ -1,7 +1,7 @@
-"""On SQLite, times of expiry that compare right with the present as SQL writes it and as Python's isoformat() does.
+"""On SQLite, expiry times that compare correctly with ``datetime('now')`` and with Python's ``now.isoformat()``.
 
 Both are compared as text: ``datetime('now')`` has a space between date and time, ``now.isoformat()`` a ``T``, which is
-greater. So what is still to come has the ``T`` and what is over the space: then both forms of the present lie between.
+greater. So future times are shown with the ``T`` and past ones with the space: both forms of the present lie between.
 """
 
 from alembic import op
@@ -22,18 +22,18 @@ _USER = "CASE CAST(CAST(user_id AS INTEGER) AS TEXT) WHEN user_id THEN CAST(user
 
 
 def upgrade() -> None:
-    """Make the views anew."""
+    """Create the views again, with the new form of expiry times."""
     _show(_TELLING)
 
 
 def downgrade() -> None:
-    """As they were."""
+    """Create the views again as they were."""
     _show(_PLAIN.format("expires_us"))
 
 
 def _show(expires: str) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        return  # there they are times, not texts
+        return  # its views have timestamps, not text
     created = _PLAIN.format("created_us")
     _view(
         "idempotency_keys",
@@ -54,7 +54,7 @@ FROM semel_reservations
 
 
 def _view(name: str, query: str) -> None:
-    """One that is the user's own is left alone."""
+    """Replace semel's view of this name; a user's own view stays."""
     found = inspect(op.get_bind())
     if name in found.get_view_names() and "semel_" in (found.get_view_definition(name) or ""):
         op.execute(f"DROP VIEW {name}")

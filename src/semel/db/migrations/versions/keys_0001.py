@@ -12,7 +12,7 @@ _name = sa.Text(collation="C").with_variant(sa.Text(), "sqlite")
 
 
 def upgrade() -> None:
-    """Create the keys, their two indexes, and the source of fences."""
+    """Create the table of keys, its two indexes, and the sequence or counter of fences."""
     op.create_table(
         "semel_keys",
         sa.Column("scope", _name, nullable=False),
@@ -47,7 +47,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop it all."""
+    """Drop them."""
     if op.get_bind().dialect.name == "postgresql":
         op.execute(sa.schema.DropSequence(sa.Sequence("semel_fence")))
     else:

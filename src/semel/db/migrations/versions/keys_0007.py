@@ -1,4 +1,4 @@
-"""Keys by the run that they name, whether or not the run was made with them: a purge leaves what a live key names."""
+"""An index of keys by their run, whether or not the key created it: a purge keeps runs that live keys refer to."""
 
 from alembic import op
 from sqlalchemy import text
@@ -10,13 +10,13 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """One index for every key that clients gave."""
+    """Create an index of all keys that clients sent, and drop the narrower one."""
     _index("semel_run_keys_job", "kind = 'key'")
     op.drop_index("semel_run_keys_stored", "semel_run_keys")
 
 
 def downgrade() -> None:
-    """As it was."""
+    """Restore the former index."""
     _index("semel_run_keys_stored", "payload_hash = ''")
     op.drop_index("semel_run_keys_job", "semel_run_keys")
 

@@ -1,4 +1,4 @@
-"""When a run's progress last moved and how long it may stand still; a reservation's limit; where a result is."""
+"""When a run last made progress, and how long it may make none; a reservation's limit; where a result is stored."""
 
 from alembic import op
 from sqlalchemy import BigInteger, Column, Integer, inspect
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns, and let the view name where a small result is, too."""
+    """Add the columns, and show in the view where a small result is stored, too."""
     op.add_column("semel_runs", Column("progress_us", BigInteger, nullable=True))
     op.add_column("semel_runs", Column("stall_us", BigInteger, nullable=True))
     op.add_column("semel_reservations", Column("max_concurrent", Integer, nullable=True))
@@ -18,7 +18,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take them away again."""
+    """Remove the columns, and restore the view."""
     _show_runs("result_ref")
     op.drop_column("semel_reservations", "max_concurrent")
     op.drop_column("semel_runs", "stall_us")
@@ -26,7 +26,7 @@ def downgrade() -> None:
 
 
 def _show_runs(result_ref: str) -> None:
-    """Make the view ``model_runs`` anew; one that is the user's own is left alone."""
+    """Replace semel's view ``model_runs``; a user's own view of that name stays."""
     found = inspect(op.get_bind())
     if "model_runs" not in found.get_view_names() or "semel_" not in (found.get_view_definition("model_runs") or ""):
         return

@@ -1,4 +1,4 @@
-"""Runs, their keys, events and logs; quotas, reservations, workers; views with the names of the documents."""
+"""Runs, their keys, events and logs; quotas, reservations, workers; views with the names in the documents."""
 
 import logging
 
@@ -262,7 +262,7 @@ _WATCHED = ", ".join(("status", "fence", "worker", *_FINAL, *_FIXED))
 
 
 def upgrade() -> None:
-    """Create the tables, the guard of the state machine, and the views."""
+    """Create the tables, the trigger that guards the state machine, and the views."""
     metadata.create_all(op.get_bind())
     if op.get_bind().dialect.name == "postgresql":
         _guard_postgres()
@@ -298,7 +298,7 @@ def _guard_sqlite() -> None:
 
 
 def _views(time: str, json: str, user: str) -> None:
-    """``time``, ``json`` and ``user`` say how the dialect shows such a value."""
+    """Create the views. ``time``, ``json`` and ``user`` are the dialect's formats of such values."""
     _view(
         "model_runs",
         f"""
@@ -330,7 +330,7 @@ FROM semel_reservations
 
 
 def _view(name: str, query: str) -> None:
-    """Leave it out where the user has something else of that name: nothing of semel's needs it."""
+    """Create the view, unless the user has a table or view of that name: semel itself does not need it."""
     if inspect(op.get_bind()).has_table(name):
         _log.warning("%r is there already, so semel's view of that name was left out", name)
     else:
@@ -338,7 +338,7 @@ def _view(name: str, query: str) -> None:
 
 
 def downgrade() -> None:
-    """Drop it all."""
+    """Drop them all."""
     found = inspect(op.get_bind())
     for view in {"job_reservations", "idempotency_keys", "model_runs"} & set(found.get_view_names()):
         if "semel_" in (found.get_view_definition(view) or ""):

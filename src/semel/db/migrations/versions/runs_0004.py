@@ -1,4 +1,4 @@
-"""What purges and warnings need: files to be removed, keys by the job that they name, results with NaN or infinity."""
+"""For purges and warnings: files to be removed, keys by their job, results with NaN or infinity."""
 
 from alembic import op
 from sqlalchemy import BigInteger, Boolean, Column, Text, text
@@ -32,7 +32,7 @@ def _index(name: str, table: str, column: str, where: str) -> None:
 
 
 def downgrade() -> None:
-    """Take it all back; files that were still to be removed stay where they are."""
+    """Drop them all. Files that were still to be removed stay."""
     for name, table in (
         ("semel_runs_data", "semel_runs"),
         ("semel_runs_later_since", "semel_runs"),

@@ -1,4 +1,4 @@
-"""What the service keeps: tokens, named configs, jobs of the jobs API, subscriptions and what is on its way to them."""
+"""Tables of the service: tokens, named configs, jobs of the jobs API, webhook subscriptions and deliveries."""
 
 from alembic import op
 from sqlalchemy import (
@@ -134,7 +134,7 @@ Index("semel_deliveries_state", deliveries.c.state, deliveries.c.due_us)
 
 
 def upgrade() -> None:
-    """Create the tables, and let events say that a subscription wants them."""
+    """Create the tables, and the column that marks events for subscriptions."""
     metadata.create_all(op.get_bind())
     unsent = "unsent"
     op.add_column("semel_run_events", Column(unsent, Boolean, nullable=False, server_default=text("false")))
