@@ -1,4 +1,4 @@
-"""What a rule works with: the store under test, a fake clock, and calls one by one or all at once."""
+"""What a rule uses: the store under test, a fake clock, and calls one by one or concurrently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from semel.types import Claim, Granted, Held, Kind, Record, Verdict
 KEY, SCOPE = "key", "scope"
 LEASE, TTL = 60.0, 3600.0
 PATIENCE = 60
-"""Seconds after which a call counts as hanging."""
+"""Seconds after which a call counts as hung."""
 
 SWITCH_PROBABILITY = 0.35
 """The probability of a thread switch at each line of the store's code during a race."""
@@ -311,7 +311,7 @@ def _forced_switches(store: Store) -> Iterator[None]:
         return switch if frame.f_globals.get("__name__") in modules else None
 
     def switch(_frame: FrameType, _event: str, _arg: Any) -> Any:
-        if random.random() < SWITCH_PROBABILITY:  # noqa: S311 -- chance, not a secret
+        if random.random() < SWITCH_PROBABILITY:  # noqa: S311 -- not a secret
             time.sleep(0)
         return switch
 

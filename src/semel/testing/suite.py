@@ -57,7 +57,7 @@ class StoreSuite(
 
     @pytest.fixture
     def world(self) -> Iterator[World]:
-        """The argument of every rule: your store, and what the rule needs besides."""
+        """The argument of every rule: your store, and what else the rule needs."""
         with self.new_world() as world:
             yield world
 

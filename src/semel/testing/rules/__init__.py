@@ -1,1 +1,1 @@
-"""The rules, by what they are about: each a test whose name and docstring state what every store keeps."""
+"""The rules by topic. Each is a test whose name and docstring state what every store must do."""

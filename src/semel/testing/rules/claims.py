@@ -1,4 +1,4 @@
-"""What a claim meets: nothing, an owner at work, an outcome, an owner that vanished."""
+"""Claims: the verdict on an absent key, one in flight, a completed one, and one whose owner vanished."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from semel.types import Granted, InFlight, Mismatch, Replay, Unknown
 
 
 class Claims:
-    """Who asks for a key, and what they get."""
+    """The verdicts on claims."""
 
     def test_an_absent_key_is_granted(self, world: World) -> None:
-        """Nothing stands in the way: the claim carries what was asked, and both its times count from now."""
+        """The claim has the values of the request, and its lease and retention count from now."""
         request = claim_request("key", scope="scope", fingerprint="1:aa", attempt="me", lease=LEASE, ttl=TTL)
         (verdict,) = world.claims([request])
         assert isinstance(verdict, Granted)
@@ -35,7 +35,7 @@ class Claims:
         assert claim.expires_us == world.clock.us + us(TTL)
 
     def test_get_shows_the_record_of_a_claim(self, world: World) -> None:
-        """The record holds what was claimed, by whom and until when, and the store's time when it was read."""
+        """The record has the claim's values and times, and the store's time at which it was read."""
         claim = world.granted(fingerprint="1:aa", attempt="me", unknown=True)
         created = world.clock.us
         world.clock.advance(1)
@@ -48,7 +48,7 @@ class Claims:
         assert record.now_us == world.clock.us
 
     def test_get_shows_the_record_of_an_outcome(self, world: World) -> None:
-        """A completed record holds its outcome and when it was recorded; the rest is as it was claimed."""
+        """A completed record has its outcome and the time of completion; the rest is as it was claimed."""
         claim = world.granted(fingerprint="1:aa")
         created = world.clock.us
         world.clock.advance(1)
@@ -60,7 +60,7 @@ class Claims:
         assert world.value() == {"id": 7}
 
     def test_looking_at_a_key_changes_nothing(self, world: World) -> None:
-        """A look is not a claim: the key stays absent, or its record stays as it is."""
+        """Get is not a claim: an absent key stays absent, and a record does not change."""
         assert world.get("other") is None
         assert isinstance(world.claim("other"), Granted)
         world.granted()
@@ -69,14 +69,14 @@ class Claims:
             world.get()
 
     def test_what_get_gives_belongs_to_the_caller(self, world: World) -> None:
-        """Whoever changes the record that they were given changes nothing in the store."""
+        """Changing the returned record does not change the store."""
         world.completed(value="mine")
         with world.untouched():
             record = world.record()
             record.data, record.fence, record.state = b"", 0, "claimed"
 
     def test_a_key_at_work_is_in_flight(self, world: World) -> None:
-        """While the owner's lease lasts nobody else gets the key; the answer names the owner's fence."""
+        """While the owner's lease lasts, nobody else is granted the key; the verdict has the owner's fence."""
         claim = world.granted()
         with world.untouched():
             verdict = world.claim()
@@ -84,7 +84,7 @@ class Claims:
         assert verdict.fence == claim.fence
 
     def test_retry_after_is_positive_and_never_beyond_the_lease(self, world: World) -> None:
-        """It is the time that is left of the lease, down to its last microsecond."""
+        """It is the time until the lease ends, to its last microsecond."""
         claim = world.granted(lease=10)
         for left in (10_000_000, 6_543_210, 1_000, 1):
             world.clock.us = claim.lease_until_us - left
@@ -93,7 +93,7 @@ class Claims:
             assert 0 < verdict.retry_after <= left / 1e6
 
     def test_retry_after_follows_a_renewal(self, world: World) -> None:
-        """After a renewal it is the new lease that counts."""
+        """After a renewal it is the time until the new lease ends."""
         claim = world.granted(lease=10)
         world.clock.advance(9)
         assert world.renew(claim, 30) is not None
@@ -102,7 +102,7 @@ class Claims:
         assert 10 < verdict.retry_after <= 30
 
     def test_a_completed_key_is_replayed(self, world: World) -> None:
-        """Every later caller gets the outcome, with the fence that made it and its times."""
+        """Every later caller gets the outcome, with its owner's fence and its times."""
         claim = world.granted()
         created = world.clock.us
         world.clock.advance(1)
@@ -123,7 +123,7 @@ class Claims:
             )
 
     def test_claiming_with_an_outcome_completes_in_one_step(self, world: World) -> None:
-        """Nobody ever sees such a key in flight: it is completed from the start, by its own fence."""
+        """Such a key is never in flight: it is completed from the start, with its own fence."""
         claim = world.granted(done=outcome_data("marked", kind="seen"))
         record = world.record()
         assert (record.state, record.fence) == ("completed", claim.fence)
@@ -133,7 +133,7 @@ class Claims:
         assert (verdict.outcome.kind, verdict.outcome.value) == ("seen", "marked")
 
     def test_an_outcome_brought_along_replaces_nothing(self, world: World) -> None:
-        """A claim that brings an outcome meets an owner or an older outcome as any claim does."""
+        """A claim with an outcome gets the same verdict on an owned or completed key as any claim."""
         world.granted("at work")
         world.completed("done", value="first")
         with world.untouched("at work"), world.untouched("done"):
@@ -143,7 +143,7 @@ class Claims:
         assert verdict.outcome.value == "first"
 
     def test_two_claims_of_one_key_in_one_batch_are_judged_in_order(self, world: World) -> None:
-        """The second sees what the first has written, as if it had come a moment later."""
+        """The second one sees what the first one wrote, as if it were sent later."""
         first, second, third = world.claims([claim_request(), claim_request("other"), claim_request()])
         assert isinstance(first, Granted)
         assert isinstance(second, Granted)
@@ -162,7 +162,7 @@ class Claims:
         assert isinstance(second, Mismatch)
 
     def test_a_batch_takes_a_key_over_once(self, world: World) -> None:
-        """Two claims in one batch of a key whose lease or retention ended: the first gets it, the second does not."""
+        """Of two claims in one batch of a key whose lease or retention ended, only the first is granted."""
         world.granted("abandoned", lease=1)
         world.completed("expired", ttl=1)
         world.clock.advance(2)
@@ -182,7 +182,7 @@ class Claims:
             assert world.record(key).fence == winner.claim.fence
 
     def test_answers_come_in_the_order_of_the_requests(self, world: World) -> None:
-        """Whatever order the store works in, the answers of a batch stand where their requests stood."""
+        """Whatever order the store works in, the answers are in the order of the batch."""
         lost = world.granted("lost", lease=1, unknown=True)
         world.clock.advance(2)
         busy = world.granted("busy")
@@ -204,7 +204,7 @@ class Claims:
         assert replay.outcome.value == "was"
 
     def test_a_batch_of_several_hundred_is_one_call_like_any_other(self, world: World) -> None:
-        """Claimed, looked at, renewed, completed, replayed and released by the hundred, each answer in its place."""
+        """700 keys are claimed, read, renewed, completed, replayed and released in batches, with answers in order."""
         names = [f"{number * 7919 % 700:03}" for number in range(700)]
         claims = []
         for name, verdict in zip(names, world.claims([claim_request(name) for name in names]), strict=True):
@@ -224,7 +224,7 @@ class Claims:
         assert [record and record.key for record in records] == names[:350] + [None] * 350
 
     def test_a_vanished_owner_is_unknown_where_that_was_asked_for(self, world: World) -> None:
-        """With ``unknown``, from the owner or from the caller, an ended lease is not taken over but told."""
+        """If the owner's or the caller's claim has ``unknown``, an ended lease is not taken over: it is Unknown."""
         by_owner = world.granted("by owner", lease=10, unknown=True)
         by_caller = world.granted("by caller", lease=10)
         world.clock.advance(10)
@@ -236,7 +236,7 @@ class Claims:
         assert world.record("by owner").status == "unknown"
 
     def test_resolving_takes_what_is_unknown(self, world: World) -> None:
-        """Whoever resolves gets the key under a new fence; while the owner's lease lasts even they do not."""
+        """A claim with ``resolving`` is granted the key with a new fence, but not while the owner's lease lasts."""
         lost = world.granted(lease=10, unknown=True)
         assert isinstance(world.claim(resolving=True, unknown=True), InFlight)
         world.clock.advance(10)
@@ -247,7 +247,7 @@ class Claims:
         assert not world.complete(lost, "late")
 
     def test_unknown_ends_with_retention(self, world: World) -> None:
-        """A key that nobody resolved is forgotten with its retention, as every other."""
+        """A key that nobody resolved expires like any other."""
         claim = world.granted(lease=10, ttl=100, unknown=True)
         world.clock.us = claim.expires_us
         assert isinstance(world.claim(), Unknown)
@@ -257,7 +257,7 @@ class Claims:
         assert verdict.reason == "expired"
 
     def test_waiting_changes_no_verdict(self, world: World) -> None:
-        """``waiting`` only asks to be told when the owner is done."""
+        """``waiting`` only requests a notification when the owner is done."""
         claim = world.granted()
         assert isinstance(world.claim(waiting=True), InFlight)
         assert world.complete(claim, 1)

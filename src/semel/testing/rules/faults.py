@@ -1,4 +1,4 @@
-"""Requests and replies that are lost on the way: nothing is done twice, and nobody is granted what is not theirs."""
+"""Lost requests and replies: nothing is done twice, and nobody is granted the key of another."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from semel.types import Granted, InFlight, Replay
 
 
 class Faults:
-    """Every verb may be sent again after its reply was lost, and then answers as the first time."""
+    """Every verb may be sent again after its reply was lost, and then returns the same as the first time."""
 
     def test_a_claim_is_sent_again(self, world: World) -> None:
-        """Lost on the way there or back, the same request sent again is granted, and nobody else was meanwhile."""
+        """Whether the request or its reply was lost, the same request sent again is granted, and only this one."""
         for lost in ("lose_request", "lose_reply"):
             request = claim_request(lost)
             first, again = _twice(world, lost, "claim", [request])
@@ -36,7 +36,7 @@ class Faults:
             assert world.record(lost).fence == first[0].claim.fence
 
     def test_a_mark_is_sent_again(self, world: World) -> None:
-        """It is this caller's mark, not one that was seen before."""
+        """The mark belongs to this caller; it does not count as seen before."""
         for lost in ("lose_request", "lose_reply"):
             request = claim_request(lost, done=outcome_data("mine"))
             first, again = _twice(world, lost, "claim", [request])
@@ -45,7 +45,7 @@ class Faults:
             assert isinstance(world.claim(lost, done=outcome_data("other")), Replay)
 
     def test_a_complete_is_sent_again(self, world: World) -> None:
-        """It is True, and the value is the one that was sent."""
+        """It returns True, and the value is the one that was sent."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
             first, again = _twice(world, lost, "complete", [complete_request(claim, "value")])
@@ -53,7 +53,7 @@ class Faults:
             assert world.value(lost) == "value"
 
     def test_a_release_is_sent_again(self, world: World) -> None:
-        """It is True, and the key is absent; it frees nobody else's claim that came in between."""
+        """It returns True, and the key is absent. A claim made since then is not released."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
             first, again = _twice(world, lost, "release", [release_request(claim)])
@@ -63,7 +63,7 @@ class Faults:
                 assert world.release(claim) is False
 
     def test_a_renewal_is_sent_again(self, world: World) -> None:
-        """It moves the lease, and says to when."""
+        """It moves the end of the lease, and returns it."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.granted(lost)
             first, again = _twice(world, lost, "renew", [renew_request(claim, 90)])
@@ -71,7 +71,7 @@ class Faults:
             assert world.record(lost).lease_until_us == world.clock.us + us(90)
 
     def test_forgetting_is_sent_again(self, world: World) -> None:
-        """It is True, and the key is absent; what was claimed in between stays, however much it is forced."""
+        """It returns True, and the key is absent. A claim made since then stays, even with force."""
         for lost in ("lose_request", "lose_reply"):
             claim = world.completed(lost)
             first, again = _twice(world, lost, "forget", [forget_request(claim)])
@@ -81,7 +81,7 @@ class Faults:
                 assert world.forget(claim, force=True) is False
 
     def test_a_batch_is_sent_again(self, world: World) -> None:
-        """A batch of everything: each request is answered as the first time."""
+        """In a batch with every kind of verdict, each request gets the same answer as the first time."""
         world.granted("busy")
         world.completed("done", value=1)
         requests = [
@@ -96,7 +96,7 @@ class Faults:
         assert again == first
 
     def test_a_passing_fault_is_not_noticed(self, world: World) -> None:
-        """Lost requests and replies are sent again behind the scenes: the caller sees one grant and one outcome."""
+        """The engine retries lost requests and replies: the caller sees one grant and one outcome."""
         for lost in ("lose_request", "lose_reply"):
             store, work = FaultyStore(world.store), Work(world)
             once = world.once(store)
@@ -109,7 +109,7 @@ class Faults:
             assert work.done == 1
 
     def test_a_passing_fault_marks_no_message_twice(self, world: World) -> None:
-        """A mark whose reply was lost is told as not seen, since this caller is the first."""
+        """A mark whose reply was lost returns "not_seen", since this caller is the first."""
         store = FaultyStore(world.store)
         once = world.once(store)
         store.lose_reply("claim")
@@ -117,7 +117,7 @@ class Faults:
         assert world.run(once.check_and_mark("ack_id", "m1")) == "seen"
 
     def test_a_passing_fault_does_not_keep_a_failed_key(self, world: World) -> None:
-        """The release of work that failed is sent again, too: the next caller need not wait for the lease."""
+        """The release after failed work is retried, too: the next caller need not wait for the end of the lease."""
         store, work = FaultyStore(world.store), Work(world)
         once = world.once(store)
         work.error = RuntimeError("no")
@@ -127,7 +127,7 @@ class Faults:
         assert world.get("key", "default") is None
 
     def test_a_store_that_is_away_grants_nothing(self, world: World) -> None:
-        """After trying again for the time it was given, every verb says that the store is away; no work is done."""
+        """After retries for ``retry_for`` seconds, every verb raises StoreUnavailable, and no work is done."""
         store, work = FaultyStore(world.store), Work(world)
         once, patient = world.once(store, retry_for=0), world.once(store, retry_for=0.3)
         claim = world.run(once.claim("held")).claim
@@ -152,7 +152,7 @@ class Faults:
         assert world.value("held", "default") == "held on"
 
     def test_an_outcome_that_could_not_be_recorded_is_worked_for_again(self, world: World) -> None:
-        """The caller is told; the key stays in flight until the lease ends, and then the next caller works."""
+        """The caller gets an error; the key stays in flight until its lease ends, and then the next caller works."""
         store, work = FaultyStore(world.store), Work(world)
         once = world.once(store, retry_for=0.1)
         store.lose_request("complete", 1000)
@@ -165,7 +165,7 @@ class Faults:
         assert work.done == 2
 
     def test_a_broken_store_is_not_asked_again(self, world: World) -> None:
-        """Where waiting will not help, the caller is told at once."""
+        """An error that retries cannot solve is raised at once."""
         store = FaultyStore(world.store, StoreBroken)
         once = world.once(store)
         store.lose_request("claim")
@@ -175,7 +175,7 @@ class Faults:
 
 
 def _twice(world: World, lost: str, verb: str, requests: list[Any]) -> tuple[Any, Any]:
-    """Send the requests through a fault, then again until they have been answered twice."""
+    """Send the requests once with a fault and then twice without; return the two answers."""
     store = FaultyStore(world.store)
     getattr(store, lost)(verb)
     send = getattr(store, verb)

@@ -1,4 +1,4 @@
-"""The fence: a number that only grows, and without which nobody writes."""
+"""The fence: a number that only grows, and that every write of an owner must have."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ STALE: tuple[Callable[[World, str], Claim], ...] = (
     _forgotten_and_claimed_anew,
     _taken_by_force,
 )
-"""Every way in which a fence becomes stale while another one has the key."""
+"""Every way in which a fence becomes stale while another one holds the key."""
 
 
 class Fences:
-    """Zombies write nothing."""
+    """An owner whose fence is stale can write nothing."""
 
     def test_the_fence_grows_over_everything_that_can_happen(self, world: World) -> None:
-        """Release, takeover, resolving, expiry, purge and forgetting: who gets the key next has a greater fence."""
+        """After a release, takeover, resolve, expiry, purge or forget, the key's next owner has a greater fence."""
         fences = [(first := world.granted(lease=10)).fence]
         assert world.release(first)
         fences.append((released := world.granted(lease=10, unknown=True)).fence)
@@ -116,7 +116,7 @@ class Fences:
         assert all(earlier < later for earlier, later in pairwise(fences)), fences
 
     def test_the_fence_grows_in_a_store_that_was_emptied(self, world: World) -> None:
-        """After everything in it expired and was purged, a store still knows where it was."""
+        """After all its records expired and were purged, a store still gives greater fences."""
         names = [f"key {number}" for number in range(10)]
         fences = {name: world.granted(name, lease=1, ttl=1).fence for name in names}
         world.clock.advance(10)
@@ -124,7 +124,7 @@ class Fences:
         assert all(world.granted(name).fence > fences[name] for name in reversed(names))
 
     def test_the_fence_grows_while_the_clock_jumps_back(self, world: World) -> None:
-        """A store that was set back in time gives no fence twice, and no key to two owners."""
+        """A store whose clock was set back gives no fence twice, and no key to two owners."""
         first = world.granted()
         world.clock.advance(-86400)
         assert isinstance(world.claim(), InFlight)
@@ -141,28 +141,28 @@ class Fences:
         assert world.granted("other").fence > third.fence
 
     def test_a_stale_complete_is_refused(self, world: World) -> None:
-        """It answers False and leaves the new owner's record as it is, however the fence became stale."""
+        """It returns False and does not change the new owner's record, however the fence became stale."""
         for story in STALE:
             stale = story(world, story.__name__)
             with world.untouched(story.__name__):
                 assert world.complete(stale, "stale") is False, story.__name__
 
     def test_a_stale_release_is_refused(self, world: World) -> None:
-        """It answers False and does not free the new owner's key, however the fence became stale."""
+        """It returns False and does not release the new owner's key, however the fence became stale."""
         for story in STALE:
             stale = story(world, story.__name__)
             with world.untouched(story.__name__):
                 assert world.release(stale) is False, story.__name__
 
     def test_a_stale_renew_is_refused(self, world: World) -> None:
-        """It answers None and does not move the new owner's lease, however the fence became stale."""
+        """It returns None and does not move the end of the new owner's lease, however the fence became stale."""
         for story in STALE:
             stale = story(world, story.__name__)
             with world.untouched(story.__name__):
                 assert world.renew(stale, 1000) is None, story.__name__
 
     def test_a_fence_that_was_never_given_holds_nothing(self, world: World) -> None:
-        """A number greater than the owner's is as stale as a smaller one."""
+        """A fence greater than the owner's is refused like a smaller one."""
         claim = world.granted()
         forged = replace(claim, fence=claim.fence + 1)
         with world.untouched():
@@ -171,7 +171,7 @@ class Fences:
             assert world.renew(forged) is None
 
     def test_a_fence_holds_its_own_key_only(self, world: World) -> None:
-        """Two keys may have fences of the same number: what the owner of one does leaves the other as it is."""
+        """Two keys may have the same fence: what the owner of one key does changes nothing for the other."""
         verbs: tuple[Callable[[Claim], object], ...] = (world.complete, world.renew, world.release)
         for number, verb in enumerate(verbs):
             own, others = world.granted(f"own {number}"), [("other", "scope"), (f"own {number}", "other")]

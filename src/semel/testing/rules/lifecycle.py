@@ -1,4 +1,4 @@
-"""The store as users meet it, through ``Once`` and ``AsyncOnce``: messages seen once, work done once."""
+"""The store through ``Once`` and ``AsyncOnce``, as users call it: messages are handled once, work is done once."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Work:
 
 
 class Lifecycle:
-    """From the first call of a key to the day it is forgotten."""
+    """A key from its first call to its end."""
 
     def test_a_message_is_seen_from_its_second_delivery_on(self, world: World) -> None:
-        """Absent: not seen, and marked in the same step. Marked: seen."""
+        """An absent message is not seen, and marked in the same step; a marked one is seen."""
         once = world.once()
         assert world.run(once.check_and_mark("ack_id", "m1", {"status": "ok"})) == "not_seen"
         assert world.run(once.check_and_mark("ack_id", "m1")) == "seen"
         assert world.run(once.check_and_mark("ack_id", "m2")) == "not_seen"
 
     def test_a_mark_expires_exactly_and_is_renewed(self, world: World) -> None:
-        """Valid to the last microsecond: seen. Past it: not seen, and marked anew for the whole time."""
+        """A message is seen to the last microsecond of its ttl; then it is not seen, and marked for a full ttl."""
         once = world.once()
         assert world.run(once.check_and_mark("ack_id", "m1", ttl=100)) == "not_seen"
         world.clock.advance(100)
@@ -60,7 +60,7 @@ class Lifecycle:
             assert world.run(once.get("m1", scope=key_type)).additional_data == key_type
 
     def test_a_mark_keeps_its_data_for_audit(self, world: World) -> None:
-        """The entry holds message, type, when it was processed, until when it is kept, and the data."""
+        """The record has the message's id and type, the times of processing and expiry, and the data."""
         once = world.once()
         world.run(once.check_and_mark("usage_id", "usage-7", {"units": 3}, ttl=3600))
         entry = world.run(once.get("usage-7", scope="usage_id"))
@@ -69,14 +69,14 @@ class Lifecycle:
         assert (entry.completed_us, entry.expires_us) == (world.clock.us, world.clock.us + 3_600_000_000)
 
     def test_of_many_deliveries_at_once_one_is_not_seen(self, world: World) -> None:
-        """Check and mark are one step: 64 at the same moment, and exactly one is told that it is the first."""
+        """Check and mark are one atomic step: of 64 concurrent calls exactly one returns "not_seen"."""
         once = world.once()
         answers = world.together([partial(once.check_and_mark, "ack_id", "m1", number) for number in range(64)])
         assert sorted(answers) == ["not_seen"] + ["seen"] * 63
         assert world.run(once.get("m1", scope="ack_id")).additional_data == answers.index("not_seen")
 
     def test_a_consumer_that_fails_leaves_its_message_unseen(self, world: World) -> None:
-        """The next delivery is handled; once it was, later ones are skipped."""
+        """After a failure the next delivery is handled; after a success, later ones are skipped."""
         work, once = Work(world), world.once()
         handle = once.consumer("ack_id", key=lambda message: message)(work.call)
         work.error = RuntimeError("no")
@@ -88,7 +88,7 @@ class Lifecycle:
         assert work.done == 2
 
     def test_work_is_done_once_and_replayed(self, world: World) -> None:
-        """The first call does it, every later call gets its value, until retention ends."""
+        """The first call does the work, and every later call gets its value, until retention ends."""
         work, once = Work(world), world.once()
         results = [world.run(once.call("key", work.call, ttl=100)) for _ in range(3)]
         assert [(result.value, result.replayed) for result in results] == [
@@ -102,7 +102,7 @@ class Lifecycle:
         assert work.done == 2
 
     def test_every_value_replays_as_itself(self, world: World) -> None:
-        """Also None, 0, False and all that is empty: a falsy result is a result."""
+        """None, 0, False and empty values are results, too."""
         once = world.once()
         for number, value in enumerate(FALSY + VALUES):
             work = Work(world, value)
@@ -112,7 +112,7 @@ class Lifecycle:
             assert work.done == 1
 
     def test_work_that_fails_leaves_no_trace(self, world: World) -> None:
-        """The error is the caller's, nothing is stored, and the next call tries again."""
+        """The caller gets the error, nothing is stored, and the next call tries again."""
         work, once = Work(world), world.once()
         work.error = RuntimeError("no")
         for _ in range(2):
@@ -134,7 +134,7 @@ class Lifecycle:
         assert work.done == 1
 
     def test_a_key_at_work_is_in_progress(self, world: World) -> None:
-        """Who does not want to wait is told when to ask again: not later than the owner's lease ends."""
+        """A caller that does not wait gets ``retry_after``: at most the time until the owner's lease ends."""
         once = world.once()
         assert isinstance(world.run(once.claim("key", lease=30)), Granted)
         with pytest.raises(InProgress) as told:
@@ -142,7 +142,7 @@ class Lifecycle:
         assert 0 < told.value.retry_after <= 30
 
     def test_a_key_with_other_content_is_refused(self, world: World) -> None:
-        """Before and after the work is done."""
+        """A call with another fingerprint raises KeyReused, and the work is not done again."""
         work, once = Work(world), world.once()
         world.run(once.call("key", work.call, fingerprint="1:aa"))
         with pytest.raises(KeyReused):
@@ -150,7 +150,7 @@ class Lifecycle:
         assert work.done == 1
 
     def test_many_callers_at_once_do_the_work_once(self, world: World) -> None:
-        """64 call at the same moment: one works, and all get its value."""
+        """Of 64 concurrent callers, one works, and all get its value."""
         work, once = Work(world, {"id": 7}), world.once()
         results = world.together([partial(once.call, "key", work.call, in_flight="wait")] * 64)
         assert work.done == 1
@@ -158,13 +158,13 @@ class Lifecycle:
         assert sum(not result.replayed for result in results) == 1
 
     def test_other_keys_are_worked_on_at_the_same_time(self, world: World) -> None:
-        """Work under four keys waits for each other, so none of it holds up the rest."""
+        """Work under four keys waits for each other, so it must run concurrently."""
         once, meet = world.once(), world.meeting(4)
         results = world.together([partial(once.call, f"key {number}", meet) for number in range(4)])
         assert sorted(result.value for result in results) == [0, 1, 2, 3]
 
     def test_who_was_taken_over_cannot_record_its_outcome(self, world: World) -> None:
-        """The late owner is told, by an error, with every verb; the new owner's outcome stands."""
+        """Every verb of the late owner raises ClaimLost; the new owner's outcome stays."""
         once = world.once()
         late = world.run(once.claim("key", lease=10)).claim
         world.clock.advance(10)
@@ -177,7 +177,7 @@ class Lifecycle:
         assert world.run(once.claim("key")).outcome.value == "new"
 
     def test_an_unknown_outcome_waits_for_someone_who_knows(self, world: World) -> None:
-        """It is not done again by itself; resolved as done it is replayed, as not done it is free."""
+        """The work is not done again by itself. Resolved as done, it is replayed; as not done, the key is free."""
         work, once = Work(world), world.once()
         for key in ("done", "not done"):
             lost = world.run(once.claim(key, lease=10, on_crash="unknown")).claim
@@ -194,7 +194,7 @@ class Lifecycle:
         assert work.done == 1
 
     def test_forgotten_work_is_done_anew(self, world: World) -> None:
-        """One key, or all of a scope; what is being worked on is forgotten, or resolved, by force alone."""
+        """One key, or all of a scope, can be forgotten; a key in flight is forgotten or resolved only with force."""
         work, once = Work(world), world.once()
         world.run(once.call("key", work.call))
         assert world.run(once.forget("key")) is True
@@ -216,7 +216,7 @@ class Lifecycle:
         assert world.run(once.call("resolved", work.call)).value == 7
 
     def test_a_value_that_was_not_kept_is_not_made_again(self, world: World) -> None:
-        """The tombstone says that the work was done, and the work stays done."""
+        """The tombstone keeps the key completed, and the work is not done again."""
         work, once = Work(world), world.once()
         world.run(once.call("key", work.call, ttl=100, value_ttl=10))
         world.clock.advance(11)
@@ -227,7 +227,7 @@ class Lifecycle:
         assert work.done == 1
 
     def test_who_waits_gets_the_outcome_when_it_is_there(self, world: World) -> None:
-        """A duplicate that waits is woken by the end of the claim, however it ends."""
+        """A duplicate that waits gets its verdict when the claim ends, however it ends."""
         once = world.once()
         first = world.run(once.claim("completed")).claim
         other = world.run(once.claim("released")).claim

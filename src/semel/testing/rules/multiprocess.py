@@ -32,14 +32,14 @@ DAY = 86400.0
 
 
 class Multiprocess:
-    """Processes and clients that share nothing but the store."""
+    """Processes and clients that share only the store."""
 
     server_clock: ClassVar[bool]
     opener: Callable[[], Opener]
     nowhere: Callable[[], Opener]
 
     def test_every_client_sees_what_another_wrote(self, world: World) -> None:
-        """A claim belongs to its fence, not to a connection: any client meets it, and its owner may use any."""
+        """A claim belongs to its fence, not to a connection: any client sees it, and its owner may use any client."""
         first, second = world.client(world.clock), world.client(world.clock)
         claim = first.granted(fingerprint="1:aa")
         assert isinstance(second.claim(fingerprint="1:aa"), InFlight)
@@ -50,7 +50,7 @@ class Multiprocess:
         assert verdict.outcome.value == "done"
 
     def test_the_fence_grows_over_all_clients(self, world: World) -> None:
-        """Whichever client claims next gets the greater fence, also after a purge by another."""
+        """Whichever client claims next gets a greater fence, also after another client purged."""
         clients = [world.client(world.clock) for _ in range(3)]
         fences = []
         for number in range(9):
@@ -61,7 +61,7 @@ class Multiprocess:
         assert fences == sorted(set(fences))
 
     def test_a_waiter_hears_of_what_another_client_ended(self, world: World) -> None:
-        """Told by the store or by asking again: who waits for a key gets its outcome soon after it is there."""
+        """By notification or by polling, a caller that waits for a key gets its outcome soon after it is recorded."""
         owner, waiter = world.once(world.opened(world.clock)), world.once(world.opened(world.clock))
         verdict = world.run(owner.claim("key"))
         assert isinstance(verdict, Granted)
@@ -80,9 +80,9 @@ class Multiprocess:
         assert waited.outcome.value == "ended"
 
     def test_the_stores_own_time_is_no_clients(self, world: World) -> None:
-        """Without a clock time is the server's, so a client whose own clock is wrong agrees with all others.
+        """Without an injected clock, time is the server's, so a client with a wrong clock agrees with all others.
 
-        A store without a server has the time of its host, which all its clients share.
+        A store without a server uses the time of its host, which all its clients share.
         """
         before = time.time_ns() // 1000
         client = world.client(None)
@@ -101,7 +101,7 @@ class Multiprocess:
                 assert other.granted(f"key {wrong}").lease_until_us < true + us(DAY)
 
     def test_a_store_that_cannot_be_reached_says_so(self, world: World) -> None:
-        """Every verb raises StoreUnavailable, and none of them guesses."""
+        """Every verb raises StoreUnavailable instead of guessing."""
         claim = world.granted()
         asked: tuple[Callable[[Store], Any], ...] = (
             lambda store: store.open(),
@@ -125,7 +125,7 @@ class Multiprocess:
             world.run(store.close())
 
     def test_of_8_processes_one_gets_the_key(self, world: World) -> None:
-        """Processes that share nothing but the store ask for one key: exactly one is granted."""
+        """Processes that share only the store claim one key: exactly one is granted."""
         answers = self._apart(world, _claim_each, [([claim_request()],) for _ in range(SIZE)])
         verdicts = [verdict for (verdict,) in answers]
         (winner,) = winners(verdicts)
@@ -133,7 +133,7 @@ class Multiprocess:
         assert world.record().fence == winner.fence
 
     def test_of_8_processes_one_gets_each_of_many_keys(self, world: World) -> None:
-        """Absent, expired, released or left by a vanished owner: each key has one new owner, with a greater fence."""
+        """Whether absent, expired, released or abandoned, each key gets one new owner, with a greater fence."""
         old = _left_behind(world, range(12))
         names = [*old, *(f"absent {number}" for number in range(12))]
         answers = self._apart(world, _claim_each, [([claim_request(name) for name in names],) for _ in range(SIZE)])
@@ -143,7 +143,7 @@ class Multiprocess:
             assert world.record(name).fence == winner.fence
 
     def test_8_processes_share_batches_of_keys(self, world: World) -> None:
-        """Each asks for all the keys in one batch, each in another order: each key is granted exactly once."""
+        """Each claims all the keys in one batch, in a different order: each key is granted exactly once."""
         old = _left_behind(world, range(20))
         names = [*old, *(f"absent {number}" for number in range(40))]
         orders = [names[at:] + names[:at] for at in range(0, 8 * 7, 7)]
@@ -154,7 +154,7 @@ class Multiprocess:
         assert all(world.record(winner.key).fence == winner.fence > old.get(winner.key, 0) for winner in found)
 
     def test_of_two_fences_in_8_processes_the_newer_completes(self, world: World) -> None:
-        """Zombies and owners complete at once, each in its own process: the zombies are refused, every time."""
+        """Old and new owners complete at the same time, in separate processes: the old ones are refused every time."""
         names = [f"key {number}" for number in range(10)]
         zombies = [world.granted(name, lease=10) for name in names]
         world.clock.advance(10)
@@ -164,7 +164,7 @@ class Multiprocess:
         assert [world.value(name) for name in names] == ["new"] * 10
 
     def test_work_in_8_processes_is_done_once(self, world: World) -> None:
-        """Each process does the same work under the same keys: one does it, and all get that one's value."""
+        """All processes call the same work under the same keys: one does it, and all get its value."""
         names = [f"order {number}" for number in range(10)]
         answers = self._apart(world, _work, [(names, f"process {number}") for number in range(SIZE)])
         for results in zip(*answers, strict=True):
@@ -177,7 +177,7 @@ class Multiprocess:
 
 
 def _left_behind(world: World, numbers: range) -> dict[str, int]:
-    """Keys whose last owners are gone in various ways, with their fences."""
+    """Keys that are expired, abandoned or released, with their last fences."""
     old: dict[str, int] = {}
     for number in numbers:
         for kind, lease, ttl in (("expired", 1, 1), ("abandoned", 1, 1000)):
@@ -191,33 +191,33 @@ def _left_behind(world: World, numbers: range) -> dict[str, int]:
 
 
 def _claim_each(world: World, requests: list[ClaimRequest]) -> list[Verdict]:
-    """In a process of its own: claim one after the other."""
+    """In a worker process: claim one after the other."""
     return [world.claims([_again(request)])[0] for request in requests]
 
 
 def _claim_batch(world: World, requests: list[ClaimRequest]) -> list[Verdict]:
-    """In a process of its own: claim all in one batch."""
+    """In a worker process: claim all in one batch."""
     return world.claims([_again(request) for request in requests])
 
 
 def _again(request: ClaimRequest) -> ClaimRequest:
-    """The same request as an attempt of this process."""
+    """The same request with a new attempt id."""
     return claim_request(request.key, scope=request.scope)
 
 
 def _complete_each(world: World, claims: list[Claim], value: str) -> list[bool]:
-    """In a process of its own: complete one after the other."""
+    """In a worker process: complete one after the other."""
     return [world.run(world.store.complete([complete_request(claim, value)]))[0] for claim in claims]
 
 
 def _work(world: World, names: list[str], value: str) -> list[tuple[str, bool]]:
-    """In a process of its own: do the work under each key, or get what came of it."""
+    """In a worker process: do the work under each key, or get its result."""
     once = world.once()
     results = [world.run(once.call(name, world.working(lambda: value), in_flight="wait")) for name in names]
     return [(result.value, result.replayed) for result in results]
 
 
 def _local_time_off_by(seconds: float) -> Any:
-    """This process's wall clock is wrong for a while."""
+    """A context in which this process's wall clock is wrong."""
     true, true_ns = time.time, time.time_ns
     return patch.multiple(time, time=lambda: true() + seconds, time_ns=lambda: true_ns() + us(seconds) * 1000)

@@ -1,4 +1,4 @@
-"""Keys and scopes: any text, compared exactly, and two scopes never share a key."""
+"""Names of keys and scopes: any text, compared exactly; two scopes never share a key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOKALIKES: tuple[str, ...] = (
     " key",
     "key ",
     "k\u00e9y",
-    "ke\u0301y",  # the same to the eye, another text
+    "ke\u0301y",  # looks the same, but is another text
     "k\u0435y",  # a Cyrillic letter
     "\uff4b\uff45\uff59",  # full width
-    "key\u200d",  # an invisible character more
+    "key\u200d",  # with an invisible character
     "%",
     "_",
     "*",
@@ -45,14 +45,14 @@ LOOKALIKES: tuple[str, ...] = (
     "\U0001f600",
     "\U0001f601",
 )
-"""Texts that a careless store takes for one another, or for something else than text."""
+"""Texts that a faulty store may confuse with one another, or not treat as text."""
 
 
 class Names:
-    """What is another name is another key."""
+    """Different names are different keys."""
 
     def test_scopes_never_collide(self, world: World) -> None:
-        """The same key in two scopes is two keys: claimed, completed and released apart."""
+        """The same key in two scopes is two keys, claimed, completed and released separately."""
         one, two = world.granted(scope="one"), world.granted(scope="two")
         assert world.complete(one, "of one")
         assert world.record(scope="two").state == "claimed"
@@ -62,7 +62,7 @@ class Names:
         assert isinstance(world.claim(scope="one"), Replay)
 
     def test_no_separator_joins_two_scopes(self, world: World) -> None:
-        """Scope ``a:b`` with key ``c`` is not scope ``a`` with key ``b:c``, whatever stands for the colon."""
+        """Scope ``a:b`` with key ``c`` is not scope ``a`` with key ``b:c``, whatever the separator."""
         pairs = []
         for number, mark in enumerate(_SEPARATORS):
             a, b, c = (f"{letter}{number}" for letter in "abc")
@@ -71,17 +71,17 @@ class Names:
         _all_apart(world, pairs)
 
     def test_names_are_compared_exactly(self, world: World) -> None:
-        """Case, spaces, accents, wildcards and look-alikes all count, in keys and in scopes."""
+        """Case, spaces, accents, wildcards and look-alikes all matter, in keys and in scopes."""
         _all_apart(world, list(product(LOOKALIKES[:12], LOOKALIKES)))
 
     def test_names_may_be_long(self, world: World) -> None:
-        """255 characters of four bytes each, in key and scope, of which only the last differs."""
+        """255 characters of four bytes each, in key and scope, are told apart by the last character."""
         long = "\U0001f600" * 254
         two = (long + "\U0001f601", long + "\U0001f602")
         _all_apart(world, list(product(two, two)))
 
     def test_a_batch_keeps_scopes_apart(self, world: World) -> None:
-        """The same key in several scopes, in one batch, each answered for its own scope."""
+        """With the same key in several scopes in one batch, each answer is that of its own scope."""
         scopes = ["b", "a", "c"]
         verdicts = world.claims([claim_request(scope=scope) for scope in scopes])
         claims = [verdict.claim for verdict in verdicts if isinstance(verdict, Granted)]
@@ -99,7 +99,7 @@ class Names:
 
 
 def _all_apart(world: World, pairs: list[tuple[str, str]]) -> None:
-    """Every pair is a key of its own: granted, in flight afterwards, and found under its own name."""
+    """Assert that every pair is a separate key: granted, then in flight, and found under its own name."""
     pairs = list(dict.fromkeys(pairs))
     verdicts = world.claims([claim_request(key, scope=scope) for scope, key in pairs])
     assert [pair for pair, verdict in zip(pairs, verdicts, strict=True) if not isinstance(verdict, Granted)] == []

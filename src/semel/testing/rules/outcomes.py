@@ -1,4 +1,4 @@
-"""What is replayed: exactly what was recorded, for as long as it was to be kept."""
+"""Outcomes: replayed exactly as recorded, for as long as they are kept."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ VALUES: tuple[Any, ...] = (
 
 
 class Outcomes:
-    """Values come back as they went in."""
+    """A replayed value equals the recorded one."""
 
     def test_falsy_values_replay_as_themselves(self, world: World) -> None:
-        """None, zero, False and everything empty are outcomes like any other, however they were recorded."""
+        """None, zero, False and empty values are outcomes like any other, however they were recorded."""
         _replay_exactly(world, FALSY)
 
     def test_values_replay_exactly(self, world: World) -> None:
-        """Equal and of the same type: big ints, Decimal, datetimes with zones, bytes, tuples, sets, nested."""
+        """Replayed values are equal and of the same type: big ints, Decimal, datetimes, bytes, tuples, sets, nested."""
         _replay_exactly(world, VALUES)
 
     def test_bytes_are_stored_as_they_are(self, world: World) -> None:
-        """A store looks at none of the bytes that it keeps, few or many, and at no outcome's kind."""
+        """A store does not interpret the bytes that it keeps, few or many, nor an outcome's kind."""
         for number, data in enumerate((b"", b"\x00", bytes(range(256)), b"'\"\\%s\r\n\x1a", b"\xff" * 1_000_000)):
             kind = f"kind {number}"
             claim = world.granted(kind)
@@ -71,7 +71,7 @@ class Outcomes:
                 assert outcome.data == data
 
     def test_a_value_may_be_kept_for_a_shorter_time_than_its_key(self, world: World) -> None:
-        """Past its time, counted from completion, the value is gone, and the key still says that the work was done."""
+        """After its time, counted from completion, the value is gone, but the key is still completed."""
         claim = world.granted(ttl=1000)
         world.clock.advance(5)
         assert world.complete(claim, "short-lived", value_ttl=10)
@@ -90,7 +90,7 @@ class Outcomes:
         assert world.get() is None
 
     def test_a_value_recorded_with_the_claim_fades_alike(self, world: World) -> None:
-        """Recorded in one step, the value's time counts from the claim."""
+        """If the outcome is recorded with the claim, the value's time counts from the claim."""
         world.granted(ttl=1000, done=outcome_data("short-lived", value_ttl=10))
         world.clock.advance(10)
         assert _replayed(world).value == "short-lived"
@@ -98,7 +98,7 @@ class Outcomes:
         assert _replayed(world).gone
 
     def test_a_value_without_a_time_of_its_own_lives_as_long_as_its_key(self, world: World) -> None:
-        """To the last microsecond of retention; a time longer than the key's changes nothing."""
+        """The value is kept to the last microsecond of retention; a longer time of its own changes nothing."""
         claim = world.completed("plain", value=1, ttl=1000)
         other = world.granted("longer", ttl=1000)
         assert world.complete(other, 2, value_ttl=10_000)
@@ -109,7 +109,7 @@ class Outcomes:
         assert world.get("longer") is None
 
     def test_a_new_owner_starts_without_the_old_outcome(self, world: World) -> None:
-        """What is claimed anew holds nothing of the value, the kind and the times that were there before."""
+        """A key that is claimed again has nothing of its former value, kind and times."""
         claim = world.granted(ttl=10)
         assert world.complete(claim, "old", value_ttl=5)
         world.clock.us = claim.expires_us + 1

@@ -1,4 +1,4 @@
-"""What the owner of a key may do, how often, and for how long."""
+"""The owner's verbs: what it may do with its key, how often, and for how long."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from semel.types import Granted, InFlight, Replay
 
 
 class Ownership:
-    """The owner's own verbs, once and again."""
+    """The verbs of a key's owner, also when they are repeated."""
 
     def test_an_attempt_that_is_sent_again_is_granted_again(self, world: World) -> None:
-        """Its reply was lost: it gets the same claim with the same fence, and is not held up by itself."""
+        """If its reply was lost, it gets the same claim with the same fence, and is not in flight to itself."""
         request = claim_request()
         (first,) = world.claims([request])
         world.clock.advance(1)
@@ -29,7 +29,7 @@ class Ownership:
         assert again.claim == first.claim
 
     def test_an_attempt_with_an_outcome_is_granted_again_too(self, world: World) -> None:
-        """A mark whose reply was lost is still this caller's mark, not a replay of someone else's."""
+        """A mark whose reply was lost is granted to this caller again, not replayed as another's."""
         request = claim_request(done=outcome_data("mine"))
         (first,) = world.claims([request])
         world.clock.advance(1)
@@ -49,7 +49,7 @@ class Ownership:
         assert first.claim == again.claim
 
     def test_an_attempt_is_not_held_up_by_its_own_ended_lease(self, world: World) -> None:
-        """Sent again after its lease ended, with nobody in between, it gets the key; also where others get Unknown."""
+        """Sent again after its lease ended, it gets the key if nobody took over; even if others would get Unknown."""
         request = claim_request(lease=10, unknown=True)
         (first,) = world.claims([request])
         world.clock.advance(10)
@@ -61,7 +61,7 @@ class Ownership:
         assert world.complete(again.claim)
 
     def test_an_attempt_that_was_overtaken_is_not_granted(self, world: World) -> None:
-        """Sent again after another attempt took the key over, it waits like everyone else."""
+        """Sent again after another attempt took over, it finds the key in flight, like any other caller."""
         request = claim_request(lease=10)
         world.claims([request])
         world.clock.advance(10)
@@ -74,7 +74,7 @@ class Ownership:
         assert isinstance(verdict, Replay)
 
     def test_a_completed_record_is_never_overwritten(self, world: World) -> None:
-        """Completing again with the same fence is True, and changes neither value nor times."""
+        """Completing again with the same fence returns True, and changes neither the value nor the times."""
         claim = world.completed(value="first")
         with world.untouched():
             world.clock.advance(1)
@@ -89,7 +89,7 @@ class Ownership:
         assert world.value() in ("one", "two")
 
     def test_what_was_marked_in_one_step_is_never_overwritten_either(self, world: World) -> None:
-        """Its own fence completes and releases it with True, and nothing changes."""
+        """With its own fence, complete and release return True, and nothing changes."""
         claim = world.granted(done=outcome_data("marked"))
         with world.untouched():
             assert world.complete(claim, "second") is True
@@ -97,7 +97,7 @@ class Ownership:
         assert world.value() == "marked"
 
     def test_a_released_key_is_absent(self, world: World) -> None:
-        """The next caller starts afresh, with whatever fingerprint."""
+        """The next caller is granted the key, with any fingerprint."""
         claim = world.granted(fingerprint="1:aa")
         assert world.release(claim) is True
         assert world.get() is None
@@ -106,7 +106,7 @@ class Ownership:
         assert verdict.reason == "absent"
 
     def test_releasing_again_changes_nothing(self, world: World) -> None:
-        """A second release of the same fence, or of a key that was never there, is True."""
+        """A second release of the same fence, or of an absent key, returns True."""
         claim = world.granted()
         assert world.release(claim) is True
         assert world.release(claim) is True
@@ -114,7 +114,7 @@ class Ownership:
         assert world.run(world.store.release([release_request(claim), release_request(claim)])) == [True, True]
 
     def test_releasing_what_one_completed_changes_nothing(self, world: World) -> None:
-        """A release that comes after the complete of the same fence is True, and the outcome stays."""
+        """A release after the complete of the same fence returns True, and the outcome stays."""
         claim = world.completed(value="kept")
         with world.untouched():
             assert world.release(claim) is True
@@ -129,13 +129,13 @@ class Ownership:
         assert world.get() is None
 
     def test_who_completed_has_no_lease_to_renew(self, world: World) -> None:
-        """A renewal that comes after the complete answers None and changes nothing."""
+        """A renewal after the complete returns None and changes nothing."""
         claim = world.completed()
         with world.untouched():
             assert world.renew(claim, 1000) is None
 
     def test_an_ended_lease_is_still_the_owners_while_nobody_wants_it(self, world: World) -> None:
-        """Within retention, and before anyone took over, the owner renews, completes or releases as ever."""
+        """Within retention, as long as nobody took over, the owner can still renew, complete or release."""
         renews = world.granted("renews", lease=10)
         completes = world.granted("completes", lease=10, unknown=True)
         releases = world.granted("releases", lease=10)
@@ -148,7 +148,7 @@ class Ownership:
         assert world.get("releases") is None
 
     def test_the_owners_verbs_answer_each_request_for_itself(self, world: World) -> None:
-        """In one batch some fences hold and some do not: each answer is its own, in its place."""
+        """If some fences of a batch hold and some do not, each request gets its own answer, in order."""
         stale = [world.granted(f"stale {number}", lease=10) for number in range(3)]
         world.clock.advance(10)
         for claim in stale:

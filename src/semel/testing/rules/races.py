@@ -1,4 +1,4 @@
-"""Many callers at the same moment, in threads or in tasks: every key has one owner at a time."""
+"""Concurrent callers, in threads or in tasks: every key has one owner at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def winners(verdicts: list[Any]) -> list[Claim]:
 
 
 def _race(world: World, names: list[str], **asked: Any) -> Iterator[tuple[str, list[Verdict]]]:
-    """All callers go through the keys, one by one; give each key and the verdicts on it."""
+    """Let all callers claim the keys one by one; return each key and the verdicts on it."""
 
     async def claim_each() -> list[Verdict]:
         return [(await world.store.claim([claim_request(name, **asked)]))[0] for name in names]
@@ -40,10 +40,10 @@ def _race(world: World, names: list[str], **asked: Any) -> Iterator[tuple[str, l
 
 
 class Races:
-    """Nobody wins twice, and nobody wins together."""
+    """Of concurrent claims of a key, exactly one is granted."""
 
     def test_of_64_callers_one_gets_the_key(self, world: World) -> None:
-        """All ask for one absent key at once: exactly one is granted, the others find it in flight."""
+        """All claim one absent key at once: exactly one is granted, the others find it in flight."""
         ((_, verdicts),) = _race(world, ["key"])
         (winner,) = winners(verdicts)
         assert sum(isinstance(verdict, InFlight) for verdict in verdicts) == CALLERS - 1
@@ -51,15 +51,15 @@ class Races:
         assert world.complete(winner, "won") is True
 
     def test_of_64_callers_one_gets_each_of_many_keys(self, world: World) -> None:
-        """All go through the same keys, one by one: each key is granted exactly once."""
+        """All claim the same keys one by one: each key is granted exactly once."""
         for name, verdicts in _race(world, [f"key {number}" for number in range(6)]):
             (winner,) = winners(verdicts)
             assert world.record(name).fence == winner.fence
 
     def test_batches_of_the_same_keys_in_any_order_do_not_block_each_other(self, world: World) -> None:
-        """Each caller asks for all the keys in one batch, in its own order: each key is granted exactly once."""
+        """Each caller claims all the keys in one batch, in its own order: each key is granted exactly once."""
         names = [f"key {number}" for number in range(50)]
-        shuffle = random.Random(7)  # noqa: S311 -- any order will do, the same on every run
+        shuffle = random.Random(7)  # noqa: S311 -- any order, but the same in every run
         orders = [shuffle.sample(names, len(names)) for _ in range(16)]
         per_caller = world.together(
             [partial(world.store.claim, [claim_request(name) for name in order]) for order in orders]
@@ -73,18 +73,18 @@ class Races:
             assert world.record(name).fence == owner.fence
 
     def test_the_owners_batches_in_any_order_do_not_block_each_other(self, world: World) -> None:
-        """Batches that were sent again while the first ones were on their way meet each other, in other orders."""
+        """Batches may overlap with their own repetitions, in other orders: all succeed."""
         names = [f"key {number}" for number in range(50)]
         claims = [
             verdict.claim
             for verdict in world.claims([claim_request(name) for name in names])
             if isinstance(verdict, Granted)
         ]
-        orders = [random.Random(number).sample(claims, 50) for number in range(16)]  # noqa: S311 -- any order will do
+        orders = [random.Random(number).sample(claims, 50) for number in range(16)]  # noqa: S311 -- any order
         store, until = world.store, world.clock.us + us(90)
         renewals = [partial(store.renew, [renew_request(claim, 90) for claim in order]) for order in orders]
         answered = {answer for answers in world.together(renewals) for answer in answers}
-        assert answered <= {until, claims[0].lease_until_us}  # moved here, or by another that was about to
+        assert answered <= {until, claims[0].lease_until_us}  # renewed here, or another batch was about to
         assert {world.record(name).lease_until_us for name in names} == {until}
         completions = [
             partial(store.complete, [complete_request(claim, claim.key) for claim in order]) for order in orders
@@ -95,7 +95,7 @@ class Races:
         assert [world.value(name) for name in names] == names
 
     def test_of_64_callers_one_takes_over(self, world: World) -> None:
-        """All find the same ended lease: exactly one gets a new fence, the others wait for it."""
+        """All find the same ended lease: exactly one gets a new fence, the others find the key in flight."""
         lost = {name: world.granted(name, lease=10, fingerprint="1:aa") for name in "ab"}
         world.clock.advance(10)
         for name, verdicts in _race(world, list(lost), fingerprint="1:aa"):
@@ -105,7 +105,7 @@ class Races:
             assert world.record(name).fence == winner.fence
 
     def test_of_64_callers_one_gets_an_expired_key(self, world: World) -> None:
-        """All find the same outcome past its retention: exactly one starts afresh."""
+        """All find the same expired outcome: exactly one is granted a new claim."""
         old = {name: world.completed(name, value="old", ttl=10) for name in "ab"}
         world.clock.advance(11)
         for name, verdicts in _race(world, list(old)):
@@ -114,7 +114,7 @@ class Races:
             assert world.record(name).fence == winner.fence
 
     def test_of_64_callers_one_gets_a_released_key(self, world: World) -> None:
-        """All come after a release: exactly one is next."""
+        """All claim after a release: exactly one is granted."""
         old = {name: world.granted(name) for name in "ab"}
         assert all(world.release(claim) for claim in old.values())
         for name, verdicts in _race(world, list(old)):
@@ -122,7 +122,7 @@ class Races:
             assert winner.fence > old[name].fence
 
     def test_of_64_callers_one_marks(self, world: World) -> None:
-        """All bring an outcome along: one is recorded, and all others are given that one."""
+        """All claim with an outcome: one is recorded, and all others get that one."""
 
         async def mark_each(number: int) -> list[Verdict]:
             return [(await world.store.claim([claim_request(name, done=outcome_data(number))]))[0] for name in "ab"]
@@ -134,7 +134,7 @@ class Races:
             assert others == [winner] * (CALLERS - 1)
 
     def test_of_two_fences_the_newer_completes(self, world: World) -> None:
-        """An owner and the one who took over from it complete at once, again and again: only the newer one can."""
+        """An owner and the one that took over complete at the same time, repeatedly: only the newer one succeeds."""
         stale = world.granted(lease=10)
         world.clock.advance(10)
         owner = world.granted()
@@ -144,7 +144,7 @@ class Races:
         assert world.value() == "new"
 
     def test_an_owner_completes_or_is_taken_over_never_both(self, world: World) -> None:
-        """The lease ended, the owner completes, others ask for the key: one side wins, and the other side is told."""
+        """After the lease ended, the owner completes while others claim: one side succeeds, the other is refused."""
         lost = [world.granted(f"key {number}", lease=10) for number in range(16)]
         world.clock.advance(10)
         calls: list[Any] = []
@@ -159,7 +159,7 @@ class Races:
             assert (world.record(claim.key).fence == claim.fence) is completed
 
     def test_an_owner_renews_or_is_taken_over_never_both(self, world: World) -> None:
-        """The lease ended, the owner renews, others ask for the key: one side wins, and the other side is told."""
+        """After the lease ended, the owner renews while others claim: one side succeeds, the other is refused."""
         lost = [world.granted(f"key {number}", lease=10) for number in range(16)]
         world.clock.advance(10)
         calls: list[Any] = []
@@ -174,7 +174,7 @@ class Races:
             assert (world.record(claim.key).fence == claim.fence) is (renewed is not None)
 
     def test_a_key_passed_from_hand_to_hand_has_one_owner_at_a_time(self, world: World) -> None:
-        """Callers claim and release in turns: at every moment one holds the key, and the fences grow in that order."""
+        """Callers claim and release in turns: one holds the key at a time, and the fences grow in that order."""
         held: list[int] = []
         broken: list[int] = []
 
@@ -198,7 +198,7 @@ class Races:
         assert len(held) > 0
 
     def test_the_collector_leaves_what_is_claimed_meanwhile(self, world: World) -> None:
-        """Gone records are claimed and purged at once: whoever was granted one still holds it afterwards."""
+        """Gone records are claimed and purged at the same time: a claim that was granted still holds its key."""
         names = [f"key {number}" for number in range(20)]
         world.claims([claim_request(name, lease=10, ttl=10) for name in names])
         world.clock.advance(11)
@@ -214,5 +214,5 @@ class Races:
             assert len(claims) <= 1
             if claims:
                 assert world.record(name).fence == claims[0].fence
-            else:  # every claim came while the collector held the record; now it is quiet
+            else:  # every claim came while the collector held the record
                 assert isinstance(world.claim(name), Granted)

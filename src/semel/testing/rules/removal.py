@@ -1,4 +1,4 @@
-"""An operator forgets keys: the next caller starts afresh, and whoever was at work is only interrupted by force."""
+"""An operator forgets keys: the next caller starts anew, and only ``force`` takes a key from an owner at work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from semel.types import Granted, InFlight, Replay
 
 
 class Removal:
-    """What an operator takes away, and what not."""
+    """Which keys an operator can forget, and which not."""
 
     def test_a_forgotten_key_is_absent(self, world: World) -> None:
-        """Completed, abandoned or unknown: the outcome is gone, and the next caller is granted the key as a new one."""
+        """Completed, abandoned or unknown, a forgotten key has no outcome; the next caller is granted it as absent."""
         claims = {
             "completed": world.completed("completed", value="old"),
             "abandoned": world.granted("abandoned", lease=10, fingerprint="1:aa"),
@@ -26,7 +26,7 @@ class Removal:
             assert world.record(key).data is None, key
 
     def test_a_key_at_work_is_forgotten_by_force_alone(self, world: World) -> None:
-        """To the last microsecond of the lease; by force its owner has lost it."""
+        """Without force it is refused to the last microsecond of the lease; with force the owner has lost the key."""
         claim = world.granted(lease=10)
         world.clock.us = claim.lease_until_us - 1
         with world.untouched():
@@ -40,7 +40,7 @@ class Removal:
         assert world.forget(lapsed) is True
 
     def test_forgetting_names_the_fence(self, world: World) -> None:
-        """What was claimed anew since the operator looked is not forgotten, not even by force."""
+        """A record that was claimed after the operator read the key is not forgotten, not even with force."""
         stale = world.completed(value="old", ttl=10)
         world.clock.us = stale.expires_us + 1
         world.completed(value="new")
@@ -54,7 +54,7 @@ class Removal:
             assert world.forget(at_work, force=True) is False
 
     def test_forgetting_what_is_absent_is_true(self, world: World) -> None:
-        """Forgotten before, released or gone: so it may be sent again after its reply was lost."""
+        """For a forgotten, released or gone key it returns True, so it may be sent again after its reply was lost."""
         claim = world.completed()
         released, expired = world.granted("released"), world.completed("gone", ttl=10)
         assert world.release(released)
@@ -64,7 +64,7 @@ class Removal:
         assert world.stats().live == 0
 
     def test_a_batch_is_forgotten_each_in_its_place(self, world: World) -> None:
-        """In the order of the batch, also where one key is named twice."""
+        """The answers are in the order of the batch, also if one key is named twice."""
         completed, at_work, forced = world.completed("b"), world.granted("c"), world.granted("a")
         batch = [
             forget_request(at_work),
@@ -77,7 +77,7 @@ class Removal:
         assert world.stats().live == 1
 
     def test_a_scope_is_forgotten_without_the_keys_at_work(self, world: World) -> None:
-        """Completed, marked and abandoned go; what is in flight goes by force alone; other scopes stay."""
+        """Completed, marked and abandoned keys are forgotten; keys in flight only with force; other scopes stay."""
         world.completed("completed")
         world.granted("marked", done=outcome_data())
         world.granted("abandoned", lease=10)
@@ -97,14 +97,14 @@ class Removal:
         assert world.forget_scope("never used") == 0
 
     def test_forgetting_a_scope_is_bounded(self, world: World) -> None:
-        """It takes at most as many as it is told; fewer means that none is left."""
+        """It forgets at most ``limit`` keys; fewer means that none is left."""
         world.claims([claim_request(f"at work {number}") for number in range(5)])
         world.claims([claim_request(f"done {number}", done=outcome_data()) for number in range(25)])
         assert [world.forget_scope(limit=10) for _ in range(4)] == [10, 10, 5, 0]
         assert world.stats().live == 5
 
     def test_a_key_at_work_is_taken_by_force_alone(self, world: World) -> None:
-        """As whoever resolves it by force does: in one step, so that nobody comes in between."""
+        """A claim with ``resolving`` and ``force`` takes it in one step, so that nobody else can claim in between."""
         first = world.granted(lease=100, unknown=True)
         assert isinstance(world.claim(resolving=True), InFlight)
         second = world.granted(resolving=True, force=True)

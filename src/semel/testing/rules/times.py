@@ -1,4 +1,4 @@
-"""Two times, exact to the microsecond: the lease, which protects the owner, and retention, which keeps the outcome."""
+"""Lease and retention, exact to the microsecond: a lease protects the owner, retention keeps the outcome."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from semel.types import Claim, Granted, InFlight, Mismatch, Replay, Unknown
 
 
 def _gone(world: World) -> Claim:
-    """A claim whose record is past its retention, with no lease left, and not collected."""
+    """A claim whose lease and retention have ended, and whose record was not collected."""
     claim = world.granted(fingerprint="1:aa", lease=10, ttl=100)
     world.clock.us = claim.expires_us + 1
     return claim
 
 
 class Times:
-    """Who may do what, and from which microsecond on."""
+    """What is allowed until, and from, which microsecond."""
 
     def test_a_lease_ends_at_its_end(self, world: World) -> None:
-        """One microsecond before it the key is in flight; at its end, and not later, another may take over."""
+        """One microsecond before its end the key is in flight; at its end another caller can take over."""
         claim = world.granted(lease=10)
         world.clock.us = claim.lease_until_us - 1
         assert isinstance(world.claim(), InFlight)
@@ -33,7 +33,7 @@ class Times:
         assert world.record().created_us == world.clock.us
 
     def test_retention_ends_after_its_end(self, world: World) -> None:
-        """A key is expired when, and only when, the clock is past its end: not yet at it."""
+        """A key is expired if, and only if, the clock is past the end of its retention: not yet at it."""
         claim = world.completed(value="kept", ttl=100)
         world.clock.us = claim.expires_us
         assert isinstance(world.claim(), Replay)
@@ -45,7 +45,7 @@ class Times:
         assert verdict.reason == "expired"
 
     def test_retention_counts_from_the_claim(self, world: World) -> None:
-        """Completing late does not make the key live longer."""
+        """Completing late does not extend retention."""
         claim = world.granted(ttl=100, lease=90)
         world.clock.advance(80)
         assert world.complete(claim, 1)
@@ -54,7 +54,7 @@ class Times:
         assert isinstance(world.claim(), Granted)
 
     def test_repeats_do_not_extend_retention(self, world: World) -> None:
-        """However often a key is asked for, looked at or completed again, it ends when it was to end."""
+        """However often a key is claimed, read or completed again, its retention ends as it was set."""
         claim = world.completed(ttl=100)
         at_work = world.granted("at work", lease=100, ttl=100)
         for _ in range(9):
@@ -70,14 +70,14 @@ class Times:
         assert world.get("at work") is None
 
     def test_renewing_does_not_extend_retention(self, world: World) -> None:
-        """The lease moves; the end of retention does not."""
+        """A renewal moves the end of the lease, not that of retention."""
         claim = world.granted(lease=10, ttl=100)
         world.clock.advance(5)
         assert world.renew(claim, 50) is not None
         assert world.record().expires_us == claim.expires_us
 
     def test_a_renewal_moves_the_end_of_the_lease(self, world: World) -> None:
-        """To so many seconds from now, which it answers; the key is in flight until then."""
+        """The lease then ends that many seconds from now. This end is returned; the key is in flight until then."""
         claim = world.granted(lease=10)
         world.clock.advance(9)
         until = world.renew(claim, 10)
@@ -90,14 +90,14 @@ class Times:
         assert isinstance(world.claim(), Granted)
 
     def test_a_renewal_may_shorten_the_lease(self, world: World) -> None:
-        """An owner that asks for less gets less."""
+        """A renewal with a shorter lease is granted that shorter lease."""
         claim = world.granted(lease=100)
         assert world.renew(claim, 10) == world.clock.us + us(10)
         world.clock.advance(10)
         assert isinstance(world.claim(), Granted)
 
     def test_a_live_lease_outlives_retention(self, world: World) -> None:
-        """While the owner works the key is not forgotten: not by a claim, a look, a renewal or the collector."""
+        """While the owner's lease lasts, its record stays: for claims, reads, renewals and the collector."""
         claim = world.granted(fingerprint="1:aa", lease=100, ttl=10)
         world.clock.us = claim.lease_until_us - 1
         assert world.purge() == 0
@@ -111,7 +111,7 @@ class Times:
         assert world.complete(claim) is True
 
     def test_a_claim_that_outlasts_its_retention_is_kept_for_one_more_after_its_lease(self, world: World) -> None:
-        """Its owner vanished, or is late: the key is abandoned, or unknown, and not free for whoever comes blindly."""
+        """Its owner vanished or is late: until then the key is abandoned or unknown, not free."""
         claim = world.granted(fingerprint="1:aa", lease=100, ttl=10)
         lost = world.granted("unknown", lease=5, ttl=10, unknown=True)
         world.clock.advance(4)
@@ -132,7 +132,7 @@ class Times:
         assert isinstance(world.claim("unknown"), InFlight)
 
     def test_work_that_outlasts_its_retention_leaves_an_outcome(self, world: World) -> None:
-        """No outcome is born expired: its retention counts from the end of the work, whether its lease lives or not."""
+        """No outcome is expired when recorded: retention counts from the end of the work, even if its lease ended."""
         claims = [world.granted(f"key {number}", lease=100, ttl=10) for number in range(3)]
         world.clock.advance(10)
         assert world.complete(claims[0], "in time") is True
@@ -153,7 +153,7 @@ class Times:
         assert world.purge() == 3
 
     def test_an_owner_may_act_until_retention_ends(self, world: World) -> None:
-        """At its last microsecond the record is there: its fence completes, renews and releases; a stale one cannot."""
+        """At the last microsecond of retention its fence can complete, renew and release; a stale fence cannot."""
         claims = {name: world.granted(name, lease=10, ttl=100) for name in ("completes", "renews", "releases")}
         stale = world.granted("taken over", lease=10, ttl=100)
         world.clock.us = stale.lease_until_us
@@ -169,21 +169,21 @@ class Times:
         assert verdict.reason == "absent"
 
     def test_what_is_gone_cannot_be_completed(self, world: World) -> None:
-        """Though nobody collected or claimed it, the record is absent: the answer is False, and it stays absent."""
+        """A gone record is absent even if it was not collected: complete returns False, and it stays absent."""
         claim = _gone(world)
         assert world.complete(claim, "late") is False
         assert world.get() is None
         assert isinstance(world.claim(), Granted)
 
     def test_what_is_gone_cannot_be_renewed(self, world: World) -> None:
-        """Though nobody collected or claimed it, the record is absent: the answer is None, and it stays absent."""
+        """A gone record is absent even if it was not collected: renew returns None, and it stays absent."""
         claim = _gone(world)
         assert world.renew(claim, 1000) is None
         assert world.get() is None
         assert isinstance(world.claim(), Granted)
 
     def test_releasing_what_is_gone_is_true(self, world: World) -> None:
-        """It is absent, so nothing is left to give back, whichever fence asks."""
+        """A gone record is absent, so there is nothing to release, with any fence."""
         claim = _gone(world)
         assert world.release(claim) is True
         newer = world.granted(lease=10, ttl=100)
@@ -192,7 +192,7 @@ class Times:
         assert world.get() is None
 
     def test_what_is_gone_is_absent_before_and_after_it_is_collected(self, world: World) -> None:
-        """To look and to claim, the collector makes no difference."""
+        """For reads and claims, it makes no difference whether a gone record was collected."""
         _gone(world)
         assert world.get() is None
         assert world.purge() == 1
@@ -202,7 +202,7 @@ class Times:
         assert world.purge() == 0
 
     def test_an_attempt_does_not_revive_what_is_gone(self, world: World) -> None:
-        """Sent again after retention, an attempt is a new claim with a new fence."""
+        """An attempt that is sent again after retention is a new claim with a new fence."""
         request = claim_request(lease=10, ttl=100)
         (first,) = world.claims([request])
         assert isinstance(first, Granted)
@@ -213,7 +213,7 @@ class Times:
         assert again.claim.expires_us == world.clock.us + us(100)
 
     def test_a_clock_that_goes_back_breaks_no_lease_and_repeats_no_work(self, world: World) -> None:
-        """Set back, a key at work stays in flight, and a completed one replays; set right again, nothing is lost."""
+        """With the clock set back, a key in flight stays so, a completed one replays; set right, nothing is lost."""
         claim = world.granted("at work", lease=10)
         world.completed("done", value=1)
         world.clock.advance(-7200)
@@ -227,7 +227,7 @@ class Times:
         assert isinstance(world.claim("done"), Replay)
 
     def test_a_clock_that_goes_back_lengthens_no_lease(self, world: World) -> None:
-        """Who asks for the key of a dead owner waits no longer than the lease that the owner asked for."""
+        """A caller that wants the key of a vanished owner waits no longer than the lease that the owner requested."""
         world.granted("waits", lease=5)
         world.granted("marks", lease=5)
         world.granted("renewed", lease=100)
@@ -252,7 +252,7 @@ class Times:
         assert isinstance(world.claim("renewed"), InFlight)
 
     def test_a_clock_that_goes_back_lengthens_no_retention_of_work_that_ends_after_it(self, world: World) -> None:
-        """Completed after the step, a key is kept for as long as was asked, counted from then."""
+        """A key that is completed after the clock was set back is kept for its retention, counted from then."""
         claim = world.granted(lease=10, ttl=100)
         world.clock.advance(-86400)
         assert world.complete(claim, 1) is True
@@ -263,7 +263,7 @@ class Times:
         assert world.get() is None
 
     def test_without_a_clock_the_store_has_its_own_time(self, world: World) -> None:
-        """Leases end by themselves, retention too, and what is meant to last lasts."""
+        """Short leases and retention end by themselves; long ones last."""
         own = world.client(None)
         lasting = own.granted("lasting")
         short = own.granted("short", lease=0.001)
@@ -276,7 +276,7 @@ class Times:
 
 
 def _until(ended: Callable[[], bool], what: str) -> None:
-    """Nobody moves the store's own clock for us, so look again and again, for two seconds at least."""
+    """Wait until it ended, by polling for at least two seconds: a test cannot move the store's own clock."""
     for _ in range(200):
         if ended():
             return

@@ -1,4 +1,4 @@
-"""Housekeeping: the collector takes what is gone and nothing else, a bit at a time; and the count is right."""
+"""Maintenance: a purge removes gone records and nothing else, in bounded steps, and the counts are right."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from semel.types import Granted, Held, InFlight, Replay
 
 
 class Upkeep:
-    """Opening, collecting, counting, closing."""
+    """Open, purge, stats and close."""
 
     def test_a_store_may_be_opened_again(self, world: World) -> None:
-        """Opening what is open is allowed, and keeps what is there."""
+        """Opening an open store is allowed, and changes no record."""
         world.granted()
         with world.untouched():
             world.run(world.store.open())
 
     def test_a_store_may_be_closed_twice(self, world: World) -> None:
-        """Closing what is closed is allowed."""
+        """Closing a closed store is allowed."""
         store = world.opened(world.clock)
         world.run(store.claim([claim_request()]))
         assert world.run(store.close()) is None
         assert world.run(store.close()) is None
 
     def test_purge_removes_what_is_gone(self, world: World) -> None:
-        """Completed, abandoned, unknown or marked: past retention it goes, and the answer says how many went."""
+        """Completed, abandoned, unknown or marked, a record is removed after its retention; the number is returned."""
         world.completed("completed", ttl=10)
         world.granted("abandoned", ttl=10, lease=10)
         world.granted("unknown", ttl=10, lease=10, unknown=True)
@@ -37,7 +37,7 @@ class Upkeep:
         assert world.purge() == 0
 
     def test_purge_removes_only_what_is_gone(self, world: World) -> None:
-        """What still answers stays as it is, at work, abandoned, unknown or done, to the last microsecond."""
+        """Records in flight, abandoned, unknown or completed do not change, to the last microsecond of retention."""
         gone = world.completed("gone", ttl=100)
         world.clock.us += 1
         world.completed("completed", value="kept", ttl=100)
@@ -53,7 +53,7 @@ class Upkeep:
         assert world.get("gone") is None
 
     def test_purge_is_bounded(self, world: World) -> None:
-        """It removes at most as many as it is told; fewer means that nothing is left for now."""
+        """It removes at most ``limit`` records; fewer means that nothing is left for now."""
         world.claims([claim_request(f"gone {number}", ttl=10, done=outcome_data()) for number in range(25)])
         world.claims([claim_request(f"kept {number}", ttl=100, done=outcome_data()) for number in range(5)])
         world.clock.advance(11)
@@ -61,7 +61,7 @@ class Upkeep:
         assert world.stats() == Held(completed=5)
 
     def test_purge_fades_values_past_their_time(self, world: World) -> None:
-        """The value goes, is counted once, and the key still answers, as a tombstone."""
+        """The value is removed and counted once; the key is still replayed, as a tombstone."""
         claim = world.granted("completed", ttl=1000)
         assert world.complete(claim, "x" * 1000, value_ttl=10)
         world.granted("marked", ttl=1000, done=outcome_data("y", value_ttl=10))
@@ -81,7 +81,7 @@ class Upkeep:
         assert world.stats() == Held(completed=3)
 
     def test_fading_values_is_bounded_too(self, world: World) -> None:
-        """Records that go and values that fade share one limit."""
+        """Removed records and removed values count toward one limit."""
         world.claims([claim_request(f"gone {number}", ttl=10, done=outcome_data()) for number in range(4)])
         world.claims(
             [claim_request(f"fades {number}", ttl=100, done=outcome_data("v", value_ttl=10)) for number in range(6)]
@@ -91,7 +91,7 @@ class Upkeep:
         assert world.stats() == Held(completed=6)
 
     def test_a_tombstone_goes_with_its_key(self, world: World) -> None:
-        """Faded first, the record is removed when its retention ends."""
+        """A record whose value was removed is itself removed when its retention ends."""
         world.granted(ttl=100, done=outcome_data("v", value_ttl=10))
         world.clock.advance(11)
         assert world.purge() == 1
@@ -101,7 +101,7 @@ class Upkeep:
         assert isinstance(world.claim(), Granted)
 
     def test_purge_finds_what_ended_early(self, world: World) -> None:
-        """A lease longer than retention holds a record only while it is there: not after a complete or a renewal."""
+        """A lease longer than retention keeps a record only until it is completed, or renewed with a shorter lease."""
         completed = world.granted("completed", lease=1000, ttl=10)
         renewed = world.granted("renewed", lease=1000, ttl=10)
         assert world.complete(completed) is True
@@ -112,7 +112,7 @@ class Upkeep:
         assert world.purge() == 2
 
     def test_purge_leaves_a_key_that_was_claimed_anew(self, world: World) -> None:
-        """What is gone and then claimed again is a new record, with a new retention."""
+        """A key that was gone and claimed again is a new record, with a new retention."""
         world.granted("renewed", lease=10, ttl=10)
         world.granted("purged", lease=10, ttl=10)
         world.clock.advance(11)
@@ -125,7 +125,7 @@ class Upkeep:
         assert isinstance(world.claim("purged"), InFlight)
 
     def test_purge_makes_a_released_key_no_less_absent(self, world: World) -> None:
-        """Whether a release leaves a trace for the collector is the store's affair."""
+        """A released key is absent before and after a purge, whether or not the store keeps a row for it."""
         assert world.release(world.granted())
         assert world.purge() <= 1
         assert world.get() is None
@@ -133,7 +133,7 @@ class Upkeep:
         assert isinstance(world.claim(), Granted)
 
     def test_stats_count_what_is_held(self, world: World) -> None:
-        """By what a caller would meet: an owner at work, one that vanished, an outcome, or nothing any more."""
+        """Records are counted by the verdict on a claim: in flight, abandoned, unknown, completed or expired."""
         assert world.stats() == Held()
         world.claims([claim_request(f"expired {number}", ttl=5, done=outcome_data()) for number in range(2)])
         world.claims([claim_request(f"abandoned {number}", lease=5) for number in range(3)])
@@ -149,7 +149,7 @@ class Upkeep:
         assert world.stats() == Held(in_flight=5, abandoned=3, unknown=4, completed=7)
 
     def test_get_answers_each_in_its_place(self, world: World) -> None:
-        """Present, absent and asked for twice, in the order of the batch."""
+        """Present keys, absent keys and repeated keys are returned in the order of the batch."""
         world.completed("b", value=1)
         world.granted("a")
         records = world.run(world.store.get([KeyRef(SCOPE, key) for key in ("c", "b", "a", "b", "d")]))
