@@ -24,7 +24,7 @@ from semel.runs.types import HELD_US, INTERNAL_QUEUE, MICRO
 
 
 class Leased(Struct, frozen=True):
-    """A run as its worker gets it."""
+    """A run as its worker receives it."""
 
     id: str
     fence: int
@@ -104,7 +104,7 @@ def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> l
 
 @hot
 def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: StatementContext) -> list[Leased]:
-    """Lease these runs if they are due, also those whose lease ended."""
+    """Lease these runs if they are due, including those whose lease expired."""
     with transaction(conn):
         change(conn, LOSE_THESE, terms, ids=list(ids))
         rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
@@ -144,7 +144,7 @@ UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.no
 def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, float | None]:
     """Make the runs that are due ready to be leased; return how many, and in how many seconds the next is due.
 
-    A wait that began later than now began before the clock was put back: it starts again, no longer than before.
+    A delay that began later than now began before the clock was put back: it starts again, no longer than before.
     """
     until_next, began_later = _NEXT.rows(conn, now=terms.now)[0]
     if began_later and _RESTART.count(conn, now=terms.now):
@@ -221,7 +221,7 @@ def held_by(conn: Connection, worker: str) -> dict[str, int]:
 
 
 class PendingRun(Struct, frozen=True):
-    """A run that can be leased. With every step of its life it becomes due anew."""
+    """A run that can be leased. Every step of its life is announced anew."""
 
     id: str
     queue: str
@@ -245,7 +245,7 @@ def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> 
     pending = literal("PENDING", literal_execute=True)
     at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
     told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
-    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was, since it was due
+    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was put back since it was due
     waited = or_(runs.c.due_us <= literal(now, BigInteger) - told, put_back)
     query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
     query = query.where(runs.c.queue != INTERNAL_QUEUE)
@@ -285,5 +285,5 @@ class LogLineRow(Struct, frozen=True):
 
 @hot
 def log(conn: Connection, lines: Sequence[LogLineRow]) -> None:
-    """Store the lines; those that were stored before are left as they are."""
+    """Store the lines; those that are stored already stay as they are."""
     _LOG.count(conn, [(x.run_id, x.fence, x.line, x.at_us, x.level, storable(x.text)) for x in lines])

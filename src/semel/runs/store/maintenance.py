@@ -1,11 +1,11 @@
-"""Upkeep: workers' signs of life, the election of a leader, what expired, and the removal of old runs.
+"""Upkeep: the rows of live workers, leader election, and the removal of expired rows and old runs.
 
 Runs that ended long ago are removed with their logs, files and data; a run that a live key names stays.
 
     rows removed, their files noted     files removed        note removed
     ───────────── one transaction ────▶ ───────────────────▶ ────────────▶
 
-Whatever dies in between, the next purge finds the notes and goes on. So no run is ever there without its files.
+If the process dies in between, the next purge finds the notes and goes on. So no run ever exists without its files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DAY_US = 86400 * MICRO
 
 
 class WorkerCard(Struct, frozen=True, kw_only=True):
-    """How a worker tells of itself."""
+    """What a worker writes about itself."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class WorkerCard(Struct, frozen=True, kw_only=True):
     models: Mapping[str, str]
     """Where each model runs: in the loop, a process or a thread."""
     slots: Mapping[str, int]
-    """How many can run there."""
+    """How many runs each of these places has room for."""
     draining: bool = False
 
 
@@ -72,7 +72,7 @@ ON CONFLICT (id) DO UPDATE SET seen_us = {w.now}, draining = excluded.draining, 
 
 @hot
 def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> None:
-    """The worker is alive."""
+    """Write that the worker is alive."""
     values: dict[str, Any] = {
         "id": card.id,
         "name": card.name,
@@ -88,7 +88,7 @@ def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> 
 
 @hot
 def worker_gone(conn: Connection, worker_id: str) -> None:
-    """The worker has stopped in good order."""
+    """Remove the row of a worker that stopped in good order."""
     conn.execute(delete(workers).where(workers.c.id == worker_id))
 
 
@@ -118,9 +118,9 @@ _STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role A
 
 @hot
 def acquire_leadership(conn: Connection, role: str, holder: str, term: float, terms: StatementContext) -> bool:
-    """True for the one who has the role for the next ``term`` seconds; anybody can have it when that is over.
+    """Take or renew the role for ``term`` seconds. Returns False while another holds it.
 
-    A term that ends later than a new one would was begun before the clock was put back, and does not count.
+    A term that ends later than a new one would began before the clock was put back, and does not count.
     """
     return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=terms.now))
 
@@ -137,7 +137,7 @@ WHERE role = :role AND holder <> :holder AND until_us >= {w.now} AND until_us <=
 
 @hot
 def term_left(conn: Connection, role: str, holder: str, terms: StatementContext) -> float:
-    """Seconds for which another has the role; 0 when it can be had."""
+    """Seconds for which another holds the role; 0 if it can be taken."""
     rows = _TERM_LEFT.rows(conn, role=role, holder=holder, now=terms.now)
     return max(rows[0][0] / MICRO, 1e-6) if rows else 0.0
 
@@ -154,41 +154,41 @@ WHERE status = 'RUNNING' AND lease_until_us > {w.now} + lease_us
 
 @hot
 def repair_times(conn: Connection, terms: StatementContext) -> None:
-    """After the clock was put back: let leases and reservations last no longer than they were asked for."""
+    """After the clock was put back: shorten leases and reservations to the time that they were asked for."""
     _SHORTEN.count(conn, now=terms.now)
     quotas.restart_reservations(conn, terms)
 
 
 @hot
 def release_leadership(conn: Connection, role: str, holder: str) -> None:
-    """Leave the role to whoever asks next."""
+    """Give up the role, so that another can take it at once."""
     _STEP_DOWN.count(conn, role=role, holder=holder)
 
 
 RUNS_BATCH = 500
-"""Runs in one transaction."""
+"""Runs that one transaction removes."""
 LOG_BATCH = 5000
 
 
 class Removal(Struct, frozen=True):
-    """Files of a run that is gone (``prefix`` is its id), or data that no run had any more (``data_ref``)."""
+    """Files to remove: those of a removed run (``prefix`` is its id), or data that no run has (``data_ref``)."""
 
     prefix: str
     data_ref: str | None
 
 
 class Removed(Struct, frozen=True):
-    """How many runs a step removed, and after which id the next one goes on; None at the end."""
+    """How many runs a call removed, and after which id the next call goes on; None at the end."""
 
     count: int
     next: str | None
 
 
 def is_old(now: int, age: float) -> ColumnElement[bool]:
-    """True of a run that was over so many seconds ago and that no live key names."""
+    """True for a run that ended more than ``age`` seconds ago and that no live key names."""
     over = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
     named = and_(
-        run_keys.c.kind == literal("key", literal_execute=True),  # which names the index
+        run_keys.c.kind == literal("key", literal_execute=True),  # so that the partial index is used
         run_keys.c.job_id == cast(runs.c.id, Text),
         run_keys.c.expires_us >= now,
     )
@@ -208,7 +208,7 @@ SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true 
 
 
 def remove_runs(conn: Connection, age: float, after: str | None, terms: StatementContext) -> Removed:
-    """Remove the next old runs, in the order of their ids, and note their files. One that is being retried stays."""
+    """Remove the next old runs, in the order of their ids, and note their files. A run that is being retried stays."""
     now = read_clock(conn, terms)
     query = select(runs.c.id).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
     if after is not None:
@@ -231,7 +231,7 @@ def _in_use(conn: Connection, refs: set[str]) -> set[str]:
 
 
 def pending_removals(conn: Connection, after: str) -> list[Removal]:
-    """The next files that are to be removed, in the order of their prefixes."""
+    """The next files to remove, in the order of their prefixes."""
     query = select(removals.c.prefix, removals.c.data_ref).where(removals.c.prefix > after)
     return [Removal(*row) for row in conn.execute(query.order_by(removals.c.prefix).limit(RUNS_BATCH))]
 
@@ -252,7 +252,7 @@ def remove_logs(conn: Connection, ids: Sequence[str]) -> bool:
 
 
 def settle(conn: Connection, prefixes: Sequence[str]) -> None:
-    """The files of these are gone."""
+    """Remove the notes of these prefixes: their files are removed."""
     conn.execute(delete(removals).where(removals.c.prefix.in_(list(prefixes))))
 
 
@@ -260,7 +260,7 @@ _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 
 
 def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
-    """Until the transaction ends nobody else removes this data or gives it to a run. SQLite has one writer anyway."""
+    """Lock the data, which no other transaction can then remove or give to a run. SQLite has one writer anyway."""
     read_clock(conn, terms)
     if conn.dialect.name == "postgresql":
         key = int.from_bytes(sha256(f"semel data {data_ref}".encode()).digest()[:8], signed=True)
@@ -268,7 +268,7 @@ def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
 
 
 def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None], terms: StatementContext) -> None:
-    """Remove data that was noted, unless a run has it again by now."""
+    """Remove data that was noted, unless a run has it again by now, and remove the note."""
     assert removal.data_ref is not None
     lock_data(conn, removal.data_ref, terms)
     if not _in_use(conn, {removal.data_ref}):

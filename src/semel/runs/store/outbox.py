@@ -19,7 +19,7 @@ from semel.runs.types import TERMINAL
 
 
 class OutboxEvent(Struct, frozen=True, kw_only=True):
-    """An event on its way out. ``name`` says what happened, as RunCompleted; ``id`` is the same at every delivery."""
+    """An event to deliver. ``name`` is what happened, such as RunCompleted; ``id`` is the same at every delivery."""
 
     id: str
     name: str
@@ -44,7 +44,7 @@ _NAMES = {"created": "RunCreated", "leased": "RunStarted"}
 
 @hot
 def unpublished(conn: Connection, most: int = 100) -> list[OutboxEvent]:
-    """The oldest events that were not published."""
+    """The oldest events that are not published yet."""
     return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
 
 
@@ -104,12 +104,12 @@ _SENT = _clearing("unsent")
 
 @hot
 def published(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """Mark these as published."""
+    """Mark these events as published."""
     if events:
         _PUBLISHED.count(conn, [(each.run_id, each.version) for each in events])
 
 
 def sent(conn: Connection, events: Sequence[OutboxEvent]) -> None:
-    """Mark these as handed to the webhooks that want them."""
+    """Mark these events as handed to the webhooks that want them."""
     if events:
         _SENT.count(conn, [(each.run_id, each.version) for each in events])

@@ -33,11 +33,11 @@ _HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "result_exact",
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
 _LISTED = [column for column in _SHOWN if column.name != "parameters"]
 _FIRST_PORTION = 16
-"""Rows that are read at first for a page that is bounded in bytes."""
+"""How many rows are read first for a page that is limited in bytes."""
 
 
 NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
-"""True of runs that a user submitted, not of the service's own work."""
+"""True for runs that a user submitted, false for the service's own work."""
 
 
 STALLED = and_(
@@ -45,11 +45,11 @@ STALLED = and_(
     runs.c.stall_us.is_not(None),
     runs.c.heartbeat_us - runs.c.progress_us >= runs.c.stall_us,
 )
-"""True of a run that is alive and makes no progress; see ``Run.stalled_us``."""
+"""True for a run that is alive and makes no progress; see ``Run.stalled_us``."""
 
 
 class Filter(Struct, frozen=True, kw_only=True):
-    """Which runs to list; None is any. ``key`` and ``payload_hash`` are exact."""
+    """Which runs to list; None matches any. ``key`` and ``payload_hash`` match exactly."""
 
     tenant: str = ""
     status: Sequence[str] | None = None
@@ -64,7 +64,7 @@ class Filter(Struct, frozen=True, kw_only=True):
     """Only those that are alive and make no progress."""
 
     def conditions(self) -> list[Any]:
-        """As SQL."""
+        """The filter as SQL conditions."""
         wanted: dict[str, object] = {
             "model": self.model,
             "user_id": self.user,
@@ -77,7 +77,7 @@ class Filter(Struct, frozen=True, kw_only=True):
             found.append(NOT_INTERNAL)
         found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
         if self.user:
-            found.append(runs.c.user_id != literal("", literal_execute=True))  # which names the index
+            found.append(runs.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
         if self.status is not None:
             found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
         if self.since_us is not None:
@@ -94,7 +94,7 @@ _IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uui
 
 
 def _get(dialect: Dialect) -> str:
-    """As text with an array: one statement for any number of ids, and rows at half the cost of SQLAlchemy's."""
+    """As text with an array: one statement for any number of ids, at half of SQLAlchemy's cost per row."""
     shown = ", ".join(dialect.as_text(name) if name in _IDS else name for name in _NAMES)
     return f"SELECT {shown} FROM semel_runs WHERE {dialect.is_in('id', 'ids', 'uuid')}"
 
@@ -104,7 +104,7 @@ _GET = Statement(_get)
 
 @hot
 def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
-    """The runs of these ids that there are."""
+    """The runs of these ids, by id; ids without a run are left out."""
     rows = _GET.rows(conn, ids=list(ids))
     found = [run_of(dict(zip(_NAMES, row, strict=True))) for row in rows]
     return {run.id: run for run in found if tenant is None or run.tenant == tenant}
@@ -132,7 +132,7 @@ _MARKED = [runs.c[name] for name in RunVersion.__struct_fields__]
 
 @hot
 def versions(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[RunVersion, tuple[int, int]]]:
-    """The versions of these runs, and the (fence, line) of the last line of each log; (0, 0) of an empty log."""
+    """The versions of these runs, and the (fence, line) of the last line of each log; (0, 0) for an empty log."""
     logged = select(run_logs.c.fence).where(run_logs.c.run_id == runs.c.id)
     last = logged.order_by(run_logs.c.fence.desc(), run_logs.c.line.desc()).limit(1)
     line = last.with_only_columns(run_logs.c.line)
@@ -156,8 +156,8 @@ def list_runs(
 ) -> Page:
     """Newest first, page by page: the cost of a page does not grow with its number.
 
-    A page of ``max_bytes`` ends with the run that would make it larger, but has one at least. It is read in portions,
-    so that not much more than that is ever in memory.
+    A page with ``max_bytes`` ends before the run that would make it larger, but has at least one run. It is read in
+    portions, so that not much more than that is ever in memory.
     """
     query = select(*(_SHOWN if parameters else _LISTED)).where(*wanted.conditions()).order_by(runs.c.id.desc())
     found: list[Run] = []
@@ -179,13 +179,13 @@ def list_runs(
 
 
 def _weight(row: Mapping[Any, Any]) -> int:
-    """About how many bytes a row is on the wire."""
+    """About how many bytes a row takes on the wire."""
     return 1000 + sum(len(value) for value in row.values() if isinstance(value, str))
 
 
 @hot
 def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str | None, str | None] | None:
-    """The run, its result where that lives in the row, and its exact form (see Ended) where that is another."""
+    """The run, its result if that is in the row, and the exact form (see ``AttemptResult``) if that differs."""
     query = select(*_SHOWN, runs.c.result, runs.c.result_exact).where(runs.c.id == run_id)
     if tenant is not None:
         query = query.where(runs.c.tenant == tenant)
@@ -215,9 +215,9 @@ def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> l
 
 
 def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
-    """How many runs of each model (and of each value of the parameter that it is summarised by) are in which state.
+    """How many runs of each model are in each status, and how long those that succeeded took on average.
 
-    Those of one user, or of all.
+    ``grouped`` also by the value of the parameter that the model is summarised by. Of one user, or of all.
     """
     names = [runs.c.model, runs.c.facet] if grouped else [runs.c.model]
     spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us))
@@ -241,17 +241,17 @@ def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = 
 
 
 class Backlog(Struct, frozen=True):
-    """What waits and what runs now, and for how long the oldest run that is due has waited."""
+    """How many runs wait and how many run, and for how many seconds the oldest run that is due has waited."""
 
     pending: int
     running: int
     oldest_wait: float
     stalled: int = 0
-    """Of those that run: how many are alive and make no progress."""
+    """How many of the running ones are alive and make no progress."""
 
 
 def backlog(conn: Connection, terms: StatementContext) -> Backlog:
-    """What waits and what runs, without the service's own work."""
+    """Count the runs that wait and those that run, without the service's own work."""
     now = read_clock(conn, terms)
     pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
     states = (
@@ -260,7 +260,7 @@ def backlog(conn: Connection, terms: StatementContext) -> Backlog:
         (runs.c.status == running,),
         (STALLED,),
     )
-    whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # by the index
+    whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # for the indexes
     rows = conn.execute(
         union_all(
             *(
@@ -277,7 +277,7 @@ def backlog(conn: Connection, terms: StatementContext) -> Backlog:
 
 @hot
 def waiting(conn: Connection, run_id: str, terms: StatementContext) -> Waiting | None:
-    """Why a run is pending, which place it has, since when. None for one that is not pending."""
+    """Why a run is pending, since when, and its place in the queue; None if it is not pending."""
     now = read_clock(conn, terms)
     row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None or row.status != "PENDING":
@@ -302,7 +302,7 @@ def _uploading(conn: Connection, run_id: str) -> str:
 
 
 def _not_yet(row: Any, now: int) -> str:
-    seconds = min(row.due_us - now, row.due_us - row.changed_us) / MICRO  # less is left when the clock was put back
+    seconds = min(row.due_us - now, row.due_us - row.changed_us) / MICRO  # not longer because the clock was put back
     if row.step == "retried":
         return f"backing off for {seconds:.0f} s more after an error ({row.errors} of {row.max_attempts}): {row.note}"
     if row.step == "snoozed":
@@ -311,7 +311,7 @@ def _not_yet(row: Any, now: int) -> str:
 
 
 def _before(row: Any) -> Any:
-    """True of the runs that are due and come first in the same queue."""
+    """True for runs that are due and come before this one in the same queue."""
     later = or_(
         runs.c.priority > row.priority,
         and_(
@@ -341,7 +341,7 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
 
 
 def list_workers(conn: Connection, terms: StatementContext) -> list[WorkerInfo]:
-    """The workers that run, or did until lately."""
+    """The workers that run, or ran until recently, and how many runs of each model they hold."""
     now = read_clock(conn, terms)
     running = literal("RUNNING", literal_execute=True)
     groups = (runs.c.worker, runs.c.model)

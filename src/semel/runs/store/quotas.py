@@ -1,7 +1,7 @@
-"""Quotas that cannot be raced: use is counted from rows, under a lock of the user, in the transaction that adds to it.
+"""Quotas without races: usage is counted from rows, under a lock on the user, in the transaction that adds to it.
 
-No counter is kept, so none can drift: a slot is free again the moment its run is over or its reservation has ended,
-whatever died meanwhile, and it is free once.
+There is no counter that could drift: a slot is free, once, as soon as its run or its reservation has ended, whichever
+process died meanwhile.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Person: TypeAlias = tuple[str, str]
 """A tenant and a user."""
 
 EXPIRED_KEPT_US = 3600 * MICRO
-"""An expired reservation counts for nothing, and is kept for so long: its job may just have been created."""
+"""For how long an expired reservation, which does not count, is kept: its job may just have been created."""
 
 CLEANED_AT_ONCE = 500
-"""How many expired reservations of a user a new one removes, at most: so it does not wait long for them."""
+"""The most expired reservations of a user that a new one removes, so that it does not take long."""
 
 WAITED_US = 10 * MICRO
-"""So much later than a transaction's time a reservation may have been made while the transaction waited for others."""
+"""By how much a reservation may be later than the time of a transaction, which may have waited for a lock."""
 
 
 class Admission(Struct, frozen=True):
-    """Let in, with what the user should know."""
+    """A submission that the quota allows, with warnings for the user."""
 
     quota_warnings: list[str] = []
     cost_limit_warning: str | None = None
@@ -43,7 +43,7 @@ _CLOCK = Statement(lambda w: f"SELECT {w.now}, EXISTS (SELECT 1 FROM semel_quota
 
 
 def read_clock(conn: Connection, terms: StatementContext) -> int:
-    """The time that the whole transaction goes by. It is read first, and lets the rest wait for others' locks."""
+    """The time for the whole transaction. Read it first: it also lets later statements wait longer for locks."""
     return read_clock_and_quotas(conn, terms)[0]
 
 
@@ -92,7 +92,7 @@ def _quota(row: Any) -> Quota:
 
 
 def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: StatementContext) -> None:
-    """Write a user's quota; None removes it. Active runs go on, whatever it says."""
+    """Set a user's quota; None removes it. Active runs go on in any case."""
     tenant, user = person
     read_clock(conn, terms)
     lock(conn, [person])
@@ -127,7 +127,7 @@ FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' A
 
 
 def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None) -> Usage:
-    """Count what the user has in use at this moment; for a quota, no further back than it looks."""
+    """Count a user's usage at this moment; with a quota, only as far back as its limits reach."""
     starts = period_starts(now)
     hour, day = now - 3600 * MICRO, now - 86400 * MICRO
     looks = {"per_hour": hour, "per_day": day, **{f"cost_{period}": start for period, start in starts.items()}}
@@ -145,7 +145,7 @@ def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None
 
 
 def usage_and_quota(conn: Connection, person: Person, terms: StatementContext) -> tuple[Usage, Quota | None]:
-    """What a user has in use, and the quota that holds for them."""
+    """A user's usage, and the quota that applies to them, if any."""
     used = usage(conn, person, read_clock(conn, terms))
     return used, quotas_of(conn, [person]).get(person)
 
@@ -163,7 +163,7 @@ def period_starts(now: int) -> dict[str, int]:
 
 
 class Meter:
-    """One user's use against their quota, while several submissions of a transaction add to it one by one."""
+    """One user's usage against their quota, while the submissions of a transaction add to it one by one."""
 
     def __init__(self, user: str, quota: Quota, used: Usage) -> None:
         self._user = user
@@ -172,7 +172,7 @@ class Meter:
         self._spent = {period: micros(amount) for period, amount in used.spent.items()}
 
     def admit(self, cost: int, *, reserved: bool) -> Admission:
-        """Let one more in and count it, or raise. A ``reserved`` slot is counted already."""
+        """Count one more submission, or raise if a limit is exceeded. A ``reserved`` slot is counted already."""
         counts = {name: count + (not (reserved and name == "max_concurrent")) for name, count in self._counts.items()}
         warnings = [line for name, count in counts.items() if (line := self._count_warning(name, count))]
         cost_warning = self._cost_warning(cost)
@@ -191,7 +191,7 @@ class Meter:
         return None
 
     def _whose(self, limit: int) -> str:
-        """A limit of 0 names its user: often it is not the user that the caller meant."""
+        """Name the user whose limit is 0: often it is not the user that the caller meant."""
         return "" if limit else f" for user {self._user!r}; ask an admin to raise it (semel quota set)"
 
     def _cost_warning(self, cost: int) -> str | None:
@@ -211,12 +211,12 @@ class Meter:
 
 
 def _dollars(cost: int) -> str:
-    """Two places, or as many as a smaller cost needs."""
+    """The cost with two decimal places, or with as many as a smaller cost needs."""
     return f"${cost / MICRO:.2f}" if cost % (MICRO // 100) == 0 else f"${cost / MICRO:.6f}".rstrip("0")
 
 
 class Reserve(Struct, frozen=True, kw_only=True):
-    """A user asks for a slot. ``id`` is the reservation's, so that asking again after a lost reply finds it."""
+    """A request for a slot. ``id`` is the reservation's, so that a retry after a lost reply finds it."""
 
     id: str
     tenant: str
@@ -226,9 +226,9 @@ class Reserve(Struct, frozen=True, kw_only=True):
 
 
 def reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementContext) -> list[str | None]:
-    """For each request its reservation's id, or None when all slots are in use; first come, first served.
+    """Return each request's reservation id, or None when all slots are in use; first come, first served.
 
-    What of these users expired long ago is cleaned on the way.
+    Also removes reservations of these users that expired long ago.
     """
     people = sorted({(each.tenant, each.user) for each in requests})
     now = read_clock(conn, terms)
@@ -246,7 +246,7 @@ def reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementConte
     rows: list[dict[str, Any]] = []
     for each in requests:
         person = (each.tenant, each.user)
-        if each.id in known:  # asked again: its first answer was lost
+        if each.id in known:  # a retry: the first reply was lost
             answers.append(each.id)
         elif used[person] >= each.max_concurrent:
             answers.append(None)
@@ -272,7 +272,7 @@ def _reservation(request: Reserve, now: int) -> dict[str, Any]:
 
 
 def consume(conn: Connection, reservation: str, person: Person, job_id: str, now: int) -> None:
-    """Bind a live reservation to the run that is about to be written, once. All else is refused."""
+    """Consume a live reservation, once, for the run that is about to be written; else raise ReservationLost."""
     changed = conn.execute(
         update(reservations)
         .where(*_own(reservation, person), reservations.c.expires_us >= now, reservations.c.consumed.is_(False))
@@ -295,10 +295,10 @@ def consume(conn: Connection, reservation: str, person: Person, job_id: str, now
 def consume_after(
     conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: StatementContext
 ) -> bool:
-    """Consume it after its job was created, so nothing is refused. False: the slot is not, or no longer, the job's.
+    """Consume a reservation whose job exists already, so never raise. False: the slot is not, or no longer, the job's.
 
-    One that expired is consumed as long as its slot is free: as long as the user's other jobs and reservations leave
-    room under the limit with which it was reserved.
+    An expired reservation is consumed if its slot is still free: if the user's other jobs and reservations leave room
+    under the limit with which it was reserved.
     """
     with transaction(conn):
         read_clock(conn, terms)
@@ -319,7 +319,7 @@ def consume_after(
         unused = update(reservations).where(reservations.c.id == row.id, reservations.c.consumed.is_(False))
         return bool(
             conn.execute(unused.values(consumed=True, job_id=job)).rowcount
-        )  # it may be released at this moment
+        )  # 0 if it was released at this moment
 
 
 def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> bool:
@@ -333,13 +333,13 @@ def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> b
 
 
 def is_open(conn: Connection, reservation: str, person: Person, now: int) -> bool:
-    """Whether the reservation holds a slot for a job that there is not yet."""
+    """Whether the reservation holds a slot and has no job yet."""
     live = [reservations.c.expires_us >= now, reservations.c.consumed.is_(False), reservations.c.job_id.is_(None)]
     return conn.scalar(select(reservations.c.id).where(*_own(reservation, person), *live)) is not None
 
 
 def bind(conn: Connection, reservation: str, person: Person, job_id: str) -> None:
-    """Let the reservation stand for a job that was made in its flow, which consumes it later: both count once."""
+    """Bind the reservation to a job that was created in its flow, which consumes it later: both count once."""
     conn.execute(
         update(reservations)
         .where(*_own(reservation, person), reservations.c.consumed.is_(False), reservations.c.job_id.is_(None))
@@ -355,7 +355,7 @@ def _own(reservation: str, person: tuple[str, str | None]) -> list[ColumnElement
 
 @hot
 def release(conn: Connection, reservation: str, person: tuple[str, str | None]) -> bool:
-    """Free the slot at once. False when there was nothing to free: used, released or expired and cleaned before."""
+    """Free the slot at once. False if there is nothing to free: it was consumed, released, or expired and removed."""
     unused = delete(reservations).where(*_own(reservation, person), reservations.c.consumed.is_(False))
     return bool(conn.execute(unused).rowcount)
 
@@ -372,7 +372,7 @@ DELETE FROM semel_reservations WHERE id IN (
 
 
 def purge_reservations(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
-    """Remove what expired an hour ago. Until then, consuming it late, or again, is understood."""
+    """Remove reservations that expired an hour ago. Until then, one can still be consumed late, or again."""
     return _PURGE.count(conn, most=most, now=terms.now)
 
 
@@ -387,5 +387,5 @@ WHERE created_us > {w.now}
 
 
 def restart_reservations(conn: Connection, terms: StatementContext) -> None:
-    """A reservation that was made later than now, so before the clock was put back, lasts no longer for that."""
+    """After the clock was put back: restart reservations made later than now, so that they last no longer."""
     _RESTART.count(conn, now=terms.now)

@@ -1,4 +1,4 @@
-"""The keys of runs and jobs, as SQL: which run a client's key, or a payload, stands for, and until when."""
+"""The keys of runs and jobs, as SQL: which run a client's key, or a payload, names, and until when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from semel.errors import StoreUnavailable
 from semel.runs.store import quotas
 
 ROUNDS = 10
-"""How often a key that changes hands all the time is tried for."""
+"""How often to try to take or read a key that other transactions keep changing."""
 
 KeyKind: TypeAlias = Literal["key", "payload"]
 
@@ -74,7 +74,7 @@ class KeyEntry(Struct, frozen=True):
 
 
 class StoreKey(Struct, frozen=True, kw_only=True):
-    """A key for a job that the caller created."""
+    """A request to store a key for a job that the caller created."""
 
     tenant: str
     user: str
@@ -100,7 +100,7 @@ def store_key(conn: Connection, request: StoreKey, terms: StatementContext) -> s
 
 @hot
 def check_key(conn: Connection, person: tuple[str, str | None], key: str, terms: StatementContext) -> KeyEntry | None:
-    """The live key, of one user or of anybody's. One that expired is removed on the way."""
+    """The live key of one user (None: of any user), or None. Expired ones of this name are removed."""
     with transaction(conn):
         tenant, user = person
         now = quotas.read_clock(conn, terms)
@@ -129,5 +129,5 @@ DELETE FROM semel_run_keys WHERE (tenant, user_id, kind, key) IN (
 
 
 def purge_keys(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
-    """Remove keys that expired."""
+    """Remove up to ``most`` expired keys; return how many."""
     return _PURGE_KEYS.count(conn, most=most, now=terms.now)

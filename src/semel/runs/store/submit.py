@@ -1,8 +1,8 @@
-"""Submit, in one transaction: what was asked before is answered from its key; only new work meets the quota; then key,
-run and event are written together.
+"""Submit, in one transaction: a repeat finds its run by its key; only new runs count against the quota; then key, run
+and event are written together.
 
-A key is the client's own, for a day, and names its run whatever became of it. Without one the hash of the payload
-stands in, for minutes, and only while its run is pending or running.
+A client's key names its run for a day, whatever became of the run. Without a key, the hash of the payload names the
+run, for some minutes, and only while the run is pending or running.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from semel.runs.types import HELD_US, Run
 
 
 class JobDetails(Struct, frozen=True, kw_only=True):
-    """What is kept of a run that is a job of the jobs API."""
+    """What is stored in addition for a run that is a job of the jobs API."""
 
     provider: str
     config: str
     digest: str | None = None
-    """What the job's key stands for, instead of the payload."""
+    """The hash that is stored with the job's key, instead of the payload's."""
     tracker_run_name: str | None = None
     data: str | None = None
     """The folder that is to be uploaded before the run may start."""
@@ -40,7 +40,7 @@ class JobDetails(Struct, frozen=True, kw_only=True):
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """One run to be created. ``key`` is None when nothing is to be recognised."""
+    """One run to be created. ``key`` is None if a repeat is not to be recognised."""
 
     id: str
     tenant: str
@@ -63,48 +63,48 @@ class Submission(Struct, frozen=True, kw_only=True):
     retry_of: str | None = None
     reservation: str | None = None
     slot: str | None = None
-    """A reservation in whose flow it is submitted: where that holds a slot still, the run takes it."""
+    """A reservation in whose flow it is submitted: if it still holds a slot, the run takes that slot."""
     own_key: str | None = None
-    """A client's key beside the payload, by which the submission is known first: it names the run that the payload
-    finds or that is made, for ``own_ttl_us``."""
+    """A client's key in addition to the payload, looked up first: it names the run that the payload finds, or that is
+    created, for ``own_ttl_us``."""
     own_ttl_us: int = 0
     asked: str | None = None
-    """What the key stands for, where that is not the payload."""
+    """The hash that is stored with the key, if it is not the payload's."""
     trace: str | None = None
     """The ``traceparent`` of the span in which it was submitted."""
     job: JobDetails | None = None
     first: Submission | None = None
-    """A run that is created with it, and that will release it; until then it is held (see HELD_US)."""
+    """A run that is created with this one, and that will release it; until then it is held (see HELD_US)."""
 
     @property
     def key_hash(self) -> str:
-        """With what else its key may not be used again."""
+        """The hash that is stored with its key: a repeat must have the same."""
         return self.payload_hash if self.asked is None else self.asked
 
     def key_end(self, since_us: int) -> int | None:
-        """Until when its key names the run, if it has one; the payload is none."""
+        """Until when its key names the run; None if it has only a payload."""
         if self.own_key is not None:
             return since_us + self.own_ttl_us
         return since_us + self.key_ttl_us if self.key_kind == "key" and self.key is not None else None
 
     @property
     def person(self) -> Person:
-        """Whose quota it meets."""
+        """The tenant and user whose quota it counts against."""
         return (self.tenant, self.user)
 
     @property
     def reserved(self) -> bool:
-        """Whether it may have a slot already."""
+        """Whether it may have a reserved slot."""
         return self.reservation is not None or self.slot is not None
 
     @property
     def place(self) -> tuple[str, str, str, str | None]:
-        """Where its key is kept."""
+        """The primary key of its key in ``semel_run_keys``."""
         return (self.tenant, self.user, self.key_kind, self.key)
 
     @property
     def own_place(self) -> tuple[str, str, str, str | None]:
-        """Where the key is kept that it is known by first."""
+        """As ``place``, for the key that is looked up first."""
         return self.place if self.own_key is None else (self.tenant, self.user, "key", self.own_key)
 
 
@@ -117,12 +117,12 @@ class Created(Struct, frozen=True):
 
 
 class Existing(Struct, frozen=True):
-    """The run was there; ``id`` is what the key names, ``run`` the run where it was read on the way."""
+    """The run existed; ``id`` is what the key names, ``run`` the run if it was read on the way."""
 
     id: str
     run: Run | None = None
     expires_us: int | None = None
-    """Until when the key names it, where it was found by a key."""
+    """Until when the key names the run, if it was found by a key."""
 
 
 Answer: TypeAlias = Created | Existing | SemelError
@@ -175,7 +175,7 @@ _INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Answer]:
-    """Check and write a batch. One that is refused has its error as its answer, and does not affect the others."""
+    """Check and write a batch. The answer to a refused one is its error, and does not affect the others."""
     now, limited = quotas.read_clock_and_quotas(conn, terms)
     clock, terms = terms, StatementContext(now, terms.publish)
     answers = _without_their_first(conn, submissions, terms)
@@ -230,7 +230,7 @@ def _name_found(
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
     """Release the reservations of submissions that found a run, or whose key was reused: they need no slot.
 
-    A reservation that its own flow will consume stays, and stands for the run from now on.
+    A reservation that its own flow will consume stays, and is bound to the run.
     """
     for each in submissions:
         answer = answers.get(each.id)
@@ -243,12 +243,12 @@ def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: 
 def _follow(
     followers: Sequence[Submission], first: dict[tuple[Any, ...], Submission], answers: dict[str, Answer]
 ) -> list[Submission]:
-    """The same key twice in one batch: the second is judged after the first, by itself where that was refused."""
+    """Answer repeats of a key within the batch like the first; return those to decide by themselves."""
     undecided = []
     for each in followers:
         leader = first[each.place]
         answer = answers[leader.id]
-        if isinstance(answer, SemelError) or each.own_key is not None:  # which may name another run
+        if isinstance(answer, SemelError) or each.own_key is not None:  # an own key may name another run
             undecided.append(each)
             continue
         if each.key_hash != leader.key_hash:
@@ -266,7 +266,7 @@ def _meet_quotas(
     terms: StatementContext,
     clock: StatementContext,
 ) -> dict[str, Admission]:
-    """Put into ``answers`` what a quota refuses, or what is known already; return the admissions of the rest."""
+    """Add to ``answers`` what a quota refuses and what exists already; return the admissions of the rest."""
     limits = quotas.quotas_of(conn, {each.person for each in submissions})
     limited = [each for each in submissions if each.person in limits or each.reserved]
     if not limited:
@@ -292,7 +292,7 @@ def _meet_quotas(
 
 
 def _admit(conn: Connection, each: Submission, meters: dict[Person, Meter], now: int) -> Admission:
-    """Count it, and bind its reservation; when either is refused, neither was done."""
+    """Count the submission and consume its reservation; if either is refused, neither is done."""
     meter = copy(meters.get(each.person))
     reserved = each.reservation is not None or (
         each.slot is not None and quotas.is_open(conn, each.slot, each.person, now)
@@ -322,7 +322,7 @@ def _create(
         _write_jobs(conn, won, dict(written), terms)
         for run_id, created_us in written:
             answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
-        for each in won:  # sent again after its reply was lost: it is there, and it is its own
+        for each in won:  # a retry after a lost reply: the run is its own
             answers.setdefault(each.id, Existing(each.id))
         left = [each for each in left if each.id not in answers]
         if left:
@@ -343,7 +343,7 @@ def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: State
 
 
 def _take_own_keys(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Submission]:
-    """Take the client's keys beside the payloads. Who cannot gives the payload's key back, and is left out."""
+    """Take the own keys. A submission that cannot gives back the key of its payload, and is left out."""
     first = {each.own_place: each for each in reversed(submissions) if each.own_key is not None}
     if not first:
         return list(submissions)
@@ -369,7 +369,7 @@ def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: Stat
 def _write_jobs(
     conn: Connection, submissions: Sequence[Submission], created: dict[str, int], terms: StatementContext
 ) -> None:
-    """Of the runs that were created, those that are jobs, and what must be done first."""
+    """Write the jobs of runs that were created, and the runs that must come first."""
     new = [each for each in submissions if each.job is not None and each.id in created]
     if not new:
         return
@@ -418,12 +418,12 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
 
 
 def _known(conn: Connection, submissions: Iterable[Submission], terms: StatementContext) -> dict[str, Answer]:
-    """What the keys of these name, where they are in use."""
+    """Answers for the submissions that were written already, or whose keys are in use."""
     submissions = list(submissions)
     if not submissions:
         return {}
     ids = select(runs.c.id).where(runs.c.id.in_([each.id for each in submissions]))
-    answers: dict[str, Answer] = {run_id: Existing(run_id) for run_id in conn.scalars(ids)}  # sent again: its own
+    answers: dict[str, Answer] = {run_id: Existing(run_id) for run_id in conn.scalars(ids)}  # a retry
     keyed = [each for each in submissions if each.key is not None and each.id not in answers]
     if not keyed:
         return answers

@@ -1,4 +1,4 @@
-"""The life of a run, step by step, as SQL: each verb is one statement that changes a batch and notes it as events.
+"""The steps of a run's life, as SQL: each function changes a batch of runs and writes their events, in one statement.
 
       submit           lease                        end
     ──────────▶ PENDING ──────▶ RUNNING ──┬─ succeeded ───────────────▶ SUCCEEDED
@@ -8,9 +8,10 @@
                    └───────────────┘
             retried · lost · snoozed · returned
 
-A run whose data is not there yet is PENDING and held; the step ``uploaded`` lets it be leased.
+A run whose data is not uploaded yet is PENDING and held; after the step ``uploaded`` it can be leased.
 The database refuses every other step (a trigger), a RUNNING run without the end of a lease, and a result of a run that
-did not succeed (checks). A lease raises the fence; every later write names it, and changes nothing once it has passed.
+did not succeed (checks). A lease raises the fence; every later write of the attempt names its fence, and changes
+nothing once the run has a higher one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ END_STEPS = {
 }
 
 NOTED = "id, version, changed_us, step, status, fence, worker, note"
-"""What an event keeps of the row that was changed."""
+"""The columns of the changed row that its event keeps."""
 EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent"
 WANTED = """coalesce(
   (SELECT max(CASE events WHEN 'RunCompleted' THEN 1 ELSE 2 END) FROM semel_subscriptions WHERE disabled_us IS NULL), 0
@@ -47,7 +48,7 @@ WANTED = """coalesce(
 
 
 class FinishRequest(Struct, frozen=True):
-    """What to write at the end of an attempt. ``delay_us`` counts for one that will be followed by another."""
+    """What to write at the end of an attempt. ``delay_us`` passes before the next attempt, if there is one."""
 
     run_id: str
     fence: int
@@ -108,7 +109,7 @@ def change(
     batch: Sequence[Sequence[Any]] | None = None,
     **values: Any,
 ) -> Sequence[Any]:
-    """Run a changing statement; its rows begin with the id."""
+    """Run a statement of :func:`changing`; return its rows, which must begin with the id."""
     rows = statement.rows(conn, batch, publish=terms.publish, now=terms.now, **values)
     if conn.dialect.name == "sqlite":
         note(conn, rows, terms)
@@ -195,7 +196,7 @@ _SUCCEED_COLUMNS = {
     "in_warnings": "text",
 }
 _PLAIN = 5
-"""The columns that every success has; most need no more, and send no more."""
+"""How many columns every success has; most successes send no more than these."""
 _NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
 
 
@@ -250,7 +251,7 @@ LOSE_THESE = Statement(lambda w: _losing(w, w.is_in("h.id", "ids", "uuid")))
 def end(conn: Connection, endings: Sequence[FinishRequest], terms: StatementContext) -> dict[str, FinishedRun]:
     """Write the ends of attempts. Returns the runs whose fence still held; the others' attempts count for nothing.
 
-    A success that was already written under the same fence, its reply lost, is returned as the first time.
+    A success that was already written under the same fence, and whose reply was lost, is returned again.
     """
     rows: list[Any] = []
     succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
@@ -307,7 +308,7 @@ def storable(text: str) -> str:
 
 @hot
 def lose_expired(conn: Connection, terms: StatementContext, most: int = 500) -> list[Lost]:
-    """Take back the runs whose lease ended: they are PENDING again, or FAILED when they were lost too often."""
+    """Take back the runs whose lease expired: they are PENDING again, or FAILED if they were lost too often."""
     return [Lost(*row) for row in change(conn, _LOSE, terms, most=most)]
 
 
@@ -390,7 +391,7 @@ _CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
 
 
 def release(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
-    """Make a run that waits for its data ready, with that data. Returns its queue, or None if it did not wait."""
+    """Make a run that waits for its data ready to be leased. Returns its queue, or None if it did not wait."""
     for _, queue in change(conn, _RELEASE, terms, ids=[run_id], data_ref=data_ref):
         if conn.dialect.name == "postgresql":
             conn.execute(_CALL, {"queue": queue})

@@ -1,7 +1,7 @@
-"""The worker: leases runs in batches, keeps them alive, executes them where they belong, and writes their ends.
+"""The worker: leases runs in batches, renews their leases, executes them, and writes their ends.
 
-One process, one event loop. Async models run in the loop, blocking ones in warm child processes (or in threads where
-the model asks for it), so that the heartbeat goes on whatever they do.
+One process, one event loop. Async models run in the loop, blocking ones in warm child processes (or in threads, if the
+model asks for that), so that a model that blocks does not stop the heartbeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("semel.worker")
 
 
 class WorkerOptions(TypedDict, total=False):
-    """The options of a worker."""
+    """The keyword arguments of :class:`Worker`."""
 
     queues: Sequence[str]
     name: str | None
@@ -43,12 +43,12 @@ class WorkerOptions(TypedDict, total=False):
 
 
 class Worker:
-    """Works on the runs of an app until it is stopped.
+    """Executes the runs of an app until it is stopped.
 
-    ``queues`` are served in their order. ``concurrency`` async runs, ``processes`` child processes and ``threads`` at
-    the same time. After ``stop`` nothing new is begun; what is not done ``drain`` seconds later is given back.
-    It looks for work every ``poll`` seconds even when it hears of none. Every ``sweep_every`` seconds one worker, which
-    is elected, takes back what others have lost (None: not this one).
+    ``queues`` are served in this order. Up to ``concurrency`` async runs, ``processes`` child processes (one per CPU by
+    default) and ``threads`` are active at the same time. After ``stop`` no run is begun, and runs that are not finished
+    ``drain`` seconds later are given back. The worker polls for runs every ``poll`` seconds, even if no notification
+    comes. Every ``sweep_every`` seconds one elected worker takes back the runs of lost workers (None: never this one).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Worker:
             raise InvalidRequest("queues is a list of names, such as ['default']")
         self.app = app
         self.name = checked_name("name", name or "worker", most=100, empty=False)
-        self.id = f"{self.name}-{new_id()[-12:]}"  # who submitted a run sees it, and need not know our machines
+        self.id = f"{self.name}-{new_id()[-12:]}"  # without the host: users can see it
         self._config = WorkerConfig(
             id=self.id,
             name=self.name,
@@ -95,7 +95,7 @@ class Worker:
         self._stops = 0
 
     def run(self) -> None:
-        """Work until SIGTERM or SIGINT; a second one gives back at once what is not done."""
+        """Work until SIGTERM or SIGINT; a second signal gives back unfinished runs at once."""
         with _collecting_seldom():
             run_loop(self._run_with_signals())
 
@@ -110,20 +110,20 @@ class Worker:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Begin nothing new; end when all that is held is done, or the time to drain is over. Twice: at once."""
+        """Begin no new runs, and stop when the active ones are finished or given back. A second call stops at once."""
         self._stops += 1
         if self._session is not None:
             self._session.stop(at_once=self._stops > 1)
 
     async def serve(self) -> None:
-        """Work until :meth:`stop`, in this loop."""
+        """Work in this event loop until :meth:`stop`."""
         if not self._stops:
             session = self._session = WorkerSession(self.app, self._config)
             async with session:
                 await session.work()
 
     async def perform(self, run_id: str) -> bool:
-        """Lease this run, if it can be had, and see it through; False when there is nothing to do."""
+        """Lease this run, if possible, and execute it. Returns False if it could not be leased."""
         session = self._session = WorkerSession(self.app, self._config)
         async with session:
             return await session.work_on(run_id)
@@ -131,7 +131,7 @@ class Worker:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """A worker makes many objects that die young, and what was imported never dies: look for garbage less often."""
+    """Collect garbage less often: a worker makes many short-lived objects, and imported modules are never freed."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -144,7 +144,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _run_through(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
-    """A task of some model that calls sys.exit stops the loop, but not us."""
+    """Run the task to its end, even if another task, of some model, stops the loop by calling sys.exit."""
     while not main.done():
         try:
             loop.run_until_complete(main)
@@ -156,7 +156,7 @@ def _run_through(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> N
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """As asyncio.run, but a task or thread that does not end is left behind instead of waited for."""
+    """As asyncio.run, but does not wait for a task or thread that does not end: it is left behind."""
     loop = asyncio.new_event_loop()
     executor = ThreadPoolExecutor(32, thread_name_prefix="semel-apart")
     loop.set_default_executor(executor)
@@ -169,7 +169,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
         if left:
             loop.run_until_complete(asyncio.wait(left, timeout=1.0))
         for task in asyncio.all_tasks(loop):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was told, and would not
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was cancelled, and did not end
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -179,7 +179,7 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def working(worker: Worker) -> Iterator[Worker]:
-    """The worker in a thread of its own, until the end of the block; then it is stopped, and waited for."""
+    """Run the worker in a thread until the end of the block; then stop it, and wait until it has stopped."""
     failed: list[BaseException] = []
     began: Future[asyncio.AbstractEventLoop] = Future()
 

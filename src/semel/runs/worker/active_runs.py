@@ -77,7 +77,7 @@ class ActiveRun:
         return LeaseRenewal(self.leased.id, self.leased.fence, self.fraction, self.note)
 
     def on_renewed(self, sent: LeaseRenewal) -> None:
-        """The renewal was stored: the progress needs no other, unless it changed since."""
+        """Note that the renewal was stored: its progress is not sent again, unless it changed since."""
         if (self.fraction, self.note) == (sent.progress, sent.note):
             self.progress_changed = False
 
@@ -94,7 +94,7 @@ class ActiveRuns:
         self._held: dict[str, ActiveRun] = {}
 
     def add(self, held: ActiveRun) -> None:
-        """Renew its lease from now on."""
+        """Add a run, whose lease is renewed from now on."""
         self._held[held.leased.id] = held
 
     def drop(self, held: ActiveRun) -> None:
@@ -112,5 +112,5 @@ class ActiveRuns:
         return run_id in self._held
 
     def get(self, run_id: str) -> ActiveRun | None:
-        """The run, if it is held."""
+        """The run, or None if it is not held."""
         return self._held.get(run_id)

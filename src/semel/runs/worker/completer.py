@@ -49,7 +49,7 @@ class Completer:
         return len(self._waiting)
 
     def add(self, held: ActiveRun, ending: FinishRequest) -> None:
-        """Write the end soon."""
+        """Write the end with the next batch."""
         held.finished = True
         self._waiting.append((held, ending))
         if self._task is None:
@@ -58,13 +58,13 @@ class Completer:
     async def _write_all(self) -> None:
         failures = 0
         try:
-            await asyncio.sleep(0)  # who ends in this turn of the loop comes along
+            await asyncio.sleep(0)  # runs that end in this turn of the loop join the batch
             while self._waiting:
                 size = 1 if self._isolate else LARGEST
                 self._isolate = max(0, self._isolate - 1)
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
-                    await self._run_logs.write([held for held, _ in batch])  # who sees the end finds the whole log
+                    await self._run_logs.write([held for held, _ in batch])  # whoever reads the end finds the whole log
                     over = await self._store.write(transitions.end, [ending for _, ending in batch], self._store.terms)
                 except StoreUnavailable as error:
                     self._log.log(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")

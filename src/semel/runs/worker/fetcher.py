@@ -23,9 +23,9 @@ from semel.runs.worker.run_logs import WorkerLogger
 Slots: TypeAlias = dict[Isolation, int]
 
 WAKE_EVERY = 0.1
-"""Seconds, at least, between two looks for runs that have become due."""
+"""The fewest seconds between two searches for runs that have become due."""
 COOLDOWN = 10.0
-"""Seconds for which a worker that could not begin a run leases no more of the kind."""
+"""Seconds for which a worker that could not begin a run leases no more runs of the same isolation."""
 
 RETURNED = AttemptResult(kind="lost", reason="the worker was stopped before the run was done")
 
@@ -44,7 +44,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
 
 
 class Fetcher:
-    """Leases runs until it is ``stopped``. ``wakeup`` is set when a run ended or a new one may be there."""
+    """Leases runs until it is ``stopped``. ``wakeup`` is set when a run has ended, or there may be a new one."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class Fetcher:
         self._lost_reply = False
 
     def pause_kind(self, kind: Isolation) -> None:
-        """This worker cannot begin such runs: leave them to others for a while."""
+        """Lease no runs of this isolation for a while, because this worker cannot begin them."""
         self._paused_until[kind] = time.monotonic() + COOLDOWN
 
     def on_change(self) -> None:
-        """There may be something new to lease, of any kind."""
+        """Lease again, for every isolation: the database may have new runs."""
         self._drained.clear()
         self.wakeup.set()
 
     def kinds(self) -> dict[Isolation, list[str]]:
-        """The models that this worker can run, by where they run."""
+        """The models that this worker has slots for, by isolation."""
         kinds: dict[Isolation, list[str]] = {}
         for model in self._registry:
             if self._config.slots[model.isolation]:
@@ -98,7 +98,7 @@ class Fetcher:
                 await self.sleep(await self._pause(looked=bool(asked or self._drained)))
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep, or until ``wakeup`` is set."""
+        """Sleep for so many seconds, or until ``wakeup`` is set."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -127,7 +127,7 @@ class Fetcher:
         return pause if until_next is None else min(pause, max(until_next, 0.001))
 
     def _room(self, kind: Isolation) -> int:
-        """How many more of the kind can be begun. None while too many ends wait to be written."""
+        """How many more runs of the isolation can begin; 0 while too many ends wait to be written."""
         if self._unwritten() > 2 * sum(self._config.slots.values()):
             return 0
         if time.monotonic() < self._paused_until.get(kind, 0.0):
@@ -137,7 +137,7 @@ class Fetcher:
     async def _lease(self) -> tuple[int, int]:
         """Fill the free slots; return how many runs were leased, of how many asked for.
 
-        Half of them at a time, so that the database finds the next ones while these are executed.
+        At most half of the slots at a time, so that the database finds the next runs while these are executed.
         """
         if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._active) and not self._drained:
             return await self._fetch_mixed(kinds)
@@ -150,7 +150,7 @@ class Fetcher:
             count = await self._fetch(names, room)
             got += count
             if count < room:
-                self._drained.add(kind)  # nothing more of it, until a change is announced
+                self._drained.add(kind)  # there are no more, until a change is announced
         return got, asked
 
     async def _fetch_mixed(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class Fetcher:
     async def _fetch(self, names: list[str], most: int) -> int:
         store = self._store
         request = LeaseRequest(self._config.id, self._config.queues, names, most)
-        try:  # not retried: what the reply to a lease would have named is given back first
+        try:  # not retried: if the reply was lost, the runs that it leased are given back first
             limit = store.retry_for / 2 or RETRY_FOR
             leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.terms))
         except SemelError as error:
@@ -188,7 +188,7 @@ class Fetcher:
         return len(leased)
 
     async def give_back_unknown(self) -> None:
-        """Give back, uncharged, what a lease whose reply was lost has leased to this worker."""
+        """Give back the runs that a lease with a lost reply gave to this worker, without charging an attempt."""
         held = await self._store.read(lease.held_by, self._config.id)
         unknown = {run: fence for run, fence in held.items() if run not in self._active}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]

@@ -1,7 +1,7 @@
 """The worker's heartbeat: renews every lease in one statement, and learns which runs are lost or to be cancelled.
 
-It beats in the worker's parent process, so that no model, however busy its process is, can stop it. Liveness is one
-thing and progress another: a run that makes none is still alive.
+It beats in the worker's parent process, so that a busy child process cannot stop it. A run that makes no progress is
+still alive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Heartbeat:
             await self._store.runtime.within(self._limit(), self.beat())
         except StoreUnavailable as error:
             self._store.unavailable(error)
-        except Exception as error:  # noqa: BLE001 -- a heart that stops costs every lease
+        except Exception as error:  # noqa: BLE001 -- without a heartbeat every lease is lost
             self._log.log(logging.WARNING, f"a heartbeat failed: {error!r}")
         else:
             return
@@ -110,7 +110,7 @@ class Heartbeat:
         self._nudged.set()
 
     async def beat(self) -> None:
-        """One beat: the leases first, then the card."""
+        """Beat once: renew the leases first, then write the worker's row."""
         now = time.monotonic()
         await self._keep_leases(now)
         card = self._card()
@@ -146,7 +146,7 @@ class Heartbeat:
         self._apply_answers(held, answer)
 
     def _apply_answers(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:
-        ours = [each for each in held if not each.finished]  # of the others the end was being written while we asked
+        ours = [each for each in held if not each.finished]  # the ends of the others were written meanwhile
         self._let_go([each for each in ours if each.leased.id not in answer])
         for each in ours:
             if answer.get(each.leased.id) and each.cancelled_at is None:

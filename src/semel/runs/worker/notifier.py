@@ -1,6 +1,6 @@
-"""Tells a worker that there may be new runs: by PostgreSQL's notifications, or by watching SQLite's WAL file.
+"""Wakes a worker when there may be new runs: by PostgreSQL's notifications, or by watching SQLite's WAL file.
 
-It only makes sooner what the next poll would find anyway.
+Nothing depends on it: the next poll finds the runs anyway, only later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from semel.runs.store.transitions import CHANNEL
 _log = logging.getLogger("semel.listener")
 
 WAL_POLL = 0.01
-"""Seconds between two looks at the WAL file's time and size, which take a microsecond and no query."""
+"""Seconds between two checks of the WAL file's time and size; a check takes a microsecond and no query."""
 
 
 class ChangeNotifier:
@@ -40,7 +40,7 @@ class ChangeNotifier:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start watching."""
         loop = asyncio.get_running_loop()
         if self._url.get_backend_name() == "postgresql":
             from semel.once.stores.postgres import hearing

@@ -11,7 +11,7 @@ from semel.runs.store import RunStore, lease
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 
 NAMED = 20
-"""Runs that one line names at most."""
+"""The most runs that one log line names."""
 
 _log = logging.getLogger("semel.worker")
 
@@ -44,7 +44,7 @@ def log_run(
 
 
 class WorkerLogger:
-    """The log of one worker."""
+    """Logs what one worker does, with the fields of the run that a line is about."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -80,7 +80,7 @@ class WorkerLogger:
 
 EVERY = 1.0
 PIECE_LINES, PIECE_CHARACTERS = 500, 1_000_000
-"""At most so much is written by one statement."""
+"""The most lines and characters that one statement writes."""
 
 
 class RunLogWriter:
@@ -100,7 +100,7 @@ class RunLogWriter:
                 await self.write(self._active)
             except StoreUnavailable:
                 continue  # the store has logged it
-            except Exception as error:  # noqa: BLE001 -- it is tried again, whatever it was
+            except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again
                 self._log.log(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 
     async def write(self, held: Iterable[ActiveRun]) -> None:

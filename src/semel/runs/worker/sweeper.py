@@ -1,4 +1,4 @@
-"""The sweeper takes back runs whose lease ended, announces runs that still wait, and removes what expired.
+"""The sweeper takes back runs whose lease expired, announces runs that still wait, and removes expired rows.
 
 Every worker has one, and so has an app whose transport could lose a message. One of them is elected; when it
 vanishes, another takes over.
@@ -34,7 +34,7 @@ ROLE = "sweeper"
 TERM = 4.5
 """Seconds of a term: if the leader dies, another takes over within this time."""
 CLEAN_UP_FOR = 5.0
-"""Seconds that one turn may spend on removing what expired; the next turn removes the rest."""
+"""Seconds that one turn may spend on removing expired rows; the next turn removes the rest."""
 
 _log = logging.getLogger("semel.sweeper")
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("semel.sweeper")
 class LeaderTask(PeriodicTask):
     """Works every ``interval`` seconds while it is elected.
 
-    A term is short. Its holder renews it at half time; the others try when it would be over.
+    The leader renews its short term at half time; the others try to take the role when the term would end.
     """
 
     def __init__(self, store: RunStore, role: str, holder: str, interval: float) -> None:
@@ -57,7 +57,7 @@ class LeaderTask(PeriodicTask):
         self._works_at = time.monotonic() + jittered(min(interval, 0.5))
 
     async def elected(self) -> bool:
-        """Whether this one is the leader; asks for a term when it is time."""
+        """Return whether this task is the leader; takes or renews the term when it is time to."""
         now = time.monotonic()
         if now >= self._asks_at:
             left = 0.0
@@ -82,7 +82,7 @@ class LeaderTask(PeriodicTask):
 
     @abstractmethod
     async def work(self) -> None:
-        """One turn."""
+        """Do one turn."""
 
 
 class Publisher(LeaderTask):
@@ -93,13 +93,13 @@ class Publisher(LeaderTask):
         self._publish = publish
 
     async def work(self) -> None:
-        """See Elected. What could not be published stays, and is tried in the next turn."""
+        """Publish all events. One that cannot be published stays, and is tried in the next turn."""
         while await self.elected() and (events := await self._store.read(outbox.unpublished)):
             if not await self.publish(events):
                 return
 
     async def publish(self, events: Sequence[OutboxEvent]) -> bool:
-        """Publish these; False if that failed, or another became the leader meanwhile."""
+        """Publish these events. Returns False if that failed, or if another became the leader meanwhile."""
         done: list[OutboxEvent] = []
         try:
             for event in events:
@@ -159,7 +159,7 @@ class Sweeper(LeaderTask):
         await self._turn()
 
     async def sweep(self) -> int:
-        """Do one turn, and publish everything; return how many runs were found lost."""
+        """Do one turn, and publish all events. Returns how many lost runs the turn found."""
         lost = await self._turn()
         if self._publisher is not None:
             await self._publisher.work()
@@ -203,7 +203,7 @@ class Sweeper(LeaderTask):
         return total
 
     async def _count(self, lost: Sequence[Lost]) -> None:
-        """Report lost runs to the hooks, and the durations of attempts that were the last of their runs."""
+        """Report the lost runs to the hooks, and for runs that ended also the duration of their last attempt."""
         if not lost or not self._hooks.has_hooks:
             return
         self._hooks.emit(RunEvent("stuck", count=len(lost)))
@@ -214,7 +214,7 @@ class Sweeper(LeaderTask):
             self._hooks.emit(RunEvent("ended", run.model, run.status, seconds))
 
     async def _announce_again(self) -> None:
-        """Announce runs that wait although they could run: their message was lost or never sent. Twice does no harm."""
+        """Announce runs that wait although they are due: their message was lost or never sent. Repeats do no harm."""
         _, until_next = await self._store.write(lease.wake, self._store.terms)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
@@ -232,7 +232,7 @@ class Sweeper(LeaderTask):
 
 
 def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
-    """Sweep for an app until SIGTERM or SIGINT, or ``once``: then return how many lost runs that turn found."""
+    """Sweep for an app until SIGTERM or SIGINT; if ``once``, do one turn and return how many lost runs it found."""
     return asyncio.run(_sweep(app, every, once))
 
 
