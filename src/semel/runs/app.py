@@ -1,4 +1,4 @@
-"""The app: a store, the models that it runs, and every verb on runs, blocking here and awaited in ``app.aio``."""
+"""The app: a store, models, and every operation on runs, blocking here and awaited in ``app.aio``."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _apps: WeakSet[App] = WeakSet()
 
 
 class AsyncRuns:
-    """The verbs of an app for event loops. Get it as ``app.aio``."""
+    """The operations of an app for async code. Get it as ``app.aio``."""
 
     def __init__(self, engine: RunEngine) -> None:
         self._engine = engine
 
     @property
     def ledger(self) -> RunStore:
-        """What the verbs work on."""
+        """The store of the runs."""
         return self._engine.store
 
     submit = async_method(RunEngine.submit)
@@ -77,13 +77,13 @@ class AsyncRuns:
 
 
 class App:
-    """Runs on a database: ``App("sqlite:///semel.db")``, ``App("postgresql://host/name")``.
+    """Models, and their runs in a database: ``App("sqlite:///semel.db")``, ``App("postgresql://host/name")``.
 
-    ``artifacts`` is where large results and files go: a folder, ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
-    ``transport`` tells workers of new runs: ``"database"``, or ``"rq"`` and ``"celery"`` over ``redis``.
+    ``artifacts`` is where large results and files are stored: a folder, ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
+    ``transport`` announces new runs to workers: ``"database"``, or ``"rq"`` and ``"celery"`` over ``redis``.
     ``publish`` is called with every step of every run, at least once, after it was committed.
-    ``retry_for`` is how many seconds a verb tries again while the database is unavailable or silent.
-    ``pool`` (PostgreSQL) is how many connections the verbs of a process share at the most, 5 by default.
+    ``retry_for`` is for how many seconds an operation is retried while the database is unavailable or silent.
+    ``pool`` (PostgreSQL) is the most connections that the operations of a process share, 5 by default.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class App:
             "runs under way go on while their leases last, and everything is tried again until it is back",
             patience=1.0,
         )
-        """What the workers and servers of this process report to, together: one outage is one story in the log."""
+        """Shared by the workers and servers of this process, so that one outage is logged once."""
         self.limits = Limits(inline_bytes=inline_result_bytes, max_bytes=max_result_bytes)
         self.terms = DedupePolicy(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish
@@ -121,7 +121,7 @@ class App:
         self.transport = _transport(transport, redis, self)
         self._artifacts = _absolute(artifacts)
         self._opening = threading.Lock()
-        self.ledger(awaited=False)  # says at once when the URL cannot work
+        self.ledger(awaited=False)  # raises at once if the URL cannot work
         _apps.add(self)
         survive_fork(self)
 
@@ -133,7 +133,7 @@ class App:
         transport: Literal["database", "rq", "celery"] | None = None,
         redis: str | None = None,
     ) -> App:
-        """Put the app elsewhere before it is used; what is None stays as it is. Answers the app itself."""
+        """Change these settings before the app is used; None leaves one as it is. Returns the app."""
         retold = (transport, redis) not in ((None, None), self._told_by)
         moves = url not in (None, self.url) or artifacts is not None or retold
         if moves and self.__dict__.keys() & {"aio", "_engine"}:
@@ -153,17 +153,17 @@ class App:
         return self
 
     def place_by_environment(self) -> App:
-        """Put it where ``SEMEL_DB``, ``SEMEL_ARTIFACTS``, ``SEMEL_TRANSPORT`` and ``SEMEL_REDIS`` say, if they do."""
+        """As :meth:`place`, with ``SEMEL_DB``, ``SEMEL_ARTIFACTS``, ``SEMEL_TRANSPORT`` and ``SEMEL_REDIS``, if set."""
         found = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
         return self.place(**cast("dict[str, Any]", found))
 
     def after_fork(self) -> None:
-        """A thread that was opening the result store stayed in the parent."""
+        """Replace the lock: a thread that stayed in the parent may hold it."""
         self._opening = threading.Lock()
 
     @property
     def results(self) -> ResultStore:
-        """Where large results and artifacts lie; opened when first needed."""
+        """The store of large results and artifacts, opened on first use."""
         with self._opening:
             if isinstance(self._artifacts, str | Path):
                 self._artifacts = open_results(self._artifacts)
@@ -175,11 +175,11 @@ class App:
 
     @cached_property
     def aio(self) -> AsyncRuns:
-        """The same verbs, awaited."""
+        """The same operations, awaited."""
         return AsyncRuns(self.engine(awaited=True))
 
     def ledger(self, *, awaited: bool) -> RunStore:
-        """A store with connections of its own."""
+        """A new store, with its own connections."""
         return RunStore(
             self.url,
             awaited=awaited,
@@ -190,7 +190,7 @@ class App:
         )
 
     def engine(self, *, awaited: bool) -> RunEngine:
-        """The verbs over a store of their own."""
+        """The operations on a new store."""
         store = self.ledger(awaited=awaited)
         return RunEngine(
             store,
@@ -202,13 +202,13 @@ class App:
         )
 
     def model(self, name: str, **options: Unpack[ModelOptions]) -> Callable[[F], F]:
-        """Register a function as a model; the function stays as it is.
+        """Register a function as a model; the function itself is not changed.
 
         ``max_attempts``, ``backoff`` and ``fatal`` are for its errors, ``max_lost`` and ``lease`` for lost workers;
-        ``timeout`` and ``grace`` end it; ``stall_after`` is how long its progress may stand still before it is shown as
-        stalled; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
-        ``priority`` and ``cost`` hold unless a submission says otherwise; ``exclude`` names parameters that do not
-        count for the hash, ``summary`` one to group by.
+        ``timeout`` and ``grace`` limit its time; ``stall_after`` is how many seconds its progress may stand still
+        before it is shown as stalled; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
+        ``priority`` and ``cost`` apply unless a submission overrides them; ``exclude`` names parameters that are not
+        hashed, ``summary`` one to group runs by.
         """
         if not isinstance(name, str):
             raise InvalidRequest('a model needs a name: @app.model("name")')
@@ -220,7 +220,7 @@ class App:
         return register
 
     def working(self, **options: Unpack[WorkerOptions]) -> AbstractContextManager[Worker]:
-        """A worker in the background while the block lasts: for tests, scripts and small services.
+        """Run a worker in the background until the end of the block: for tests, scripts and small services.
 
         Takes the options of :class:`~semel.runs.worker.Worker`.
         """
@@ -261,7 +261,7 @@ def apps() -> list[App]:
 
 
 def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:
-    """A folder stays the same folder, whatever becomes of the working directory."""
+    """Make the path of a folder absolute, so that it does not depend on the working directory."""
     if isinstance(target, str) and "://" not in target and ":/" in target[:8]:
         raise InvalidRequest(f"{target!r} is no folder, and a URL has two slashes, as in s3://bucket/prefix")
     if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):

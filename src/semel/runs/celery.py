@@ -1,6 +1,6 @@
 """The transport over Celery: stock workers run semel's runs.
 
-The usual way, with a Celery app of one's own, whatever its broker is:
+The usual way, with your own Celery app, whatever its broker:
 
     runs = semel.App("postgresql://…")
     celery = Celery("myproject", broker="redis://localhost/0")
@@ -12,10 +12,10 @@ Or without one, ``semel.App("postgresql://…", transport="celery", redis="redis
 
     $ celery -A semel.runs.celery -b redis://localhost/0 worker -Q semel
 
-whose worker imports the module that the message names: let nobody write to that Redis who may not run code there.
+whose worker imports the module that a message names: whoever can write to that Redis can run code in the worker.
 
-Messages are acknowledged late, and never retried by Celery. One whose run takes longer than the broker's visibility
-timeout (an hour, with Redis) is delivered a second time, finds the run leased, and is dropped. Pools of processes,
+Messages are acknowledged late, and never retried by Celery. If a run takes longer than the broker's visibility timeout
+(an hour, with Redis), its message is delivered a second time, finds the run leased, and is dropped. Pools of processes,
 threads and ``solo`` work; green threads do not. A ``task_time_limit`` of the Celery app kills longer runs, which are
 then executed again: leave it out and give models a ``timeout``.
 """
@@ -39,7 +39,7 @@ from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, B
 
 TASK = "semel.run"
 PATIENCE = 2.0
-"""Seconds to wait for the broker, to connect and for each reply: a submitter waits so long while it is unavailable."""
+"""Seconds to wait for the broker, to connect and for each reply: the longest that an outage delays a submitter."""
 
 _REDIS_PATIENCE = {"socket_timeout": PATIENCE, "socket_connect_timeout": PATIENCE, "max_retries": 0}
 _OPTIONS = {"acks_late": True, "ignore_result": True, "max_retries": 0, "shared": False}
@@ -58,12 +58,12 @@ class CeleryTransport(BrokerTransport):
         super().__init__(app, sweep_every=sweep_every, tell_again=tell_again)
 
     @property
-    def broker(self) -> str:  # type: ignore[override]  # of a Celery app it is known when that is configured
+    def broker(self) -> str:  # type: ignore[override]  # known once the Celery app is configured
         url = str(self._celery.conf.broker_write_url or self._celery.conf.broker_url or "")
         return "redis" if url.startswith(("redis", "sentinel")) else "broker"
 
     def after_fork(self) -> None:
-        """The parent's connection is the parent's."""
+        """Leave the parent's connection to the parent."""
         super().after_fork()
         abandoned_connections.append(self._producer)
         self._producer = None
@@ -101,7 +101,7 @@ class CeleryTransport(BrokerTransport):
         return self._producer
 
     def length(self, queue: str) -> int:
-        """Messages that workers have prefetched do not count."""
+        """Does not count messages that workers have prefetched."""
         with self._sending:
             try:
                 return self._length(self._connected(), queue)
@@ -123,7 +123,7 @@ class CeleryTransport(BrokerTransport):
 
 
 def install(celery_app: Celery, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN) -> None:
-    """Let the workers of this Celery app run the runs of this app, and let the app tell of its runs through it."""
+    """Let the workers of a Celery app execute the runs of ``app``, which announces its runs through it."""
     app.transport = CeleryTransport(celery_app, app, sweep_every=sweep_every, tell_again=tell_again)
     if celery_app in _installed:
         _installed[celery_app].append(app)
@@ -138,7 +138,7 @@ def install(celery_app: Celery, app: App, *, sweep_every: float = SWEEP_EVERY, t
 
 @worker_ready.connect  # type: ignore[untyped-decorator]
 def _sweep(sender: Any, **_: Any) -> None:
-    """A worker sweeps for the apps that it has from the start, so that their submitters need not live."""
+    """Sweep for the installed apps from the worker's start, so that no submitter need be alive for that."""
     for app in _installed.get(sender.app, []):
         _sweep_for(app)
 
@@ -149,13 +149,13 @@ def _sweep_for(app: App) -> None:
 
 
 worker_app = Celery("semel", set_as_current=False)
-"""What ``celery -A semel.runs.celery`` runs."""
+"""The Celery app of ``celery -A semel.runs.celery``."""
 
 
 @worker_app.task(name=TASK, **_OPTIONS)  # type: ignore[untyped-decorator]
 def _look(run_id: str, where: Any) -> None:
     here = str(Path.cwd())
-    if here not in sys.path:  # as ``celery -A`` does it for a project of one's own
+    if here not in sys.path:  # as ``celery -A`` does for a project
         sys.path.append(here)
     app = find(msgspec.convert(where, AppLocation))
     perform(app, run_id)

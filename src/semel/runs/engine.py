@@ -51,11 +51,11 @@ from semel.runs.types import (
 R = TypeVar("R")
 
 AT_ONCE = 16 * 1024
-"""Bytes of parameters that are checked in the event loop; more, which would take milliseconds, in a thread."""
+"""Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
 
 
 class RunEngine:
-    """Runs of one app."""
+    """The operations on the runs of one app."""
 
     def __init__(
         self,
@@ -92,19 +92,19 @@ class RunEngine:
     ) -> Run:
         """Store a run of the model with these parameters, and return at once.
 
-        ``idempotency_key`` names the run for ``key_ttl`` seconds (a day): whoever submits the same again finds it,
-        ``run.replayed`` says so, and nothing is created or charged. Without one the same payload finds the run that is
-        pending or running, for some minutes; ``dedupe=False`` makes a new run whatever was asked before, and
-        ``dedupe=True`` looks for the payload although there is a key, which then names the run that is found.
-        ``user`` and ``tenant`` say whose it is: keys, payloads and quotas are theirs alone. ``delay`` seconds pass
+        ``idempotency_key`` names the run for ``key_ttl`` seconds (a day): submitting the same again returns that run,
+        with ``run.replayed``, and nothing is created or charged. Without a key, the same payload finds the run that is
+        pending or running, for some minutes; ``dedupe=False`` creates a new run whatever was submitted before, and
+        ``dedupe=True`` looks for the payload even if there is a key, which then names the run that is found.
+        ``user`` and ``tenant`` own the run: each has their own keys, payloads and quotas. ``delay`` seconds pass
         before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
-        ``reservation`` is a slot got before. Between ``reserve_job_slot`` and ``consume_reservation`` in the same
-        thread or task it need not be named: the run takes the slot.
+        ``reservation`` is a slot that was reserved before. Between ``reserve_job_slot`` and ``consume_reservation`` in
+        the same thread or task it need not be named: the run takes the slot.
 
         Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
         ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``: then nothing was stored.
-        Raises ``StoreUnavailable`` when no answer came from the database, however often it was asked: the run may or
-        may not have been stored, once. Submit again with the same key to find out without a second run.
+        Raises ``StoreUnavailable`` if the database did not reply, however often it was tried: the run may have been
+        stored, once, or not. Submit again with the same key to find out without a second run.
         """
         options = SubmitOptions(
             idempotency_key=idempotency_key,
@@ -150,10 +150,10 @@ class RunEngine:
     async def submit_many(
         self, submissions: Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> list[Run | SemelError]:
-        """Store many runs with few statements: each is the arguments of :meth:`submit` as a mapping.
+        """Store many runs with few statements; each submission is a mapping of the arguments of :meth:`submit`.
 
-        Answers in their order; where one could not be had, its error stands in its place. Parameters that do not fit
-        are found before anything is stored, and raised; with ``strict=False`` they, too, stand in their places.
+        Returns the runs in the same order, with an error in the place of each that was refused. Invalid arguments raise
+        before anything is stored; with ``strict=False`` their errors, too, are returned in their places.
         """
         if isinstance(submissions, str | Mapping):
             raise InvalidRequest("submit_many takes a list of mappings, each with the arguments of submit")
@@ -200,7 +200,7 @@ class RunEngine:
             self._hooks.emit(RunEvent(kind, model))
 
     async def get(self, run_id: str, *, tenant: str | None = None) -> Run:
-        """The run as it stands, or :class:`~semel.errors.RunNotFound`."""
+        """The run as it is now. Raises :class:`~semel.errors.RunNotFound`."""
         known = checked_id(run_id)
         if tenant is not None:
             checked_name("tenant", tenant)
@@ -229,8 +229,8 @@ class RunEngine:
     ) -> Page:
         """Runs, newest first; ``page.next`` is the cursor of the next page, None on the last.
 
-        ``parameters=False`` leaves them out, and ``max_bytes`` ends a page before it is larger (one run it has).
-        ``stalled`` leaves only those whose worker lives and whose progress has not moved for ``stall_after``.
+        ``parameters=False`` leaves the parameters out, and ``max_bytes`` ends a page before it gets larger (it has at
+        least one run). ``stalled`` lists only runs that are alive and made no progress for ``stall_after``.
         """
         checked_int("limit", limit, 1, 1000)
         start = None if cursor is None else checked_id(cursor)
@@ -253,9 +253,9 @@ class RunEngine:
         )
 
     async def cancel(self, run_id: str, *, why: str = "cancelled by request", tenant: str | None = None) -> Run:
-        """End a run that is pending, or ask for the end of one that is running: it gets time to clean up.
+        """Cancel a pending run, or request the cancellation of a running one, which gets time to clean up.
 
-        Again changes nothing. One that ended otherwise is left as it is, and that is said by an error.
+        A repeat changes nothing. Raises ``IllegalTransition`` for a run that has succeeded or failed.
         """
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
@@ -267,9 +267,9 @@ class RunEngine:
         return run
 
     async def retry(self, run_id: str, *, idempotency_key: str | None = None, tenant: str | None = None) -> Run:
-        """Submit a failed or cancelled run again, as a new run with ``retry_of``; what happened stays as it was.
+        """Submit a failed or cancelled run again, as a new run with ``retry_of``; the old run stays as it is.
 
-        Asked again while the new run is under way, it is found, by whatever key; with the same key again, whatever
+        A second retry finds the new run while that is pending or running, with any key; with the same key, whatever
         became of it.
         A job at a provider is never retried: it may have been done there, and would be done and paid for twice.
         """
@@ -287,11 +287,11 @@ class RunEngine:
         return await self.submit_run(run.model, run.parameters, options, retry_of=run.id)
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
-        """What the run returned; :class:`~semel.errors.RunNotComplete` unless it succeeded."""
+        """What the run returned. Raises :class:`~semel.errors.RunNotComplete` unless it succeeded."""
         return strict_json.read_exact(await self.result_json(run_id, tenant=tenant, exact=True))
 
     async def result_json(self, run_id: str, *, tenant: str | None = None, exact: bool = False) -> bytes:
-        """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, which Python's json reads."""
+        """What the run returned, as JSON: with null for NaN and infinity, or ``exact``, as Python's json reads them."""
         known = checked_id(run_id)
         found = await self.store.read(queries.result, known, tenant) if known else None
         if found is None:
@@ -308,7 +308,7 @@ class RunEngine:
         assert run.result_ref is not None
         results = self._results()
         if isinstance(results, FileResults) and run.result_ref == flat_ref(run.id):
-            await self.store.run_blocking(results.give_name, run.id, run.fence)  # the worker may have died before
+            await self.store.run_blocking(results.give_name, run.id, run.fence)  # its worker may have died before this
         data = await self.store.run_blocking(results.get, run.result_ref)
         if sha256(data).hexdigest() != run.result_digest:
             raise ResultStoreError(f"the result of run {run.id} was changed after it was stored: its digest differs")
@@ -326,10 +326,10 @@ class RunEngine:
         self,
         run_id: str,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 -- it is the blocking face's, too
+        timeout: float | None = None,  # noqa: ASYNC109 -- the blocking interface has it, too
         tenant: str | None = None,
     ) -> Run:
-        """Wait until the run is over, and give it as it ended; TimeoutError when that takes too long."""
+        """Wait until the run is over, and return it. Raises TimeoutError after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = 0.01
         while True:
@@ -354,7 +354,7 @@ class RunEngine:
         return await self.store.read(queries.logs, (await self.get(run_id, tenant=tenant)).id, after, limit)
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
-        """Why the run is pending, its place in the queue, since when; None when it is not pending."""
+        """Why the run is pending, since when, and its place in the queue; None if it is not pending."""
         told = await self.store.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.terms)
         if told is not None and told.place is not None and not told.workers and self._transport().announces:
             unseen = "it waits for a worker of RQ or Celery, of which semel sees only those that are at work"
@@ -362,22 +362,22 @@ class RunEngine:
         return told
 
     async def summary(self, *, tenant: str = "", grouped: bool = False, user: str | int | None = None) -> list[Summary]:
-        """Runs by model and state; ``grouped`` also by the parameter that each model is summarised by."""
+        """Counts of runs by model and status; ``grouped`` also by the parameter that each model is summarised by."""
         whose = _name_or_none("user", user)
         return await self.store.read(queries.summary, checked_name("tenant", tenant), grouped=grouped, user=whose)
 
     async def backlog(self) -> Backlog:
-        """What waits and what runs, for those who watch."""
+        """How many runs wait and how many run, for monitoring."""
         return await self.store.read(queries.backlog, self.store.terms)
 
     async def workers(self) -> list[WorkerInfo]:
-        """Who works on this app's runs."""
+        """The workers on this app's database."""
         return await self.store.read(queries.list_workers, self.store.terms)
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
-        """Limit a user; the user ``"*"`` is everybody without a quota of their own. None takes a quota away.
+        """Set a user's quota; the user ``"*"`` stands for everybody without their own. None removes the quota.
 
-        Runs that are submitted without a user are nobody's, and no quota holds for them.
+        No quota applies to runs that are submitted without a user.
         """
         if not isinstance(quota, Quota | None):
             raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
@@ -393,7 +393,7 @@ class RunEngine:
         return await self.store.read(quotas.list_quotas, checked_name("tenant", tenant))
 
     async def usage(self, user: str | int, *, tenant: str = "") -> Usage:
-        """What a user has in use."""
+        """A user's usage: active runs, reservations, recent runs and costs."""
         return (
             await self.store.read(
                 quotas.usage_and_quota, (checked_name("tenant", tenant), checked_name("user", user)), self.store.terms
@@ -401,10 +401,10 @@ class RunEngine:
         )[0]
 
     async def purge(self, older_than: float) -> int:
-        """Remove runs that were over so many seconds ago, with their events, logs, files and data; return how many.
+        """Remove runs that ended so many seconds ago, with their events, logs, files and data; return how many.
 
-        A run that a live key names stays until the key ends. What an earlier purge left behind when it died, or when
-        the files could not be reached (``ResultStoreError``), is removed, too.
+        A run that a live key names stays until the key expires. What an earlier purge left behind because it died, or
+        could not reach the files (``ResultStoreError``), is removed, too.
         """
         age = checked_number("older_than", older_than, 0, TEN_YEARS)
         failed = await self._remove_files()
@@ -422,7 +422,7 @@ class RunEngine:
         return total
 
     async def _remove_files(self) -> ResultStoreError | None:
-        """Remove the files of runs that are gone. What cannot be removed is left for the next time."""
+        """Remove the files of removed runs. What cannot be removed stays for the next purge; return the last error."""
         after, failed = "", None
         while found := await self.store.read(maintenance.pending_removals, after):
             after = found[-1].prefix
@@ -453,13 +453,13 @@ class RunEngine:
         return failed
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self.store.run_blocking(self._transport().close)
         await self.store.close()
 
 
 def _with_slots(asked: Sequence[Submission]) -> list[Submission]:
-    """Each with a reservation that was made in the same flow, where one is left and none is named."""
+    """Give each submission without a reservation one that was made in the same flow, if any is left."""
     left: dict[Person, list[str]] = {}
     given = []
     for each in asked:

@@ -12,10 +12,10 @@ _log = logging.getLogger("semel.runs")
 
 
 class RunEvent(Struct, frozen=True):
-    """Something that happened in this process.
+    """Something that happened to runs in this process.
 
-    ``seconds`` of one that started is its queue lag, from the moment it was due; of one that ended the duration of its
-    last attempt; else 0. ``count`` is how many.
+    ``seconds`` is the queue lag of a run that started, from the moment it was due, or the duration of the last attempt
+    of a run that ended or is retried; else 0. ``count`` is the number of runs.
     """
 
     kind: Literal["created", "replayed", "refused", "started", "ended", "retried", "stuck"]
@@ -35,7 +35,7 @@ class EventHooks:
         self._hooks: list[Hook] = []
 
     def add(self, hook: Hook) -> None:
-        """Call ``hook`` from now on, from whichever thread it happens in; a hook is added once."""
+        """Call ``hook`` from now on, in the thread in which an event happens. Adding it again changes nothing."""
         if hook not in self._hooks:
             self._hooks.append(hook)
 
@@ -49,5 +49,5 @@ class EventHooks:
 
     @property
     def has_hooks(self) -> bool:
-        """False when there are none, so that no event need be made."""
+        """Whether there are any hooks: without one, no event need be made."""
         return bool(self._hooks)

@@ -1,4 +1,4 @@
-"""Quota reservations and job keys by themselves, for jobs that semel does not run: reserve, then consume or release."""
+"""Quota reservations and job keys on their own, for jobs that semel does not run: reserve, then consume or release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from semel.runs.types import MICRO, checked_user, new_id
 _MOST_OPEN = 100
 
 _open: ContextVar[tuple[tuple[str, str, str], ...]] = ContextVar("semel_open_reservations", default=())
-"""What this thread or task has reserved and not used yet, as (tenant, user, reservation), newest last."""
+"""The unused reservations of this thread or task, as (tenant, user, reservation), newest last."""
 
 
 def open_reservations(tenant: str, user: str) -> list[str]:
@@ -27,21 +27,21 @@ def open_reservations(tenant: str, user: str) -> list[str]:
 
 
 def close_reservation(reservation: str) -> None:
-    """The reservation has its job, or was given back."""
+    """Forget a reservation of this thread or task: it has its job, or was released."""
     _open.set(tuple(each for each in _open.get() if each[2] != reservation))
 
 
 class Jobs:
-    """The verbs, written once."""
+    """The operations that :class:`JobStore` and :class:`AsyncJobStore` share."""
 
     def __init__(self, store: RunStore, tenant: str) -> None:
         self._store = store
         self._tenant = tenant
 
     async def reserve_job_slot(self, user_id: str | int, max_concurrent: int, ttl_seconds: float = 300) -> str | None:
-        """A reservation's id, or None when the user's active jobs and reservations fill the limit.
+        """Reserve a slot. Returns the reservation's id, or None if active jobs and reservations fill the user's limit.
 
-        It blocks its slot until it is consumed, released, or ``ttl_seconds`` have passed.
+        The reservation holds its slot until it is consumed or released, or ``ttl_seconds`` have passed.
         """
         user = checked_user("user_id", user_id, empty=False)
         request = Reserve(
@@ -59,11 +59,11 @@ class Jobs:
     async def consume_reservation(
         self, reservation_id: str, *, job_id: str | None = None, user_id: str | int | None = None
     ) -> bool:
-        """The job was created: the slot is the job's now, and the reservation counts no more.
+        """Give the slot to the job that was created; the reservation no longer counts.
 
-        True also for a reservation that expired meanwhile, as long as its slot is still free. False when another has
-        the slot, or when the reservation was released, used for another job, or is not this user's. The job stands
-        in any case, so nothing of this is an error.
+        Returns True also for a reservation that expired meanwhile, if its slot is still free. Returns False if another
+        job has the slot, or if the reservation was released, used for another job, or is not this user's. The job
+        exists in any case, so none of this raises.
         """
         job = None if job_id is None else checked_name("job_id", job_id, empty=False)
         reservation = checked_name("reservation_id", reservation_id)
@@ -74,7 +74,7 @@ class Jobs:
         return consumed
 
     async def release_reservation(self, reservation_id: str, *, user_id: str | int | None = None) -> bool:
-        """The job was not created: free the slot at once. False when there was nothing left to free."""
+        """Free the slot at once, for a job that was not created. Returns False if there was nothing left to free."""
         reservation = checked_name("reservation_id", reservation_id)
         close_reservation(reservation)
         return await self._store.write(quotas.release, reservation, self._person(user_id))
@@ -82,7 +82,7 @@ class Jobs:
     async def store_idempotency_key(
         self, key: str, job_id: str, user_id: str | int | None = None, ttl_hours: float = 24
     ) -> str:
-        """Let the key name the job for ``ttl_hours``. Answers the job that it names: an earlier one if it is taken."""
+        """Let the key name the job for ``ttl_hours``. Returns the job that it names: an earlier one if it is taken."""
         request = StoreKey(
             tenant=self._tenant,
             user="" if user_id is None else checked_user("user_id", user_id),
@@ -93,12 +93,12 @@ class Jobs:
         return await self._store.write(run_keys.store_key, request, self._store.terms)
 
     async def check_idempotency_key(self, key: str, user_id: str | int | None = None) -> str | None:
-        """The job that the key names, or None: never stored, or expired (and then removed)."""
+        """The job that the key names, or None if the key was never stored, or expired (and is now removed)."""
         entry = await self.get_idempotency_key(key, user_id)
         return None if entry is None else entry.job_id
 
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
-        """The key with its job, user and times."""
+        """The key with its job, user and times, or None."""
         return await self._store.write(
             run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._store.terms
         )
@@ -107,7 +107,7 @@ class Jobs:
         return self._tenant, None if user_id is None else checked_name("user_id", user_id)
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._store.close()
 
 
@@ -139,7 +139,7 @@ class JobStore:
 
 
 class AsyncJobStore:
-    """The same, awaited."""
+    """As :class:`JobStore`, for async code."""
 
     def __init__(
         self,

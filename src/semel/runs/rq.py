@@ -5,9 +5,9 @@
     $ rq worker semel                  # the queue "default"; a queue named "gpu" is "semel-gpu"
     $ rq worker -c myproject semel     # the same, with the project imported once instead of anew for every run
 
-Every message is a job of its own that leaves nothing behind. RQ's time limit does not apply, the model's does. On
-SIGTERM a worker finishes its run; the run of one that was killed is executed again when its lease has ended. To end a
-run, cancel it: ``rq`` could only stop the process, and the run would be executed again.
+Every message is an RQ job that leaves nothing behind. The model's timeout applies, RQ's does not. On SIGTERM a worker
+finishes its run; the run of a worker that was killed is executed again when its lease has expired. To end a run, cancel
+it in semel: ``rq`` can only stop the process, and the run would be executed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH = 500
 
 
 class RqTransport(BrokerTransport):
-    """Announces runs to RQ workers. RQ's jobs have random ids: with the run's id RQ would forget the older message.
+    """Announces runs to RQ workers. RQ's jobs have random ids: with the run's id, RQ would drop the older message.
 
     See BrokerTransport for ``sweep_every`` and ``tell_again``.
     """
@@ -55,10 +55,10 @@ class RqTransport(BrokerTransport):
             raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
         self._queues: dict[str, Queue] = {}
         if "rq.cli" in sys.modules:
-            app.ledger(awaited=True)  # a worker imports us before it forks: let it have what every run would load
+            app.ledger(awaited=True)  # a worker imports this before it forks: load here what every run would load
 
     def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
-        """A few hundred messages in a round trip."""
+        """Send a few hundred messages in one round trip."""
         where = msgspec.to_builtins(location)
         for queue, ids in queues.items():
             for start in range(0, len(ids), BATCH):
@@ -88,5 +88,5 @@ def _job(run_id: str, where: Any) -> Any:
 
 
 def look(run_id: str, where: Any) -> None:
-    """What an RQ worker calls: execute the run, if it can be leased."""
+    """Execute the run, if it can be leased. RQ workers call this."""
     perform(find(msgspec.convert(where, AppLocation)), run_id, sweeps=True)

@@ -1,4 +1,4 @@
-"""Python values as strict JSON: what cannot be read back as it was is refused with its place, never bent into null."""
+"""Python values as strict JSON: a value that cannot be read back is refused, with its place, and never becomes null."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_DEPTH = 100
 
 _WIDE = 1 << 64
 _FEW = 1000
-"""Values that are not counted exactly."""
+"""Up to how many values an approximate count is enough."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -30,7 +30,7 @@ def write(value: Any, *, ordered: bool = False) -> bytes:
     """Return the value as compact JSON in UTF-8, `ordered` with its keys and sets sorted (where they can be).
 
     Raises `ValueError` with the place and the reason if the value has no JSON form: NaN, infinity, half a surrogate
-    pair, an integer of thousands of digits, a circle, an object that is neither data nor opens into data.
+    pair, an integer of thousands of digits, a circular reference, an object that cannot be converted to data.
     """
     if value is None:
         return b"null"
@@ -55,7 +55,7 @@ def write_exact(value: Any) -> tuple[bytes, bytes | None]:
             if next(non_finite(plain), None) is not None:
                 exact = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
                 return _AS_GIVEN.encode(plain), exact
-        except Exception as other:  # there is more that has no JSON form
+        except Exception as other:  # something else has no JSON form, either
             raise ValueError(f"{error}; and {other}") from other
         raise
 
@@ -87,9 +87,9 @@ def has_nul(data: bytes) -> bool:
 
 
 def depth(data: bytes) -> int:
-    """How many levels of arrays and objects lie in one another; a number that is too high where none is needed.
+    """How deep arrays and objects are nested; up to MAX_DEPTH, an upper bound.
 
-    Found without decoding: a hostile text costs no more than any other of its length.
+    Found without decoding, so that a hostile text costs no more than any other of its length.
     """
     opened = data.count(b"{") + data.count(b"[")
     if opened <= MAX_DEPTH:
@@ -99,18 +99,18 @@ def depth(data: bytes) -> int:
 
 
 def count(data: bytes) -> int:
-    """How many values there are, found without decoding: an empty array that is written with a space counts twice."""
+    """How many values there are, found without decoding; an empty array that is written with a space counts twice."""
     marks = _marks(data)
     return marks if marks < _FEW else _marks(_outside_strings(data))
 
 
 def is_small(value: Any, most: int) -> bool:
-    """Whether the value is plain data whose JSON is sure to have at most so many bytes, and no NUL."""
+    """Whether the value is plain data whose JSON certainly has at most ``most`` bytes, and no NUL."""
     return _left(value, most) >= 0
 
 
 def _left(value: Any, budget: int) -> int:
-    """What is left of a budget of bytes after the value's JSON, or less than nothing: then it may be large."""
+    """What is left of a budget of bytes after the value's JSON; negative if the value may be too large."""
     kind = type(value)
     if value is None or kind is bool or kind is float or (kind is int and -_WIDE < value < _WIDE):
         return budget - 32
@@ -145,7 +145,7 @@ def _outside_strings(data: bytes) -> bytes:
 
 
 def _opened(value: Any) -> Any:
-    """Open an object that msgspec does not know: a mapping, a subclass of a plain type, pydantic's or numpy's."""
+    """Convert an object that msgspec does not know: a mapping, a subclass of a plain type, pydantic's or numpy's."""
     kind = type(value)
     opened = value
     if isinstance(value, Mapping):
@@ -177,7 +177,7 @@ _ORDERED = msgspec.json.Encoder(enc_hook=_opened, order="deterministic")
 
 
 def _trouble(value: Any) -> str | None:
-    """Name the place and the reason of the first part that JSON cannot hold; None if it is not among the usual."""
+    """The place and reason of the first part that JSON cannot represent; None if no usual cause is found."""
     for place, item in _parts(value, "$"):
         if isinstance(item, float) and not math.isfinite(item):
             return f"{place} is {item}, which JSON has no number for"

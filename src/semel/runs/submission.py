@@ -1,4 +1,4 @@
-"""From what a caller asks for to a submission with everything checked, and from its answer to the run."""
+"""Makes a checked submission from the arguments of ``submit``, and a run from the store's answer to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RETRY_WINDOW = 30 * 86400.0
 
 
 class DedupePolicy(Struct, frozen=True, kw_only=True):
-    """How an app recognises what was submitted before."""
+    """How an app recognises repeated submissions."""
 
     key_ttl: float = 86400.0
     """Seconds for which an idempotency key names its run."""
@@ -50,7 +50,7 @@ class DedupePolicy(Struct, frozen=True, kw_only=True):
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What can be said of a submission besides the model and its parameters; see ``App.submit``."""
+    """The options of a submission besides the model and its parameters; see ``App.submit``."""
 
     idempotency_key: str | None
     user: str | int
@@ -65,7 +65,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 class SubmissionBuilder:
-    """Where submissions are made out; nothing is sent from here."""
+    """Makes submissions; it stores nothing."""
 
     def __init__(self, registry: Registry, terms: DedupePolicy) -> None:
         self._registry = registry
@@ -100,7 +100,7 @@ class SubmissionBuilder:
         job: JobDetails | None = None,
         internal: bool = False,
     ) -> Submission:
-        """Everything checked. Only the service itself submits its own models: for a ``job``, or ``internal``."""
+        """A checked submission. Only the service submits its own models: for a ``job``, or ``internal``."""
         internal = internal or job is not None
         refuse_while_loading("a run was submitted")
         registered = self._registry[model]
@@ -113,7 +113,7 @@ class SubmissionBuilder:
         if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._terms.dedupe_window > 0)):
             own_key, own_ttl = key, ttl
             key, kind, ttl = payload_hash, "payload", self._terms.dedupe_window
-        if retry_of is not None:  # asked twice, it is one retry; and it is nobody else's run
+        if retry_of is not None:  # a second retry finds the first; the payload alone finds neither
             asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
             key, ttl = f"retry:{retry_of}", RETRY_WINDOW
         run_id, first = new_id(), None
@@ -156,7 +156,7 @@ class SubmissionBuilder:
         )
 
     def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:
-        """The key by which the submission is recognised, if any, and for how long."""
+        """The key by which a repeat is recognised, if any, its kind, and for how many seconds."""
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
             key = checked_run_key("idempotency_key", given)
@@ -167,7 +167,7 @@ class SubmissionBuilder:
 
 
 def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
-    """The answer to a submission as the run that it names."""
+    """The run that the store's answer to a submission names, or the error."""
     if isinstance(answer, SemelError):
         return answer
     if isinstance(answer, Created):
@@ -181,7 +181,7 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
 
 
 def _new_run(submission: Submission, answer: Created) -> Run:
-    """As it was written a moment ago; to read it back would cost as much as to write it."""
+    """The run as it was just written: reading it back would cost as much as writing it."""
     return Run(
         id=submission.id,
         tenant=submission.tenant,

@@ -1,7 +1,7 @@
-"""Traces through OpenTelemetry, where its API is installed: a run goes on in the trace in which it was submitted.
+"""Traces with OpenTelemetry, if its API is installed: a run continues the trace in which it was submitted.
 
-The run keeps one line of text, W3C's ``traceparent``, and every attempt is a span below it. Without OpenTelemetry
-nothing happens here, at no cost.
+The run stores W3C's ``traceparent``, and every attempt is a child span of it. Without OpenTelemetry nothing is traced,
+at no cost.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class AttemptSpan:
         self._span = span
 
     def ended(self, ended: AttemptResult) -> None:
-        """Say how it ended. Of an error only its kind is told: a message may hold what others should not read."""
+        """Set how the attempt ended. An error's message is left out: it may hold what others should not read."""
         self._span.set_attribute("semel.end", ended.kind)
         if ended.kind not in ("succeeded", "snooze", "cancelled"):
             self._span.set_status(trace.StatusCode.ERROR, ended.kind)
 
 
 def current() -> str | None:
-    """The ``traceparent`` of the span that we are in, if we are in one."""
+    """The ``traceparent`` of the current span, or None."""
     if not INSTALLED or not trace.get_current_span().get_span_context().is_valid:
         return None
     carrier: dict[str, str] = {}
@@ -48,12 +48,12 @@ def current() -> str | None:
 
 
 def attempt(leased: Leased, worker: str) -> AbstractContextManager[AttemptSpan | None]:
-    """A span around an attempt, below the one in which its run was submitted."""
+    """A span around an attempt, as a child of the span in which its run was submitted."""
     return _attempt(leased, worker) if _traces() else _NOTHING
 
 
 def _traces() -> bool:
-    """Whether anybody collects traces here: the API alone collects nothing, and is not asked to."""
+    """Whether this process collects traces: without an SDK, the API collects none, and is not called."""
     return INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
@@ -75,7 +75,7 @@ def _attempt(leased: Leased, worker: str) -> Iterator[AttemptSpan]:
 
 
 def continued(traceparent: str | None) -> AbstractContextManager[None]:
-    """Be in that span for the block: in another process."""
+    """Make the span, which is another process's, the current one for the block."""
     return _NOTHING if traceparent is None or not INSTALLED else _continued(traceparent)
 
 
@@ -89,6 +89,6 @@ def _continued(traceparent: str) -> Iterator[None]:
 
 
 def _above(traceparent: str | None) -> Any:
-    """The context that a line of text names; of none, an empty one, so that a run begins a trace of its own."""
+    """The context of a ``traceparent``; of None, an empty one, so that a run begins a trace of its own."""
     carrier = {} if traceparent is None else {"traceparent": traceparent}
     return TraceContextTextMapPropagator().extract(carrier, context.Context())

@@ -26,19 +26,19 @@ MICRO = 1_000_000
 HELD_US = 100 * 366 * 86400 * MICRO
 """A run that is due this long after its creation is held: it cannot be leased until it is released."""
 INTERNAL_QUEUE = "semel-service"
-"""The queue of the service's own work. What nobody submitted there is in no list, unless the queue is asked for."""
+"""The queue of the service's own work. Its runs that no user submitted are listed only when the queue is asked for."""
 INTERNAL_PREFIX = "semel."
-"""How the names of the service's own models begin."""
+"""The prefix of the names of the service's own models."""
 
 
 def is_own_work(model: str, user: str) -> bool:
-    """True for what the service gave to itself, such as an upload: nobody's run, so metrics and events leave it out."""
+    """True for runs that the service submitted to itself, such as uploads: metrics and events leave them out."""
     return model.startswith(INTERNAL_PREFIX) and not user
 
 
 EndKind: TypeAlias = Literal["succeeded", "retry", "fatal", "snooze", "cancelled", "lost", "unstarted"]
-"""How an attempt ends. ``lost``: whoever worked on it vanished, so nobody knows how far it came. ``unstarted``: this
-worker could not even begin, which is no fault of the run."""
+"""How an attempt ends. ``lost``: its worker or process vanished, so it is unknown how far it came. ``unstarted``: the
+worker could not begin it, which is not the run's fault."""
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -55,9 +55,9 @@ class Attempt(Struct, frozen=True, kw_only=True):
     tenant: str = ""
     worker: str = ""
     data_ref: str | None = None
-    """Where the data of the run lies in the result store, if it has any."""
+    """The ref of the run's data in the result store, if it has any."""
     trace: str | None = None
-    """The span that the attempt is, as ``traceparent``: for one in another process."""
+    """The attempt's span as ``traceparent``, for an attempt in another process."""
 
 
 class Artifact(Struct, frozen=True):
@@ -71,31 +71,31 @@ class Artifact(Struct, frozen=True):
 
 
 class AttemptResult(Struct, frozen=True, kw_only=True):
-    """What an attempt came to."""
+    """How an attempt ended, and what it produced."""
 
     kind: EndKind
     reason: str = ""
-    """For everything but success: what happened, in a sentence; becomes ``last_error``."""
+    """What happened, in a sentence, unless it succeeded; becomes ``last_error``."""
     traceback: str = ""
     after: float | None = None
     """For ``retry`` and ``snooze``: seconds from now; None leaves it to the model's backoff."""
     result: str | None = None
-    """The result as JSON, where it is small enough to live in the row."""
+    """The result as JSON, if it is small enough for the row."""
     result_ref: str | None = None
-    """Where the result lies in the result store, where it does not."""
+    """The ref of the result in the result store, if it is not in the row."""
     result_digest: str | None = None
     """SHA-256 of the result's JSON, in hex."""
     result_size: int = 0
     result_exact: str | None = None
-    """With NaN and infinity as they are, of a result that has any: the text, or where it lies, as of the result."""
+    """The result with NaN and infinity as they are, if it has any: the text, or a ref, as for the result."""
     warnings: list[str] = []
     artifacts: list[Artifact] = []
     cost: float | None = None
-    """What the attempt really cost, if the model said so."""
+    """What the attempt really cost, if the model reported it."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """A run as it stood when it was read. ``version`` grows with every step of its life."""
+    """A run as it was when it was read. ``version`` grows with every step of its life."""
 
     id: str
     tenant: str
@@ -114,12 +114,12 @@ class Run(Struct, frozen=True, kw_only=True):
     max_attempts: int
     max_lost: int
     parameters_json: str
-    """Empty in a list that was asked to leave them out."""
+    """Empty if the list was asked to leave the parameters out."""
     payload_hash: str
     idempotency_key: str | None
     retry_of: str | None
     cost: float
-    """What it is taken to cost, until the model says what it did cost."""
+    """The expected cost, until the model reports the real one."""
     asked_cost: float
     created_us: int
     due_us: int
@@ -134,27 +134,27 @@ class Run(Struct, frozen=True, kw_only=True):
     last_error: str | None
     traceback: str | None
     result_ref: str | None
-    """Where the result is, of a run that succeeded: in the result store, or ``semel:<id>`` for one in the database."""
+    """If it succeeded, where the result is: a ref in the result store, or ``semel:<id>`` for one in the database."""
     result_digest: str | None
     result_size: int | None
     artifacts: list[Artifact]
     warnings: list[str] = []
-    """What to know about the result, such as numbers in it that JSON has no form for."""
+    """Notes on the result, such as numbers in it that JSON cannot represent."""
     progress_us: int | None = None
-    """When the progress of the attempt last moved; before it was told of any, when the attempt began."""
+    """When the progress of the attempt last changed; if it has reported none, when the attempt began."""
     stall_us: int | None = None
     data_ref: str | None = None
-    """Where the data that it is given lies in the result store, if there is any."""
+    """The ref of its data in the result store, if it has any."""
     replayed: bool = False
-    """Of an answer to submit: the run was there already, and nothing was created or charged."""
+    """Returned by submit: the run existed already, and nothing was created or charged."""
     key_expires_us: int | None = None
-    """Of an answer to submit with a key: until when the key names the run."""
+    """Returned by submit with a key: until when the key names the run."""
     quota_warnings: list[str] = []
     cost_limit_warning: str | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What was asked for."""
+        """The parameters. Raises ``InvalidRequest`` if the list left them out."""
         if not self.parameters_json:
             raise InvalidRequest(f"the list left the parameters of run {self.id} out: ask it for them, or get the run")
         parameters: dict[str, Any] = msgspec.json.decode(self.parameters_json)
@@ -162,17 +162,17 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def done(self) -> bool:
-        """True when nothing will change any more."""
+        """True if its status is final."""
         return self.status in TERMINAL
 
     @property
     def held(self) -> bool:
-        """True of a run that never could begin so far: its data was not there."""
+        """True if the run could never begin, because its data has not been uploaded."""
         return self.due_us - self.created_us >= HELD_US
 
     @property
     def retry_refusal(self) -> str | None:
-        """Why the run cannot be submitted again by ``retry``, the same for every entrance; None when it can."""
+        """Why ``retry`` refuses the run, the same in every interface; None if it can be retried."""
         if self.status not in ("FAILED", "CANCELLED"):
             return f"run {self.id} is {self.status}; only a FAILED or CANCELLED run can be retried"
         if self.model.startswith(INTERNAL_PREFIX):
@@ -198,9 +198,9 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def ask_again_in(self) -> float | None:
-        """Seconds after which it is worth to ask for the result again, an estimate; None for a run that is over.
+        """Estimated seconds after which it is worth asking for the result again; None if the run is over.
 
-        For one that waits, the wait that was ordered; for one that runs, a quarter of the time that it took so far.
+        For a pending run the delay that was asked for, for a running one a quarter of the time that it took so far.
         """
         if self.done:
             return None
@@ -211,9 +211,9 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def stalled_us(self) -> int | None:
-        """Since when it is stalled: it runs, its heartbeat lives, and its progress has not moved for ``stall_after``.
+        """Since when it is stalled: it runs, its heartbeat is alive, and its progress stood still for ``stall_after``.
 
-        Judged by the heartbeat, which the database has timed: no other clock is asked.
+        None if it is not stalled. Compared with the time of the heartbeat, so that only the database's clock counts.
         """
         if self.status != "RUNNING" or self.stall_us is None or self.progress_us is None or self.heartbeat_us is None:
             return None
@@ -226,7 +226,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def cancel_requested(self) -> bool:
-        """True when someone asked for an end; a run that is RUNNING gets time to clean up."""
+        """True if its cancellation was requested; a RUNNING run gets time to clean up."""
         return self.cancel_us is not None
 
 
@@ -258,7 +258,7 @@ class LogLine(Struct, frozen=True):
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
-    """Why a run is pending: since when, which place in its queue (1 is next; None when it is not its turn yet)."""
+    """Why a run is pending, since when, and its place in the queue (1 is next; None while it is not due)."""
 
     reason: str
     since_us: int
@@ -273,17 +273,17 @@ class Waiting(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """How the runs of a model stand; ``group`` is the value of the parameter that the model is summarised by."""
+    """How many runs of a model have each status; ``group`` is the value of the model's ``summary`` parameter."""
 
     model: str
     group: str | None
     counts: dict[str, int]
     mean_seconds: float | None
-    """Of those that succeeded, from start to end."""
+    """Of the runs that succeeded, from start to end."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of runs."""
         return sum(self.counts.values())
 
 
@@ -301,7 +301,7 @@ COST_PERIODS = ("daily", "weekly", "monthly", "yearly")
 
 
 class _Limits(StructMeta):
-    """Refuses a limit that there is not by naming the nearest, where Python would raise a bare TypeError."""
+    """Raises InvalidRequest with the nearest name for an unknown limit, instead of a bare TypeError."""
 
     if not TYPE_CHECKING:  # to type checkers Quota takes its fields
 
@@ -313,7 +313,7 @@ class _Limits(StructMeta):
 
 
 class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
-    """Limits of a user; None is no limit. A user's own quota replaces the default one as a whole."""
+    """The limits of a user; None means no limit. A user's own quota replaces the default quota as a whole."""
 
     max_concurrent: int | None = None
     per_hour: int | None = None
@@ -323,9 +323,9 @@ class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
     cost_monthly: float | None = None
     cost_yearly: float | None = None
     action: Action = "block"
-    """``warn`` lets everything through, and says so."""
+    """``warn`` allows everything, and returns a warning."""
     warn_at: float = 0.8
-    """The part of a limit from which on an answer carries a warning."""
+    """The part of a limit from which on ``submit`` returns a warning."""
 
     def __post_init__(self) -> None:
         for name in (*COUNTED_LIMITS, *(f"cost_{period}" for period in COST_PERIODS)):
@@ -337,7 +337,7 @@ class Quota(Struct, frozen=True, kw_only=True, metaclass=_Limits):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """What a user has in use: ``concurrent`` counts active runs and live reservations that have no run yet."""
+    """A user's usage. ``concurrent`` counts active runs, and live reservations that have no run yet."""
 
     concurrent: int
     reserved: int
@@ -364,7 +364,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     seen_us: int
     alive: bool
     holds: dict[str, int]
-    """How many runs of each model it has."""
+    """How many runs of each model it holds."""
 
     def free(self, model: str) -> int:
         """How many more runs of the model it could begin."""
@@ -395,12 +395,12 @@ def id_at(at_us: int) -> str:
 
 
 RESULT_SCHEME = "semel:"
-"""How the ``result_ref`` of a result begins that is kept in the database."""
+"""The prefix of the ``result_ref`` of a result that is in the database."""
 _RESULT_FILE = re.compile(r"/[0-9]+/result\.json|\.json")
 
 
 def checked_id(run_id: object) -> str | None:
-    """The id in its one spelling, or None for what cannot be one. A ``result_ref`` names its run, too."""
+    """The id in canonical form, or None if it cannot be one. Also takes a ``result_ref``, which names its run."""
     plain = str(run_id).removeprefix(RESULT_SCHEME)
     if _RESULT_FILE.fullmatch(plain, 36):
         plain = plain[:36]
@@ -415,12 +415,12 @@ MAX_COST = 1_000_000
 
 
 def checked_cost(what: str, value: object) -> float:
-    """An amount of money, in any currency."""
+    """Return an amount of money, in any currency; raise if it is not in the range."""
     return checked_number(what, value, 0, MAX_COST)
 
 
 EVERYBODY = "*"
-"""Whose quota holds for all who have none of their own."""
+"""The user of the default quota, which applies to every user without their own."""
 
 
 def checked_user(what: str, value: object, *, empty: bool = True) -> str:
@@ -437,7 +437,7 @@ def micros(amount: float) -> int:
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
-    """The run behind a row. Its result belongs to it only when it succeeded."""
+    """The run of a row. Only one that succeeded has a ``result_ref``."""
     fields = dict(row)
     fields["user"] = fields.pop("user_id")
     fields["parameters_json"] = fields.pop("parameters", "")

@@ -1,7 +1,7 @@
-"""A registered model: what it is called, what it takes, how it is retried, and the hash of what is asked of it.
+"""A registered model: its name, its parameters, how it is retried, and the hash of a payload.
 
-Parameters are checked when a run is submitted, against the signature of the function, so that a typing error costs the
-caller a message instead of three attempts. They are kept as JSON, and come back as the annotated types.
+Parameters are checked when a run is submitted, against the signature of the function, so that a typo raises at once
+instead of failing three attempts. They are stored as JSON, and decoded into the annotated types.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ Isolation: TypeAlias = Literal["process", "thread", "loop"]
 """Where a model runs: in a child process, in a thread, or in the event loop of the worker."""
 
 MAIN = "__semel_main__"
-"""What the program's main file is called in a child process, so that what it does under ``__main__`` stays undone."""
-
-"""Characters that the name of a model or of a queue may have."""
+"""The module name of the program's main file in a child process, so that what is under ``__main__`` does not run."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +46,31 @@ class Model:
     reference: str
     """``module:qualname``, which `load` finds in another process; empty if it cannot be found there."""
     main_path: str | None = None
-    """The file that was run as the program, if the function lies in it."""
+    """The program's main file, if it defines the function."""
     max_attempts: int = 3
-    """Attempts that may fail by the model's own errors before the run is given up."""
+    """How many attempts may end with an error of the model before the run fails."""
     max_lost: int = 3
-    """Attempts whose worker may vanish before the run is given up."""
+    """How many attempts may lose their worker before the run fails."""
     backoff: tuple[float, ...] = (5, 20, 60)
     """Seconds to wait after the first, second, … error; the last one repeats."""
     lease: float = 60
     timeout: float | None = None
     stall_after: float | None = None
-    """Seconds without any progress after which a run whose worker lives is shown as stalled; None: never."""
+    """Seconds without progress after which a run whose worker is alive is shown as stalled; None: never."""
     queue: str = "default"
     priority: int = 0
     cost: float = 0.0
     fatal: tuple[type[BaseException], ...] = ()
-    """Errors after which trying again is of no use."""
+    """Errors after which a run is not retried."""
     exclude: frozenset[str] = frozenset()
-    """Parameters that do not belong to what is asked, such as the time of sending: they are not hashed."""
+    """Parameters that are not hashed, because they do not matter, such as the time of sending."""
     summary: str | None = None
     """The parameter that runs of this model are grouped by in summaries."""
     grace: float = 10.0
     """Seconds between the polite request to stop and the forced end."""
 
     def check(self, parameters: Mapping[str, Any]) -> str:
-        """Return the parameters as compact JSON; raise `InvalidParameters` if the function cannot be called so."""
+        """Return the parameters as compact JSON; raise `InvalidParameters` if the function does not take them."""
         try:
             return self.signature.check(parameters)
         except ValueError as error:
@@ -86,7 +84,7 @@ class Model:
             raise InvalidParameters(f"model {self.name!r} {error}") from error.__cause__
 
     def payload_hash(self, parameters: Mapping[str, Any] | str) -> str:
-        """Return 64 hex digits: the same for the same question, whether asked in Python objects or in their JSON."""
+        """Return 64 hex digits: the same for the same parameters, whether given as Python objects or as their JSON."""
         try:
             if isinstance(parameters, str):
                 asked = msgspec.json.decode(parameters)
@@ -104,7 +102,7 @@ class Model:
 
 
 class ModelOptions(TypedDict, total=False):
-    """What can be said of a model besides its name; :class:`Model` says what each means."""
+    """The options of a model, which :class:`Model` explains."""
 
     max_attempts: int
     max_lost: int
@@ -123,7 +121,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelOptions]) -> Model:
-    """Return the model, or raise `InvalidRequest` for whatever could not work later."""
+    """Return the model; raise `InvalidRequest` for options or a function that could not work later."""
     _label("a model's name", name)
     about = f"model {name!r}"
     known = _OPTIONS
@@ -151,7 +149,7 @@ class _Loading:
 
 
 def refuse_while_loading(what: str) -> None:
-    """A program that does its work while it is imported would do it again in every child, and theirs, without end."""
+    """Raise in a child that loads a model: a program that works on import would do so in every child, without end."""
     if _Loading.now:
         raise InvalidRequest(
             f"{what} while a child process loads this module to find a model:"
@@ -160,7 +158,7 @@ def refuse_while_loading(what: str) -> None:
 
 
 def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
-    """Return the function behind a model's reference, in another process; raise `ImportError` that says why not."""
+    """Return the function of a model's reference, in another process; raise `ImportError` with the reason."""
     module_name, _, qualname = reference.partition(":")
     _Loading.now = True
     try:
@@ -177,7 +175,7 @@ def load(reference: str, main_path: str | None = None) -> Callable[..., Any]:
 
 
 def home(reference: str) -> str | None:
-    """The folder from which this process has imported the function's top module: another one may need it, too."""
+    """The folder from which this process imported the function's top module: another process may need it, too."""
     top = sys.modules.get(reference.partition(":")[0].partition(".")[0])
     file = getattr(top, "__file__", None)
     if file is None:
@@ -316,7 +314,7 @@ assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for op
 
 
 class Registry:
-    """Holds what was registered; asking for what was not is a clear error."""
+    """The registered models, by name; an unknown name raises ``UnknownModel``."""
 
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
@@ -342,7 +340,7 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
-        """All of them, in the order of the alphabet."""
+        """All names, sorted."""
         return sorted(self._models)
 
 

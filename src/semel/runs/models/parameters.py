@@ -1,4 +1,4 @@
-"""What a function can be called with: compiled once into a type of msgspec, so that a check costs microseconds."""
+"""The parameters of a function, compiled once into a msgspec type, so that a check takes microseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from semel.runs import strict_json
 __all__ = ["MAX_BYTES", "Signature"]
 
 MAX_BYTES = 1 << 20
-"""How long the JSON of the parameters may be."""
+"""The most bytes that the JSON of the parameters may have."""
 
 _NAMED = frozenset({inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY})
 
@@ -26,7 +26,7 @@ _EXACT = 2.0**53  # beyond it a float's shortest digits are not its value any mo
 
 
 class Signature:
-    """The parameters of a function, by name. All its refusals are a `ValueError` whose text goes on from "model X"."""
+    """The parameters of a function, by name. Its methods raise `ValueError`, whose text continues "model X"."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         given = _parameters(function)
@@ -71,7 +71,7 @@ class Signature:
         return arguments
 
     def written(self, parameters: Mapping[str, Any]) -> bytes:
-        """Return the parameters as JSON that every store keeps as it is; their names and types are not looked at."""
+        """Return the parameters as JSON that every store can keep; their names and types are not checked."""
         if not isinstance(parameters, Mapping):
             raise ValueError(f"takes a mapping of parameters, not {type(parameters).__qualname__}")  # noqa: TRY004
         for name in parameters:
@@ -85,7 +85,7 @@ class Signature:
         return data
 
     def schema(self) -> dict[str, Any]:
-        """The parameters as JSON Schema, as far as their types tell; a type that says nothing takes anything."""
+        """The parameters as JSON Schema, as far as their types are known; an unknown type allows anything."""
         hints = [self._hints[name] for name in self.parameters]
         types, classes = msgspec.json.schema_components(hints, schema_hook=_schema_of, ref_template="#/$defs/{name}")
         properties = {name: dict(kind) for name, kind in zip(self.parameters, types, strict=True)}
@@ -215,7 +215,7 @@ def _is_context(given: list[inspect.Parameter], hints: Mapping[str, Any]) -> boo
 
 
 def _is_context_type(hint: Any) -> bool:
-    """By name, since the annotation may be text, and the context needs not be imported to be named."""
+    """Compared by name, since the annotation may be text, and the context need not be imported."""
     if isinstance(hint, str):
         return hint.rpartition(".")[2] == "Context"
     return (
@@ -231,7 +231,7 @@ def _refuse_unnamed(parameter: inspect.Parameter) -> None:
 
 
 def _struct(named: list[inspect.Parameter], hints: Mapping[str, Any]) -> type[msgspec.Struct]:
-    """A field for each parameter, with names of our own, since a parameter may be called as it likes."""
+    """A struct with a field for each parameter, under our own names, since a parameter may have any name."""
     columns: list[Any] = [
         (f"p{index}", hints[p.name])
         if p.default is inspect.Parameter.empty
@@ -257,12 +257,12 @@ def _converted(data: bytes | msgspec.Raw, hint: Any) -> Any:
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:
-    """Of a class that checks itself: what it takes is its own matter."""
+    """The schema of a class that validates itself: only its name."""
     return {"title": getattr(kind, "__name__", str(kind))}
 
 
 def _told(name: str, message: str) -> str:
-    """Put msgspec's refusal in terms of parameters."""
+    """The message of msgspec in terms of parameters."""
     reason, _, path = message.partition(" - at `$")
     place = f" at {path[:-1]}" if path else ""
     return f"cannot take the parameter {name!r:.200}{place}: {reason[:1].lower()}{reason[1:]}"
