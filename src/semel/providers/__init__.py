@@ -1,1 +1,1 @@
-"""Jobs that run elsewhere: one folder a provider."""
+"""Providers, which run jobs elsewhere: one folder each."""

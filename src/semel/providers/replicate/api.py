@@ -22,7 +22,7 @@ MAX_REASON = 1000
 
 
 class ReplicateApi:
-    """Open while the server is up."""
+    """The client, open while the server is up."""
 
     def __init__(self, url: str, token: str, timeout: float = 30.0) -> None:
         self._token = token
@@ -57,7 +57,7 @@ class ReplicateApi:
             found = answer.json()
             results = [msgspec.convert(each, Prediction) for each in found["results"]]
             following = found.get("next")
-            # only the cursor is taken from the link: the token goes nowhere but to the address of the settings
+            # only the cursor is taken from the link: the token is sent only to the address of the settings
             cursor = None if following is None else httpx.URL(following).params["cursor"]
         except (ValueError, TypeError, KeyError, AttributeError, httpx.InvalidURL):
             raise Unavailable("Replicate's list of predictions cannot be read", perhaps_done=False) from None

@@ -39,7 +39,7 @@ class Candidates(Struct, frozen=True, kw_only=True):
 
 
 def judge(found: Prediction, query: PredictionQuery, token: str, since: float) -> Verdict:
-    """Whether the prediction is the one that was query for under the token at ``since`` or later."""
+    """Whether the prediction is the one that was requested with the token, at ``since`` or later."""
     if found.source == "web" or (found.created is not None and found.created < since):
         return "other"
     if found.webhook is not None:

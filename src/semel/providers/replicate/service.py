@@ -53,9 +53,9 @@ class Timing(Struct, frozen=True, kw_only=True):
     poll: float = 2.0
     poll_most: float = 30.0
     settle: float = 30.0
-    """For so long, a call whose response was lost may still become a prediction."""
+    """For how long a call whose response was lost may still create a prediction."""
     margin: float = 60.0
-    """By so much a prediction may seem older than the intent."""
+    """By how much a prediction may seem older than the intent."""
     tick: float = 0.5
     """Between two checks whether the run is cancelled."""
     webhook_poll: float = 1.0
@@ -63,7 +63,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     tidy: float = 30.0
     """Between two searches for predictions whose run is over."""
     give_up: float = 86400.0
-    """For so long, it is retried to cancel such a prediction."""
+    """For how long the cancellation of such a prediction is retried."""
     lease: float = 60.0
     grace: float = 120.0
     timeout: float = 30.0
@@ -87,7 +87,7 @@ class ReplicateService:
         self._warned: set[str] = set()
 
     async def open(self) -> None:
-        """Start."""
+        """Open the client, and start the background tasks."""
         from semel.providers.replicate.api import ReplicateApi  # a server without Replicate does without httpx
 
         self.api = ReplicateApi(self.service.settings.replicate_url, self._token, self.timing.timeout)
@@ -145,7 +145,7 @@ class ReplicateService:
                 return await self.store.write(work, *args, **kwargs)
             except StoreBroken:
                 raise
-            except StoreUnavailable:  # which the store has logged
+            except StoreUnavailable:  # the store has logged it
                 await asyncio.sleep(1.0)
 
     @contextmanager
@@ -162,7 +162,7 @@ class ReplicateService:
                 self._heard.pop(token, None)
 
     def notify(self, token: str, heard_us: int) -> None:
-        """Wake up whoever follows the token's prediction, once for each time."""
+        """Wake up the run that follows the token's prediction, once for each time."""
         if (wake_up := self._wake_ups.get(token)) is not None and self._heard.get(token, 0) < heard_us:
             self._heard[token] = heard_us
             wake_up.set()
@@ -199,7 +199,7 @@ class ReplicateService:
     async def _in_detail(
         self, near: list[tuple[Prediction, Verdict]], query: PredictionQuery, token: str, since: float
     ) -> list[tuple[Prediction, Verdict]]:
-        """Lists do not show a prediction's webhook; the prediction itself does."""
+        """Judge the predictions again with their details: lists do not show a prediction's webhook."""
         seen: list[tuple[Prediction, Verdict]] = []
         for place, (each, verdict) in enumerate(near):
             if verdict == "certain" or place >= MAX_DETAILS:
@@ -227,7 +227,7 @@ class ReplicateService:
         _log.error("the prediction %s could not be cancelled: cancel it at replicate.com", prediction_id)
 
     async def _poll_webhooks(self) -> float:
-        """Any process of the server may receive a webhook, and stores the time."""
+        """Wake up runs for webhooks that another process received: it stored the time."""
         if self._wake_ups:
             for token, at in (await self.store.read(rows.heard_times, list(self._wake_ups))).items():
                 self.notify(token, at)

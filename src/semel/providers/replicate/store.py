@@ -58,7 +58,7 @@ class LeaseRef(Struct, frozen=True):
 
 
 class Intent(Struct, frozen=True, kw_only=True):
-    """That an attempt is about to call Replicate, with this token if the run has none yet."""
+    """An attempt's intent to call Replicate, with this token if the run has none yet."""
 
     run_id: str
     fence: int

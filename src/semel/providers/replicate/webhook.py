@@ -1,7 +1,7 @@
-"""Webhooks that come in: Replicate tells that a prediction has begun, or is over.
+"""Receives Replicate's webhooks: a prediction has started, or has ended.
 
-Whoever sends one has no token of ours. What counts is the signature over the body, that it is recent, and that it comes
-for the first time. A good one only makes us look: what the prediction came to is asked of Replicate itself.
+The sender has no token of ours. A webhook is accepted if its signature over the body is valid, it is recent, and it was
+not received before. It only wakes up the run: the outcome of the prediction is read from Replicate's API.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from semel.service.state import CurrentState
 RECENT = 300.0
 """Seconds by which a webhook's time may differ from ours."""
 REMEMBERED = 86400.0
-"""Seconds for which a webhook's id is remembered, to refuse it the second time."""
+"""Seconds for which a webhook's id is remembered, to ignore repeats."""
 SCOPE = "semel.replicate.webhook"
 
 

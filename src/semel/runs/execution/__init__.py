@@ -1,8 +1,8 @@
 """Calls a model: whatever it returns or raises becomes one `AttemptResult`.
 
 value ── publish ──▶ succeeded            Retry, any other error, the result store's ──▶ retry
-Fatal, model.fatal, misfitting parameters, a value that has no JSON form ──▶ fatal
-Snooze ──▶ snooze                         RunCancelled, or leaving after being told to stop ──▶ cancelled
+Fatal, model.fatal, invalid parameters, a value that has no JSON form ──▶ fatal
+Snooze ──▶ snooze                         RunCancelled, or ending after a request to stop ──▶ cancelled
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "execute", "execute_async", "perform", "run_in_thread", "timed_out_after"]
 
 SMALL = 16 * 1024
-"""Bytes of a result up to which writing it is not worth a thread."""
+"""Up to so many bytes, a result is written without a thread."""
 LONGEST_WAIT = 10 * 366 * 86400.0
 """Seconds that a model may ask to wait: ten years."""
 THREAD_GLANCE = 0.1
-"""Seconds between two looks at whether a run in a thread was cancelled."""
+"""Seconds between two checks whether a run in a thread was cancelled."""
 
 _VERDICTS = (Retry, Fatal, Snooze, RunCancelled)
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How large a result may be, and from which size on it lies in the result store."""
+    """How large a result may be, and up to which size it is stored in the row."""
 
     inline_bytes: int = INLINE_BYTES
     max_bytes: int = MAX_BYTES
@@ -81,7 +81,7 @@ def execute_attempt(
     *,
     fatal: frozenset[str] = frozenset(),
 ) -> AttemptResult:
-    """Execute the attempt that the context belongs to. `fatal` are errors by name, for want of their types."""
+    """Execute the attempt that the context belongs to. `fatal` names errors whose types are not known here."""
     token = log_capture.begin(ctx._lines)
     try:
         try:
@@ -89,7 +89,7 @@ def execute_attempt(
                 context.fetch_data(ctx, results)
             with tracing.continued(job.trace):
                 value = _call(ctx, job, model)
-        except BaseException as error:  # noqa: BLE001 (sys.exit in a model must not end whoever runs it)
+        except BaseException as error:  # noqa: BLE001 (sys.exit in a model must not end the process)
             return _failed(ctx, model, error, fatal)
         return _early_result(ctx, value) or _store_result(ctx, job, value, results, limits)
     finally:
@@ -115,7 +115,7 @@ async def execute_async(
     *,
     cancelled: Stop | None = None,
 ) -> AttemptResult:
-    """Execute the attempt in this event loop. Only the cancellation of the calling task comes through as an error."""
+    """Execute the attempt in this event loop. It raises only if the calling task is cancelled."""
     ctx = Context(job, sink, cancelled or StopFlag())
     token = log_capture.begin(ctx._lines)
     handed_over = False
@@ -155,9 +155,9 @@ async def run_in_thread(
     *,
     cancelled: Stop | None = None,
 ) -> AttemptResult:
-    """Execute the attempt in a thread of its own; the wire is called in this event loop.
+    """Execute the attempt in a thread of its own; the sink is called in this event loop.
 
-    A thread cannot be killed: one that does not stop in time, or whose caller is cancelled, is left behind, unheard.
+    A thread cannot be killed: one that does not stop in time, or whose caller is cancelled, is left behind and ignored.
     """
     import asyncio
 
@@ -169,7 +169,7 @@ async def run_in_thread(
     start = partial(copy_context().run, _answer, loop, future, work)
     try:
         Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
-    except RuntimeError as error:  # the system has no room for one more
+    except RuntimeError as error:  # the system allows no more threads
         return AttemptResult(kind="unstarted", reason=reason_of(error))
     try:
         return await _patiently(future, model, stop)
@@ -178,7 +178,7 @@ async def run_in_thread(
 
 
 async def _patiently(future: asyncio.Future[AttemptResult], model: Model, stop: Stop) -> AttemptResult:
-    """Wait for the thread, ask it to stop when its time is up, and give it up when its grace is."""
+    """Wait for the thread; after its timeout ask it to stop, and after its grace leave it behind."""
     import asyncio
 
     clock = asyncio.get_running_loop().time
@@ -212,12 +212,12 @@ def _answer(
         if not future.done():
             future.set_result(ended)
 
-    with suppress(RuntimeError):  # the loop has gone while the thread was left behind
+    with suppress(RuntimeError):  # the loop was closed after the thread was left behind
         loop.call_soon_threadsafe(tell)
 
 
 class _Relay:
-    """A wire from a thread to one that lives in the event loop."""
+    """Passes progress and lines from a thread to a sink in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sink: AttemptSink) -> None:
         self._loop = loop
@@ -234,7 +234,7 @@ class _Relay:
 
     def _send(self, method: str, *said: object) -> None:
         if self._sink is not None:
-            with suppress(RuntimeError):  # the loop has gone
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._arrive, method, *said)
 
     def _arrive(self, method: str, *said: object) -> None:
@@ -253,7 +253,7 @@ async def _in_time(work: Awaitable[Any], seconds: float) -> Any:
         if limit.expired():
             raise Retry(f"timed out after {seconds:g} seconds") from error
         raise
-    if limit.expired():  # it was told to stop and returned: who knows what
+    if limit.expired():  # it was cancelled and returned: the value may be incomplete
         raise Retry(f"timed out after {seconds:g} seconds")
     return value
 
@@ -277,7 +277,7 @@ async def _apart(work: Callable[P, T], *arguments: P.args, **options: P.kwargs) 
 
 
 def _early_result(ctx: Context, value: Any) -> AttemptResult | None:
-    """What a returned value says by itself, before it counts as a result."""
+    """The end of an attempt whose value is a verdict, or which was told to stop; None if the value is a result."""
     if isinstance(value, _VERDICTS):
         return _verdict(ctx, value)
     if ctx._told_to_stop:
@@ -308,7 +308,7 @@ def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, 
 def _published_and_closed(
     ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits
 ) -> AttemptResult:
-    """In one call, so that the files stay until they are published even if the caller was cancelled."""
+    """Publish and close in one call, so that the files stay until then even if the caller is cancelled."""
     try:
         return _store_result(ctx, job, value, results, limits)
     finally:
@@ -327,7 +327,7 @@ def _failed(ctx: Context, model: Model, error: BaseException, fatal: frozenset[s
 
 
 def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> AttemptResult:
-    """What the model itself says of its attempt, raised or returned."""
+    """The end that the model itself raised or returned."""
     kind: EndKind = "retry"
     after: float | None = None
     if isinstance(said, Snooze):
@@ -341,7 +341,7 @@ def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> Attem
 
 
 def _seconds(wish: Any) -> float | None:
-    """A wish that can be granted, else None."""
+    """The delay that the model asked for, if it is valid, else None."""
     if isinstance(wish, int | float) and 0 <= wish < math.inf:
         return min(float(wish), LONGEST_WAIT)
     return None

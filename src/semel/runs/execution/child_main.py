@@ -1,7 +1,7 @@
 """A warm process that executes attempts, one at a time, for the worker that started it, and dies with it.
 
 The model runs in the main thread. A second thread reads the parent's messages, so that a cancel arrives while the model
-is busy; a third sends output that waits to be sent. Messages are MessagePack behind their length.
+is busy; a third sends buffered output. Messages are MessagePack with their length in front.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RunAttempt(msgspec.Struct, tag=True, frozen=True):
     fatal: frozenset[str]
     scratch: str
     home: str | None = None
-    """The folder that the parent imported the model from, for want of it on the path."""
+    """The folder from which the parent imported the model, in case it is not on the path."""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -82,7 +82,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 
 class Quit(msgspec.Struct, tag=True, frozen=True):
-    """Leave, as any program that is done."""
+    """Exit normally."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +90,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Output(msgspec.Struct, tag=True, frozen=True):
-    """What the model said since the last time."""
+    """The lines and the progress of the model since the last message."""
 
     lines: list[tuple[str, str]]
     progress: tuple[float, str] | None
@@ -101,7 +101,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
     ended: AttemptResult
     has_orphans: bool = False
-    """The model left processes behind: this one should not serve again."""
+    """The model left processes behind: this child must not be used again."""
 
 
 ToChild: TypeAlias = ChildConfig | RunAttempt | Cancel | Quit
@@ -116,7 +116,7 @@ def frame(message: ToChild | FromChild) -> bytes:
 
 
 class ParentWire:
-    """The wire to the parent: the latest progress and the lines go together, at most every 50 ms or 64 lines."""
+    """Sends the latest progress and the lines to the parent together, at most every 50 ms or 64 lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -144,10 +144,10 @@ class ParentWire:
         with self._change:
             self._flush()
             self._write(message)
-            self._sent_at = 0.0  # the first word of the next run need not wait
+            self._sent_at = 0.0  # the first message of the next run need not wait
 
     def send_leftovers(self) -> None:
-        """Forever send what was said too soon after the last time."""
+        """Forever send the output that came too soon after the last message."""
         while True:
             with self._change:
                 self._change.wait_for(self._has_news)
@@ -157,7 +157,7 @@ class ParentWire:
                 self._flush()
 
     def fall_silent(self) -> None:
-        """In a process that the model forked: messages of two processes would mix."""
+        """Send nothing more, in a process that the model forked: messages of two processes would mix."""
         self._mute = True
         self._connection.close()
 
@@ -165,7 +165,7 @@ class ParentWire:
         return bool(self._lines) or self._progress is not None
 
     def _hurry(self) -> None:
-        """Send now if the last time is long ago: the model may hold the interpreter's lock for long from here on."""
+        """Send now if the last message was long ago: the model may hold the GIL for long from here on."""
         if len(self._lines) >= FLUSH_LINES or monotonic() - self._sent_at >= FLUSH_SECONDS:
             self._flush()
         else:
@@ -174,7 +174,7 @@ class ParentWire:
     def _write(self, message: FromChild) -> None:
         try:
             self._connection.sendall(frame(message))
-        except OSError:  # the parent has gone, or the model closed what is not its own: nobody would ever hear of us
+        except OSError:  # the parent is gone, or the model closed the socket: no result could be sent
             _kill_group()
 
     def _flush(self) -> None:
@@ -234,7 +234,7 @@ class Child:
         self._die()
 
     def _die(self) -> None:
-        """The parent has gone: so do this process and all that the model started."""
+        """Kill this process and all that the model started, because the parent is gone."""
         Timer(0.5, _kill_group).start()
         if self._now is not None:
             shutil.rmtree(self._now[0].scratch, ignore_errors=True)
@@ -284,13 +284,13 @@ class Child:
             if work.home is not None and work.home not in sys.path:
                 sys.path.append(work.home)
             function = load(work.reference, work.main_path)
-            model = make_model(work.job.model, function, isolation="thread")  # which is this one
+            model = make_model(work.job.model, function, isolation="thread")  # the main thread
             model = self._models[key] = replace(model, function=_in_one_process(function))
         return model
 
 
 def _has_children() -> bool:
-    """Whether a process that was started from here is not waited for yet, alive or dead."""
+    """Whether a process that was started here has not been waited for yet, alive or dead."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -299,7 +299,7 @@ def _has_children() -> bool:
 
 
 def _in_one_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """If the model forks, only the original returns from it: one run has one end."""
+    """Let only the original process return from a model that forks: one run has one end."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         pid = os.getpid()
@@ -348,10 +348,10 @@ def _kill_group() -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Ask Linux for a signal at the parent's end, for a model that holds the interpreter's lock by then.
+    """Ask Linux for a signal when the parent dies, in case a model holds the GIL then.
 
-    The signal is SIGHUP, number 1, and what it calls is `alarm(1)`: the listening thread has a second to end the whole
-    process group before SIGALRM ends this process alone. Python's own handlers would have to wait for the lock.
+    The signal is SIGHUP, number 1, and its handler is C's `alarm`, called as `alarm(1)`: the listening thread has a
+    second to kill the process group before SIGALRM ends this process alone. Python's handlers would wait for the GIL.
     """
     if sys.platform != "linux":
         return
@@ -372,8 +372,8 @@ def main() -> None:
     """`python -c "from semel.runs.execution.child_main import main; main()" FD PARENT`."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A signal to the whole group (systemd, docker) is the parent's to act on: it drains. Programs that the model starts
-    # have the usual handler: exec drops ours, and a fork is given it.
+    # A signal to the whole group (systemd, docker) is for the parent, which drains. Programs that the model starts have
+    # the default handler: exec drops ours, and a forked process restores the default.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     _die_with_parent(parent)

@@ -1,7 +1,7 @@
 """The worker's child processes: a run gets a warm one, and whatever happens to it becomes one `AttemptResult`.
 
-A child that is asked to stop and does not is killed with all that it started; one that dies by itself is replaced.
-Nothing that a model does can block the event loop: every word to and from a child goes through non-blocking sockets.
+A child that does not stop when asked to is killed with all processes that it started; one that dies is replaced.
+A model cannot block the event loop: all messages to and from a child go through non-blocking sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ChildPool"]
 LAST_WORDS = 0.5
 """Seconds that a child has to print its stack before it is killed."""
 LEAVE = 5.0
-"""Seconds that an idle child may take to leave before it is killed."""
+"""Seconds that an idle child may take to exit before it is killed."""
 
 
 class ChildPool:
@@ -57,7 +57,7 @@ class ChildPool:
         self._places = asyncio.Semaphore(size)
         self._idle: list[ChildProcess] = []
         self._processes: set[ChildProcess] = set()
-        """All that have started and not gone."""
+        """All that were started and have not ended yet."""
         self._attempts: set[_Attempt] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -91,17 +91,17 @@ class ChildPool:
                 self._quiet.set()
 
     def cancel(self, run_id: str) -> None:
-        """Ask the run to stop, and kill it if it has not when its model's grace is over."""
+        """Ask the run to stop, and kill it if it has not stopped when its model's grace is over."""
         for attempt in self._of(run_id):
             attempt.ask_to_stop(AttemptResult(kind="cancelled", reason="cancelled"))
 
     def kill(self, run_id: str) -> None:
-        """Kill the run at once: it is not ours any more."""
+        """Kill the run at once, because its lease was lost."""
         for attempt in self._of(run_id):
             attempt.end_by_force(AttemptResult(kind="lost", reason="killed, because its lease was lost"))
 
     async def close(self, *, kill: bool = False) -> None:
-        """End all children: at once, or after the runs that are under way. No new runs are taken."""
+        """End all children: at once if ``kill``, else after their runs. No new runs are accepted."""
         self._closed = True
         if kill:
             for attempt in self._attempts:
@@ -179,14 +179,14 @@ class ChildPool:
 
 
 class _Attempt:
-    """One attempt in a child: what is asked of it, and the first final word on it."""
+    """One attempt in a child, and how it ends."""
 
     def __init__(self, job: Attempt, model: Model, sink: AttemptSink) -> None:
         self._loop = asyncio.get_running_loop()
         self.job = job
         self.scratch = Path(tempfile.gettempdir()) / f"semel-run-{uuid4().hex}"
         self.verdict: AttemptResult | None = None
-        """What it comes to, whatever the child says."""
+        """How it ends, whatever the child reports."""
         self._model = model
         self._sink = sink
         self._lines = BoundedLog(sink)
@@ -196,7 +196,7 @@ class _Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run_on(self, process: ChildProcess) -> AttemptResult:
-        """Execute it on this child, which executes nothing else."""
+        """Execute it on this child, which executes nothing else meanwhile."""
         self._process = process
         process.on_message, process.on_output = self._on_message, self._on_output
         process.gone.add_done_callback(self._child_gone)
@@ -217,7 +217,7 @@ class _Attempt:
             process.gone.remove_done_callback(self._child_gone)
 
     def ask_to_stop(self, outcome: AttemptResult) -> None:
-        """Let the model leave by itself within its grace, then kill it; either way this is the outcome."""
+        """Ask the model to stop within its grace, then kill it; either way this is the outcome."""
         if self._process is None:
             self.verdict = self.verdict or outcome
             return
@@ -244,7 +244,7 @@ class _Attempt:
         how = f"; it did not stop within {self._model.grace:g} seconds and was killed"
         self.verdict = self.verdict or replace(self._stopping, reason=self._stopping.reason + how)
         if self._process is not None:
-            self._process.abort()  # its last words say where it hangs
+            self._process.abort()  # it prints its stack, which shows where it hangs
         self._after(LAST_WORDS, self._end_now)
 
     def _end_now(self) -> None:
@@ -270,7 +270,7 @@ class _Attempt:
         self._settle(AttemptResult(kind="lost", reason=f"the child process {gone.result()}"))
 
     def _settle(self, ended: AttemptResult) -> None:
-        """Take what the child says, or its death: the cause of a stop speaks louder than how the model took it."""
+        """End as the child reports, or with its death. The cause of a stop outweighs how the model reacted to it."""
         if self._stopping is not None and ended.kind == "cancelled":
             ended = replace(ended, kind=self._stopping.kind, reason=self._stopping.reason)
         if self.verdict is not None and (ended.kind == "lost" or self.verdict.kind == "lost"):
@@ -280,7 +280,7 @@ class _Attempt:
 
 
 async def _cleared(process: ChildProcess, scratch: Path) -> None:
-    """Remove what a killed child could not."""
+    """Remove the scratch folder, which a killed child could not."""
     await process.gone
     await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 

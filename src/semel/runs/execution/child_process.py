@@ -25,17 +25,17 @@ PROGRAM = "from semel.runs.execution.child_main import main; main()"
 LAST_WORDS = 20
 """Lines of a child's output that are kept to explain its death."""
 LAST_READ = 1.0
-"""Seconds that a dead child's connection is read on, in case someone it forked holds it open."""
+"""Seconds for which a dead child's connection is still read, in case a process that it forked holds it open."""
 MAX_FRAME = 1 << 30
 PREFIX = "SEMEL_"
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""A variable of ours whose name has one of these holds a secret, or says where one lies."""
+"""A variable of semel with one of these in its name holds a secret, or the place of one."""
 
 _decoder = msgspec.msgpack.Decoder(FromChild)
 
 
 class ChildProcess(asyncio.Protocol):
-    """A child. `on_message` and `on_output` are called in the event loop, until `gone` says how it ended."""
+    """A child. `on_message` and `on_output` are called in the event loop, until `gone` has how it ended."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -45,7 +45,7 @@ class ChildProcess(asyncio.Protocol):
         self.gone: asyncio.Future[str] = self._loop.create_future()
         self.runs = 0
         self.terminating = self.has_orphans = False
-        """Whether it was killed, or is about to leave: it gets no more work."""
+        """``terminating``: it was killed, or is about to exit, and gets no more work."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._output = b""
@@ -59,7 +59,7 @@ class ChildProcess(asyncio.Protocol):
         """Start it and wait until it is ready for work; raise `ChildProcessError` with its last output if it fails."""
         try:
             ours = self._spawn()
-        except (OSError, ValueError) as error:  # no such program, no room for it, or an arg that the system lacks
+        except (OSError, ValueError) as error:  # no such program, no resources, or an unsupported argument
             self.gone.set_result("was never there")
             raise ChildProcessError(f"a child process cannot be started: {error}") from error
         try:
@@ -81,14 +81,14 @@ class ChildProcess(asyncio.Protocol):
             self._transport.write(frame(message))
 
     def abort(self) -> None:
-        """Let it write down where it is, and die of it; it may not, so a kill must follow."""
+        """Make it print its stack and die, by SIGABRT. That may fail, so `kill` must follow."""
         with self._lock:
             if not self._buried:
                 with suppress(ProcessLookupError):
                     os.kill(self._popen.pid, signal.SIGABRT)
 
     def kill(self) -> None:
-        """End it at once, with all that it started."""
+        """Kill it at once, with all processes that it started."""
         self.terminating = True
         with self._lock:
             if not self._buried:
@@ -128,7 +128,7 @@ class ChildProcess(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         self._connected = False
         if self._code is None:
-            self.kill()  # it closed its side: nothing that it does can be heard any more
+            self.kill()  # it closed the connection: nothing can be received from it
         else:
             self._finish()
 
@@ -144,7 +144,7 @@ class ChildProcess(asyncio.Protocol):
             return
         try:
             self.on_message(message)
-        except Exception as error:  # noqa: BLE001 (whoever listens must not cut the connection by an error)
+        except Exception as error:  # noqa: BLE001 (an error of the listener must not close the connection)
             self._loop.call_exception_handler({"message": "a child's words were not taken", "exception": error})
 
     def _spawn(self) -> socket.socket:
@@ -176,7 +176,7 @@ class ChildProcess(asyncio.Protocol):
         return ours
 
     def _watch(self) -> None:
-        """In a thread: wait for its end, kill what it leaves behind while its id is still its own, and bury it."""
+        """In a thread: wait for its end, kill what it left behind while its pid cannot be reused, and reap it."""
         if hasattr(os, "waitid"):
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
@@ -188,7 +188,7 @@ class ChildProcess(asyncio.Protocol):
             self._popen.wait()
             with self._lock:
                 self._buried = True
-        with suppress(RuntimeError):  # the loop has gone
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._exited, self._popen.returncode)
 
     def _kill_group(self) -> None:
@@ -214,7 +214,7 @@ class ChildProcess(asyncio.Protocol):
         self.gone.set_result(_how(self._code))
 
     def _read_some(self) -> bool:
-        """Read once from the pipe; whether there may be more."""
+        """Read once from the pipe; return whether there may be more."""
         if self._pipe < 0:
             return False
         try:
@@ -243,9 +243,9 @@ class ChildProcess(asyncio.Protocol):
 
 
 def _without_our_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment as models may have it: what opens semel's own database, broker or API is none of theirs.
+    """The environment for models, without the secrets of semel's own database, broker and API.
 
-    Of an address only the password goes: the module of a model makes its app from it, and calls nobody by that.
+    Of a URL only the password is removed: the module of a model makes its app with the URL, but does not connect.
     """
     secret = {name for name in environ if name.startswith(PREFIX) and any(word in name for word in SECRET_WORDS)}
     kept = {name: value for name, value in environ.items() if name not in secret}

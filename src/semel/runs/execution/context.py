@@ -23,7 +23,7 @@ MAX_NOTE_BYTES = 1000
 
 
 class Stop(Protocol):
-    """A request to stop, as `threading.Event` has it."""
+    """A request to stop, with the interface of `threading.Event`."""
 
     def is_set(self) -> bool: ...
 
@@ -74,7 +74,7 @@ class Context:
         self._closed = False
         self._log: _RunLog | None = None
         self._told_to_stop = False
-        """Whether the model saw that it should stop: what it returns after that may be half of its work."""
+        """Whether the model saw that it should stop: what it returns after that may be incomplete."""
 
     @property
     def run_id(self) -> str:
@@ -117,7 +117,7 @@ class Context:
 
     @property
     def data_ref(self) -> str | None:
-        """Where that data lies in the result store; it names the content's digest."""
+        """The ref of that data in the result store; it contains the digest of the content."""
         return self._job.data_ref
 
     @property
@@ -134,9 +134,9 @@ class Context:
             raise RunCancelled(f"run {self.run_id} was asked to stop")
 
     def progress(self, fraction: float, note: str = "") -> None:
-        """Check whether the run should stop, and say how far it is, from 0 to 1."""
+        """Report how far the run is, from 0 to 1. Raises `RunCancelled` if the run should stop."""
         self.check()
-        if not math.isfinite(fraction):  # long work does not fail for how far it says that it is
+        if not math.isfinite(fraction):  # long work must not fail for this
             self.log.warning("progress is a fraction from 0 to 1, not %r: it was left out", fraction)
             return
         if not 0 <= fraction <= 1:
@@ -145,14 +145,14 @@ class Context:
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger whose lines, from INFO up, are kept with the run."""
+        """A logger whose lines, from INFO up, are stored with the run."""
         if self._log is None:
             self._log = _RunLog(self._job, self._lines)
         return self._log
 
     def artifact(self, name: str) -> Path:
-        """Return a path to write to: the file is published under this name with the result of a success."""
-        place(self.run_id, self.fence, f"artifacts/{name}")  # refuses what could lead elsewhere
+        """Return a path to write to: if the attempt succeeds, the file is published under this name."""
+        place(self.run_id, self.fence, f"artifacts/{name}")  # raises if the name could lead elsewhere
         path = self._folder() / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         assert self._artifacts is not None
@@ -160,7 +160,7 @@ class Context:
         return path
 
     def cost(self, amount: float) -> None:
-        """Say what the attempt really cost; the last word counts."""
+        """Report what the attempt really cost; the last call counts."""
         self._cost = float(checked_cost("a cost", amount))
 
     def _folder(self) -> Path:
@@ -168,7 +168,7 @@ class Context:
             if self._scratch is None:
                 self._scratch = Path(tempfile.mkdtemp(prefix="semel-run-"))
             else:
-                self._scratch.mkdir(mode=0o700)  # new: what lay there already would be somebody else's
+                self._scratch.mkdir(mode=0o700)  # it must be new: an existing one is somebody else's
             self._artifacts = {}
         assert self._scratch is not None
         return self._scratch
@@ -178,12 +178,12 @@ class Context:
 
 
 def fetch_data(context: Context, results: ResultStore) -> None:
-    """Unpack the run's data into the scratch folder, which goes with the attempt."""
+    """Unpack the run's data into the scratch folder, which is removed with the attempt."""
     assert context._job.data_ref is not None
     try:
         context._data = unpack(results, context._job.data_ref, context._folder() / "data")
     finally:
-        if context._closed and context._scratch is not None:  # nobody waited for it
+        if context._closed and context._scratch is not None:  # the attempt is over
             shutil.rmtree(context._scratch, ignore_errors=True)
 
 
@@ -210,7 +210,7 @@ def close(context: Context) -> None:
 
 
 class _RunLog(logging.LoggerAdapter[logging.Logger]):
-    """The run's logger: every record carries the run's fields, and is the run's whatever thread it comes from."""
+    """The run's logger: every record has the run's fields, and belongs to the run in whatever thread it is logged."""
 
     def __init__(self, job: Attempt, lines: BoundedLog) -> None:
         logger = logging.getLogger(log_capture.RUN_LOGGER)

@@ -1,6 +1,6 @@
 """The data of a run: a folder that was packed before the run started, and is unpacked for each of its attempts.
 
-It lies in the result store under the digest of its content, as a tar.gz, once for all runs that have the same.
+It is in the result store as a tar.gz under the digest of its content, once for all runs with the same data.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _REF = re.compile(r"data/([0-9a-f]{64})/data\.tar\.gz")
 
 
 def ref_of(digest: str) -> str:
-    """Where the archive with this SHA-256, in hex, lies."""
+    """The ref of the archive with this SHA-256, in hex."""
     return f"data/{digest}/data.tar.gz"
 
 
 def folder_of(ref: str) -> str:
-    """What is to be removed when nobody needs the archive any more."""
+    """The prefix to remove when no run needs the archive any more."""
     return ref.rpartition("/")[0]
 
 
 def unpack(results: ResultStore, ref: str, folder: Path) -> Path:
-    """Unpack what lies under the ref into a new folder, if it is what its name says; answer the folder.
+    """Unpack the archive into a new folder, and return that; raise `ResultStoreError` if its digest differs.
 
     The whole archive is checked before the first file of it is written, and nothing is written outside of the folder.
     """
-    import tarfile  # which few runs need, and every child process would load
+    import tarfile  # few runs need it, and every child process would load it
 
     named = _REF.fullmatch(ref)
     if named is None:
@@ -57,7 +57,7 @@ def unpack(results: ResultStore, ref: str, folder: Path) -> Path:
 
 
 def _extract(packed: TarFile, folder: Path) -> None:
-    """Everything, or an error before the first file. Early Pythons 3.11 have no filter of their own."""
+    """Extract everything, or raise before the first file. Early releases of Python 3.11 have no filter."""
     import tarfile
 
     members = packed.getmembers()
@@ -70,7 +70,7 @@ def _extract(packed: TarFile, folder: Path) -> None:
 
 
 def _stays_inside(member: TarInfo, links: set[str]) -> bool:
-    """Neither its name nor what it links to leads out, and none of them leads through another link."""
+    """Whether neither its name nor its link target leads out of the folder, or through another link."""
     names = [member.name]
     if member.issym():
         names.append(posixpath.join(posixpath.dirname(member.name), member.linkname))

@@ -1,6 +1,6 @@
-"""The log of a run: what its model logs and, in a process of its own, prints, as lines that are told apart by run.
+"""The log of a run: the lines that its model logs and, in a process of its own, prints.
 
-One handler at the root of `logging` serves all runs of a process; a context variable says whose record it is.
+One handler at the root of `logging` serves all runs of a process; a context variable has the run of a record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 __all__ = ["MAX_LINES", "MAX_LINE_BYTES", "AttemptSink", "BoundedLog", "begin", "clean", "end"]
 
 MAX_LINES = 10_000
-"""Lines that one attempt may log; what comes after is dropped, and one more line says so."""
+"""The most lines of an attempt; the rest is dropped, and one more line says so."""
 MAX_LINE_BYTES = 8 * 1024
 
 RUN_LOGGER = "semel.run"
@@ -24,17 +24,17 @@ RUN_LOGGER = "semel.run"
 
 
 class AttemptSink(Protocol):
-    """Takes the progress and the log lines of an attempt while it runs."""
+    """Receives the progress and the log lines of an attempt while it runs."""
 
     def progress(self, fraction: float, note: str) -> None:
-        """Take how far the attempt is, from 0 to 1; only the latest counts."""
+        """Receive how far the attempt is, from 0 to 1; only the latest counts."""
 
     def line(self, level: str, text: str) -> None:
-        """Take a line of its log. The level is one of `logging`'s, or STDOUT, STDERR, OUTPUT for what was printed."""
+        """Receive a log line. The level is one of `logging`'s, or STDOUT, STDERR, OUTPUT for what was printed."""
 
 
 class BoundedLog:
-    """The log of one attempt on its way to the sink: bounded, safe in threads, deaf once the attempt is over."""
+    """The log of one attempt, passed on to the sink: bounded, thread-safe, closed when the attempt is over."""
 
     __slots__ = ("_left", "_lock", "_sink")
 
@@ -58,12 +58,12 @@ class BoundedLog:
                 self._sink.line("WARNING", f"more than {MAX_LINES:,} lines: the rest was dropped")
 
     def close(self) -> None:
-        """Take no more lines: what a thread or task that was left behind logs belongs to no run."""
+        """Drop all further lines: what a thread or task that was left behind logs belongs to no run."""
         self._sink = None
 
 
 def clean(text: str, limit: int) -> str:
-    """Return the text as every database and wire can keep it, cut to `limit` bytes of UTF-8."""
+    """Return the text as every database can store it, cut to `limit` bytes of UTF-8."""
     if "\x00" in text:
         text = text.replace("\x00", "\\x00")
     data = text[: limit + 1].encode("utf-8", "backslashreplace")
@@ -84,8 +84,8 @@ class _Process:
 
 
 def begin(lines: BoundedLog) -> Token[BoundedLog | None]:
-    """From here on what is logged in this context belongs to this attempt."""
-    if _handler not in logging.root.handlers:  # the user's own configuration may have swept it away
+    """Let all that is logged in this context from now on belong to this attempt."""
+    if _handler not in logging.root.handlers:  # the user's own configuration may have removed it
         logging.root.addHandler(_handler)
     return _speaker.set(lines)
 
@@ -96,14 +96,14 @@ def end(token: Token[BoundedLog | None]) -> None:
 
 
 def bind_process(lines: BoundedLog | None) -> None:
-    """Make the whole process speak for this attempt: every thread that it starts, and whatever is printed."""
+    """Let all output of this process belong to this attempt: of every new thread, and all that is printed."""
     main = main_thread()
     _Process.strangers = frozenset(thread.ident for thread in enumerate_threads() if thread is not main)
     _Process.lines = lines
 
 
 def forget_process() -> None:
-    """In a process that the model forked: send its output to the real streams, whoever held a lock."""
+    """In a process that the model forked: send its output to the real streams, whatever locks were held."""
     for lines in (_speaker.get(), _Process.lines):
         if lines is not None:
             lines.close()
@@ -111,7 +111,7 @@ def forget_process() -> None:
 
 
 def unbind_handler() -> None:
-    """Take the handler away while a model's module is imported: `logging.basicConfig` heeds only a bare root."""
+    """Remove the handler while a model's module is imported: `logging.basicConfig` works only without handlers."""
     logging.root.removeHandler(_handler)
 
 
@@ -124,7 +124,7 @@ def current_log() -> BoundedLog | None:
 
 
 class _Handler(logging.Handler):
-    """Gives a record to the attempt in whose context it was made, and takes nothing from anyone else."""
+    """Adds a record to the log of the attempt in whose context it was made, and ignores all others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = current_log()
@@ -134,13 +134,13 @@ class _Handler(logging.Handler):
             _last_resort(record)
 
     def _give(self, lines: BoundedLog, record: logging.LogRecord) -> None:
-        token = _speaker.set(_NOBODY)  # whoever takes the line may log as well
+        token = _speaker.set(_NOBODY)  # the sink may log, too
         try:
             text = self.format(record)
             if record.name not in {RUN_LOGGER, "root"}:
                 text = f"{record.name}: {text}"
             lines.add(record.levelname, text)
-        except Exception:  # noqa: BLE001 (a log line never hurts the one who logs; logging's own rule)
+        except Exception:  # noqa: BLE001 (as in logging itself, a log line never raises)
             self.handleError(record)
         finally:
             _speaker.reset(token)
@@ -157,7 +157,7 @@ _handler = _Handler()
 
 
 def _last_resort(record: logging.LogRecord) -> None:
-    """Print a warning that nobody else would show: with our handler at the root, logging no longer does by itself."""
+    """Print a warning that no other handler shows: logging itself does so only while the root has no handler."""
     fallback = logging.lastResort
     if fallback is None or record.levelno < fallback.level or logging.root.handlers != [_handler]:
         return
@@ -186,12 +186,12 @@ class CapturedStream(io.RawIOBase):
         return self._fd
 
     def close(self) -> None:
-        """Stay open: the next model prints as well."""
+        """Stay open: the next model prints, too."""
 
     def write(self, data: Any) -> int:
         data = bytes(data)
         if get_ident() in _Process.strangers:
-            return len(data)  # an earlier attempt's thread: nobody listens any more
+            return len(data)  # a thread of an earlier attempt: dropped
         with self._lock:
             *whole, self._begun = (self._begun + data).split(b"\n")
             if len(self._begun) > MAX_LINE_BYTES:
@@ -210,13 +210,13 @@ class CapturedStream(io.RawIOBase):
             os.write(self._fd, self._take_begun())
 
     def finish(self, lines: BoundedLog) -> None:
-        """Say what was printed without the end of a line."""
+        """Add what was printed without a newline at its end."""
         begun = self._take_begun()
         if begun:
             self._say(lines, begun)
 
     def after_fork(self) -> None:
-        """Another thread may have held the lock."""
+        """Replace the lock, which another thread may have held."""
         self._lock = Lock()
         self._begun = b""
 

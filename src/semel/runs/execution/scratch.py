@@ -1,8 +1,8 @@
-"""Folders for work in progress that do not outlive their process for long, even one that was killed.
+"""Temporary folders that do not outlive their process for long, even if it was killed.
 
-They lie where every user of the machine may write. So a folder has a name that nobody can foresee, only its owner may
-enter it, and what lies under such a name is looked at through a handle: no link is followed, and nothing in it is
-opened or written before the handle shows a folder of this user's own.
+They are where every user of the machine may write. So a folder's name cannot be guessed, only its owner may enter it,
+and a folder with such a name is checked through a handle: no link is followed, and nothing in it is opened or written
+before the handle shows that the folder is this user's own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-if sys.platform != "win32":  # where what is left stays
+if sys.platform != "win32":  # on Windows, folders of killed processes stay
     import fcntl
 
 _YOUNG = 60.0
-"""Seconds in which a new folder may not be locked yet."""
+"""Seconds for which a new folder may not be locked yet."""
 
 
 @contextmanager
 def scratch(kind: str, place: Path | None = None) -> Iterator[Path]:
-    """A folder until the end of the block. What killed processes left of the kind is removed first.
+    """A folder until the end of the block. Folders of the kind that killed processes left are removed first.
 
     A folder is locked while its process lives, or one that was forked from it.
     """
@@ -70,7 +70,7 @@ else:
         try:
             if _is_ours_and_old(os.fstat(handle)):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)  # which follows no link, either
+                shutil.rmtree(folder, ignore_errors=True)  # it follows no link, either
         finally:
             os.close(handle)
 

@@ -1,4 +1,4 @@
-"""An error in words that fit a row: one line of what happened, and the user's part of the traceback."""
+"""An error as text for the run's row: one line of what happened, and the user's part of the traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_FRAMES = 64
 
 _OURS = str(Path(__file__).parents[1])
 _SENTENCES = (Retry, Fatal, Snooze, RunCancelled)
-"""Errors whose message says it all."""
+"""Errors whose message is shown without their type."""
 
 
 def name_of(kind: type) -> str:

@@ -1,7 +1,7 @@
-"""Where large results and artifacts are kept: in a folder here, in object stores by `object_store`.
+"""Stores of large results and artifacts: a folder here, object stores in `object_store`.
 
-Everything of an attempt lies under ``{run_id}/{fence}/``, so that a zombie writes beside its successor, never over it;
-what it wrote becomes visible only when its fence finishes the run.
+All files of an attempt are under ``{run_id}/{fence}/``, so that a zombie never overwrites its successor's; they become
+visible only when the attempt finishes the run under its fence.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from semel.runs.types import Artifact, Attempt
 __all__ = ["FileResults", "PublishedResult", "ResultStore", "check_ref", "open_results", "place", "publish"]
 
 INLINE_BYTES = 16 << 10
-"""Results up to this size live in the row of their run."""
+"""Results up to this size are stored in the row of their run."""
 
 MAX_BYTES = 100 * 1000 * 1000
-"""The largest result that is kept."""
+"""The largest result that is stored."""
 
 FLAT = "?layout=flat"
-"""How the URL of a folder ends in which every result is the file ``{run_id}.json``."""
+"""The end of the URL of a folder in which every result is the file ``{run_id}.json``."""
 
 MOST_WARNINGS = 10
-"""Numbers that are named one by one."""
+"""The most numbers that get a warning each."""
 
 CHUNK = 1 << 20
 LONGEST = 200
@@ -50,33 +50,33 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "
 
 @runtime_checkable
 class ResultStore(Protocol):
-    """Keeps bytes under a ref. Every verb blocks, and raises `ResultStoreError` when the store is full or away."""
+    """Stores bytes under refs. Methods block, and raise `ResultStoreError` if the store is full or unavailable."""
 
     @property
     def url(self) -> str:
-        """What `open_results` makes the same store from, in another process."""
+        """The URL with which `open_results` opens the same store in another process."""
 
     def put(self, ref: str, data: bytes) -> None:
-        """Keep the data, durably, before returning. Whatever dies, the ref shows all of the data or nothing of it."""
+        """Store the data durably before returning. After a crash the ref has all of the data, or none."""
 
     def put_file(self, ref: str, path: Path) -> None:
         """As `put`, with the content of a file."""
 
     def get(self, ref: str) -> bytes:
-        """Return what lies under the ref."""
+        """Return the data of the ref."""
 
     def open(self, ref: str) -> Iterator[bytes]:
-        """Return what lies under the ref in chunks, for downloads."""
+        """Return the data of the ref in chunks, for downloads."""
 
     def size(self, ref: str) -> int:
-        """Return how many bytes lie under the ref."""
+        """Return how many bytes the ref has."""
 
     def remove(self, prefix: str) -> None:
         """Remove everything of a run (``{run_id}``) or of one attempt (``{run_id}/{fence}``), if there is anything."""
 
 
 class PublishedResult(Struct, frozen=True, kw_only=True):
-    """What an attempt left, in the words of `Ended`."""
+    """What an attempt stored; the fields are those of `AttemptResult`."""
 
     result: str | None
     result_ref: str | None
@@ -108,7 +108,7 @@ def open_results(target: str | Path | ResultStore) -> ResultStore:
 
 
 def place(run_id: str, fence: int, name: object) -> str:
-    """Return the ref of what an attempt calls `name`; raise `InvalidRequest` if a name could lead elsewhere."""
+    """Return the ref of an attempt's file; raise `InvalidRequest` if the name could lead elsewhere."""
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"the name of a result is text that is not empty, not {name!r:.80}")
     if len(name) > LONGEST:
@@ -117,7 +117,7 @@ def place(run_id: str, fence: int, name: object) -> str:
 
 
 def check_ref(ref: str) -> str:
-    """Return the ref if it leads down only: no step up, no root, no other way to write a folder."""
+    """Return the ref if it stays in its folder: no ``..``, no root, no other spelling of a folder; else raise."""
     if "\\" in ref or _FORBIDDEN.search(ref):
         raise InvalidRequest(f"{ref!r:.300} holds a backslash or a control character, which no result's name may")
     for step in ref.split("/"):
@@ -137,9 +137,9 @@ def publish(
     inline_bytes: int = INLINE_BYTES,
     max_bytes: int = MAX_BYTES,
 ) -> PublishedResult:
-    """Keep what an attempt returned and the files it wrote; nothing of it is visible before the fenced finish.
+    """Store what an attempt returned and the files that it wrote; none of it is visible before the fenced finish.
 
-    Raises `Fatal` for what can never be kept, and `ResultStoreError` when trying again may help.
+    Raises `Fatal` for what can never be stored, and `ResultStoreError` if a retry may help.
     """
     data, exact = _written(value, max_bytes)
     artifacts = []
@@ -148,7 +148,7 @@ def publish(
         artifacts = [_artifact(store, name, ref, files[name]) for name, ref in refs.items()]
     ref = None
     flat = isinstance(store, FileResults) and store.flat
-    if flat or len(data) > inline_bytes or strict_json.has_nul(data):  # which jsonb refuses, and a file does not
+    if flat or len(data) > inline_bytes or strict_json.has_nul(data):  # jsonb refuses NUL, a file does not
         ref = place(job.run_id, job.fence, "result.json")
         store.put(ref, data)
         ref = flat_ref(job.run_id) if flat else ref
@@ -169,7 +169,7 @@ def flat_ref(run_id: str) -> str:
 
 
 def _kept_exactly(store: ResultStore, job: Attempt, exact: bytes, *, inline: bool) -> str:
-    """The text of a small result, or where that of a large one lies."""
+    """The exact text of a small result, or the ref of a large one's."""
     if inline:
         return exact.decode()
     ref = place(job.run_id, job.fence, "result.exact.json")
@@ -189,10 +189,10 @@ def _warnings(exact: bytes) -> list[str]:
 
 
 class FileResults:
-    """A folder of results. It is made when the first one is written.
+    """A folder of results, created when the first one is written.
 
     ``flat``: every result, however small, becomes the file ``{run_id}.json``. An attempt writes it under its fence as
-    ever; it gets that name after the fenced finish (`give_name`), so that a zombie's file never has it.
+    usual; it is renamed after the fenced finish (`give_name`), so that a zombie's file never gets that name.
     """
 
     def __init__(self, folder: Path, *, flat: bool = False) -> None:
@@ -246,7 +246,7 @@ class FileResults:
             raise _failed("remove", prefix, error) from error
 
     def give_name(self, run_id: str, fence: int) -> None:
-        """Call the result of the attempt that finished the run ``{run_id}.json``; again changes nothing."""
+        """Rename the result of the attempt that finished the run to ``{run_id}.json``; a repeat changes nothing."""
         written, named = self._path(place(run_id, fence, "result.json")), self._path(flat_ref(run_id))
         try:
             written.replace(named)
@@ -258,12 +258,12 @@ class FileResults:
 
     def _path(self, ref: str) -> Path:
         path = self._root / check_ref(ref)
-        if not path.is_relative_to(self._root):  # C:name, where drives have letters
+        if not path.is_relative_to(self._root):  # C:name, on Windows
             raise InvalidRequest(f"{ref!r} leads out of the folder of results")
         return path
 
     def _write(self, ref: str, fill: Callable[[IO[bytes]], object]) -> None:
-        """Write beside the ref, then rename: the disk holds the whole file under its name, or no such name."""
+        """Write to a temporary file, then rename it: the ref has the whole file, or does not exist."""
         path = self._path(ref)
         unfinished = path.with_name(f".{uuid4().hex}.part")
         try:
@@ -282,7 +282,7 @@ class FileResults:
             raise _failed("write", ref, error) from error
 
     def _make_folder(self, folder: Path) -> None:
-        """A new folder is as durable as the entry in the folder above, so each of them is synced."""
+        """Make the folder durable: every new folder is an entry in its parent, which is synced."""
         new = []
         while not folder.exists():
             new.append(folder)
@@ -293,7 +293,7 @@ class FileResults:
 
 
 def _written(value: Any, max_bytes: int) -> tuple[bytes, bytes | None]:
-    """The result as JSON; and, where it has numbers that are not finite, as the text that has them."""
+    """The result as JSON; and, if it has numbers that are not finite, the exact text with them."""
     try:
         data, exact = strict_json.write_exact(value)
     except ValueError as error:
@@ -333,7 +333,7 @@ def _artifact(store: ResultStore, name: str, ref: str, path: Path) -> Artifact:
 
 
 def path_of(url: str) -> Path:
-    """The folder that a file URL names; :class:`InvalidRequest` when it names none."""
+    """The folder that a file URL names. Raises :class:`InvalidRequest` if it names none."""
     parts = urlsplit(url)
     if parts.query and f"?{parts.query}" != FLAT:
         raise InvalidRequest(f"a file URL may end with {FLAT}, not with {parts.query!r:.80}")

@@ -1,4 +1,4 @@
-"""Results in S3 and what speaks like it, in Google's and in Azure's storage, through the package ``obstore``.
+"""Results in S3 and compatible stores, and in Google's and Azure's storage, through the package ``obstore``.
 
 Credentials and endpoints come from the environment, as for every tool (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
 ``AWS_ALLOW_HTTP``, …), or from the URL's query, whose names are obstore's: ``s3://bucket/prefix?region=eu-west-1``.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _RETRY = {
     "max_retries": 5,
-    "retry_timeout": timedelta(seconds=8),  # with 5 s to connect: an unreachable store is told within about 10 s
+    "retry_timeout": timedelta(seconds=8),  # with 5 s to connect: an unreachable store is reported within about 10 s
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
 }
 
@@ -54,14 +54,14 @@ _CLIENT = {
     "timeout",
     "user_agent",
 }
-"""What obstore takes for the HTTP client instead of the store; the wrong place makes it panic."""
+"""Options of obstore's HTTP client, not of the store; in the wrong place they make it panic."""
 
 _used_in: int | None = None
-"""The process whose threads obstore uses; they do not live on in a forked child, where every call would hang."""
+"""The process whose threads obstore uses; a forked child does not have them, and every call there would hang."""
 
 
 class ObjectResults:
-    """A bucket, or a prefix in one. Puts of any size are atomic there: a half-sent object has no name."""
+    """A bucket, or a prefix in one. Puts of any size are atomic: an object that was sent in part does not exist."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -79,7 +79,7 @@ class ObjectResults:
         self._ask("write", ref, obstore.put, self._bucket, ref, data)
 
     def put_file(self, ref: str, path: Path) -> None:
-        with path.open("rb") as file:  # a missing file is the caller's trouble, not the store's
+        with path.open("rb") as file:  # a missing file is the caller's error, not the store's
             self._ask("write", ref, obstore.put, self._bucket, ref, file)
 
     def get(self, ref: str) -> bytes:
@@ -120,7 +120,7 @@ def _bucket(url: str) -> ObjectStore:
     parts = urlsplit(url)
     asked = dict(parse_qsl(parts.query, keep_blank_values=True))
     prefix = _ENVIRONMENT.get(parts.scheme, "AZURE")
-    # obstore forgets what the environment says about the client as soon as it is told one thing about it
+    # obstore ignores the client options of the environment as soon as it is given one
     client: dict[str, Any] = {n: v for n in _CLIENT if (v := os.environ.get(f"{prefix}_{n.upper()}"))}
     client.update({name: value for name, value in asked.items() if name in _CLIENT})
     config: Any = {name: value for name, value in asked.items() if name not in _CLIENT}
@@ -135,5 +135,5 @@ def _bucket(url: str) -> ObjectStore:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence of an error, without the dump of data structures that obstore adds to it."""
+    """The message of an error, without the dump of data structures that obstore adds to it."""
     return " ".join(str(error).partition("\n\nDebug source:")[0].split())

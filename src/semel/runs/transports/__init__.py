@@ -1,6 +1,6 @@
-"""A transport only tells workers to look: a message that is lost, doubled, late or for a finished run changes nothing.
+"""A transport only announces runs: a message that is lost, duplicated, late or for a finished run changes nothing.
 
-With the database as transport nothing is sent: it notifies workers of new runs, and they poll it.
+With the database as transport nothing is sent: the database notifies workers of new runs, and they poll it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ class Transport(Protocol):
     """Announces runs to workers."""
 
     announces: bool
-    """False when there is nothing to send."""
+    """False if the transport sends nothing."""
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
-        """Announce runs (id and queue) that can be leased. Blocking, bounded in time, never raises; True when sent.
+        """Announce runs (id and queue) that can be leased. Blocks for a limited time, never raises; True if sent.
 
         ``again``: they were announced before; nothing is sent to a queue where as many messages still wait.
         """
@@ -34,4 +34,4 @@ class DatabaseTransport:
         return True
 
     def close(self) -> None:
-        """See Transport."""
+        """Do nothing: there are no connections."""

@@ -1,8 +1,8 @@
 """What transports over a message broker share: announcing runs, finding the app in a worker, performing one run.
 
-The database is the only truth. A message says which run to look at and where its app is made, and nothing else: one
-that is lost, doubled, late or about a run that is over changes nothing. The process that submits sweeps, too: it tells
-of runs that became due later, and again of those that wait although they could run.
+The database is the only truth. A message only names a run and where its app is made: one that is lost, duplicated, late
+or for a finished run changes nothing. The process that submits also sweeps: it announces runs that became due later,
+and announces again those that still wait although they are due.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("semel.transport")
 
 
 def queue_name(queue: str) -> str:
-    """What the broker calls a queue of runs: ``semel`` is the default one, ``semel-gpu`` the one named ``gpu``."""
+    """The broker's name of a queue of runs: ``semel`` for the default one, ``semel-gpu`` for ``gpu``."""
     return "semel" if queue == "default" else f"semel-{queue}"
 
 
@@ -53,18 +53,18 @@ class AppLocation(Struct, frozen=True):
     """Where another process finds an app. It travels in messages, so it holds no secret."""
 
     references: list[tuple[str, str | None]]
-    """``module:name`` and, for a program's main file, its path: what to import so that the app is made."""
+    """``module:name`` and, for a program's main file, its path: what to import to make the app."""
     digest: str
     """Identifies the app's database."""
 
 
 def location_of(app: App, made_in: str = "") -> AppLocation:
-    """The app by its name in a module, best the one that made it; else by the modules of its models."""
+    """The app's name in a module, preferably the one that made it; else the modules of its models."""
     return AppLocation(_named(app, made_in) or _modelled(app), _digest(app))
 
 
 def _modelled(app: App) -> list[tuple[str, str | None]]:
-    """A model of every module that has some."""
+    """One model of every module that has models."""
     modules: dict[str, tuple[str, str | None]] = {}
     for model in app.registry:
         if model.reference:
@@ -79,7 +79,7 @@ def _named(app: App, made_in: str) -> list[tuple[str, str | None]]:
         for name, value in list(scope.items()):
             if value is app:
                 named.setdefault(module, name)
-    for module in (made_in, *reversed(named)):  # who imports is listed before what it imports
+    for module in (made_in, *reversed(named)):  # a module is listed before those that it imports
         place = _importable(module) if module in named else None
         if place is not None:
             return [(f"{place[0]}:{named[module]}", place[1])]
@@ -87,7 +87,7 @@ def _named(app: App, made_in: str) -> list[tuple[str, str | None]]:
 
 
 def _importable(name: str) -> tuple[str, str | None] | None:
-    """A module's name for other processes, and the path of a main file; None when they cannot have it."""
+    """A module's name for other processes, and the path of a main file; None if they cannot import it."""
     if name not in {"__main__", MAIN}:
         return name, None
     module = sys.modules[name]
@@ -99,14 +99,14 @@ def _importable(name: str) -> tuple[str, str | None] | None:
 
 
 def _digest(app: App) -> str:
-    """Of the database, not of how it is entered: workers may have another user and password."""
+    """A digest of the database's address, without user and password, which may differ in workers."""
     url = parse(app.url)
     place = (url.get_backend_name(), url.host, url.port, url.database, url.query.get("host"))
     return sha256(repr(place).encode()).hexdigest()[:16]
 
 
 def find(location: AppLocation) -> App:
-    """The app that a message is about, imported if need be."""
+    """The app that a message is about, imported if necessary. Raises ``AppNotFound``."""
     failures: list[str] = []
     for reference, main_path in location.references:
         try:
@@ -120,7 +120,7 @@ def find(location: AppLocation) -> App:
 
 
 def choose(there: Iterable[App], location: AppLocation, failures: Sequence[str] = ()) -> App:
-    """Of these apps the one that is meant: with the same database, or the only one there is."""
+    """The app with the location's database, or the only app there is. Raises ``AppNotFound``."""
     known = list(there)
     for app in known:
         if _digest(app) == location.digest:
@@ -136,9 +136,9 @@ def choose(there: Iterable[App], location: AppLocation, failures: Sequence[str] 
 
 
 def perform(app: App, run_id: str, *, sweeps: bool = False) -> bool:
-    """Lease the run, if it can be leased, and execute it in this process; False when there is nothing to do.
+    """Lease the run, if possible, and execute it in this process. Returns False if it could not be leased.
 
-    ``sweeps``: look afterwards for what nobody looks after, unless somebody else does.
+    ``sweeps``: sweep once afterwards, unless another process does.
     """
     known = checked_id(run_id)
     if known is None:
@@ -167,7 +167,7 @@ async def _perform(app: App, run_id: str, *, sweeps: bool) -> bool:
 
 @contextmanager
 def _draining_on_sigterm(worker: Worker) -> Iterator[None]:
-    """A process that SIGTERM would kill (some service managers send it to all) has time to finish or give back."""
+    """On SIGTERM, which some service managers send to all processes, let the worker finish or give back its run."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     loop = asyncio.get_running_loop()
     if ours:
@@ -188,10 +188,10 @@ async def _say_why_not(store: RunStore, run_id: str) -> None:
 
 
 async def _sweep_once(app: App, store: RunStore, holder: str) -> None:
-    """One turn, and the role is kept until the next would be due: so many short-lived workers sweep no more often."""
+    """Do one turn, and keep the role until the next is due, so that many short-lived workers sweep no more often."""
     if await store.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, store.terms):
         transport: Transport = app.transport
-        if isinstance(transport, BrokerTransport):  # we cannot know what others told of
+        if isinstance(transport, BrokerTransport):  # which runs others have announced is unknown
             transport = _Notifier(transport, again=True)
         await Sweeper(store, holder, transport=transport, hooks=app.hooks, publish=app.publish).sweep()
 
@@ -199,13 +199,12 @@ async def _sweep_once(app: App, store: RunStore, holder: str) -> None:
 class BrokerTransport(ABC):
     """A transport over a broker: it groups runs by queue, never raises, and sweeps while its process lives.
 
-    ``sweep_every`` seconds pass between two looks for what nobody was told of, and ``tell_again`` until a run that
-    still waits is told of again.
+    It sweeps every ``sweep_every`` seconds, and announces a run that still waits again after ``tell_again`` seconds.
     """
 
     announces = True
     broker = "redis"
-    """What ``/healthz`` calls the broker."""
+    """The broker's name in ``/healthz``."""
 
     def __init__(self, app: App, *, sweep_every: float = SWEEP_EVERY, tell_again: float = TELL_AGAIN) -> None:
         self._app = app
@@ -218,7 +217,7 @@ class BrokerTransport(ABC):
         survive_fork(self)
 
     def after_fork(self) -> None:
-        """The parent's sweeper stays there; left alone, since its locks may be held by threads that are not here."""
+        """Leave the parent's sweeper alone: its locks may be held by threads that do not exist here."""
         abandoned_connections.append(getattr(self, "_sweeping", None))
         self._sweeping: tuple[Sweeper, RunStore, str] | None = None
         self._lock = threading.Lock()
@@ -233,7 +232,7 @@ class BrokerTransport(ABC):
             return not runs
         try:
             self._send_all(runs, again=again)
-        except Exception as error:  # noqa: BLE001 -- whatever the broker's client has to say, the runs are safe
+        except Exception as error:  # noqa: BLE001 -- whatever the broker's client raises, the runs are stored
             self._away_until = time.monotonic() + BROKER_COOLDOWN
             what = f"{len(runs)} runs" if len(runs) != 1 else f"run {runs[0][0]}"
             _log.warning(
@@ -256,7 +255,7 @@ class BrokerTransport(ABC):
             self.send(queues, self.location())
 
     def location(self) -> AppLocation:
-        """Where workers find the app; looked for again only when it has more models."""
+        """Where workers find the app; searched for again only when it has more models."""
         models = len(self._app.registry.names)
         if self._known is None or self._known[0] != models:
             self._known = models, location_of(self._app, self._made_in)
@@ -264,7 +263,7 @@ class BrokerTransport(ABC):
 
     @abstractmethod
     def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
-        """Send a message for every run, by the broker's queues; raise what the client raises, soon."""
+        """Send a message for every run, by the broker's queues; raise the client's errors, without a long wait."""
 
     @abstractmethod
     def length(self, queue: str) -> int:
@@ -272,7 +271,7 @@ class BrokerTransport(ABC):
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close what is open to the broker."""
+        """Close the connections to the broker."""
 
     def sweep(self) -> None:
         """Start the sweeper, in a thread; it works while it is elected."""
@@ -309,7 +308,7 @@ class BrokerTransport(ABC):
 
 
 class _Notifier:
-    """The transport as its sweeper has it: announces runs, and starts no other sweeper."""
+    """The transport for its own sweeper: announces runs, and starts no other sweeper."""
 
     announces = True
 
@@ -321,11 +320,11 @@ class _Notifier:
         return self._announcer.notify(runs, again=again or self._again)
 
     def close(self) -> None:
-        """See Transport."""
+        """Do nothing: the transport itself stays open."""
 
 
 def _caller() -> str:
-    """The module outside of semel that makes the app, or its transport."""
+    """The name of the module outside of semel that makes the app, or its transport."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "semel":
         frame = frame.f_back
