@@ -401,7 +401,7 @@ class RunEngine:
         )[0]
 
     async def purge(self, older_than: float) -> int:
-        """Remove runs that ended so many seconds ago, with their events, logs, files and data; return how many.
+        """Remove runs that ended over ``older_than`` seconds ago, with events, logs, files and data; return how many.
 
         A run that a live key names stays until the key expires. What an earlier purge left behind because it died, or
         could not reach the files (``ResultStoreError``), is removed, too.

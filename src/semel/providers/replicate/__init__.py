@@ -1,6 +1,6 @@
 """The provider ``replicate``: jobs as predictions in Replicate's cloud.
 
-A config says under ``providers.replicate`` what runs::
+The config has under ``providers.replicate`` what to run::
 
     {"version": "…", "input": {"prompt": "a fox"}}              # or "model": "owner/name", for official models
 

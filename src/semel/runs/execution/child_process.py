@@ -35,7 +35,7 @@ _decoder = msgspec.msgpack.Decoder(FromChild)
 
 
 class ChildProcess(asyncio.Protocol):
-    """A child. `on_message` and `on_output` are called in the event loop, until `gone` has how it ended."""
+    """A child. `on_message` and `on_output` are called in the event loop, until the future `gone` has how it ended."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -56,7 +56,7 @@ else:
     def _locked(folder: Path) -> Iterator[None]:
         handle = _opened(folder)
         try:
-            with suppress(OSError):  # a file system without locks: then nobody else gets one, either
+            with suppress(OSError):  # a file system without locks: no other process gets one, either
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:

@@ -260,7 +260,7 @@ _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 
 
 def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
-    """Lock the data, which no other transaction can then remove or give to a run. SQLite has one writer anyway."""
+    """Lock the data until the transaction ends: no other can remove it or give it to a run. SQLite has one writer."""
     read_clock(conn, terms)
     if conn.dialect.name == "postgresql":
         key = int.from_bytes(sha256(f"semel data {data_ref}".encode()).digest()[:8], signed=True)

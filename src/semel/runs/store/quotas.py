@@ -172,7 +172,7 @@ class Meter:
         self._spent = {period: micros(amount) for period, amount in used.spent.items()}
 
     def admit(self, cost: int, *, reserved: bool) -> Admission:
-        """Count one more submission, or raise if a limit is exceeded. A ``reserved`` slot is counted already."""
+        """Count one more submission, or raise if the quota blocks it. A ``reserved`` slot is counted already."""
         counts = {name: count + (not (reserved and name == "max_concurrent")) for name, count in self._counts.items()}
         warnings = [line for name, count in counts.items() if (line := self._count_warning(name, count))]
         cost_warning = self._cost_warning(cost)

@@ -141,7 +141,7 @@ class Heartbeat:
                 each.renewed = now
                 each.on_renewed(renewal)
         missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
-        if missed:  # lost, or somebody else has locked the row for a moment
+        if missed:  # lost, or the row is locked for a moment
             answer |= await self._store.read_once(lease.watch, missed)
         self._apply_answers(held, answer)
 
