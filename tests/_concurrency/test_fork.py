@@ -214,11 +214,16 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
             answers.append(in_child(lambda: once.call(key(name), lambda: name).value))
             leave.set()
             assert once.call(key(f"{name} in the parent"), lambda: name).value == name
+
+        from semel.runs import types
+        leave = holding(types._stamps._lock)
+        answers.append(len(in_child(types.new_id)))
+        leave.set()
         tell(answers)
         """,
         urls["sqlite"],
     )
-    assert told == ["memory", "bell", "lane"]
+    assert told == ["memory", "bell", "lane", 36]
 
 
 def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:

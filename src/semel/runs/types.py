@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Struct, StructMeta
 
+from semel._concurrency.fork import survive_fork
 from semel._validation import MAX_INT, checked_choice, checked_int, checked_name, checked_number, nearest
 from semel.errors import InvalidRequest
 from semel.types import moment
@@ -372,16 +373,30 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
         return self.slots.get(where, 0) - sum(n for name, n in self.holds.items() if self.models.get(name) == where)
 
 
-_last = 0
-_turn = threading.Lock()
+class _Stamps:
+    """Ever greater stamps for ids, also when the clock stands still or goes back."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self.after_fork()
+        survive_fork(self)
+
+    def after_fork(self) -> None:
+        """Another thread may have held the lock at the moment of the fork."""
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        with self._lock:
+            self._last = max(self._last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 below them
+            return self._last
+
+
+_stamps = _Stamps()
 
 
 def new_id() -> str:
     """A UUIDv7: unique, and greater than every id made before in this process."""
-    global _last  # noqa: PLW0603 -- the order of ids is the process's
-    with _turn:
-        _last = max(_last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 bits below them
-        stamp = _last
+    stamp = _stamps.next()
     tail = int.from_bytes(os.urandom(8)) >> 2
     value = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0x2 << 62 | tail
     text = f"{value:032x}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -111,12 +112,14 @@ async def addresses_of(target: httpx.URL, *, private: bool) -> Sequence[str]:
 async def _resolve(host: str, port: int) -> Sequence[str]:
     """Resolve in threads of its own: a slow resolver delays only webhooks."""
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(_threads(), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    found = await loop.run_in_executor(
+        _threads(os.getpid()), lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _threads(process: int) -> ThreadPoolExecutor:  # noqa: ARG001 -- a forked child has none of its parent's threads
     return ThreadPoolExecutor(8, thread_name_prefix="semel-resolver")
 
 
