@@ -15,7 +15,7 @@ _HOMES = {"asgi": "semel.service.app", "wsgi": "semel.service.server.wsgi"}
 
 
 def __getattr__(name: str) -> Any:
-    """The web stack is loaded when it is first needed: commands that only look at the database start at once."""
+    """Import the web stack when it is first needed: commands that only use the database start fast."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from semel.db.database import missing

@@ -38,14 +38,14 @@ from semel.service.telemetry.access_log import AccessLogMiddleware, log_unexpect
 
 
 class _Litestar(Litestar):
-    """Without the plugins that would import other libraries, such as pydantic, wherever they are installed."""
+    """Litestar without the plugins that import other libraries, such as pydantic, if they are installed."""
 
     @staticmethod
     def _get_default_plugins(plugins: list[Any]) -> list[Any]:
         return [*plugins, MsgspecDIPlugin()]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Litestar's own response to OPTIONS names the methods of the first handler of a route only."""
+        """Correct the Allow header of OPTIONS: Litestar's has only the methods of a route's first handler."""
 
         async def send_allow(message: Any) -> None:
             if message["type"] == "http.response.start" and scope.get("path_template") in self._methods:

@@ -23,7 +23,7 @@ SHORTEST = 0.02
 LONGEST = 0.25
 """Seconds between two queries: short after a new waiter or a change, longer while nothing happens."""
 SHARE = 4
-"""A slow query is followed by a pause of so many times its duration."""
+"""The shortest pause after a query, as a multiple of the query's duration."""
 AT_ONCE = 500
 """Runs in one query."""
 

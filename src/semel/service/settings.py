@@ -1,4 +1,4 @@
-"""How the service is set up: every option of ``semel serve`` is a variable of the environment, too."""
+"""The settings of the service: every option of ``semel serve`` is also an environment variable."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from semel.errors import InvalidRequest
 PREFIX = "SEMEL_"
 MEBIBYTE = 1024 * 1024
 _SECRETS = frozenset({"db", "redis", "artifacts", "events", "replicate_token", "replicate_webhook_secret"})
-_SECRET = "'***'"  # noqa: S105 -- what is shown instead of one
+_SECRET = "'***'"  # noqa: S105 -- shown in place of a secret
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """``db`` is ``SEMEL_DB`` in the environment and ``--db`` on the command line; so are the others."""
+    """``db`` is ``SEMEL_DB`` in the environment and ``--db`` on the command line; other fields are named likewise."""
 
     app: str = "semel.demo:app"
-    """Where the semel.App is, as module:name; the demo's models by default."""
+    """The semel.App, as module:name; the demo by default."""
     db: str | None = None
-    """The database; None leaves it to the app (the demo's is sqlite:///semel.db)."""
+    """The URL of the database; None for the app's own (the demo's is sqlite:///semel.db)."""
     transport: Literal["database", "rq", "celery"] | None = None
     redis: str | None = None
     artifacts: str | None = None
     wait_for_database: float = 60.0
-    """Seconds for which a process that starts waits for a database that is unavailable; 0: not."""
+    """Seconds for which a starting process waits for an unavailable database; 0 to fail at once."""
     configs: str | None = None
-    """A folder with named configs, one file each."""
+    """The folder of named configs, one file each."""
     host: str = "127.0.0.1"
     port: int = 8001
     processes: int = 1
-    """How many processes answer requests."""
+    """Processes that serve requests."""
     worker: bool = True
     """Whether a worker runs beside the server."""
     queues: str = "default"
-    """The queues that the worker serves, in their order, with commas between them."""
+    """The queues that the worker serves, in order, separated by commas."""
     concurrency: int = 100
     """Async runs at a time."""
     worker_processes: int | None = None
-    """Child processes of the worker for blocking models; None for as many as there are CPUs."""
+    """Child processes of the worker for blocking models; None for one per CPU."""
     threads: int = 8
     """Runs in threads at a time."""
     drain: float = 30.0
-    """Seconds for requests and runs to end once the server is told to."""
+    """Seconds for active requests and runs to end at shutdown."""
     public_url: str | None = None
-    """How the outside calls this server; for providers that call back."""
+    """The public URL of this server, which providers call back."""
     max_body: int = MEBIBYTE
-    """Bytes of a request's body, at the most."""
+    """The largest body of a request, in bytes."""
     body_timeout: float = 30.0
     """Seconds within which a request's body must have arrived."""
     header_timeout: float = 30.0
-    """Seconds within which a request's head must have arrived; so long may a connection also be idle."""
+    """Seconds within which a request's head must have arrived; also how long a connection may be idle."""
     rate: float = 0.0
     """Requests a second that a token may send, in each process, with bursts of twice that; 0 for no limit."""
     max_waiting: int = 500
-    """Requests of one caller that may wait for runs or listen to them at a time, in each process."""
+    """Requests of one caller that may wait for runs or stream their events at a time, in each process."""
     low_replay_rate: float | None = None
-    """The share of submissions below which the dashboard warns of few replays, such as 0.5; None: it never does."""
+    """The share of replays among submissions, such as 0.5, below which the dashboard warns; None for never."""
     log_format: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     events: str | None = None
-    """A Redis (redis://host/0) to whose stream ``semel:events`` every event goes."""
+    """The URL of a Redis (redis://host/0) whose stream ``semel:events`` gets every event."""
     private_webhooks: bool = False
     """Whether webhooks may go to private addresses."""
     replicate_url: str = "https://api.replicate.com"
@@ -73,12 +73,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     replicate_webhook_secret: str | None = field(default=None)
 
     def __repr__(self) -> str:
-        """Without what others may not see: passwords lie in URLs."""
+        """Without secrets: URLs may contain passwords, too."""
         shown = (f"{name}={_SECRET if name in _SECRETS and value else repr(value)}" for name, value in _fields(self))
         return f"Settings({', '.join(shown)})"
 
     def environment(self) -> dict[str, str]:
-        """The variables from which :func:`from_environment` makes the same settings."""
+        """The environment variables from which :func:`from_environment` returns the same settings."""
         return {PREFIX + name.upper(): _written(value) for name, value in _fields(self) if value is not None}
 
 

@@ -73,7 +73,7 @@ async def _stream(
 
 
 async def _is_still_valid(service: ServiceState, caller: Principal) -> bool:
-    """An outage of the database ends no stream."""
+    """Whether the caller's token is still valid; True while the database is unavailable, so that it ends no stream."""
     try:
         return await to_completion(service.auth.is_still_valid(caller))
     except StoreUnavailable:

@@ -1,7 +1,7 @@
-"""``/api/cloud``: jobs as the document of the jobs API has them, their configs, and what they cost.
+"""``/api/cloud``: jobs as the jobs API specifies them, their configs, and their costs.
 
-A job that cannot be had (a quota, a cost limit, an unknown config) is answered with 200 and ``success: false``: scripts
-use ``curl -f``. Only a request that makes no sense by itself is refused with a problem.
+A job that is refused (a quota, a cost limit, an unknown config) gets 200 with ``success: false``, because scripts use
+``curl -f``. Only a request that is invalid in itself gets a problem.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def submit(
 
 
 def _key_ttl(hours: float | None, key: str | None) -> float | None:
-    """Seconds for which the key is kept."""
+    """The hours in seconds; None for the default. Raises InvalidRequest where they are given without a key."""
     if hours is None:
         return None
     if key is None:

@@ -231,7 +231,7 @@ async def _record(service: ServiceState, scope: str, key: str) -> Record:
 
 def _unresolved(conn: Connection, tenant: str, limit: int, terms: StatementContext) -> list[Record]:
     now = quotas.read_clock(conn, terms)
-    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
+    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # as semel.once.rules.end_of computes it
     lost = [
         keys.c.state == "claimed",
         keys.c.unknown,

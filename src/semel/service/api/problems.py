@@ -137,8 +137,8 @@ def allow_of(error: Exception) -> dict[str, str]:
 
 
 def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None:
-    """The valid values, for a parameter that is none of them."""
-    if not isinstance(error.extra, list):  # nor is there a handler, where there is no such route or method
+    """Add the valid values to the error, where a parameter has another one."""
+    if not isinstance(error.extra, list):  # an unknown route or method has no handler
         return
     fields = request.route_handler.parsed_fn_signature.parameters
     for wrong in error.extra:

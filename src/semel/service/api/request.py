@@ -18,9 +18,9 @@ from semel.runs import strict_json
 from semel.service.api.problems import ApiError
 
 DEEPEST = strict_json.MAX_DEPTH + 10
-"""Levels of nesting in a body: those of a run's parameters, and some around them."""
+"""The deepest nesting of a body: that of a run's parameters, and some levels around them."""
 MOST_VALUES = 200_000
-"""Values in a body, each of which becomes an object."""
+"""The most values in a body: each becomes an object in memory."""
 LARGE = 64 * 1024
 """Bytes from which on a body is decoded in a thread."""
 
@@ -28,8 +28,8 @@ LARGE = 64 * 1024
 class JsonRequest(Request[Any, Any, Any]):
     """A request whose JSON is decoded as its handler's type, strictly: "7" is not a number.
 
-    What is not said to be JSON is refused: a page in somebody's browser can send a form or plain text to this machine
-    unasked, but no JSON.
+    Other content types are refused: a page of another site can make a browser send a form or plain text here, but not
+    JSON.
     """
 
     async def json(self) -> Any:
@@ -51,7 +51,7 @@ async def require_known_query(request: Request[Any, Any, Any]) -> None:
     if request.scope["query_string"] and (known := _query_of(request.route_handler)):
         times = _times_of(request.route_handler)
         for name, value in request.query_params.multi_items():
-            if name in times and _is_number(value):  # seconds, or milliseconds? since when? in which zone?
+            if name in times and _is_number(value):  # ambiguous: its unit, epoch and zone are unknown
                 raise _refused(f"{name} is a time, not a number, as 2030-01-31T12:00:00Z")
             if name not in known:
                 raise _refused(f"there is no query parameter {name!r:.100} here; {nearest(name, known)}")

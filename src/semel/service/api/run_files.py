@@ -72,7 +72,7 @@ async def artifact(
     if matches(known, tag):
         return unchanged(tag)
     content = await service.engine.artifact(run_id, found.name, tenant=caller.tenant)
-    first = await asyncio.to_thread(next, content, None)  # a store that is away says so before the answer begins
+    first = await asyncio.to_thread(next, content, None)  # an unavailable store raises before the response begins
     headers = {
         **_SAFETY,
         "ETag": tag,

@@ -1,4 +1,4 @@
-"""``/runs``: submit, get, wait, list, cancel, retry; their timelines, logs and summary; the models and the workers."""
+"""``/runs``: submit, get, wait for, list, cancel and retry runs; their timelines, logs and summary; models, workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from semel.service.telemetry.access_log import concerns
 __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
 
 MOST_AT_ONCE = 1000
-"""Runs in one bulk request."""
+"""The most runs in one bulk request."""
 LONGEST_WAIT = 60
 PORTION = 500
 """Log lines in one query."""
@@ -81,7 +81,7 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 def one_key(header: str | None, field: str | None) -> str | None:
-    """The key of a request: in the header (bare or quoted) or in the body, and the same where it is in both."""
+    """The key of a request, from the header (bare or quoted) or the body; raises InvalidRequest if the two differ."""
     key = field if header is None else _unquoted(header)
     if header is not None and field is not None and key != field:
         said = f"the Idempotency-Key of the header, {key!r:.300}, and that of the body, {field!r:.300}, differ"
@@ -90,7 +90,7 @@ def one_key(header: str | None, field: str | None) -> str | None:
 
 
 def _unquoted(header: str) -> str:
-    """The key in the header: bare, or a string as RFC 8941 has it, with or without parameters behind it."""
+    """The key in the header: bare, or a quoted string of RFC 8941, whose parameters are ignored."""
     if not header.startswith('"'):
         return header
     quoted = _QUOTED.fullmatch(header)
@@ -101,7 +101,7 @@ def _unquoted(header: str) -> str:
 
 
 def user_of(caller: Principal, asked: str | None) -> str:
-    """Whose run it becomes. It is somebody's: a run of nobody's would be held by no quota."""
+    """The user of the new run. Never empty: no quota would apply to a run without a user."""
     if asked == "":
         raise InvalidRequest("user is empty: name the user, or leave it out to submit a run of your own")
     if asked is None or asked == caller.user:
@@ -112,14 +112,14 @@ def user_of(caller: Principal, asked: str | None) -> str:
 
 
 def _cost(data: RunRequest, service: ServiceState, caller: Principal) -> float | None:
-    """What it is taken to cost. Who could say less than the model's would be held by no limit."""
+    """The cost of the run. Only operators may set less than the model's: others could evade every cost limit."""
     if data.cost is not None and not caller.may("operator") and data.cost < service.app.registry[data.model].cost:
         raise ApiError(403, "FORBIDDEN", f"only an operator submits {data.model} for less than it costs")
     return data.cost
 
 
 def _arguments(data: RunRequest, service: ServiceState, caller: Principal, key: str | None) -> dict[str, Any]:
-    """The arguments of ``submit``. The service's own models are hidden from its callers."""
+    """The arguments of ``submit``. Raises UnknownModel for the service's own models, which callers cannot submit."""
     if data.model.startswith(INTERNAL_PREFIX):
         raise UnknownModel(f"unknown model {data.model!r}")
     return {
@@ -138,7 +138,7 @@ def _arguments(data: RunRequest, service: ServiceState, caller: Principal, key: 
 
 
 def key_headers(expires_us: int | None, *, replayed: bool) -> dict[str, str]:
-    """What an answer says of its key, as the middleware does."""
+    """The response headers about the key, the same as those of the middleware for keys."""
     headers = {"Idempotent-Replayed": "true"} if replayed else {}
     if expires_us is not None:
         headers["Idempotency-Expires"] = formatdate(expires_us // MICRO, usegmt=True)
@@ -256,7 +256,7 @@ async def show(
 
 
 async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -> bool:
-    """Wait for the change, but not for a client that has hung up."""
+    """Wait for the change, or until the client disconnects."""
     waiting = asyncio.create_task(change)
     leaving = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
@@ -421,7 +421,7 @@ async def list_runs(
 
 
 def _next_link(request: Request[Any, Any, Any], cursor: str) -> str:
-    """The same question with the next cursor."""
+    """The Link header of the next page: the same query with the next cursor."""
     asked = [(name, value) for name, value in parse_qsl(request.scope["query_string"].decode()) if name != "cursor"]
     return f'<{root_of(request)}/runs?{urlencode([*asked, ("cursor", cursor)])}>; rel="next"'
 
@@ -487,7 +487,7 @@ async def logs(
 
 
 def line_of(cursor: str | None) -> tuple[int, int]:
-    """The (fence, line) that a cursor of logs names."""
+    """The (fence, line) of a log cursor."""
     if cursor is None:
         return 0, 0
     found = _LOG_CURSOR.fullmatch(cursor)

@@ -35,7 +35,7 @@ from semel.types import moment
 
 
 def run_view(run: Run, root: str = "") -> RemoteRun:
-    """The run as it is shown; ``root`` is where the service is mounted."""
+    """The run as the API returns it; ``root`` is the mount point of the service."""
     here = f"{root}/runs/{run.id}"
     succeeded = run.status == "SUCCEEDED"
     return RemoteRun(
@@ -89,12 +89,12 @@ def run_view(run: Run, root: str = "") -> RemoteRun:
 
 
 def _raw_json(text: str) -> Any:
-    """Stored JSON, which is sent as it is."""
+    """Stored JSON, which is sent unchanged."""
     return Raw(text.encode())
 
 
 def step_view(step: Step) -> RemoteStep:
-    """The step as it is shown."""
+    """The step as the API returns it."""
     return RemoteStep(
         version=step.version,
         at=step.at,
@@ -107,12 +107,12 @@ def step_view(step: Step) -> RemoteStep:
 
 
 def log_view(line: LogLine) -> RemoteLogLine:
-    """The line as it is shown."""
+    """The log line as the API returns it."""
     return RemoteLogLine(fence=line.fence, line=line.line, at=moment(line.at_us), level=line.level, text=line.text)
 
 
 def waiting_view(waiting: Waiting) -> RemoteWaiting:
-    """The reason as it is shown."""
+    """The reason why a run is pending, as the API returns it."""
     return RemoteWaiting(
         reason=waiting.reason,
         since=waiting.since,
@@ -123,7 +123,7 @@ def waiting_view(waiting: Waiting) -> RemoteWaiting:
 
 
 def summary_view(summary: Summary) -> RemoteSummary:
-    """The sums as they are shown."""
+    """The summary as the API returns it."""
     return RemoteSummary(
         model=summary.model,
         group=summary.group,
@@ -134,7 +134,7 @@ def summary_view(summary: Summary) -> RemoteSummary:
 
 
 def model_view(model: Model) -> RemoteModel:
-    """The model as it is shown."""
+    """The model as the API returns it."""
     return RemoteModel(
         name=model.name,
         description=inspect.getdoc(model.function),
@@ -155,7 +155,7 @@ def model_view(model: Model) -> RemoteModel:
 
 
 def worker_view(worker: WorkerInfo, *, whole: bool) -> RemoteWorker:
-    """The worker as it is shown; ``whole`` to those whose machines they are."""
+    """The worker as the API returns it; ``whole`` includes its host, pid and runs, for operators of the main tenant."""
     return RemoteWorker(
         id=worker.id,
         name=worker.name,
@@ -173,7 +173,7 @@ def worker_view(worker: WorkerInfo, *, whole: bool) -> RemoteWorker:
 
 
 def answer_of(job: SubmissionOutcome) -> JobAnswer:
-    """A job that there is."""
+    """The response to a submission that was accepted, or replayed."""
     return JobAnswer(
         success=True,
         job_id=job.job_id,
@@ -186,7 +186,7 @@ def answer_of(job: SubmissionOutcome) -> JobAnswer:
 
 
 def job_view(row: Any, root: str) -> RemoteJob:
-    """The job behind a row; ``root`` is where the service is mounted."""
+    """The job of a row; ``root`` is the mount point of the service."""
     status = status_of(row.status, row.data_state)
     here = f"{root}/runs/{row.run_id}"
     return RemoteJob(
@@ -226,7 +226,7 @@ def _error(row: Any, status: JobStatus) -> str | None:
 
 
 def cost_status(user: str, used: Usage, quota: Quota | None) -> RemoteCosts:
-    """What is left of each limit."""
+    """The user's spending in each period, against the limits of their quota."""
     limits = [_limit(period, spent, quota) for period, spent in used.spent.items()]
     most = None if quota is None else quota.max_concurrent
     blocks = quota is not None and quota.action == "block"
@@ -275,7 +275,7 @@ def config_view(config: Config, caller: Principal) -> RemoteConfig:
 
 
 def entry_view(entry: ConfigEntry, caller: Principal) -> RemoteConfig:
-    """A config of the list, or what is wrong with it."""
+    """A config in the list; a broken one has an error."""
     if entry.config is not None:
         return config_view(entry.config, caller)
     return RemoteConfig(name=entry.name, source=entry.source, error=entry.error)

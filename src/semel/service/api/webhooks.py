@@ -164,7 +164,7 @@ async def delete_subscription(
 ) -> None:
     """Delete the subscription, and its pending deliveries."""
     await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
-    await service.store.write(deliveries.tidy, service.store.terms)  # of very many, the rest follows in the background
+    await service.store.write(deliveries.tidy, service.store.terms)  # up to a limit; the dispatcher deletes the rest
     _log.info("subscription %s was ended by %r", subscription_id, caller.user)
 
 

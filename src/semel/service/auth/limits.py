@@ -19,11 +19,11 @@ Scope: TypeAlias = Any
 Receive: TypeAlias = Callable[[], Awaitable[Any]]
 
 MOST_NAMES = 10_000
-"""Tokens, or addresses, that a limit remembers."""
+"""The most tokens, or addresses, that a limit keeps in memory."""
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods whose body is not read."""
 _SINGLE = (b"content-type", b"content-encoding")
-"""Headers that may be sent once only: of two, a proxy may read the one and we the other."""
+"""Headers that may be sent only once: of two, a proxy may read one and we the other."""
 MAX_DRAIN = 4 * 1024 * 1024
 """Bytes of a refused body that are read and dropped, so that a client that sends before it reads gets the response."""
 DRAIN_TIMEOUT = 5.0
@@ -75,21 +75,21 @@ class RateLimits:
 
 
 class ConcurrencyLimit:
-    """How many each name may hold at a time."""
+    """Limits how many slots each name holds at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: Counter[str] = Counter()
 
     def check(self, name: str) -> None:
-        """Raise 429 if none is left."""
+        """Raise 429 if the name has no slot left."""
         if self._held[name] >= self._most:
             said = f"{self._most} of your requests are waiting or streaming already, which is the limit"
             raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=1.0)
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Hold one until the end of the block."""
+        """Hold a slot until the end of the block."""
         self._held[name] += 1
         try:
             yield

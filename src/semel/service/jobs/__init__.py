@@ -1,4 +1,4 @@
-"""Jobs of the jobs API: runs that were made from a named config, for a provider."""
+"""Jobs of the jobs API: runs created from a named config, for a provider."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class UnknownProvider(InvalidRequest):
 
 
 class SubmissionOutcome(Struct, frozen=True, kw_only=True):
-    """What came of a submission."""
+    """The job of a submission: a new one, or the one that was submitted with the same key (``replayed``)."""
 
     job_id: str
     status: JobStatus
     has_data: bool
     replayed: bool
     key_expires_us: int | None
-    """Until when its key names it, if it has one."""
+    """When its key expires; None if it has no key."""
     quota_warnings: list[str]
     cost_limit_warning: str | None
 
 
 class JobSubmission(Struct, frozen=True, kw_only=True):
-    """A job that somebody asks for."""
+    """A request for a job."""
 
     provider: str
     config: str
@@ -57,12 +57,12 @@ class JobSubmission(Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """What its key stands for. The tracker's name is no part of it: pipelines put the number of the build there."""
+        """The hash that its key is stored with. Omits the tracker's name, which has the build number in pipelines."""
         return sha256(f"job\0{self.provider}\0{self.config}".encode("utf-8", "replace")).hexdigest()
 
 
 def status_of(status: str, data_state: str | None) -> JobStatus:
-    """A job's status, from its run's and what became of its data."""
+    """The status of a job, from the status of its run and the state of its data."""
     if status == "PENDING":
         return "uploading" if data_state == "uploading" else "queued"
     if status == "CANCELLED":
@@ -71,7 +71,7 @@ def status_of(status: str, data_state: str | None) -> JobStatus:
 
 
 async def submit(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome:
-    """Submit a job. What was submitted under the key before is found, whatever became of its config since."""
+    """Submit a job, or return the one that was submitted with the same key, even if its config is unusable by now."""
     try:
         spec, job = await _resolve(service, caller, asked)
         options = SubmitOptions(
@@ -126,7 +126,7 @@ async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmissio
 
 
 async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmission) -> SubmissionOutcome | None:
-    """What was submitted with the same key before, if it was the same that was asked for."""
+    """The job that was submitted with this key, if the request was the same."""
     if asked.key is None:
         return None
     try:
@@ -134,7 +134,7 @@ async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmi
             run_keys.check_key, (caller.tenant, caller.user), asked.key, service.store.terms
         )
     except SemelError:
-        return None  # what is no key names nothing; of a database that is away the first error tells
+        return None  # an invalid key has no job; if the database is unavailable, ``submit`` raises its first error
     if entry is None or entry.payload_hash != asked.digest:
         return None
     return _replayed(await find(service, caller, entry.job_id), entry.expires_us)
@@ -201,7 +201,7 @@ _STATUSES: dict[JobStatus, Any] = {
 
 
 async def find(service: ServiceState, caller: Principal, job_id: str) -> Any:
-    """The job's row with what its run says, if it is the caller's to see."""
+    """The row of the job, joined with its run's; raises RunNotFound, also if the caller may not see it."""
     known = checked_id(job_id)
     row = await service.store.read(_find, known, caller.tenant) if known else None
     if row is None or (caller.visible_user is not None and row.user_id != caller.visible_user):
@@ -215,7 +215,7 @@ def _find(conn: Connection, job_id: str, tenant: str) -> Any:
 
 
 def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | None) -> tuple[list[Any], str | None]:
-    """Newest first, and the cursor of the next page."""
+    """The jobs, newest first, and the cursor of the next page; None on the last one."""
     query: Select[Any] = _JOBS.where(jobs.c.tenant == wanted.tenant)
     if wanted.user is not None:
         query = query.where(jobs.c.user_id == wanted.user)
@@ -232,7 +232,7 @@ def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | Non
 
 
 async def cancel(service: ServiceState, caller: Principal, job_id: str) -> Any:
-    """Cancel the job's run, and the upload of its data. One that ended otherwise is left as it is: an error says so."""
+    """Cancel the job's run and the upload of its data; raises if the run has succeeded or failed."""
     row = await find(service, caller, job_id)
     await service.store.write(uploads.cancel, row.run_id, "cancelled by request", service.store.terms)
     await service.engine.cancel(row.run_id, tenant=caller.tenant)

@@ -94,7 +94,7 @@ class BrokenConfig(ApiError):
 
 
 class Configs:
-    """The configs of a server: those of a database, of a folder, and the demo's if ``has_demo`` says so."""
+    """The configs of a server: those of a database, of a folder, and the demo's if ``has_demo`` returns True."""
 
     def __init__(self, store: RunStore, folder: str | None, has_demo: Callable[[], bool]) -> None:
         self._store = store
@@ -156,7 +156,7 @@ class Configs:
         return [found[name] for name in sorted(found)]
 
     def _folders(self) -> list[tuple[Path, Source]]:
-        """Where files are looked for; the first wins."""
+        """The folders that are searched for files; the first match wins."""
         folders: list[tuple[Path, Source]] = []
         if self._folder is not None:
             folders.append((Path(self._folder).absolute(), "file"))
@@ -189,7 +189,7 @@ class Configs:
         root = Path(self._folder).resolve()
         try:
             folder = (root / data).resolve()
-        except (OSError, ValueError, RuntimeError):  # a NUL, a ring of links
+        except (OSError, ValueError, RuntimeError):  # a NUL character, or a loop of links
             folder = Path("/")
         if folder == root or not folder.is_relative_to(root):
             raise BrokenConfig(f"the data of the config {name!r} must be a folder inside of the folder of configs")

@@ -50,10 +50,10 @@ class Provider(Protocol):
         """The run for a config; raises ``InvalidRequest`` if something is missing, such as a token."""
 
     def install(self, service: ServiceState) -> None:
-        """Register the models that the provider needs with ``site.app``; called once, before the server starts.
+        """Register the models that the provider needs with ``service.app``; called once, before the server starts.
 
         A job's data is not unpacked for models whose names begin with ``semel.``: they have ``ctx.data_ref``, under
-        which ``site.app.results`` has it as a tar.gz, or None.
+        which ``service.app.results`` has it as a tar.gz, or None.
         """
 
 
@@ -76,7 +76,7 @@ class LocalProvider:
         )
 
     def install(self, service: ServiceState) -> None:
-        """The app's models are registered already."""
+        """Nothing to do: the app's models are registered already."""
 
 
 def load_providers() -> dict[str, Provider]:

@@ -12,10 +12,10 @@ from semel.service.settings import Settings
 
 
 def claim_port(settings: Settings) -> tuple[socket.socket, Settings]:
-    """The port kept for us, so that no other server takes it; and the settings with its number and its address.
+    """Bind the port, so that no other server takes it. Returns the socket, and the settings with its address and port.
 
-    The server's processes share the port (SO_REUSEPORT), which everybody of the same user could: so look first without
-    sharing. The socket is bound and never listens; the processes do.
+    The server's processes share the port (SO_REUSEPORT), which any other process of the same user could do, too: so it
+    is first bound without sharing, which fails if it is in use. The socket never listens; the processes do.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]

@@ -60,7 +60,7 @@ class SharedFile:
             self._memory[:] = self._FORMAT.pack(*known.identity)
 
     def require(self, app: App) -> None:
-        """Let the app use no other file."""
+        """Make the app refuse any other file."""
         device, inode = self._FORMAT.unpack(self._memory[:])
         if inode and (file := _file_of(app)):
             self._known = know(file, (device, inode))
@@ -80,7 +80,7 @@ class ProcessFactory:
         self._file = SharedFile()
 
     def app(self) -> App:
-        """The app, placed by the settings. They are also in the environment, for children that load it themselves."""
+        """The app, configured by the settings. Also exports them, for child processes that load the app themselves."""
         settings = self._settings
         app = self._load(settings.app).place(
             url=settings.db, artifacts=settings.artifacts, transport=settings.transport, redis=settings.redis

@@ -63,7 +63,7 @@ class Wsgi:
             return self._running
 
     def _after_fork(self) -> None:
-        """The thread stayed in the parent."""
+        """Start anew in the child: the thread exists only in the parent."""
         self._lock = threading.Lock()
         self._running = None
 

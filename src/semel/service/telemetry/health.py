@@ -86,7 +86,7 @@ class HealthCheck:
         return "ok"
 
     async def _check_ready(self) -> Health:
-        """A read-only PostgreSQL cannot be opened; a file of SQLite is created by opening it."""
+        """Writes are checked first, because a read-only PostgreSQL cannot be opened; but opening creates SQLite's file."""
         checks = [self._check_writes, self._check_open]
         if self._is_sqlite:
             checks.reverse()
@@ -120,13 +120,13 @@ class HealthCheck:
         if not await store.run_blocking(_has_room, store.url.database or ""):
             return "unavailable"
         if time.monotonic() - self._wrote >= WRITTEN_EVERY:
-            self._wrote = -WRITTEN_EVERY  # until it succeeds, every request tries it
+            self._wrote = -WRITTEN_EVERY  # until a write succeeds, every check repeats it
             await store.write(_write)
             self._wrote = time.monotonic()
         return "ok"
 
     async def _check_open(self) -> CheckStatus:
-        """A mounted service may not have been opened yet."""
+        """Open the service: a mounted one may not have been opened yet."""
         await self._service.ensure_open()
         return "ok"
 

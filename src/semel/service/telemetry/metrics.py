@@ -42,7 +42,7 @@ def run_metrics() -> RunMetrics:
 
 
 def mark_dead(pid: int) -> None:
-    """A process has exited: drop its gauges. Its counters stay."""
+    """Drop the gauges of a process that has exited. Its counters stay."""
     if FOLDER in os.environ:
         mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
@@ -60,11 +60,11 @@ class HttpMeters:
         )
 
     def begin(self) -> None:
-        """A request has begun."""
+        """Count a request that has begun."""
         self.in_flight.inc()
 
     def end(self, method: str, route: str, status: int, seconds: float) -> None:
-        """It has ended. Unknown methods are counted together, to bound the number of labels."""
+        """Count a request that has ended. Unknown methods are counted together, to bound the number of labels."""
         method = method if method in _METHODS else "(other)"
         self.in_flight.dec()
         self.requests.labels(method, route, str(status)).inc()
@@ -76,7 +76,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @cache
 def http_meters() -> HttpMeters:
-    """A metric can be registered only once in a process."""
+    """The HTTP metrics, created once: a metric can be registered only once in a process."""
     return HttpMeters()
 
 

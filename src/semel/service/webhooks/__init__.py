@@ -1,1 +1,1 @@
-"""Events on their way to those who subscribed."""
+"""Delivers the events of runs to subscriptions: webhooks, and a Redis stream."""

@@ -45,7 +45,7 @@ FANNED_OUT = 200
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """What happened to a run, as it is told. ``version`` grows with every step of the run."""
+    """An event of a run, as it is sent. ``version`` grows with every step of the run."""
 
     id: str
     name: str
@@ -212,7 +212,7 @@ _RENEW_COLUMNS = {
 
 def _renewing(dialect: Dialect) -> str:
     batch = dialect.batch(_RENEW_COLUMNS)
-    if dialect.writes_in_with:  # what is locked is being settled
+    if dialect.writes_in_with:  # skip locked rows: they are being settled
         batch = f"""(SELECT b.* FROM {batch} JOIN semel_deliveries AS h
   ON h.run_id = b.in_id AND h.version = b.in_version AND h.subscription_id = b.in_subscription
   FOR UPDATE OF h SKIP LOCKED) AS held"""

@@ -46,7 +46,7 @@ GONE = 410
 """The status with which a receiver ends its subscription."""
 STREAM_BACKOFF = Backoff(2.0, 60.0)
 GRACE = 2.0
-"""Seconds that deliveries in progress have when the server stops."""
+"""Seconds for deliveries in progress to finish when the server stops."""
 TIDY_EVERY = 3600.0
 CLOCK_TOLERANCE = 1.0
 """Seconds by which the database's clock may fall behind ours between two polls; more is a step back."""
@@ -55,7 +55,7 @@ _log = logging.getLogger("semel.service")
 
 
 class WebhookDispatcher:
-    """A component of the service; see the module."""
+    """Delivers events while the server is up."""
 
     def __init__(self, service: ServiceState) -> None:
         self._service = service

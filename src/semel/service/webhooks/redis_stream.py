@@ -16,7 +16,7 @@ TIMEOUT = 10.0
 
 
 class RedisStream:
-    """Connects when it is first used."""
+    """Adds events to the stream. It connects when it is first used."""
 
     def __init__(self, url: str, name: str) -> None:
         self._name = name

@@ -128,7 +128,7 @@ def remove(conn: Connection, subscription_id: str, tenant: str) -> None:
 
 
 def disable(conn: Connection, subscription_id: str, terms: StatementContext) -> None:
-    """Send it nothing more; its waiting deliveries are dead, and stay listed."""
+    """Disable the subscription. Its waiting deliveries become dead, and stay listed."""
     now = read_clock(conn, terms)
     conn.execute(update(subscriptions).where(subscriptions.c.id == subscription_id).values(disabled_us=now))
     fail_disabled(conn, terms)
