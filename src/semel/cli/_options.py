@@ -54,7 +54,7 @@ class Option(click.Option):
 
 
 class Argument(click.Argument):
-    """An argument with help, which Click has from 8.5 on."""
+    """An argument with help, which Click supports only from 8.5 on."""
 
     section = "Arguments"
 

@@ -57,7 +57,7 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
 
     now = read_clock(conn, terms)
     over = is_old(now, checked_number("older-than", age, 0, TEN_YEARS))
-    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # see semel.once.rules.end_of
+    outlasted = keys.c.lease_until_us + keys.c.expires_us - keys.c.created_us  # as semel.once.rules.end_of computes it
     gone = or_(keys.c.state != "claimed", keys.c.lease_until_us <= keys.c.expires_us, outlasted < now)
     wanted = {
         "runs": over,

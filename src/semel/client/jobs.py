@@ -162,7 +162,7 @@ async def submit_cloud_job(
     provider: str = "replicate",
     token: str | None = None,
     ttl_hours: float | None = None,
-    timeout: float = 300.0,  # noqa: ASYNC109 -- part of the call as the document has it
+    timeout: float = 300.0,  # noqa: ASYNC109 -- part of the specified signature
 ) -> SubmitResult:
     """Submit a job in one attempt. Errors of the server and the network are returned, not raised.
 

@@ -1,4 +1,4 @@
-"""The methods of the clients on runs: submit them one or many at a time, read them, and what else a server knows."""
+"""The methods of the clients on runs: submit one or many, read, wait, cancel, retry; models, workers, usage, quotas."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from semel.runs.types import TERMINAL
 SILENCE = 45.0
 """Seconds without a byte after which an event stream counts as lost; the server sends a comment every 15."""
 LONGEST_PAUSE = 10.0
-"""Seconds: the longest pause between two attempts to reach a server that is unavailable."""
+"""Seconds: the longest pause between two attempts to reach an unavailable server."""
 LONGEST_LINE = 1 << 24
 """Bytes: the longest line of an event stream."""
 

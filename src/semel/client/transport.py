@@ -151,7 +151,7 @@ class _PartlyRead(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class _KeyedSender:
-    """Sends a request with its key, again and again."""
+    """Sends a request with its key, and retries it with the same key."""
 
     def __init__(
         self,

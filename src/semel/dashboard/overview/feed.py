@@ -146,7 +146,7 @@ class OverviewFeed:
             self._watchers -= 1
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Waits until the view has changed, at most so long."""
+        """Waits until the view has changed, for ``seconds`` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()

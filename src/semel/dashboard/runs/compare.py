@@ -204,7 +204,7 @@ def _member(path: str, name: str) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Equality as JSON has it: true is not 1, but 1.0 is."""
+    """Whether two JSON values are equal: true is not equal to 1, but 1.0 is."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict | list) or isinstance(other, dict | list):

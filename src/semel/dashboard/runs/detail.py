@@ -133,7 +133,7 @@ def _redraw_after(run: Run) -> float:
 
 
 async def _read_again(service: ServiceState, caller: Principal, detail: RunDetail, *, changed: bool) -> RunDetail:
-    if not changed:  # but the runs before it in the queue may have
+    if not changed:  # the runs before it in the queue may have changed
         return msgspec.structs.replace(detail, waiting=await _read_waiting(service, caller, detail.run))
     return await _read_detail(service, caller, await service.run(detail.run.id, caller), detail)
 

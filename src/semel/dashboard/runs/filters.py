@@ -1,4 +1,4 @@
-"""The filters and the position of the list of runs, as they stand in its address."""
+"""The filters and the position of the list of runs, as they are in its URL."""
 
 from __future__ import annotations
 

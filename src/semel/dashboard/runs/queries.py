@@ -24,7 +24,7 @@ SCAN_SECONDS = 0.25
 """Seconds after which a scan returns what it has found so far."""
 FIRST_WINDOW = 300
 LARGEST_WINDOW = 20_000
-"""Rows scanned between two looks at the clock: few at first, because most pages are full at once."""
+"""Rows scanned between two checks of the time: few at first, because most pages are full at once."""
 CLOCK_SKEW_US = 3600 * MICRO
 """How far the clock of the host that made an id may be from the database's, which sets ``created_us``."""
 MAX_SAME_PAYLOAD = 10_000

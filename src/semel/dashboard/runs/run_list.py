@@ -1,4 +1,4 @@
-"""``/ui/runs``: the list of runs with filters and search, kept up to date, and what can be done to many at once."""
+"""``/ui/runs``: the list of runs with filters and search, kept up to date, and actions on many runs at once."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def attempts_of(steps: Sequence[Step], run: Run) -> list[TimelineAttempt]:
 
 
 def draw_timeline(run: Run, steps: Sequence[Step], now_us: int, min_span_us: int = 0) -> Timeline:
-    """The run's timeline at that time; the axis is at least so long."""
+    """The run's timeline at ``now_us``; its axis covers at least ``min_span_us``."""
     shown = attempts_of(steps, run)[-MAX_LANES:]
     begin = shown[0].waited_from
     end = max(now_us if run.finished_us is None else run.finished_us, begin + 1000, *(each.at_us for each in steps))

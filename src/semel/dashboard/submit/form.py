@@ -267,7 +267,7 @@ def _option(name: str, text: str) -> Any:
 
 
 def _error_key(name: str) -> str:
-    return f"p.{name}"  # a parameter may be called as an option is
+    return f"p.{name}"  # a parameter may have the name of an option
 
 
 def _parameter_errors(model: Model, given: Mapping[str, Any]) -> dict[str, str]:
@@ -275,7 +275,7 @@ def _parameter_errors(model: Model, given: Mapping[str, Any]) -> dict[str, str]:
     errors: dict[str, str] = {}
     try:
         parameters = inspect.signature(model.function).parameters.values()
-    except NameError:  # an annotation names what does not exist at run time; the form shows the error as a whole
+    except NameError:  # an annotation uses a name that does not exist at run time; the form shows one error instead
         return errors
     for parameter in parameters:
         if parameter.name in given and parameter.name in model.signature.parameters:
