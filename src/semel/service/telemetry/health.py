@@ -86,7 +86,7 @@ class HealthCheck:
         return "ok"
 
     async def _check_ready(self) -> Health:
-        """Writes are checked first, because a read-only PostgreSQL cannot be opened; but opening creates SQLite's file."""
+        """Check writes first, as a read-only PostgreSQL cannot be opened; but open SQLite first, to create its file."""
         checks = [self._check_writes, self._check_open]
         if self._is_sqlite:
             checks.reverse()
