@@ -10,7 +10,7 @@ import pytest
 from support import servers
 from support.databases import DATABASES, Databases, StoreUrls, TestDatabase
 
-if TYPE_CHECKING:  # a browser's driver takes long to import, and most tests need none
+if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
     from playwright.sync_api import Browser
 
     from support.browser import Visitor
@@ -58,7 +58,7 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
-    """A store of each kind for the tests of a module; each test takes keys or scopes of its own."""
+    """A store of each kind, shared by the tests of a module; each test uses keys or scopes of its own."""
     with ExitStack() as cleanup:
         yield StoreUrls(request, cleanup)
 

@@ -1,7 +1,7 @@
-"""A real Chromium that looks at our pages, and takes note of everything that goes wrong in them.
+"""A real Chromium that opens our pages, and records everything that goes wrong in them.
 
 The browser is the system's: SEMEL_TEST_BROWSER, or the first of chromium, chromium-browser and google-chrome on the
-PATH. Where there is none the tests fail and say so; they are never skipped.
+PATH. Without one the tests fail with a message; they are never skipped.
 """
 
 import os
@@ -36,7 +36,7 @@ LONGEST_PICTURE = 2400
 DESK = {"width": 1280, "height": 800}
 PHONE = {"width": 360, "height": 740}
 LOOKS: dict[str, tuple[Any, Any]] = {"light": (DESK, "light"), "dark": (DESK, "dark"), "phone": (PHONE, "light")}
-# Each look is asked for what can be wrong in it only: dark has other colours, a phone has another layout.
+# Each look is checked only for what can differ in it: dark has other colours, a phone has another layout.
 ASKED: dict[str, dict[str, Any]] = {
     "light": {},
     "dark": {"runOnly": ["color-contrast"]},
@@ -52,21 +52,21 @@ FLAGS = [
     "--no-proxy-server",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing leaves this machine
 ]
-# The console tells of most violations, but not of those that a policy only reports.
+# The console has most violations, but not those of a report-only policy.
 LISTEN = """addEventListener('securitypolicyviolation', violation => console.error(
     `CSP: ${violation.effectiveDirective} forbids ${violation.blockedURI || 'this'} in ${violation.documentURI}`));"""
-# What sticks out of the window on the right, or nothing where the window need not be scrolled.
+# The elements that extend beyond the right edge of the window; none if the page does not scroll sideways.
 STICKS_OUT = """() => document.scrollingElement.scrollWidth <= innerWidth ? [] :
     [...document.querySelectorAll('body *')].filter(part => part.getBoundingClientRect().right > innerWidth + 0.5)
     .slice(0, 8).map(part => part.outerHTML.slice(0, 90))"""
-# Chromium writes each of these into the console too, after the request itself has been noted.
+# Chromium also writes each of these to the console, after the failed request has been recorded.
 TOLD_TWICE = "Failed to load resource:"
 
 expect.set_options(timeout=PATIENCE * 1000)
 
 
 class NoBrowser(Exception):
-    """The tests have no Chromium to look with."""
+    """No Chromium was found."""
 
 
 def found_browser() -> str:
@@ -86,8 +86,8 @@ def found_browser() -> str:
 def chromium() -> Iterator[Browser]:
     """A browser until the end of the block.
 
-    Playwright leaves its event loop running in the thread meanwhile, where other tests could then run none of theirs:
-    the block is the tests of one file.
+    Playwright keeps its event loop running in the thread until then, so that other tests could not run theirs: the
+    block covers the tests of one file.
     """
     path = found_browser()
     with sync_playwright() as driver:
@@ -99,7 +99,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def _launched(driver: Playwright, path: str) -> Browser:
-    """Chromium in its sandbox, except for root, and except where the system lets nobody have one."""
+    """Chromium in its sandbox, except for root, and where the system does not allow a sandbox."""
     if os.getuid() != 0:
         try:
             return driver.chromium.launch(executable_path=path, args=FLAGS, chromium_sandbox=True)
@@ -110,10 +110,10 @@ def _launched(driver: Playwright, path: str) -> Browser:
 
 
 class Visitor:
-    """Somebody with a browser of their own (no cookies, an empty cache) who looks at the pages of one address.
+    """A user with their own browser context (no cookies, an empty cache) who visits the pages of one address.
 
-    Whatever goes wrong meanwhile is a fault: an error in the console or in a script, a request that fails or is
-    refused, a request to anywhere else, a breach of the Content-Security-Policy, a dialog, a crash.
+    Everything that goes wrong is a fault: an error in the console or in a script, a request that fails or is refused, a
+    request to any other address, a violation of the Content-Security-Policy, a dialog, a crash.
     """
 
     def __init__(self, browser: Browser, address: str, **options: Any) -> None:
@@ -153,7 +153,7 @@ class Visitor:
 
     def _miss(self, request: Request) -> None:
         why = request.failure or "unknown"
-        if "ERR_ABORTED" not in why:  # the page was left, or it has given the request up by itself
+        if "ERR_ABORTED" not in why:  # the browser left the page, or the page aborted the request itself
             self._noted.append(f"failed: {request.method} {request.url}: {why}")
 
     def _answered(self, response: Response) -> None:
@@ -169,16 +169,16 @@ class Visitor:
         dialog.dismiss()
 
     def pardon(self, pattern: str) -> None:
-        """Faults that match are what the test is about."""
+        """Ignore faults that match the pattern: the test expects them."""
         self._pardoned.append(re.compile(pattern))
 
     def agree(self, question: str) -> None:
-        """Say yes to this question when the page asks it the next time."""
+        """Accept the next dialog with this question."""
         self._agreed.append(question)
 
     @property
     def faults(self) -> list[str]:
-        """What has gone wrong until now, without what is pardoned."""
+        """The faults until now, without the pardoned ones."""
         for page in self.context.pages:
             _catch_up(page)
         noted = self._noted + [f"never asked: {question}" for question in self._agreed]
@@ -190,8 +190,7 @@ class Visitor:
         return self.page
 
     def look(self, name: str) -> None:
-        """Keep pictures of the page, light, dark and on a phone; it is accessible in each, and never needs scrolling
-        sideways."""
+        """Save screenshots of the page: light, dark, on a phone. Fails if one is not accessible or scrolls sideways."""
         found: list[str] = []
         ARTIFACTS.mkdir(exist_ok=True)
         for look, (size, scheme) in LOOKS.items():
@@ -205,7 +204,7 @@ class Visitor:
         assert not found, "\n".join([f"{name} at {self.page.url}:", *found])
 
     def _extent(self) -> Any:
-        """The page from its top on, as far as anybody looks at its picture."""
+        """The part of the page in the screenshot: from its top, up to ``LONGEST_PICTURE`` pixels."""
         width, height = self.page.evaluate("[innerWidth, Math.max(innerHeight, document.documentElement.scrollHeight)]")
         return {"x": 0, "y": 0, "width": width, "height": min(height, LONGEST_PICTURE)}
 
@@ -233,24 +232,24 @@ class Visitor:
         return int(sum(bytes_of.values()))
 
     def leave(self, picture: str | None = None) -> None:
-        """Close the browser of this visitor, with a picture of what was seen last where one is asked for."""
+        """Close the browser context, after a screenshot if ``picture`` names one."""
         if picture is not None:
             ARTIFACTS.mkdir(exist_ok=True)
-            with suppress(Error):  # a page that crashed has no picture
+            with suppress(Error):  # a crashed page has no screenshot
                 self.page.screenshot(path=ARTIFACTS / f"{picture}.png", full_page=True)
         self.context.close()
 
 
 def _catch_up(page: Page) -> None:
-    """What the page has said before now has been heard afterwards."""
+    """Wait until the events that the page has sent so far have been handled."""
     try:
         page.evaluate("0")
-    except Error:  # it is on its way to another page, or gone
+    except Error:  # it is navigating, or closed
         page.context.cookies()
 
 
 def barriers(page: Page, **options: Any) -> list[str]:
-    """The faults of accessibility in the page that are serious or critical, one a line; the options are axe's."""
+    """The serious and critical accessibility violations of the page, one per line; the options are axe's."""
     found = Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
     return [
         f"axe: {fault['id']} ({fault['impact']}): {fault['help']}: {_places(fault)}"
@@ -264,13 +263,13 @@ def _places(fault: dict[str, Any]) -> str:
 
 
 def sticks_out(page: Page) -> list[str]:
-    """What makes the page wider than the window."""
+    """The elements that make the page wider than the window."""
     return [f"wider than the window: {part}" for part in page.evaluate(STICKS_OUT)]
 
 
 @contextmanager
 def visiting(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Visitor]]:
-    """Makes visitors for a test; at its end they have met no fault. Of a test that failed a picture is kept."""
+    """Creates visitors for a test; fails at its end if one has met a fault. A failed test leaves a screenshot."""
     visitors: list[Visitor] = []
     failed_before = request.session.testsfailed
 

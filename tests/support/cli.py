@@ -1,4 +1,4 @@
-"""A server with a worker and some models, for the tests of the commands that go through a server."""
+"""A server with a worker and some models, for the tests of the commands that use a server."""
 
 import asyncio
 import re
@@ -47,13 +47,13 @@ def add_models(app: App, gate: threading.Event) -> None:
         """Waits until it is let go."""
         ctx.progress(0.25, "holding")
         ctx.log.warning("holding %s", why)
-        while not gate.is_set() and not ctx.cancelled:  # noqa: ASYNC110 -- it is let go by another thread
+        while not gate.is_set() and not ctx.cancelled:  # noqa: ASYNC110 -- another thread opens the gate
             await asyncio.sleep(0.01)
         return "let go"
 
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """What the command line says, by the names of its parameters; nothing is run."""
+    """The parsed parameters of a command line, by name; the command is not run."""
     context = cli.make_context("semel", list(arguments))
     while isinstance(context.command, click.Group):
         name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
@@ -63,7 +63,7 @@ def parsed(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 class CliServer:
-    """A server with a worker, for the commands that go through it."""
+    """A server with a worker, for commands that use a server."""
 
     def __init__(self, service: TestServer, gate: threading.Event) -> None:
         self.service = service

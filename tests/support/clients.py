@@ -1,4 +1,4 @@
-"""Drives the blocking and the awaited client alike, so that a test is written once; and a service for them."""
+"""Calls the blocking and the async client in the same way, so that a test is written once; and a service for them."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ QUICK = {"backoff": 0.001, "timeout": 20.0}
 
 
 class ClientDriver:
-    """Calls a verb of a client and gives what comes of it; iterations come as lists, or one by one from `each`."""
+    """Calls a method of a client and returns its result; iterators become lists, or are read one by one with `each`."""
 
     def __init__(self, kind: str, base_url: str | None, **options: Any) -> None:
         self.kind = kind
@@ -39,7 +39,7 @@ class ClientDriver:
         return answer
 
     def each(self, answer: Any) -> Iterator[Any]:
-        """One after another, as they come."""
+        """The items of an iterator, one by one as they arrive."""
         if isinstance(answer, Iterator):
             yield from answer
             return
@@ -65,7 +65,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 gates: dict[str, threading.Event] = {}
-"""What a model waits for, by name."""
+"""The gates that models wait for, by name."""
 
 
 def gate() -> str:
@@ -106,7 +106,7 @@ def with_models(app: App) -> App:
 
 @contextmanager
 def working_service(url: str, folder: Path) -> Iterator[TestServer]:
-    """The service with those models, and a worker."""
+    """The service with these models, and a worker."""
     app = with_models(make_app(url, folder, dedupe_window=0))
     with serve(app) as service, app.working(processes=0):
         yield service

@@ -1,4 +1,4 @@
-"""What the crash test kills: a guarded call in a process of its own that stops, and says so, at a chosen point."""
+"""The process that the crash test kills: it makes a guarded call, stops at a chosen point, and reports that."""
 
 import asyncio
 import signal
@@ -29,7 +29,7 @@ CLAIM_UNCOMMITTED, COMPLETE_UNCOMMITTED = "the claim is not committed", "the com
 
 
 class Stop:
-    """Says which point was reached, and at the chosen one waits there for SIGKILL."""
+    """Reports that the chosen point was reached, and waits there for SIGKILL."""
 
     def __init__(self, point: str, parent: Connection) -> None:
         self._point = point
@@ -42,7 +42,7 @@ class Stop:
                 signal.pause()
 
     def ran(self) -> dict[str, str]:
-        """The guarded function: it works, tells its fence, and may be stopped before it returns."""
+        """The guarded function: it reports its fence, and may be stopped before it returns."""
         self._parent.send(current_claim().fence)
         self.at(INSIDE)
         return {"by": "the child"}
@@ -64,7 +64,7 @@ class StoppingStore:
         return await self._at_claim(self._store.claim, requests)
 
     async def _at_claim(self, verb: Any, requests: Sequence[Any]) -> Any:
-        await self._store.open()  # so that the commit that is stopped is the claim's, not the migration's
+        await self._store.open()  # so that the first commit is the claim's, not the migration's
         self._stop.at(BEFORE_CLAIM)
         self._uncommitted = CLAIM_UNCOMMITTED
         verdicts = await verb(requests)
@@ -83,7 +83,7 @@ class StoppingStore:
 
 
 class StoppingTogether(StoppingStore):
-    """The same for a store that takes its verbs together."""
+    """The same for a store that executes requests together."""
 
     async def together(self, requests: Sequence[Any]) -> Any:
         stopping = self._at_claim if isinstance(requests[0], ClaimRequest) else self._at_complete
@@ -92,7 +92,7 @@ class StoppingTogether(StoppingStore):
 
 @dataclass(frozen=True)
 class Victim:
-    """The call that a child is to make, and where it is to stop."""
+    """The call that a child makes, and the point at which it stops."""
 
     url: str
     awaited: bool
@@ -103,7 +103,7 @@ class Victim:
 
 
 def work_until_killed(victim: Victim, parent: Connection) -> None:
-    """Make one guarded call; the parent kills us when we say that the point is reached."""
+    """Make one guarded call; the parent kills this process when it reports that the point is reached."""
     stop = Stop(victim.point, parent)
     opened = open_store(victim.url, awaited=victim.awaited, clock=FakeClock(victim.clock))
     store = StoppingTogether(opened, stop) if isinstance(opened, Together) else StoppingStore(opened, stop)

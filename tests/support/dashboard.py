@@ -1,4 +1,4 @@
-"""A service with tokens, models and a worker, in a thread, for people with a browser to look at."""
+"""A service with tokens, models and a worker, in a thread, for tests with a browser."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Visit = Callable[..., Visitor]
 
 
 class DashboardServer(TokenServer):
-    """A server with tokens, the models of `dashboard_app` and a worker. Every test brings users of its own."""
+    """A server with tokens, the models of `dashboard_app` and a worker. Every test has users of its own."""
 
     def __init__(self, service: TestServer, client: Any, folder: Path) -> None:
         super().__init__(service, client)
@@ -29,27 +29,27 @@ class DashboardServer(TokenServer):
         self._numbers = itertools.count(1)
 
     def newcomer(self, role: str = "submitter", tenant: str = "") -> TokenClient:
-        """Somebody whom no other test knows."""
+        """A new user, whom no other test uses."""
         return self.admit(f"user{next(self._numbers)}", role, tenant)
 
     def name_of(self, person: TokenClient) -> str:
-        """What the service calls them."""
+        """The name of the user."""
         name: str = person.get("/usage").json()["user"]
         return name
 
     def gate(self) -> Path:
-        """A file that is not there yet: what the model ``hold`` waits for."""
+        """The path of a file, not created yet, that the model ``hold`` can wait for."""
         return self._folder / f"gate{next(self._numbers)}"
 
     def submit(self, by: TokenClient, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
-        """The id of a new run."""
+        """Submit a run; returns its id."""
         answer = by.post("/runs", json={"model": model, "parameters": parameters or {}, **more})
         assert answer.status_code == 201, answer.text
         run_id: str = answer.json()["run_id"]
         return run_id
 
     def ended(self, run_id: str) -> dict[str, Any]:
-        """The run, once it is over."""
+        """The run, once it has ended."""
         for _ in range(3):
             run: dict[str, Any] = self.root.get(f"/runs/{run_id}", params={"wait": 25}).json()
             if run["finished_at"] is not None:
@@ -57,7 +57,7 @@ class DashboardServer(TokenServer):
         raise AssertionError(f"run {run_id} did not end")
 
     def leave_unknown(self, key: str, scope: str) -> None:
-        """Claim a key, vanish, and leave it unknown whether the work happened."""
+        """Claim a key and abandon it, so that its outcome is unknown."""
         once = Once(self.app.url, collect=False)
         try:
             assert isinstance(once.claim(key, scope=scope, lease=0.01, on_crash="unknown"), Granted)
@@ -66,7 +66,7 @@ class DashboardServer(TokenServer):
             once.close()
 
     def enter(self, visit: Visit, person: TokenClient, **options: Any) -> Visitor:
-        """The person with a browser, signed in."""
+        """A browser in which the user is signed in."""
         visitor = visit(self.address, **options)
         visitor.context.add_cookies([{"name": "semel_session", "value": person.secret, "url": self.address}])
         return visitor
@@ -91,7 +91,7 @@ def dashboard_server(url: str, folder: Path) -> Iterator[DashboardServer]:
 
 @contextmanager
 def _frequent_updates() -> Iterator[None]:
-    """Open pages are told sooner than they need to be, so that tests wait less."""
+    """Update open pages more often than usual, so that tests wait less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed, "REFRESH_EVERY", 0.3)
         patch.setattr(sse, "CHECK_EVERY", 0.5)

@@ -1,4 +1,4 @@
-"""A town with the models that the pages of runs show, a worker for one queue, and leases taken by hand for another."""
+"""A server with models for the pages of runs, a worker for one queue, and manual leases for another."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +17,18 @@ from support.service import TokenServer, shared_server
 
 PATIENCE = 30.0
 IDLE = "idle"
-"""The queue that no worker serves: what is submitted there waits until a test takes it."""
+"""The queue that no worker serves: its runs wait until a test leases them."""
 TRICKS = [
     "<script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
     "</pre></textarea></title><svg onload=alert(1)>",
     "{{ 7 * 7 }} {% raw %} javascript:alert(1)",
 ]
-"""Texts that do something where they are not taken for texts."""
+"""Texts that have an effect if they are not escaped."""
 
 
 async def files(ctx: Context, *, names: list[str], text: str = "content") -> None:
-    """Leave files of these names."""
+    """Write artifacts of these names."""
     for name in names:
         path = ctx.artifact(name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ async def files(ctx: Context, *, names: list[str], text: str = "content") -> Non
 
 
 async def chatter(ctx: Context, *, lines: int, text: str) -> list[str]:
-    """Log a lot, and give a lot."""
+    """Log many lines, and return a large result."""
     for number in range(lines):
         ctx.log.info("%d %s", number, text)
     return [text] * lines
@@ -44,7 +44,7 @@ async def chatter(ctx: Context, *, lines: int, text: str) -> list[str]:
 
 @contextmanager
 def runs_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
-    """The town for the tests of a file, at work."""
+    """The server for the tests of a file, with its worker running."""
     with shared_server(request, factory) as server:
         app = server.app
         app.model("hold")(hold)
@@ -58,22 +58,22 @@ def runs_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory)
 
 
 def submitted(server: TokenServer, model: str, parameters: dict[str, Any] | None = None, **options: Any) -> str:
-    """The id of a new run."""
+    """Submit a run; returns its id."""
     return server.app.submit(model, parameters or {}, **options).id
 
 
 def ended(server: TokenServer, run_id: str) -> Run:
-    """The run once it is over."""
+    """The run, once it has ended."""
     return server.app.wait(run_id, timeout=PATIENCE)
 
 
 def idle(server: TokenServer, user: str = "", **options: Any) -> str:
-    """A run that waits for ever."""
+    """Submit a run that no worker leases; returns its id."""
     return submitted(server, "add", {"a": 1}, user=user, queue=IDLE, **options)
 
 
 class ManualWorker:
-    """A worker that is led by the test: it takes runs of the idle queue, and ends them as it is told."""
+    """A worker controlled by the test: it leases runs of the idle queue, and ends them."""
 
     def __init__(self, app: App) -> None:
         self._ledger = app.ledger(awaited=False)
@@ -93,7 +93,7 @@ class ManualWorker:
         )
 
     def tidy(self) -> None:
-        """Remove the keys that have expired."""
+        """Remove expired keys."""
         run_sync(self._ledger.write(maintenance.remove_expired, self._ledger.terms))
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class ManualWorker:
 
 @contextmanager
 def manual_worker(server: TokenServer) -> Iterator[ManualWorker]:
-    """A hand of one's own."""
+    """A manual worker on the server's database, closed at the end of the block."""
     made = ManualWorker(server.app)
     try:
         yield made

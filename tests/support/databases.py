@@ -1,6 +1,6 @@
-"""Databases for tests: one for each kind of store, shared by a module; and empty ones, on a clock that the test moves.
+"""Databases for tests: one for each kind of store, shared by a module; and empty ones, with a clock that tests set.
 
-The fixtures ``urls``, ``databases`` and ``database`` of conftest.py give them out.
+The fixtures ``urls``, ``databases`` and ``database`` of conftest.py provide them.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from semel.testing import FakeClock
 KINDS = ["memory", "sqlite", "redis", "postgres"]
 """Stores of keys."""
 SHARED_KINDS = KINDS[1:]
-"""Stores that other processes see."""
+"""Stores that processes can share."""
 DATABASES = ("sqlite", "postgres")
 """Databases of runs, quotas and the service."""
 
@@ -39,20 +39,20 @@ START = 1_709_210_096.0
 
 
 def train(ctx: Any, number: int = 0) -> None:
-    """A model that nobody runs."""
+    """A model that is never executed."""
 
 
 def open_app(url: str, **options: Any) -> App:
-    """An app that knows ``train``: three attempts, three lost workers, a lease of a minute."""
+    """An app with the model ``train``: three attempts, three lost workers, a lease of a minute."""
     app = App(url, **options)
     app.model("train", isolation="thread", max_attempts=3, max_lost=3, lease=LEASE)(train)
     return app
 
 
 class TestDatabase:
-    """An empty database, and runs that move through their states by the store's own verbs, without a worker.
+    """An empty database, and runs whose state is changed by the store's own functions, without a worker.
 
-    What is opened over it is closed when the test ends.
+    Everything opened on it is closed when the test ends.
     """
 
     __test__ = False
@@ -73,34 +73,34 @@ class TestDatabase:
         return self.open_jobs()
 
     def open_app(self, **options: Any) -> App:
-        """Another app, on the same clock unless ``clock=`` says otherwise."""
+        """Another app, with the same clock unless ``clock=`` is given."""
         app = open_app(options.pop("url", self.url), **{"clock": self.clock, **options})
         self._stack.callback(app.close)
         return app
 
     def open_jobs(self, **options: Any) -> JobStore:
-        """Another store, on the same clock unless ``clock=`` says otherwise."""
+        """Another store, with the same clock unless ``clock=`` is given."""
         jobs = JobStore(options.pop("url", self.url), **{"clock": self.clock, **options})
         self._stack.callback(jobs.close)
         return jobs
 
     def submit(self, user: str | int = 42, **options: Any) -> Run:
-        """A run of its own; ``number`` makes it the same as another."""
+        """Submit a run with a payload of its own; the same ``number`` gives the same payload."""
         return self.app.submit("train", {"number": options.pop("number", next(self._numbers))}, user=user, **options)
 
     def reserve(self, user: str | int = 42, limit: int = 5, ttl: float = 300) -> str:
-        """A reservation that must be granted, in a flow of its own: no submission of the test takes it unnamed."""
+        """Reserve a slot, in a context of its own: no submission of the test uses it without naming it."""
         reservation = copy_context().run(self.jobs.reserve_job_slot, user, limit, ttl)
         assert reservation is not None
         return reservation
 
     def lease(self, most: int = 1) -> list[Leased]:
-        """What a worker would get."""
+        """Lease runs as a worker does."""
         self._write(lease.wake)
         return self._write(lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most))
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
-        """End an attempt; False when its fence has passed."""
+        """End an attempt; returns False if its fence is outdated."""
         returned = options.pop("returned", False)
         if kind == "succeeded":
             options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
@@ -108,18 +108,18 @@ class TestDatabase:
         return leased.id in self._write(transitions.end, [ending])
 
     def finish(self, *runs: Run) -> None:
-        """Let a worker take and finish these, and all that stand before them."""
+        """Lease and finish these runs, and all that are due before them."""
         wanted = {run.id for run in runs}
         taken = self.lease(1000)
         assert wanted <= {each.id for each in taken}
         assert all(self.end(each) for each in taken)
 
     def lose_expired(self) -> int:
-        """What the sweeper does with leases that have ended."""
+        """Recover runs whose lease has expired, as the sweeper does; returns how many."""
         return len(self._write(transitions.lose_expired))
 
     def tidy(self) -> int:
-        """What the sweeper does with keys and reservations that have expired."""
+        """Remove expired keys and reservations, as the sweeper does; returns how many."""
         removed: int = self._write(maintenance.remove_expired)[0]
         return removed
 
@@ -128,7 +128,7 @@ class TestDatabase:
         return run_sync(store.write(verb, *arguments, store.terms))
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
-        """What a person with a database client sees."""
+        """The rows of a query, as a database client gets them."""
         if self.kind == "sqlite":
             with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection:
                 return connection.execute(query).fetchall()
@@ -136,7 +136,7 @@ class TestDatabase:
             return connection.execute(query).fetchall()
 
     def write(self, statement: LiteralString) -> None:
-        """What a person with a database client does."""
+        """Execute a statement, as a database client does."""
         if self.kind == "sqlite":
             with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as file, file:
                 file.execute(statement)
@@ -145,17 +145,17 @@ class TestDatabase:
             connection.execute(statement)
 
     def count(self, relation: LiteralString, where: LiteralString = "1 = 1") -> int:
-        """How many rows a relation has."""
+        """The number of rows of a relation."""
         counted: int = self.rows("SELECT count(*) FROM " + relation + " WHERE " + where)[0][0]
         return counted
 
     def concurrent(self, user: str | int = 42) -> int:
-        """How many slots the user has in use."""
+        """The number of slots that the user has in use."""
         return self.app.usage(user).concurrent
 
 
 class Databases:
-    """Makes empty databases: a migration takes longer than most tests, so each kind is migrated once."""
+    """Creates empty databases. Each kind is migrated once, because a migration takes longer than most tests."""
 
     def __init__(self, request: pytest.FixtureRequest, stack: ExitStack) -> None:
         self._request = request
@@ -207,7 +207,7 @@ def database_url(request: pytest.FixtureRequest, kind: str) -> Iterator[str]:
 
 
 class StoreUrls(dict[str, str]):
-    """The URL by the store's kind; a server starts when its URL is first asked for."""
+    """The URLs by kind of store; a server starts when its URL is first needed."""
 
     def __init__(self, request: pytest.FixtureRequest, cleanup: ExitStack) -> None:
         super().__init__(memory="memory://")

@@ -1,4 +1,4 @@
-"""A server that misbehaves, on real sockets: it stands before another one, or alone, and does what is on its list."""
+"""A faulty server on real sockets: alone or as a proxy of another server, it executes a list of faults."""
 
 import json
 import re
@@ -13,7 +13,7 @@ PATIENCE = 30.0
 
 
 class Sent(NamedTuple):
-    """A request that came."""
+    """A request that was received."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ Fault = Callable[["FaultyServer", socket.socket, Sent], None]
 
 
 class FaultyServer:
-    """Takes one request a connection. Each meets the next fault of the list; when that is empty, the server behind."""
+    """Handles one request per connection with the next fault; without faults it forwards to the server ``behind``."""
 
     def __init__(self, behind: str | None = None) -> None:
         self.behind = behind
@@ -44,7 +44,7 @@ class FaultyServer:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the requests that came, in turn."""
+        """The keys of the received requests, in order."""
         return [each.json["idempotency_key"] for each in self.sent if each.body]
 
     def __enter__(self) -> Self:
@@ -60,7 +60,7 @@ class FaultyServer:
             assert not thread.is_alive()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the door is closed
+        with suppress(OSError):  # the listener is closed
             while True:
                 client, _ = self._door.accept()
                 client.settimeout(PATIENCE)
@@ -78,7 +78,7 @@ class FaultyServer:
                 pass_on(self, client, sent)
 
     def answer_of(self, sent: Sent) -> socket.socket:
-        """A connection to the server behind, where the request was sent."""
+        """A connection to the server behind, to which the request was sent."""
         assert self.behind is not None, f"nobody stands behind, and {sent.method} {sent.path} came"
         host, _, port = self.behind.removeprefix("http://").partition(":")
         server = socket.create_connection((host, int(port)), PATIENCE)
@@ -109,12 +109,12 @@ def _more(client: socket.socket) -> bytes:
 
 
 def pass_on(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """As an honest go-between does."""
+    """Forward the request and the whole response."""
     cut_after(1 << 40)(faulty, client, sent)
 
 
 def cut_after(most: int) -> Fault:
-    """Pass on so many bytes of the answer, then break off."""
+    """Forward at most ``most`` bytes of the response, then close the connection."""
 
     def fault(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
         left = most
@@ -127,35 +127,35 @@ def cut_after(most: int) -> Fault:
 
 
 def lose_the_answer(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """The server behind does its work, and nobody hears of it."""
+    """Forward the request, and drop the response."""
     with faulty.answer_of(sent) as server:
         while server.recv(65536):
             pass
 
 
 def lose_the_request(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """Hang up, and say nothing."""
+    """Close the connection without forwarding the request."""
 
 
 def reset(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """Hang up rudely."""
+    """Reset the connection."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def keep_silent(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """Until the client gives up."""
+    """Send nothing until the client disconnects."""
     client.recv(1)
 
 
 def drip(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """Answer so slowly that no single wait is long, and the answer never whole."""
+    """Respond slowly: no single read takes long, and the response never ends."""
     client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
     while not faulty.ending.wait(0.02):
         client.sendall(b" ")
 
 
 def saying(status: int, body: Any = b"", **headers: str) -> Fault:
-    """Answer so; what is not bytes goes as JSON."""
+    """Respond with this; a body that is not bytes is sent as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     head = "\r\n".join([f"HTTP/1.1 {status} Whatever", *lines, f"Content-Length: {len(content)}", "Connection: close"])
@@ -167,11 +167,11 @@ def saying(status: int, body: Any = b"", **headers: str) -> Fault:
 
 
 def problem(status: int, code: str, *, retryable: bool = False, **more: Any) -> Fault:
-    """A refusal as semel's server words it."""
+    """Respond with a problem, as semel's server does."""
     told = {"type": "urn:semel:x", "title": "x", "status": status, "detail": f"it is {code}", "error_code": code}
     return saying(status, {**told, "retryable": retryable, **more}, content_type="application/problem+json")
 
 
 def garbage(faulty: FaultyServer, client: socket.socket, sent: Sent) -> None:
-    """No HTTP at all."""
+    """Respond with bytes that are not HTTP."""
     client.sendall(b"\x00\xff\xfe SSH-2.0 \r\n\r\n" * 3)

@@ -1,4 +1,4 @@
-"""Servers that run the cases of apps/http_cases, and their clients: good ones, and bytes that a test writes itself."""
+"""Servers that run the cases of apps/http_cases, and their clients: httpx, and sockets that a test writes to."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ FRAMEWORKS = {"asgi": ["asgi", "starlette"], "wsgi": ["wsgi", "flask"]}
 
 
 class Wire:
-    """A connection whose bytes the test writes itself."""
+    """A connection to which the test writes raw bytes."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
@@ -53,17 +53,17 @@ class Wire:
         self.socket.sendall(data)
 
     def response(self) -> httpx.Response:
-        """The next whole response; h11.RemoteProtocolError when it is cut off."""
+        """The next whole response; raises h11.RemoteProtocolError if it is truncated."""
         status, headers, body = self.raw_response()
         return httpx.Response(status, headers=headers, content=body)
 
     def raw_response(self) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """Status, headers and the bytes of the body as they came."""
+        """The status, headers and body of the next response, as they were received."""
         parser = h11.Connection(h11.CLIENT)
         parser.send(h11.Request(method="POST", target="/", headers=[("host", "test")]))
         parser.send(h11.EndOfMessage())
         if self._rest:
-            parser.receive_data(self._rest)  # nothing would mean the end
+            parser.receive_data(self._rest)  # empty data would mean the end
         status, headers, body = 0, [], b""
         while True:
             event = parser.next_event()
@@ -78,7 +78,7 @@ class Wire:
                 return status, headers, body
 
     def so_far(self, seconds: float) -> bytes:
-        """All that arrives within that time."""
+        """Everything that arrives within that time."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self.socket.settimeout(left)
@@ -93,14 +93,14 @@ class Wire:
         return self._rest
 
     def until(self, end: bytes) -> None:
-        """Wait until that has arrived."""
+        """Wait until these bytes have arrived."""
         while end not in self._rest:
             data = self.socket.recv(1 << 16)
             assert data, "the server closed the connection"
             self._rest += data
 
     def all(self) -> bytes:
-        """All that comes until the server closes."""
+        """Everything that arrives until the server closes the connection."""
         try:
             while data := self.socket.recv(1 << 16):
                 self._rest += data
@@ -109,7 +109,7 @@ class Wire:
         return self._rest
 
     def reset(self) -> None:
-        """Leave as a crashed client does: what still comes is refused by a reset."""
+        """Reset the connection, as a crashed client does."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -133,11 +133,11 @@ class Site:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the server takes a second request on a connection."""
+        """Whether the server accepts a second request on a connection."""
         return self.name != "gunicorn-sync"
 
     def path(self, place: str) -> str:
-        """Of a rule and a case, written `rule/case`."""
+        """The path of a rule and a case, given as `rule/case`."""
         return f"/{self.framework}/{self.store}/{place}"
 
     def post(self, place: str, key: str, content: Any = b"{}", **headers: str) -> httpx.Response:
@@ -145,22 +145,22 @@ class Site:
         return self.client.post(self.path(place), content=content, headers={"Idempotency-Key": key, **named})
 
     def post_until(self, place: str, key: str, status: int, *errors: int) -> httpx.Response:
-        """Ask again, as a good client does, until the status is this; refusals say when to ask again."""
+        """Retry, as a client does, until the response has this status; any 409 or 503 must have a Retry-After."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             try:
                 response = self.post(place, key)
             except httpx.TransportError:
-                continue  # the worker that had it is gone
+                continue  # the worker that handled it was killed
             if response.status_code == status:
                 return response
             assert response.status_code in (409, 503, *errors), response.text
             assert response.status_code in errors or int(response.headers["retry-after"]) >= 1
-            time.sleep(0.01)  # as a client would, if shorter
+            time.sleep(0.01)  # shorter than a real client's pause
         raise AssertionError(f"{place} did not return {status}")
 
     def settled(self, place: str, key: str) -> httpx.Response:
-        """The response when nobody works on the key any more."""
+        """The response, once the key is no longer in progress."""
 
         def response() -> httpx.Response | None:
             response = self.post(place, key)
@@ -187,12 +187,12 @@ class Site:
         return len(self.desk.notes(key, "executed"))
 
     def open(self, key: str, *gates: object) -> None:
-        """Open the key's gate, or its gates of these names."""
+        """Open the key's gate, or its gates with these names."""
         for gate in gates or ("",):
             self.desk.open(f"{key} {gate}".strip())
 
     def assert_closed(self, key: str, times: int = 1) -> None:
-        """Of a stream: WSGI has the server close the app's iterable, once."""
+        """Check that the server has closed the app's iterable, once, as WSGI requires; for streams."""
         if self.protocol == "wsgi":
             self.desk.wait_for(key, "closed", times)
             assert len(self.desk.notes(key, "closed")) == times
@@ -202,7 +202,7 @@ def until(reached: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + PATIENCE
     while not (answer := reached()):
         assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)  # another process brings it about, and has no way to tell us
+        time.sleep(0.01)  # another process does it, and cannot notify us
     return answer
 
 
@@ -228,7 +228,7 @@ def is_replay_of(first: httpx.Response, second: httpx.Response) -> bool:
 def running(
     name: str, folder: Path, stores: Mapping[str, str], *options: str, workers: int = 0, app: str = "app"
 ) -> Iterator[WebServer]:
-    """A server of the name that runs the cases over the stores."""
+    """The server of that name, which runs the cases with these stores."""
     kind = SERVERS[name]
     env = {
         "SEMEL_TEST_STORES": json.dumps(dict(stores)),
@@ -243,7 +243,7 @@ def running(
 
 @contextmanager
 def serving(name: str, folder: Path, url: str, *options: str, framework: str = "") -> Iterator[Site]:
-    """A server of its own, for as long as the block lasts."""
+    """A separate server, until the end of the block."""
     framework = framework or FRAMEWORKS[SERVERS[name].protocol][-1]
     with (
         running(name, folder, {"main": url}, *options) as server,

@@ -17,7 +17,7 @@ SUBMIT = "/api/cloud/jobs/submit"
 
 
 def add_models(app: App) -> None:
-    """Models that run in a thread or in the loop, so that a test's own worker has them at once."""
+    """Add models that run in a thread or in the event loop, so that a test's worker starts no child processes."""
 
     @app.model("add")
     async def add(a: int = 1, b: int = 2) -> int:
@@ -29,7 +29,7 @@ def add_models(app: App) -> None:
 
     @app.model("read", isolation="thread")
     def read(ctx: Context) -> dict[str, str] | None:
-        """What the run's data is."""
+        """The files of the run's data."""
         if ctx.data is None:
             return None
         files = (path for path in sorted(ctx.data.rglob("*")) if path.is_file())
@@ -41,13 +41,13 @@ def add_models(app: App) -> None:
 
 
 def write_config(folder: Path, name: str, **body: Any) -> None:
-    """A config as a file."""
+    """Write a config as a file."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(body))
 
 
 def submit(client: httpx.Client, config: str, key: str | None = None, **more: Any) -> dict[str, Any]:
-    """Submit a job, and give the answer, which is 200 whatever it says."""
+    """Submit a job; returns the body of the response, whose status is always 200."""
     params = {"provider": more.pop("provider")} if "provider" in more else {}
     body = {"config_name_to_load": config, **({} if key is None else {"idempotency_key": key}), **more}
     answer = client.post(SUBMIT, params=params, json=body)
@@ -57,7 +57,7 @@ def submit(client: httpx.Client, config: str, key: str | None = None, **more: An
 
 
 def job(client: httpx.Client, job_id: str) -> dict[str, Any]:
-    """The job as it stands."""
+    """The job in its present state."""
     answer = client.get(f"/api/cloud/jobs/{job_id}")
     assert answer.status_code == 200, answer.text
     view: dict[str, Any] = answer.json()
@@ -85,7 +85,7 @@ def runs_of(server: TestServer, queue: str | None = None) -> list[dict[str, Any]
 
 
 class SlowStore(FileResults):
-    """A folder of results that keeps no file before it is told to."""
+    """A result store in a folder that stores no file before the test allows it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -98,5 +98,5 @@ class SlowStore(FileResults):
         super().put_file(ref, path)
 
     def kept(self) -> Iterator[Path]:
-        """Every file that is kept."""
+        """Every stored file."""
         return (path for path in self._root.rglob("*") if path.is_file())

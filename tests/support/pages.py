@@ -1,4 +1,4 @@
-"""The dashboard as a browser meets it, without one: a client that keeps cookies, fills forms, and reads the HTML."""
+"""Tests pages of the dashboard without a browser: a client that keeps cookies, sends forms, and parses the HTML."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Node:
 
     @property
     def text(self) -> str:
-        """What is read, in one line."""
+        """The visible text, on one line."""
         return " ".join("".join(self._pieces()).split())
 
     def _pieces(self) -> Iterator[str]:
@@ -61,13 +61,13 @@ class Node:
         return [each for each in self.walk() if _fits(each, tag, attributes)]
 
     def one(self, tag: str | None = None, **attributes: str) -> "Node":
-        """The only one of those."""
+        """The only such element; fails if there is none, or several."""
         found = self.all(tag, **attributes)
         assert len(found) == 1, f"{len(found)} elements are {tag} {attributes}"
         return found[0]
 
     def rows(self) -> list[list[str]]:
-        """The texts of a table's cells."""
+        """The texts of a table's cells, by row."""
         return [[cell.text for cell in row.all("td")] for row in self.one("tbody").all("tr")]
 
 
@@ -84,7 +84,7 @@ def _fits(node: Node, tag: str | None, attributes: dict[str, str]) -> bool:
 
 
 class Page:
-    """A page as it is understood, with its answer."""
+    """A parsed page, with its response."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self.answer = answer
@@ -135,7 +135,7 @@ class _Tree(HTMLParser):
 
 
 def parsed(html: str) -> Node:
-    """The tree of a piece of HTML, in which everything that is opened must be closed."""
+    """The tree of some HTML; fails if an element is not closed."""
     tree = _Tree()
     tree.feed(html)
     tree.close()
@@ -144,7 +144,7 @@ def parsed(html: str) -> Node:
 
 
 class Browser:
-    """Somebody who looks at the pages: cookies are kept, redirects followed, forms carry their secret."""
+    """Opens pages as a browser does: keeps cookies, follows redirects, and sends forms with the CSRF secret."""
 
     def __init__(self, client: httpx.Client) -> None:
         self.client = client
@@ -154,7 +154,7 @@ class Browser:
         return Page(self.client.get(path, **options))
 
     def send(self, path: str, fields: Any = None, **options: Any) -> Page:
-        """Send a form with these fields to the path, with the secret of this browser, as its pages would."""
+        """Send a form with these fields and the CSRF secret to the path, as a page would."""
         given = fields or {}
         form = [(name, value) for name, several in _pairs(given) for value in several]
         headers = {"Origin": str(self.client.base_url).rstrip("/"), **options.pop("headers", {})}
@@ -165,7 +165,7 @@ class Browser:
 
     @property
     def csrf(self) -> str:
-        """The secret of this browser; a page is opened for it where there is none yet."""
+        """The CSRF secret of this browser; opens a page if there is none yet."""
         if "semel_csrf" not in self.client.cookies:
             self.client.get("/ui/sign-in")
             if "semel_csrf" not in self.client.cookies:
@@ -176,7 +176,7 @@ class Browser:
         return self.send("/ui/sign-in", {"token": secret or "", "next": onward})
 
     def events(self, path: str, **options: Any) -> Any:
-        """A stream of server-sent events: ``with browser.events(...) as answer``; see also listening."""
+        """A stream of server-sent events: ``with browser.events(...) as answer``; :func:`listening` parses them."""
         return self.client.stream("GET", path, **options)
 
 
@@ -186,7 +186,7 @@ def _pairs(fields: Any) -> list[tuple[str, list[str]]]:
 
 
 class Event:
-    """A server-sent event, and the elements that it brings."""
+    """A server-sent event, and the elements in it."""
 
     def __init__(self, kind: str, data: str) -> None:
         self.kind = kind
@@ -195,18 +195,18 @@ class Event:
 
     @property
     def ids(self) -> list[str]:
-        """What it replaces."""
+        """The ids of the elements that it replaces."""
         return [each["id"] for each in self.root.children if isinstance(each, Node)]
 
     def text(self, part: str) -> str | None:
-        """What the part says, if it is among them."""
+        """The text of the element with this id; None if the event does not have it."""
         found = self.root.all(id=part)
         return found[0].text if found else None
 
 
 @contextmanager
 def listening(client: httpx.Client, path: str) -> Iterator[Iterator[Event]]:
-    """The events of a stream as they come; one that stays away for too long is an error."""
+    """The events of a stream as they arrive; fails if the next one takes too long."""
     with client.stream("GET", path) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -227,7 +227,7 @@ def _events(answer: httpx.Response) -> Iterator[Event]:
 
 
 def made_run(at: float, **fields: Any) -> dict[str, Any]:
-    """A row of a run that was submitted so many seconds ago; times are seconds ago, too, where they are given."""
+    """The row of a run that was submitted ``at`` seconds ago; other times are also given as seconds ago."""
     now = time.time_ns() // 1000
     created = now - round(at * MICRO)
     times = {f"{name}_us": now - round(fields.pop(name) * MICRO) for name in TIMES if fields.get(name) is not None}
@@ -267,7 +267,7 @@ TIMES = ("due", "started", "finished", "lease_until")
 
 
 def put_runs(app: App, made: list[dict[str, Any]]) -> list[str]:
-    """Write rows of runs as they are, so that a test can say when everything happened; answers their ids."""
+    """Insert rows of runs, so that a test controls all times; returns their ids."""
     ledger = app.ledger(awaited=False)
     try:
         run_sync(ledger.write(_insert, runs, made))
@@ -277,7 +277,7 @@ def put_runs(app: App, made: list[dict[str, Any]]) -> list[str]:
 
 
 def put_workers(app: App, made: list[dict[str, Any]]) -> None:
-    """Write rows of workers; ``seen`` and ``started`` are seconds ago."""
+    """Insert rows of workers; ``seen`` and ``started`` are seconds ago."""
     now = time.time_ns() // 1000
     rows = []
     for each in made:
@@ -299,7 +299,7 @@ def _insert(conn: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def browser(service: TestServer, person: TokenClient | str | None = None) -> Iterator[Browser]:
-    """A browser of its own, signed in with the person's token where one is given."""
+    """A new browser, signed in with the token if one is given."""
     with service.client(follow_redirects=True, verify=False) as client:
         made = Browser(client)
         secret = person.secret if isinstance(person, TokenClient) else person

@@ -1,4 +1,4 @@
-"""How a test and an app in another process talk: the app notes what it does, and waits at gates that the test opens."""
+"""Communication of a test with an app in another process: the app writes notes, and waits at gates of the test."""
 
 import json
 import os
@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 60
-"""Seconds after which a note that does not come counts as never coming."""
+"""Seconds to wait for a note or a gate before the test fails."""
 
 
 class ProcessPeer:
-    """A folder in which an app, in whichever process, and its test leave word for each other."""
+    """A folder through which a test and an app, in any process, communicate."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def note(self, what: str, key: str | None, **more: Any) -> None:
-        """Say what happened."""
+        """Write a note."""
         line = json.dumps({"what": what, "key": key, "pid": os.getpid(), **more}) + "\n"
         with (self.folder / "journal").open("a") as journal:
             journal.write(line)
 
     def notes(self, key: str, what: str) -> list[dict[str, Any]]:
-        """What was noted of a key."""
+        """The notes of this kind about a key."""
         found = [json.loads(line) for line in self._lines() if f'"{key}"' in line]
         return [note for note in found if note["key"] == key and note["what"] == what]
 
     def keys(self, what: str) -> list[str]:
-        """The key of every such note."""
+        """The key of every note of this kind."""
         return [note["key"] for note in map(json.loads, self._lines()) if note["what"] == what]
 
     def _lines(self) -> list[str]:
@@ -37,23 +37,23 @@ class ProcessPeer:
             text = (self.folder / "journal").read_text()
         except FileNotFoundError:
             return []
-        return [line for line in text.splitlines() if line.endswith("}")]  # the last may be on its way
+        return [line for line in text.splitlines() if line.endswith("}")]  # the last line may be incomplete
 
     def wait_for(self, key: str, what: str, times: int = 1) -> dict[str, Any]:
-        """The note, when it is there."""
+        """Wait for the note, and return the last one."""
         self._until(lambda: len(self.notes(key, what)) >= times, f"{what} of {key}")
         return self.notes(key, what)[-1]
 
     def open(self, gate: str) -> None:
-        """Let pass whoever waits there, now and later."""
+        """Open the gate, for current and later waiters."""
         (self.folder / f"gate {gate}").touch()
 
     def wait_at(self, gate: str) -> None:
-        """Wait until it is opened."""
+        """Wait until the gate is open."""
         self._until(lambda: self.is_open(gate), f"gate {gate}")
 
     def is_open(self, gate: str) -> bool:
-        """Whether it was opened."""
+        """Whether the gate is open."""
         return (self.folder / f"gate {gate}").exists()
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Programs in processes of their own, started in no time: forked from a small process that has imported what they need.
+"""Programs in processes of their own that start fast: they are forked from a small process that has their imports.
 
     with Program("tell(hear() + one)", one=1) as program:
         program.tell(7)
         assert program.hear() == 8
 
-The process it is forked from has no threads and nothing open, so a program starts as clean as a new Python.
+That process has no threads and no open files, so a program starts as clean as a new Python.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 PATIENCE = 60
-"""Seconds after which a program that says nothing counts as hanging."""
+"""Seconds without a message after which a program counts as hanging."""
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
@@ -36,11 +36,11 @@ processes.set_forkserver_preload(
 
 
 class Failed(Exception):
-    """What a program raised, with its traceback as text."""
+    """A program raised an error; the message has its traceback."""
 
 
 class Program:
-    """Python source that finds the given names, and `tell` and `hear` to talk with the test."""
+    """Runs Python source with the given names, and with `tell` and `hear` to send to and receive from the test."""
 
     def __init__(self, source: str, **given: Any) -> None:
         self._pipe, theirs = processes.Pipe()
@@ -62,7 +62,7 @@ class Program:
         self._pipe.send(value)
 
     def hear(self) -> Any:
-        """What the program tells next."""
+        """The next object that the program sends."""
         if not self._pipe.poll(PATIENCE):
             raise Failed("the program hangs")
         good, said = self._pipe.recv()
@@ -72,13 +72,13 @@ class Program:
 
 
 def play(source: str, given: dict[str, Any], pipe: Connection) -> None:
-    """Run it, in the child."""
+    """Run the source, in the child."""
 
     def hear() -> Any:
         try:
             return pipe.recv()
         except EOFError:
-            raise SystemExit from None  # the test has gone
+            raise SystemExit from None  # the test has ended
 
     program = sys.modules["program"] = ModuleType("program")  # a module, so that its functions can be pickled
     vars(program).update(given, tell=lambda value=None: pipe.send((True, value)), hear=hear)
@@ -90,6 +90,6 @@ def play(source: str, given: dict[str, Any], pipe: Connection) -> None:
 
 
 def outcome(source: str, **given: Any) -> Any:
-    """What a program tells before it ends."""
+    """Run a program; returns the first object that it sends."""
     with Program(source, **given) as program:
         return program.hear()

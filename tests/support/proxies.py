@@ -1,4 +1,4 @@
-"""Proxies before a PostgreSQL or Redis server: one that falls silent, one that is down at times."""
+"""Proxies for a PostgreSQL or Redis server: one that can be silenced, one that can be down."""
 
 import socket
 import threading
@@ -9,7 +9,7 @@ from sqlalchemy import URL, make_url
 
 
 class SilentProxy:
-    """Passes bytes between clients and a server until it is silenced: sockets stay open, and no answer comes."""
+    """Forwards bytes until it is silenced: then connections stay open, and nothing is forwarded."""
 
     def __init__(self, server: URL) -> None:
         self._server = server
@@ -23,14 +23,14 @@ class SilentProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def silence(self, *, new: bool) -> None:
-        """From now on no byte passes on the connections that there are; nor, with ``new``, on later ones."""
+        """Forward nothing more on existing connections, and, with ``new``, on later ones."""
         with self._lock:
             self._mute = new
             for quiet in self._quiet:
                 quiet.set()
 
     def speak(self) -> None:
-        """New connections work again; those that were silenced stay so."""
+        """Let new connections work again; silenced ones stay silent."""
         with self._lock:
             self._mute = False
 
@@ -57,7 +57,7 @@ class SilentProxy:
 
 
 class OutageProxy:
-    """Passes bytes between clients and a server while it is up; connections break and are refused while it is down."""
+    """Forwards bytes while it is up; while it is down, connections are closed and refused."""
 
     def __init__(self, server: URL) -> None:
         self._server = server
@@ -96,7 +96,7 @@ def _connect(url: URL) -> socket.socket:
 
 
 def _pass(source: socket.socket, target: socket.socket, quiet: threading.Event) -> None:
-    """On a silent connection not even its end is passed on."""
+    """Forward bytes, and the end of the connection, unless the connection is silenced."""
     with suppress(OSError):
         while data := source.recv(65536):
             if not quiet.is_set():
@@ -119,7 +119,7 @@ def _at_port(url: URL, port: int) -> str:
 
 @contextmanager
 def silent_proxy(url: str) -> Iterator[tuple[SilentProxy, str]]:
-    """A proxy before the server of a Redis or PostgreSQL URL, and the URL through it."""
+    """A proxy for the server of a Redis or PostgreSQL URL, and the URL of the proxy."""
     server = make_url(url)
     proxy = SilentProxy(server)
     try:
@@ -130,7 +130,7 @@ def silent_proxy(url: str) -> Iterator[tuple[SilentProxy, str]]:
 
 @contextmanager
 def outage_proxy(url: str) -> Iterator[tuple[OutageProxy, str]]:
-    """A proxy before the server of a PostgreSQL URL, which is down at first, and the URL through it."""
+    """A proxy for the server of a PostgreSQL URL, which is down at first, and the URL of the proxy."""
     server = make_url(url)
     proxy = OutageProxy(server)
     try:
@@ -141,7 +141,7 @@ def outage_proxy(url: str) -> Iterator[tuple[OutageProxy, str]]:
 
 @contextmanager
 def unreachable(url: str) -> Iterator[str]:
-    """The URL of a server that cannot be reached: its backlog is full, so that no first packet is answered."""
+    """The URL of an unreachable server: its backlog is full, so that connecting gets no response."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         waiting = []
         for _ in range(4):

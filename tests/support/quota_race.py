@@ -1,4 +1,4 @@
-"""Programs that take slots at the same moment, each in a process of its own."""
+"""Programs that take slots at the same time, each in a process of its own."""
 
 import os
 import signal
@@ -57,9 +57,9 @@ def race(
     users: tuple[int, ...] = (42,),
     alone: bool = True,
 ) -> Any:
-    """One process for each of the ``ways``, all let go at once: every slot that was granted, as (user, id).
+    """Start one process for each of the ``ways`` at the same time; returns every granted slot, as (user, id).
 
-    ``alone``: each try is another caller's; else those of a process are one caller's.
+    ``alone``: each try has another caller; otherwise all tries of a process have the same caller.
     """
     with ExitStack() as stack:
         programs = []
@@ -77,7 +77,7 @@ def race(
 
 
 def last_words(source: str, **given: Any) -> Any:
-    """What a program told before it was killed, wherever it stood then. It tells its process id first."""
+    """Run a program, and kill it once it has sent an object, which is returned."""
     with Program("import os; tell(os.getpid())\n" + textwrap.dedent(source), **given) as program:
         pid = program.hear()
         said = program.hear()

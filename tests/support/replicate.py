@@ -44,7 +44,7 @@ OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 def prepared(app: App, cloud_url: str, listener: socket.socket, pace: Timing, options: dict[str, Any]) -> ServiceState:
-    """A service with the provider. ``hooks`` among the options: Replicate can call it back."""
+    """A service with the provider. With the option ``hooks``, Replicate can call it back."""
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     if options.pop("hooks", False):
         options |= {"public_url": address, "replicate_webhook_secret": SECRET}
@@ -72,7 +72,7 @@ def serve_here(url: str, folder: str, cloud_url: str, tell: Callable[[Any], None
 
 
 def submit(app: App, prompt: str, **more: Any) -> Run:
-    """A job as it comes from a config."""
+    """Submit a job as from a config."""
     given = {"config": "foxes", "version": VERSION, "input": {"prompt": prompt}, **more}
     if "model" in given:
         del given["version"]
@@ -85,13 +85,13 @@ def submit(app: App, prompt: str, **more: Any) -> Run:
 
 
 def ended(app: App, run: Run) -> Run:
-    """The run when it is over."""
+    """The run, once it has ended."""
     eventually(lambda: app.get(run.id).status in OVER, f"the end of run {run.id}")
     return app.get(run.id)
 
 
 def in_database(app: App, work: Callable[[Connection], R]) -> R:
-    """Do something behind everybody's back."""
+    """Call the function with a direct connection to the database."""
     engine = create_engine(app.url.replace("postgresql://", "postgresql+psycopg://"))
     try:
         with engine.begin() as conn:
@@ -101,7 +101,7 @@ def in_database(app: App, work: Callable[[Connection], R]) -> R:
 
 
 def row_of(app: App, run: Run) -> dict[str, Any]:
-    """What is known of the run's remote job."""
+    """The row of the run's job."""
 
     def read(conn: Connection) -> dict[str, Any]:
         found = conn.execute(text("SELECT * FROM semel_jobs WHERE run_id = :run"), {"run": run.id}).mappings().first()
@@ -111,7 +111,7 @@ def row_of(app: App, run: Run) -> dict[str, Any]:
 
 
 def listens(conn: Connection) -> bool:
-    """Whether a worker hears of new runs by now; on SQLite it sees the file change."""
+    """Whether a worker listens for new runs by now; always True for SQLite, where workers watch the file."""
     if conn.dialect.name == "sqlite":
         return True
     asked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ILIKE 'listen%'"
@@ -119,7 +119,7 @@ def listens(conn: Connection) -> bool:
 
 
 def take_lease(app: App, run: Run) -> None:
-    """Whoever works on the run loses it, as if its lease had ended."""
+    """Take the run from its worker, as if its lease had expired."""
 
     def lose(conn: Connection) -> None:
         conn.execute(text("UPDATE semel_runs SET lease_until_us = 1 WHERE id = :run"), {"run": run.id})
@@ -131,7 +131,7 @@ def take_lease(app: App, run: Run) -> None:
 
 
 def come_due(app: App, run: Run) -> None:
-    """The pause before the run's next attempt is over."""
+    """End the pause before the run's next attempt."""
 
     def hasten(conn: Connection) -> None:
         conn.execute(text("UPDATE semel_runs SET due_us = 0, ready = true WHERE id = :run"), {"run": run.id})
@@ -141,23 +141,23 @@ def come_due(app: App, run: Run) -> None:
 
 
 def notify(conn: Connection) -> None:
-    """Let workers look; those on SQLite see the file change."""
+    """Notify the workers; those on SQLite notice that the file has changed."""
     if conn.dialect.name == "postgresql":
         conn.execute(text(f"NOTIFY {transitions.CHANNEL}"))
 
 
 def paced(**changed: float) -> Timing:
-    """The tests' pace, with some of it different."""
+    """The timing of the tests, with some changes."""
     return Timing(**{**{name: getattr(PACE, name) for name in PACE.__struct_fields__}, **changed})
 
 
 def begun(cloud: ReplicateServer, prompt: str) -> dict[str, Any]:
-    """The newest prediction of the prompt."""
+    """Wait for a prediction of the prompt; returns the newest."""
     return eventually(lambda: cloud.of(prompt), "a prediction")[-1]
 
 
 def failed(app: App, run: Run, *words: str) -> Run:
-    """The run, which failed and says so in these words."""
+    """The run, once it has failed with an error that has these words."""
     over = ended(app, run)
     assert over.status == "FAILED"
     for word in words:

@@ -1,7 +1,7 @@
-"""A server that speaks the parts of Replicate's HTTP API that we use, over real HTTP, and misbehaves on request.
+"""A server with the parts of Replicate's HTTP API that we use, over real HTTP, which can be made to fail.
 
-As Replicate does: predictions are listed newest first, in pages, without where they call back; a prediction by itself
-shows that. There is no idempotency key: what is created twice is there twice.
+Like Replicate, it lists predictions newest first, in pages, without their webhook URL, which only a single prediction
+shows. There are no idempotency keys: two requests create two predictions.
 """
 
 import base64
@@ -27,11 +27,11 @@ PATIENCE = 30.0
 
 
 class Cut(Exception):
-    """The connection is closed without an answer."""
+    """Close the connection without a response."""
 
 
 class ReplicateServer:
-    """Predictions in memory. ``faults`` are, by the prompt, what goes wrong with the next creations."""
+    """Predictions in memory. ``faults`` has the faults of the next creations, by prompt."""
 
     def __init__(self) -> None:
         self.predictions: dict[str, dict[str, Any]] = {}
@@ -40,11 +40,11 @@ class ReplicateServer:
         self.page = 100
         self.token = TOKEN
         self.secretive: set[str] = set()
-        """Prompts of predictions that do not show where they call back."""
+        """Prompts of predictions that do not show their webhook URL."""
         self.unlisted: set[str] = set()
-        """Ids of predictions that cannot be seen yet."""
+        """Ids of predictions that are not visible yet."""
         self.late: set[str] = set()
-        """Prompts whose predictions cannot be seen when they are made."""
+        """Prompts whose predictions are not visible at first."""
         self.stubborn: set[str] = set()
         """Prompts of predictions that do not end when they are cancelled."""
         self.asked: list[dict[str, str]] = []
@@ -85,7 +85,7 @@ class ReplicateServer:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Nobody listens meanwhile."""
+        """Refuse connections until the end of the block."""
         self.close()
         self.go_on.clear()
         try:
@@ -94,11 +94,11 @@ class ReplicateServer:
             self._start()
 
     def of(self, prompt: str) -> list[dict[str, Any]]:
-        """The predictions that have this prompt, oldest first."""
+        """The predictions with this prompt, oldest first."""
         return [each for each in list(self.predictions.values()) if each["input"].get("prompt") == prompt]
 
     def add(self, body: dict[str, Any], model: str | None = None, **more: Any) -> dict[str, Any]:
-        """Make a prediction."""
+        """Create a prediction."""
         with self._lock:
             made = secrets.token_hex(13)
             if body["input"].get("prompt") in self.late:
@@ -126,12 +126,12 @@ class ReplicateServer:
             return self.predictions[made]
 
     def finish(self, prompt: str, output: Any = "done", *, status: str = "succeeded", **more: Any) -> None:
-        """Let the newest prediction of the prompt come to its end, without telling anybody."""
+        """End the newest prediction of the prompt, without calling back."""
         metrics = {"predict_time": 2.5}
         self.of(prompt)[-1].update({"output": output, "metrics": metrics, **more, "status": status})
 
     def call_back(self, prediction: dict[str, Any], **changed: Any) -> tuple[int, dict[str, Any]]:
-        """Send a webhook, as Replicate would; ``changed`` says what is different in it."""
+        """Send a webhook as Replicate does, with the parts in ``changed`` replaced."""
         body = changed.get("body", json.dumps(prediction).encode())
         webhook_id = changed.get("webhook_id", f"msg_{secrets.token_hex(8)}")
         at = str(changed.get("at", int(time.time())))
@@ -246,10 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = _serve  # noqa: N815 -- as http.server looks for them
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def handle(self) -> None:
         self.server_of.connections.add(self.connection)
-        with suppress(ConnectionError, TimeoutError):  # whoever asked has gone
+        with suppress(ConnectionError, TimeoutError):  # the client has disconnected
             super().handle()
         self.server_of.connections.discard(self.connection)

@@ -35,7 +35,7 @@ async def talk(ctx: Context, lines: int = 2) -> str:
 
 
 async def linger(ctx: Context) -> None:
-    """Until it is cancelled."""
+    """Run until it is cancelled."""
     while True:
         ctx.check()
         await asyncio.sleep(0.01)
@@ -50,11 +50,11 @@ async def files(ctx: Context, names: list[str], text: str = "content") -> int:
 
 
 async def inside() -> None:
-    """The service's own, which nobody sees."""
+    """A model of the service's own, which callers cannot see."""
 
 
 def register(app: App) -> None:
-    """Models that run in the worker's loop, so that a test waits for no process."""
+    """Register models that run in the worker's event loop, so that a test waits for no child process."""
     app.model("add", summary="scenario")(add)
     app.model("fail", max_attempts=1)(fail)
     for model in (echo, talk, linger, files):
@@ -63,7 +63,7 @@ def register(app: App) -> None:
 
 
 def submitted(client: httpx.Client, model: str, parameters: dict[str, Any] | None = None, **more: Any) -> str:
-    """The id of a new run."""
+    """Submit a run; returns its id."""
     answer = client.post("/runs", json={"model": model, "parameters": parameters or {}, **more})
     assert answer.status_code == 201, answer.text
     run_id: str = answer.json()["run_id"]
@@ -71,7 +71,7 @@ def submitted(client: httpx.Client, model: str, parameters: dict[str, Any] | Non
 
 
 def ended(client: httpx.Client, run_id: str) -> dict[str, Any]:
-    """The run once it is over, by waiting for it."""
+    """Wait for the run; returns it once it has ended."""
     for _ in range(10):
         answer = client.get(f"/runs/{run_id}", params={"wait": 20})
         assert answer.status_code == 200, answer.text

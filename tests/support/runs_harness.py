@@ -1,4 +1,4 @@
-"""Runs over an empty database: apps, workers beside the test or in processes of their own, and one by hand."""
+"""Runs on an empty database: apps, workers in threads or in processes of their own, and a manual worker."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class RunsHarness:
-    """An empty database and a folder. What is opened over it is closed when the test ends."""
+    """An empty database and a folder. Everything opened on it is closed when the test ends."""
 
     def __init__(self, kind: str, url: str, folder: Path) -> None:
         self.kind = kind
@@ -51,55 +51,55 @@ class RunsHarness:
         self._closing.close()
 
     def open(self, models: dict[str, Any] | None = None, **options: Any) -> App:
-        """An app on this database, with the models of worker_models; ``models`` are more options of theirs."""
+        """An app on this database, with the models of worker_models; ``models`` has more options for them."""
         app = App(self.url, **{"artifacts": self.folder / "artifacts", **options})
         self.closes(app)
         return worker_models.register(app, **models or {})
 
     def closes(self, app: App) -> None:
-        """Close it when the test ends."""
+        """Close the app when the test ends."""
         self._closing.callback(app.close)
 
     def hand(self, app: App | None = None, name: str = "by-hand") -> "ManualWorker":
-        """A worker's verbs by hand; on the clock that the test moves unless another app is given."""
+        """A manual worker; with the clock that the test sets, unless another app is given."""
         hand = ManualWorker(app or self.timeless, name)
         self._closing.callback(hand.close)
         return hand
 
     @cached_property
     def app(self) -> App:
-        """On the database's own clock."""
+        """An app with the database's clock."""
         return self.open()
 
     @cached_property
     def timeless(self) -> App:
-        """On the clock that the test moves."""
+        """An app with the clock that the test sets."""
         return self.open(clock=self.clock)
 
     def place(self, name: str) -> str:
-        """A new folder in which a model meets the test."""
+        """A new folder through which a model and the test communicate."""
         (self.folder / name).mkdir()
         return str(self.folder / name)
 
     @cached_property
     def engine(self) -> Engine:
-        """The database as anybody with SQLAlchemy sees it."""
+        """A plain SQLAlchemy engine on the database."""
         url = make_url(self.url)
         engine = create_engine(url.set(drivername="postgresql+psycopg") if self.kind == "postgres" else url)
         self._closing.callback(engine.dispose)
         return engine
 
     def sql(self, statement: str, **values: Any) -> Sequence[Any]:
-        """Run a statement; its rows, if it has any."""
+        """Execute a statement; returns its rows, if it has any."""
         with self.engine.begin() as connection:
             answer = connection.execute(text(statement), values)
             return answer.all() if answer.returns_rows else []
 
     @contextmanager
     def working(self, app: App | None = None, **options: Any) -> Iterator[Worker]:
-        """While inside, a worker works in a thread beside the test; at the end it is stopped at once.
+        """Run a worker in a thread until the end of the block, where it is stopped at once.
 
-        It has no child processes unless asked for: to start one takes longer than most tests.
+        By default it has no child processes: to start one takes longer than most tests.
         """
         worker = Worker(app or self.app, **{"processes": 0, "drain": 5.0, "poll": 0.2, **options})
         began: Future[asyncio.AbstractEventLoop] = Future()
@@ -120,7 +120,7 @@ class RunsHarness:
 
     @contextmanager
     def program(self, **options: Any) -> Iterator["WorkerProcess"]:
-        """While inside, a worker in a process of its own; see worker_program.py."""
+        """Run a worker (worker_program.py) in a process of its own until the end of the block."""
         told = {"url": self.url, "artifacts": str(self.folder / "artifacts"), **options}
         process = WorkerProcess(told, self.folder)
         try:
@@ -130,7 +130,7 @@ class RunsHarness:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Call it in the loop, unless that is over."""
+    """Call the function in the loop, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:
@@ -155,7 +155,7 @@ class WorkerProcess:
         self.popen.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end; returns its exit code."""
         return self.popen.wait(PATIENCE)
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class WorkerProcess:
 
 
 def effects(folder: str) -> list[list[str]]:
-    """What the models left behind: run id, fence, attempt and process of each execution."""
+    """The run id, fence, attempt and process of each execution, as the models have recorded them."""
     file = Path(folder) / "effects"
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -178,7 +178,7 @@ def touch(folder: str, name: str = "open") -> None:
 
 
 def in_threads(*work: Callable[[], T]) -> list[T]:
-    """All of it at the same moment."""
+    """Call all functions at the same time, each in a thread; returns their results."""
     barrier = threading.Barrier(len(work))
 
     def start(each: Callable[[], T]) -> T:
@@ -190,7 +190,7 @@ def in_threads(*work: Callable[[], T]) -> list[T]:
 
 
 class ManualWorker:
-    """A worker's verbs on the ledger, one by one, as the test wants them."""
+    """A worker controlled by the test, which calls its functions on the store one by one."""
 
     def __init__(self, app: App, name: str = "by-hand") -> None:
         self.name = name
@@ -208,7 +208,7 @@ class ManualWorker:
         return leased[0] if leased else None
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", *, delay: float = 0, **told: Any) -> bool:
-        """End the attempt; False when it was not this one's to end any more."""
+        """End the attempt; returns False if the lease was lost before."""
         if kind == "succeeded":
             told = {"result": "1", "result_digest": "6b86b273ff34fce1", "result_size": 1, **told}
         returned = told.pop("returned", False)

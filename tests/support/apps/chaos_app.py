@@ -19,14 +19,14 @@ def make_app(url: str, artifacts: str, effects: str) -> App:
 
 
 def effect(ctx: Context) -> None:
-    """One line in one write: it is there or it is not, whoever is killed when."""
+    """Record an execution as one line in one write, which is atomic even if the process is killed."""
     file = os.open(os.environ["SEMEL_TEST_EFFECTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{ctx.run_id} {ctx.fence}\n".encode())
     os.close(file)
 
 
 async def in_loop(ctx: Context, number: int) -> dict[str, int]:
-    """Every tenth fails the first time."""
+    """Every tenth run fails at its first attempt."""
     await asyncio.sleep(random.uniform(0, 0.06))
     if number % 10 == 0 and ctx.attempt == 1:
         raise RuntimeError("the first attempt fails")
@@ -35,7 +35,7 @@ async def in_loop(ctx: Context, number: int) -> dict[str, int]:
 
 
 def in_child(ctx: Context, number: int) -> dict[str, int]:
-    """With a file beside the result."""
+    """Writes an artifact besides its result."""
     time.sleep(random.uniform(0, 0.03))
     ctx.artifact("fence.txt").write_text(str(ctx.fence))
     effect(ctx)

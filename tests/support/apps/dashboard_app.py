@@ -1,4 +1,4 @@
-"""Models that show what the dashboard has to show; also for a server in processes of its own."""
+"""Models for the tests of the dashboard, also for a server in processes of its own."""
 
 import asyncio
 import base64
@@ -22,10 +22,10 @@ async def add(a: Annotated[int, Meta(ge=0, le=1000)], b: int = 0, mode: Literal[
 
 
 async def hold(ctx: Context, *, until: str, note: str = "holding") -> str:
-    """Go on when there is a file of that name, and not before."""
+    """Run until the file ``until`` exists."""
     ctx.log.info("waits for %s", until)
     ctx.progress(0.4, note)
-    while not Path(until).exists():  # noqa: ASYNC240 -- a look at a file of this machine
+    while not Path(until).exists():  # noqa: ASYNC240 -- a local file
         ctx.check()
         await asyncio.sleep(0.02)
     ctx.log.info("goes on")
@@ -37,14 +37,14 @@ async def fail(text: str = "as told") -> None:
 
 
 async def shout(ctx: Context, *, text: str) -> dict[str, str]:
-    """Put the text wherever a model can put one."""
+    """Put the text into the log, the progress and the result."""
     ctx.log.warning("%s", text)
     ctx.progress(0.5, text)
     return {"said": text, text: "said"}
 
 
 async def paint(ctx: Context, *, rows: int = 60) -> list[dict[str, int]]:
-    """A picture, a table, a large file."""
+    """Write an image, a table and a large file."""
     ctx.log.info("paints")
     ctx.artifact("square.png").write_bytes(SQUARE)
     ctx.artifact("table.json").write_text('{"columns": ["a", "b"], "rows": [[1, 2], [3, 4]]}')

@@ -1,4 +1,4 @@
-"""The cases of http_cases in bare ASGI and in Starlette, and what only these have."""
+"""The cases of http_cases in bare ASGI and in Starlette, and cases for these only."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ async def passed(gate: str) -> None:
 
 
 async def played(script: Script, request: Request) -> AsyncIterator[Any]:
-    """What the case makes: its head, then its chunks."""
+    """The response of the case: its head, then its chunks."""
     answer: Any = None
     while True:
         try:
@@ -94,7 +94,7 @@ async def starlette_file(request: Request) -> Response:
 
 
 async def attentive(request: Request) -> Response:
-    """Would stop for a client that left, as long handlers do."""
+    """Stops if the client disconnects, as long-running handlers do."""
     call = call_of(request)
     while not desk.is_open(call.key):
         if await request.is_disconnected():
@@ -106,7 +106,7 @@ async def attentive(request: Request) -> Response:
 
 
 async def hangs(request: Request) -> Response:
-    """Gives up on something that takes too long, the first time."""
+    """Times out in its first execution."""
     call = call_of(request)
     async with asyncio.timeout(0.05 if call.times == 1 else 20):
         if call.times == 1:
@@ -115,7 +115,7 @@ async def hangs(request: Request) -> Response:
 
 
 async def endless(request: Request) -> Response:
-    """Waits the first time for what never comes."""
+    """Never ends in its first execution."""
     call = call_of(request)
     if call.times == 1:
         try:
@@ -143,7 +143,7 @@ async def extensions(request: Request) -> Response:
 
 
 async def talk(websocket: WebSocket) -> None:
-    """Returns one message's text and the key of the headers."""
+    """Sends back the text of one message, and the key in the headers."""
     await websocket.accept()
     text = await websocket.receive_text()
     await websocket.send_text(f"{text} {websocket.headers.get('idempotency-key')}")
@@ -178,7 +178,7 @@ starlette = Starlette(
 
 
 class Impatient:
-    """An outer middleware that cancels the app when the test says so."""
+    """An outer middleware that cancels the app when the test opens a gate."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -207,7 +207,7 @@ class Impatient:
 
 
 async def pass_on(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """The plainest `@app.middleware("http")`."""
+    """A minimal `@app.middleware("http")`."""
     return await call_next(request)
 
 
@@ -220,7 +220,7 @@ def async_once(store: str, rule: str) -> AsyncOnce:
 
 
 def asgi_app() -> ASGIApp:
-    """The middleware of the path. That of the first rule opens a store of its own, and passes the lifespan on."""
+    """Chooses the middleware by the path. That of the first rule opens its own store, and gets the lifespan events."""
     chosen: dict[str, ASGIApp] = {}
     for name, inner in (("asgi", bare_asgi), ("starlette", starlette)):
         for store, url in STORES.items():
@@ -254,4 +254,4 @@ def asgi_app() -> ASGIApp:
 
 app = asgi_app()
 with_url = IdempotencyMiddleware(Starlette(routes=starlette.routes), next(iter(STORES.values())))
-"""Alone with a store of its own."""
+"""One middleware, created with a URL, so with a store of its own."""

@@ -1,8 +1,8 @@
-"""What the apps behind the middleware do, on real servers: each case is written once, for every framework.
+"""Cases for the apps behind the middleware, on real servers: each is written once, for every framework.
 
 `POST /<framework>/<store>/<rule>/<case>` calls the case in that framework behind the middleware of that rule, over that
 store; http_asgi has bare ASGI and Starlette, http_wsgi bare WSGI and Flask. The environment gives the stores' URLs as
-JSON (SEMEL_TEST_STORES) and a folder (SEMEL_TEST_FOLDER), where a case notes what it does and waits at gates until the
+JSON (SEMEL_TEST_STORES) and a folder (SEMEL_TEST_FOLDER), where a case logs what it does and waits at gates until the
 test opens them.
 """
 
@@ -24,7 +24,7 @@ desk = ProcessPeer(os.environ["SEMEL_TEST_FOLDER"])
 
 ALL_BYTES = bytes(range(256)) * 4
 HASTY = 0.3
-"""Seconds for which a request tries again while the store is away, under the rules that say so."""
+"""Seconds for which a request is retried while the store is unavailable, under the rules in ``RETRIES``."""
 
 LEASE, CRASH_LEASE = 10, 1.2
 RULES: dict[str, dict[str, Any]] = {
@@ -47,13 +47,13 @@ RETRIES = {rule: {"retry_for": HASTY} for rule in ("hasty", "wait", "crash", "un
 
 
 class Gate(Struct):
-    """The case goes on when the test has opened it."""
+    """The case waits until the test opens the gate."""
 
     name: str
 
 
 class Head(Struct):
-    """The response begins. What follows is its whole body, or, for `stream`, chunks that leave one by one."""
+    """The response begins. Next comes its whole body, or, with `stream`, chunks that are sent one by one."""
 
     status: int = 200
     headers: list[tuple[str, str]] = []
@@ -61,11 +61,11 @@ class Head(Struct):
 
 
 READ = object()
-"""Read the request's body: the case is sent its SHA-256 and its size."""
+"""Reads the request's body: the case gets its SHA-256 and its size."""
 
 
 class Broken(Exception):
-    """What a failing case raises."""
+    """The error of a case that fails."""
 
 
 class Call:
@@ -88,7 +88,7 @@ Script = Iterator[Any]
 
 
 def token(call: Call) -> bytes:
-    """A body that no second execution would return."""
+    """A body that is different in each execution."""
     return json.dumps({"key": call.key, "token": uuid.uuid4().hex}).encode()
 
 
@@ -108,7 +108,7 @@ def echo(call: Call) -> Script:
 
 
 def steps(call: Call) -> Script:
-    """Three chunks, each made when the test has opened its gate; with a length if the query has `sized`."""
+    """Sends three chunks, each after the test has opened its gate; with a Content-Length if the query has `sized`."""
     sized = [("Content-Length", "24")] if "sized" in call.query else []
     yield Head(200, [("Content-Type", "text/event-stream"), *sized], stream=True)
     for number in range(3):
@@ -136,7 +136,7 @@ def breaks(call: Call) -> Script:
 
 
 def flood(call: Call) -> Script:
-    """Far more than the sockets hold, so that a client that leaves is noticed while there is more to come."""
+    """Sends far more than the sockets buffer, so that a disconnect is noticed before the response ends."""
     yield Head(200, [("Content-Type", "text/plain")], stream=True)
     for number in range(400):
         yield b"%06d " % number * 4096
@@ -144,7 +144,7 @@ def flood(call: Call) -> Script:
 
 
 def fails(call: Call) -> Script:
-    """Before its response begins, or at its first chunk, until the test opens the gate."""
+    """Fails until the test opens the gate: before its response begins, or, if the query has `late`, after its head."""
     late = "late" in call.query
     if late:
         yield Head(200, [("Content-Type", "text/plain")], stream=True)
@@ -170,14 +170,14 @@ def compressed(call: Call) -> Script:
 
 
 def headers(call: Call) -> Script:
-    """Several of one name, in an order that counts, with bytes that are not ASCII."""
+    """Sends several headers of one name, whose order matters, and bytes that are not ASCII."""
     links = [("Link", "</a>; rel=next"), ("X-Between", "caf\xe9"), ("Link", "</b>; rel=prev"), ("Vary", "Accept")]
     yield Head(200, [("Content-Type", "text/plain"), *links, ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2")])
     yield b"linked"
 
 
 def large(call: Call) -> Script:
-    """As many bytes as the query asks for; if it has `pieces`, in four that wait for their gates."""
+    """Sends `size` bytes; if the query has `pieces`, in four chunks that wait for their gates."""
     size, pieces = int(call.query["size"]), "pieces" in call.query
     yield Head(200, [("Content-Type", "text/plain")], stream=pieces)
     for number in range(4):

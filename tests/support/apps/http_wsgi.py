@@ -1,4 +1,4 @@
-"""The cases of http_cases in bare WSGI and in Flask, and what only these have."""
+"""The cases of http_cases in bare WSGI and in Flask, and cases for these only."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ def played_blocking(script: Script, read: Callable[[int], bytes]) -> Iterator[An
 
 
 class Counted:
-    """An iterable that notes its end, so that a test can see it closed, once."""
+    """An iterable that logs when it is closed, so that a test can check that this happens once."""
 
     def __init__(self, call: Call, chunks: Iterable[bytes]) -> None:
         self._call, self._chunks = call, chunks
@@ -72,7 +72,7 @@ def bare_wsgi(environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def wsgi_file(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """A file by the server's own wrapper."""
+    """Sends a file with the server's `wsgi.file_wrapper`."""
     file = (desk.folder / f"{call.key}.bin").open("rb")
     size = os.fstat(file.fileno()).st_size
 
@@ -90,7 +90,7 @@ def wsgi_file(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def write(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """WSGI's old way: the body goes to a function."""
+    """Sends the body with WSGI's legacy `write` function."""
     write = start("200 OK", [TEXT])
     write(b"one ")
     write(b"two ")
@@ -107,7 +107,7 @@ def fail(why: str) -> NoReturn:
 
 
 def restart(start: Start, *more: tuple[str, str]) -> None:
-    """Start again with an error, as an app does that notices one late."""
+    """Call start_response again with an error, as an app does that notices one late."""
     try:
         fail("noticed late")
     except Broken:
@@ -115,14 +115,14 @@ def restart(start: Start, *more: tuple[str, str]) -> None:
 
 
 def reconsidered(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """An error is noticed before anything left: the start is replaced."""
+    """Notices an error before anything was sent: the response is replaced."""
     start("200 OK", [TEXT, ("X-First", "yes")])
     restart(start, ("Content-Length", "6"))
     return Counted(call, [b"second"])
 
 
 def too_late(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """An error is noticed when a chunk has left: start_response raises it again."""
+    """Notices an error after a chunk was sent: start_response raises it again."""
 
     def chunks() -> Iterator[bytes]:
         yield b"gone out"
@@ -135,14 +135,14 @@ def too_late(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def taken_back(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """An error is noticed after write()."""
+    """Notices an error after write()."""
     start("200 OK", [TEXT])(b"written")
     restart(start)
     return [b"sent instead"]
 
 
 def taken_back_at_the_end(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """An error is noticed after the chunk that completes the length."""
+    """Notices an error after the chunk that completes the Content-Length."""
 
     def chunks() -> Iterator[bytes]:
         yield b"whole"
@@ -154,7 +154,7 @@ def taken_back_at_the_end(call: Call, environ: Environ, start: Start) -> Iterabl
 
 
 def lazy(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Starts its response when it is asked for the first chunk."""
+    """Calls start_response only when its first chunk is read."""
 
     def chunks() -> Iterator[bytes]:
         start("201 Created", [TEXT])
@@ -186,12 +186,12 @@ def empty_chunks(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
 
 
 def silent(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Against the rules: never calls start_response."""
+    """Violates WSGI: never calls start_response."""
     return Counted(call, [])
 
 
 def twice(call: Call, environ: Environ, start: Start) -> Iterable[bytes]:
-    """Against the rules: starts twice without an error."""
+    """Violates WSGI: calls start_response twice without an error."""
     start("200 OK", [TEXT])
     start("201 Created", [TEXT])
     return [b"which?"]

@@ -1,5 +1,5 @@
 # ruff: noqa: T201 (models print)
-"""Models for the tests of how runs are executed, where child processes can import them; and a wire that remembers."""
+"""Models for the tests of how runs are executed, where child processes can import them; and a recording wire."""
 
 import ctypes
 import logging
@@ -21,7 +21,7 @@ from semel.runs.types import Attempt
 
 
 class Heard:
-    """A wire that remembers what it was told, and in which thread."""
+    """A wire that records progress and log lines, and the threads that sent them."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, str]] = []
@@ -56,7 +56,7 @@ class Broken(Exception):
 
 
 class QuiteBroken(Broken):
-    """A kind of it."""
+    """A subclass of the fatal error."""
 
 
 def nothing() -> None:
@@ -176,7 +176,7 @@ def finish_untold(ctx: Context, until: str) -> str:
 
 
 def say(ctx: Context, note: object) -> None:
-    """Give a sign of life, deaf to the answer."""
+    """Report progress, and ignore a cancellation."""
     with suppress(RunCancelled):
         ctx.progress(0.1, str(note))
 
@@ -186,12 +186,12 @@ def hang(ctx: Context) -> None:
     while True:
         try:
             time.sleep(600)
-        except BaseException:  # noqa: BLE001 (a model that cannot be reasoned with)
+        except BaseException:  # noqa: BLE001 (a model that ignores every exception)
             continue
 
 
 def hold_the_lock(ctx: Context, seconds: int) -> None:
-    """Hold the interpreter's lock in C for so long."""
+    """Hold the GIL in a C function for ``seconds``."""
     say(ctx, os.getpid())
     ctypes.PyDLL(None).sleep(seconds)
 
@@ -209,7 +209,7 @@ def start_others(ctx: Context) -> None:
 
 
 def fork_others() -> list[int]:
-    """Workers that print and return values, forked from the child."""
+    """Fork workers, which print and return values, from the child."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return pool.map(shout, range(50), chunksize=1)
 
@@ -220,7 +220,7 @@ def shout(number: int) -> int:
 
 
 def fork_badly() -> str:
-    """Both copies return from the model."""
+    """Fork, and return from the model in both processes."""
     return "copy" if os.fork() == 0 else "original"
 
 
@@ -252,7 +252,7 @@ def open_files() -> list[str]:
 
 
 def misbehave() -> None:
-    """Leave things as no model should: the next one in this process must not notice."""
+    """Change global state: the next model in this process must not be affected."""
     os.chdir(tempfile.gettempdir())
     signal.alarm(1)
     sys.stdout.close()

@@ -1,4 +1,4 @@
-"""An app that stock RQ and Celery workers import: two databases, one transport, as the environment says."""
+"""An app that stock RQ and Celery workers import: two databases and one transport, from the environment."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ TIMES = {"sweep_every": SETTINGS["sweep_every"], "tell_again": SETTINGS["tell_ag
 
 
 def note(ctx: Context, what: str, process: int = 0) -> None:
-    """Write it down where the test reads it: one line, one write."""
+    """Append a line, in one write, to the file that the test reads."""
     line = f"{ctx.run_id} {what} {ctx.attempt} {ctx.fence} {process or os.getpid()}\n"
     with NOTES.open("ab", buffering=0) as file:
         file.write(line.encode())
@@ -47,7 +47,7 @@ async def flaky(ctx: Context) -> int:
 
 
 def slow(ctx: Context, gate: str) -> int:
-    """The first attempt waits for a file; it tells the process that looks after it."""
+    """The first attempt waits for a file, after it has noted its parent process."""
     note(ctx, "begun", os.getppid())
     deadline = time.monotonic() + PATIENCE
     while ctx.attempt == 1 and not Path(gate).exists() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Models for the tests of the worker, where child processes can import them. Files are how they meet the test."""
+"""Models for the tests of the worker, where child processes can import them. They talk to the test through files."""
 
 import asyncio
 import ctypes
@@ -19,7 +19,7 @@ class Hopeless(Exception):
 
 
 def told(ctx: Context, folder: str) -> None:
-    """Leave a line that says which attempt ran: an effect that a second execution would double."""
+    """Append a line about this attempt: an effect that a second execution would repeat."""
     line = f"{ctx.run_id} {ctx.fence} {ctx.attempt} {os.getpid()}\n"
     with (Path(folder) / "effects").open("a") as effects:
         effects.write(line)
@@ -44,14 +44,14 @@ def note_apart(ctx: Context, folder: str, number: int = 0) -> dict[str, int]:
 
 
 async def flaky(ctx: Context, failures: int, why: str = "not yet") -> int:
-    """Fails so often, then succeeds."""
+    """Fails ``failures`` times, then succeeds."""
     if ctx.attempt <= failures:
         raise RuntimeError(why)
     return ctx.attempt
 
 
 async def decide(ctx: Context, verdict: str, raised: bool, times: int = 1) -> Any:
-    """Say it, raised or returned, in the first attempts; as a snooze costs no attempt, the fence counts them."""
+    """Raise or return the verdict the first ``times`` times, counted by the fence: a snooze costs no attempt."""
     if ctx.fence > times:
         return ctx.attempt
     said = {
@@ -71,7 +71,7 @@ def hopeless() -> None:
 
 
 def wait_politely(ctx: Context, folder: str) -> str:
-    """Run until the file ``open`` is there, or until asked to stop, and clean up then."""
+    """Run until the file ``open`` exists, or until asked to stop, and then clean up."""
     told(ctx, folder)
     deadline = time.monotonic() + PATIENCE
     try:
@@ -84,7 +84,7 @@ def wait_politely(ctx: Context, folder: str) -> str:
 
 
 def wait_deaf(ctx: Context, folder: str) -> str:
-    """Run until the file ``open`` is there, whatever is asked."""
+    """Run until the file ``open`` exists, and ignore requests to stop."""
     told(ctx, folder)
     deadline = time.monotonic() + PATIENCE
     while not (Path(folder) / "open").exists() and time.monotonic() < deadline:
@@ -116,7 +116,7 @@ async def await_deaf(ctx: Context, folder: str) -> str:
 
 
 def hold_the_lock(ctx: Context, seconds: float) -> int:
-    """Hold the interpreter's lock: a C function that is called without giving it up."""
+    """Hold the GIL, in a C function that does not release it."""
     ctypes.PyDLL(None).usleep(round(seconds * 1e6))
     return ctx.fence
 
@@ -133,10 +133,10 @@ async def poison_here(ctx: Context, folder: str) -> None:
 
 
 def speak(ctx: Context, folder: str) -> str:
-    """Tell how far it is and log, then wait for the file ``open`` and log again."""
+    """Report progress and log, then wait for the file ``open`` and log again."""
     ctx.progress(0.4, "fitting")
     ctx.log.info("fitted %d of %d", 4, 10)
-    print("printed")  # noqa: T201 (it is caught)
+    print("printed")  # noqa: T201 (the worker captures it)
     wait_deaf(ctx, folder)
     ctx.log.warning("that is all")
     return "let through"
@@ -161,7 +161,7 @@ def publish_file(ctx: Context, folder: str, text: str) -> str:
 
 
 def register(app: App, **more: Any) -> App:
-    """All of them under their own names, with the options that most tests want, and ``more`` of them."""
+    """Register all models under their own names, with the options that most tests need, and ``more``."""
     for function in (add, add_apart, note, note_apart, flaky, hopeless, large, poison_here):
         app.model(function.__name__, **more)(function)
     app.model("decide", fatal=Hopeless, **more)(decide)

@@ -1,4 +1,4 @@
-"""A worker as a program: `python worker_program.py JSON`. What is not for the app or the models is the worker's."""
+"""A worker as a program: `python worker_program.py JSON`, with options of the app, the models and the worker."""
 
 import json
 import logging
