@@ -1,4 +1,4 @@
-"""`semel serve` as its users have it: a command, its processes, its signals, its log."""
+"""`semel serve` as a command: its processes, signals and log."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _BYTECODE = Path(tempfile.gettempdir()) / f"semel-bytecode-{os.getuid()}"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What a command is started with: compiled once, whatever the tests themselves leave on the disk."""
+    """The environment of a command. Its bytecode is cached, even if the tests themselves write none."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -32,7 +32,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run `semel` with these arguments to its end."""
+    """Run `semel` with these arguments, and wait for its end."""
     return subprocess.run(
         [sys.executable, "-m", "semel.cli", *arguments],
         cwd=cwd,
@@ -45,7 +45,7 @@ def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProc
 
 
 class ServeProcess:
-    """A server while the block lasts; it must have ended with it, and all its processes."""
+    """A server until the end of the block; checks that it and all of its processes have ended then."""
 
     def __init__(self, folder: Path, *arguments: str, **more: str) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class ServeProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "semel.cli", "serve", "--port", "0", *self._arguments],
                 cwd=self.folder,
-                env=environment(TMPDIR=str(self.folder), **self._more),  # what a killed one leaves, it leaves there
+                env=environment(TMPDIR=str(self.folder), **self._more),  # a killed server leaves its files there
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=logged,
@@ -95,14 +95,14 @@ class ServeProcess:
         return self._logged.read_text()
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log, where it is JSON."""
+        """The lines of the log that are JSON."""
         return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.address, timeout=PATIENCE)
 
     def children(self) -> list[int]:
-        """The processes that it has started and that run, the oldest first."""
+        """Its running child processes, oldest first."""
         try:
             found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         except (FileNotFoundError, ProcessLookupError):
@@ -111,16 +111,16 @@ class ServeProcess:
         return [int(pid) for pid in found]
 
     def left(self) -> list[int]:
-        """Those of its processes that still run."""
+        """Its processes that are still running."""
         return [pid for pid in self._known if _runs(pid)]
 
     def stop(self, number: int = signal.SIGTERM, *, group: bool = False) -> None:
-        """Send it the signal; or to its whole group, as a terminal does."""
+        """Send the signal to the server, or to its whole process group, as a terminal does."""
         self.children()
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def ended(self) -> int:
-        """Its exit code, when it has ended."""
+        """Wait for its end; returns its exit code."""
         return self.process.wait(PATIENCE)
 
     def submit(self, model: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class ServeProcess:
         return run
 
     def becomes(self, run_id: str, *statuses: str) -> dict[str, Any]:
-        """The run, once it has one of these states."""
+        """The run, once it has one of these statuses."""
 
         def there() -> dict[str, Any] | None:
             run = self.run(run_id)

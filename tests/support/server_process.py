@@ -1,8 +1,8 @@
-"""Runs one server for as long as the process that asked for it lives.
+"""Runs one server as long as the process that started it is alive.
 
-A process of its own, so that nothing is left behind however its parent ends, SIGKILL included: it makes the server's
-private directory, is the server's parent, and ends both when its standard input closes or its own parent is gone.
-Requests and replies are JSON lines: `run` a command to its end, `start` the server, `stop` it, is it `alive`?
+A separate process, so that nothing is left behind however its parent ends, SIGKILL included: it creates the server's
+private directory, is the server's parent, and removes both when its standard input is closed or its own parent is gone.
+Requests and replies are JSON lines: `run` a command, `start` and `stop` the server, and whether it is `alive`.
 """
 
 import json
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 20  # seconds that a server has to end before it is killed
+PATIENCE = 20  # seconds for a server to end before it is killed
 
 
 class Keeper:
@@ -57,7 +57,7 @@ class Keeper:
 
 
 def account_for(wants_plain_user: bool) -> pwd.struct_passwd | None:
-    """The account that runs a server which refuses to run as root; None: run it as whoever we are."""
+    """The account for a server that refuses to run as root; None for the current user."""
     if not wants_plain_user or os.geteuid() != 0:
         return None
     plain = [entry for entry in pwd.getpwall() if entry.pw_uid != 0]
@@ -80,7 +80,7 @@ def _fits(place: Path, account: pwd.struct_passwd | None) -> bool:
 
 
 def serve(keeper: Keeper, parent: int) -> None:
-    """Answer requests until there is nobody left to ask. A forked sibling may hold the pipe open: look at both."""
+    """Handle requests until the pipe is closed or the parent is gone: a forked sibling may hold the pipe open."""
     while os.getppid() == parent:
         if not select.select([sys.stdin], [], [], 0.5)[0]:
             continue

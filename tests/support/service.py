@@ -1,4 +1,4 @@
-"""The service over real HTTP, in a thread of the test's process; and other applications that carry it inside."""
+"""The service over real HTTP, in a thread of the test's process; and other applications that mount it."""
 
 import socket
 import threading
@@ -43,7 +43,7 @@ class TestServer:
 
 
 class TokenClient:
-    """Sends requests with one token over the client of the server: to make a client for each takes long."""
+    """Sends requests with one token over the shared client of the server: creating clients is slow."""
 
     def __init__(self, client: httpx.Client, secret: str | None, **headers: str) -> None:
         self._client = client
@@ -85,7 +85,7 @@ class TokenServer(TestServer):
 
 
 def issue_token(app: App, user: str, role: Any = "submitter", tenant: str = "", ttl: float | None = None) -> str:
-    """The secret of a new token, made as the command line makes one."""
+    """Create a token as the command line does; returns its secret."""
     ledger = app.ledger(awaited=False)
     try:
         request = tokens.NewToken(user=user, role=role, tenant=tenant, ttl=ttl)
@@ -95,7 +95,7 @@ def issue_token(app: App, user: str, role: Any = "submitter", tenant: str = "", 
 
 
 def make_app(url: str, folder: Path, **options: Any) -> App:
-    """An app on a database that is migrated if it is not yet, with its artifacts in the folder."""
+    """An app on a database, which is migrated if necessary, with its artifacts in the folder."""
     if url.startswith("postgresql"):
         assert semel_command(["migrate", url]) == 0
     return App(url, artifacts=folder / "artifacts", **options)
@@ -204,7 +204,7 @@ def host_wsgi(application: Any) -> Iterator[httpx.Client]:
 def _running(application: Any, lifespan: Any = "on", listener: socket.socket | None = None) -> Iterator[str]:
     """The address at which uvicorn serves the application, in a thread, until the end of the block."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else every answer waits for an acknowledgement
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else every response waits for an acknowledgement
     server = uvicorn.Server(server_config(application, lifespan))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -226,7 +226,7 @@ def server_config(application: Any, lifespan: Any = "on") -> uvicorn.Config:
 
 
 def send_raw(address: str, request: bytes, *, then_close: bool = False) -> bytes:
-    """Send these bytes and return all that comes back until the server hangs up."""
+    """Send these bytes; returns everything that the server sends until it closes the connection."""
     host, _, port = address.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as line:
         sending = threading.Thread(target=_send, args=(line, request, then_close))
@@ -246,11 +246,11 @@ def _send(line: socket.socket, request: bytes, then_close: bool) -> None:
         line.sendall(request)
         if then_close:
             line.shutdown(socket.SHUT_WR)
-    except OSError:  # the server has answered and hung up before it had read all
+    except OSError:  # the server has responded and closed the connection before it had read everything
         pass
 
 
 def status_of(answer: bytes) -> int:
-    """The status of an answer as it came."""
+    """The status of a raw response."""
     assert answer.startswith(b"HTTP/1."), answer[:80]
     return int(answer.split(b" ", 2)[1])

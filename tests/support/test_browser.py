@@ -1,4 +1,4 @@
-"""The browser of the tests notices what it is there to notice, on small pages that have one fault each."""
+"""The browser of the tests detects every kind of fault, on small pages that have one fault each."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ Visit = Callable[..., Visitor]
 
 
 class Pages(BaseHTTPRequestHandler):
-    """Serves what the server has been given for the path."""
+    """Serves the page that the server has for the path."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -37,7 +37,7 @@ class Pages(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
 
 class Shelf:
@@ -73,13 +73,13 @@ def shelf() -> Iterator[Shelf]:
 
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where pictures are kept: these are not for people to look at."""
+    """The folder of screenshots, a temporary one in these tests."""
     monkeypatch.setattr(browser, "ARTIFACTS", tmp_path / "pictures")
     return tmp_path / "pictures"
 
 
 def only_fault(visitor: Visitor) -> str:
-    """The one thing that went wrong; it is then what the test was about."""
+    """The only fault, which is then pardoned."""
     (fault,) = visitor.faults
     visitor.pardon("")
     return fault
@@ -292,7 +292,7 @@ def test_without_a_browser_the_tests_of_pages_fail_and_are_not_skipped(tmp_path:
         ],
         env=serve_command.environment(
             SEMEL_TEST_BROWSER=str(tmp_path / "none"),
-            PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # as many plugins as there are packages here
+            PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # the packages installed here have many plugins
         ),
         cwd=tmp_path,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The servers that the other tests lean on start, keep what they were told, and leave nothing behind."""
+"""The servers that other tests use start, keep their data, and leave nothing behind."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ BOTH_WAYS_TO_STOP = pytest.mark.parametrize("crash", [False, True], ids=["stoppe
 
 @pytest.fixture(scope="module")
 def own_postgres() -> Iterator[servers.Postgres]:
-    """A server that may be stopped without anybody else noticing."""
+    """A server that can be stopped without affecting other tests."""
     with servers.postgres() as server:
         yield server
 

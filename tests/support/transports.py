@@ -1,4 +1,4 @@
-"""The ground on which the transports are tested: the app here, and stock worker processes that import it, too."""
+"""Tests of the transports: an app in this process, and stock worker processes that import the same app."""
 
 import importlib
 import json
@@ -23,15 +23,15 @@ from semel.runs.rq import RqTransport
 from semel.runs.types import Run
 
 PATIENCE = 120
-"""Seconds; on a busy machine a stock worker needs many to start."""
+"""Seconds; on a busy machine a stock worker starts slowly."""
 
 PROGRAM, VARIABLE = "transport_app", "SEMEL_TRANSPORT_APP"
 APPS = Path(__file__).parent / "apps"
-sys.path.append(str(APPS))  # the app has the same name here as in the folder of the workers
+sys.path.append(str(APPS))  # the app's module has the same name here as for the workers
 
 
 def until(happens: Callable[[], Any], what: str = "what was waited for") -> Any:
-    """Wait for it; there is no signal for what other processes do."""
+    """Poll until the condition is true; other processes send no signal."""
     deadline = time.monotonic() + PATIENCE
     while not (answer := happens()):
         assert time.monotonic() < deadline, f"{what} did not happen"
@@ -40,7 +40,7 @@ def until(happens: Callable[[], Any], what: str = "what was waited for") -> Any:
 
 
 class Ground:
-    """The settings of an app, the app as this process has it, and the workers started for it."""
+    """The settings of an app, the app in this process, and the workers started for it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Ground:
         return app
 
     def start(self, command: str, *words: str) -> subprocess.Popen[bytes]:
-        """Run a command that came with a package, in the folder, as in that of a project."""
+        """Start a command of an installed package in the folder, as in a project's."""
         program = self.folder / f"{PROGRAM}.py"
         if not program.exists():
             program.symlink_to(APPS / program.name)
@@ -92,7 +92,7 @@ class Ground:
         return worker
 
     def end(self, worker: subprocess.Popen[bytes]) -> None:
-        """End it and whatever it forked; who is still working then is killed."""
+        """End the worker and its forked processes; kill those that do not end in time."""
         if worker.poll() is None:
             worker.send_signal(signal.SIGTERM)
             try:
@@ -102,7 +102,7 @@ class Ground:
                 worker.wait()
 
     def over(self, app: App, run: Run) -> Run:
-        """The run when it has ended."""
+        """The run, once it has ended."""
         try:
             return app.wait(run.id, timeout=PATIENCE)
         except TimeoutError as error:
@@ -113,7 +113,7 @@ class Ground:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def notes(self, run_id: str, what: str = "done") -> list[tuple[int, int, int]]:
-        """Attempt, fence and process of every time that the model of this run noted it."""
+        """The attempt, fence and process of each such note of this run's model."""
         file = self.folder / "notes"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [(int(n[2]), int(n[3]), int(n[4])) for n in lines if n[:2] == [run_id, what]]
@@ -144,27 +144,27 @@ class Rq:
         self.queue(ground, name).empty()
 
     def at_rest(self, ground: Ground) -> bool:
-        """Whether every message has been dealt with, none of them badly."""
+        """Whether every message has been processed; fails if one has failed."""
         queue = self.queue(ground)
         assert FailedJobRegistry(queue=queue).get_job_ids() == []
         return not queue.count and not StartedJobRegistry(queue=queue).get_job_ids(cleanup=False)
 
     def consume(self, ground: Ground, queue: str) -> None:
-        """Have the messages of another queue dealt with."""
+        """Process the messages of another queue."""
         options = ("--burst", "--worker-class", "rq.SimpleWorker")
         assert self.start(ground, *options, queue=queue).wait(PATIENCE) == 0, ground.output()
 
     @staticmethod
     def shuts_down(ground: Ground) -> bool:
-        """Whether a worker has heard that it shall end."""
+        """Whether a worker was asked to shut down."""
         redis = Redis.from_url(ground.settings["redis"])
         return any(worker.shutdown_requested_date for worker in Worker.all(redis))
 
 
 class InCelery:
-    """Celery over Redis: its workers, and its queues there.
+    """Celery on Redis: its workers, and its queues.
 
-    ``-A semel.runs.celery`` is for apps that only know a broker, ``-A`` the project for those installed in it.
+    ``-A semel.runs.celery`` is for apps that only have a broker, ``-A`` with the project for apps installed in one.
     """
 
     transport = CeleryTransport
@@ -192,7 +192,7 @@ class InCelery:
         self.redis(ground).delete(name)
 
     def at_rest(self, ground: Ground) -> bool:
-        """Whether none waits, and none is being worked on."""
+        """Whether no message is waiting or being processed."""
         return not self.count(ground) and not self.redis(ground).hlen("unacked")
 
     @staticmethod

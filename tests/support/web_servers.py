@@ -6,8 +6,8 @@
         server.stop()  # SIGTERM, and everything has ended
         server.start()  # again, on the same port
 
-The app is imported from this directory, or from wherever PYTHONPATH in `env` says. Leaving the block ends the server
-politely, or at once when the test failed; it ends with this process too, however that ends (see server_process.py).
+The app is imported from this directory, or from PYTHONPATH in `env`. At the end of the block the server is shut down,
+or killed if the test failed; it also ends with this process, however that ends (server_process.py does that).
 """
 
 import json
@@ -52,7 +52,7 @@ WORKER_STARTED = {
 
 
 class WebServer:
-    """One server; `url` has no slash at its end."""
+    """One server; `url` has no trailing slash."""
 
     def __init__(
         self, process: Process, kind: str, app: str, *, workers: int, env: Mapping[str, str], options: Sequence[str]
@@ -71,19 +71,19 @@ class WebServer:
         self._seen = 0
 
     def start(self) -> None:
-        """Start it and wait until every worker has started and one has answered."""
+        """Start it, and wait until every worker has started and one has responded."""
         self._pid_file.unlink(missing_ok=True)
         self._seen = len(self.log())
         self._process.start(*self._argv)
         self._process.wait_until(self._answers, OSError, HTTPException)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask it to end (by SIGTERM: after the requests that it has begun), and wait until all of it is gone."""
+        """Send the signal, and wait until all of its processes have ended; SIGTERM lets it finish active requests."""
         self.signal(number)
         self.wait_until_gone()
 
     def kill(self) -> None:
-        """End all of it at once, as a power cut would."""
+        """Kill all of its processes at once, as a power cut would."""
         self._until(self._killed, "die")
 
     def _killed(self) -> bool:
@@ -93,29 +93,29 @@ class WebServer:
         return not remaining
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the main process, and wait for nothing."""
+        """Send a signal to the main process, without waiting."""
         os.kill(self.pid, number)
 
     def wait_until_gone(self) -> None:
-        """Wait until no process of it is left."""
+        """Wait until all of its processes have ended."""
         self._until(lambda: not self._session(), "end")
 
     @property
     def pid(self) -> int:
-        """The main process."""
+        """The id of the main process."""
         return int(self._pid_file.read_text())
 
     @property
     def pids(self) -> list[int]:
-        """The processes that answer requests; uvicorn with one worker is its own worker."""
+        """The ids of the processes that handle requests; uvicorn with one worker is its own worker."""
         if self.kind == "uvicorn" and self.workers == 1:
             return [pid for pid in self._session() if pid == self.pid]
         return [pid for pid in self._session() if _parent(pid) == self.pid and "resource_tracker" not in _command(pid)]
 
     def kill_worker(self, pid: int | None = None) -> int:
-        """End a worker by SIGKILL, see it gone, and give its id. The server starts another, if it has a main process.
+        """Kill a worker, and wait for its end; returns its id. The server starts another, if it has a main process.
 
-        With one worker, uvicorn is gone altogether: call `start`.
+        With one worker, uvicorn itself ends: call `start`.
         """
         victim = self.pids[0] if pid is None else pid
         _kill(victim)
@@ -123,11 +123,11 @@ class WebServer:
         return victim
 
     def memory(self) -> int:
-        """The bytes of memory that its workers have in use at this moment."""
+        """The memory that its workers use now, in bytes."""
         return sum(_kilobytes(pid, "VmRSS") for pid in self.pids) * 1024
 
     def most_memory(self) -> int:
-        """The most bytes of memory that its workers had in use since they started, or since `forget_most_memory`."""
+        """The most memory that its workers have used since they started, or since `forget_most_memory`, in bytes."""
         return sum(_kilobytes(pid, "VmHWM") for pid in self.pids) * 1024
 
     def forget_most_memory(self) -> None:
@@ -135,7 +135,7 @@ class WebServer:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def log(self) -> str:
-        """All that it has written."""
+        """Its whole output."""
         return (self._process.directory / "log").read_text(errors="replace")
 
     def _answers(self) -> bool:
@@ -149,7 +149,7 @@ class WebServer:
             connection.close()
 
     def _session(self) -> list[int]:
-        """Its processes that live."""
+        """The ids of its processes that are alive."""
         if not self._pid_file.exists():
             return []
         leader = self.pid
@@ -160,7 +160,7 @@ class WebServer:
         while not reached():
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.kind} did not {what}:\n{self._process.log()}")
-            time.sleep(0.005)  # the system tells only a parent that a process has ended, and we are not all its parents
+            time.sleep(0.005)  # only a parent is notified when a process ends, and not all of these are our children
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def web_server(
 ) -> Iterator[WebServer]:
     """A server of the kind (uvicorn, granian or gunicorn) that runs the app, given as `module:name`.
 
-    It raises ServerError, with what the server wrote, when the server does not start.
+    Raises ServerError, with the server's output, if the server does not start.
     """
     with Process(last_signal=signal.SIGTERM) as process:
         server = WebServer(process, kind, app, workers=workers, env=env or {}, options=options)
@@ -183,12 +183,12 @@ def web_server(
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process; one that has ended, and that nobody has buried yet, is none."""
+    """Whether the process is alive; a zombie is not."""
     return _status(pid).get("State", "X")[0] not in "ZX"
 
 
 def _processes() -> Iterator[tuple[int, str, int]]:
-    """Id, state and session of every process."""
+    """The id, state and session of every process."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

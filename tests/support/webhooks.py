@@ -1,4 +1,4 @@
-"""A receiver of webhooks over real HTTP, that answers as it is told: with a status, never, or by hanging up."""
+"""A receiver of webhooks over real HTTP, which responds with a status, never responds, or disconnects."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ PATIENCE = 30.0
 
 
 class Received(NamedTuple):
-    """A request as it came."""
+    """A received request."""
 
     path: str
     headers: dict[str, str]
@@ -33,7 +33,7 @@ class Received(NamedTuple):
         return event
 
     def is_signed_with(self, secret: str) -> bool:
-        """By the text of Standard Webhooks, in words of our own."""
+        """Whether the signature is valid; an implementation of Standard Webhooks independent of ours."""
         signed = f"{self.id}.{self.headers['webhook-timestamp']}.".encode() + self.body
         key = base64.b64decode(secret.removeprefix("whsec_"))
         digest = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
@@ -41,11 +41,11 @@ class Received(NamedTuple):
 
 
 Behaviour = int | str | Callable[[BaseHTTPRequestHandler], None]
-"""A status; or "hang", "close", "endless"; or what to do."""
+"""A status; or "hang", "close", "endless"; or a function that handles the request."""
 
 
 class Receiver:
-    """Takes what is posted, and answers with the behaviours in turn; the last one stays."""
+    """Accepts POSTs, and responds with each behaviour in turn; the last one is repeated."""
 
     def __init__(self, *behaviours: Behaviour, context: ssl.SSLContext | None = None) -> None:
         self.received: list[Received] = []
@@ -70,7 +70,7 @@ class Receiver:
             request_queue_size = 128
 
             def handle_error(self, *_: object) -> None:
-                """A client that hung up is part of the game."""
+                """Ignore errors: tests expect clients that disconnect."""
 
         self.server = Server(("127.0.0.1", 0), Handler)
         if context is not None:
@@ -92,7 +92,7 @@ class Receiver:
     def take(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers["content-length"])
         body = handler.rfile.read(length)
-        if len(body) < length:  # the sender died over it
+        if len(body) < length:  # the sender died before it had sent everything
             handler.close_connection = True
             return
         headers = {name.lower(): value for name, value in handler.headers.items()}
