@@ -33,11 +33,11 @@ WINDOWS = ("hour", "day", "week")
 OPEN = 50
 SECONDS = 20.0
 SETTLE = 5.0
-"""Seconds before the use of the core is looked at: what happens once is not meant."""
+"""Seconds before the CPU time is measured, so that one-time work is not counted."""
 
 
 def milliseconds(port: int, path: str) -> tuple[float, int]:
-    """Until all of the page is there, and its bytes."""
+    """The milliseconds until the whole page has arrived, and its size in bytes."""
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     started = time.perf_counter()
     line.request("GET", path)
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(url: str) -> Iterator[tuple[int, int]]:
-    """The port and the process of a server on the database, which has shown a page that asks for nothing."""
+    """The port and process id of a server on the database, which has already served a page without queries."""
     port = free_port()
     command = [sys.executable, "served_app.py", str(port), url]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -76,7 +76,7 @@ def server(url: str) -> Iterator[tuple[int, int]]:
 
 
 def answers(port: int) -> bool:
-    """Whether it does; what pages need is imported on the way."""
+    """Whether the server responds. The request also makes it import what pages need."""
     try:
         milliseconds(port, "/ui/submit")
     except (OSError, http.client.HTTPException):
@@ -103,13 +103,13 @@ def overview_rows(url: str) -> Iterator[Row]:
 
 
 def core_seconds(pid: int) -> float:
-    """Seconds of a core that the process has used."""
+    """The CPU time of the process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share(pid: int) -> float:
-    """The part of a core that the process uses, in percent."""
+    """The CPU usage of the process, in percent of a core."""
     time.sleep(SETTLE)
     begun, used = time.monotonic(), core_seconds(pid)
     time.sleep(SECONDS)
@@ -117,7 +117,7 @@ def share(pid: int) -> float:
 
 
 class Lookers:
-    """Open pages: each reads the stream of the overview."""
+    """Open pages, each of which reads the stream of the overview."""
 
     def __init__(self, port: int) -> None:
         self._lines = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(OPEN)]
@@ -145,7 +145,7 @@ class Lookers:
 
 @contextmanager
 def a_run_a_second(url: str) -> Iterator[None]:
-    """Somebody submits one every second, and a worker elsewhere ends it."""
+    """Submit a run every second, which a worker in this process executes, until the end of the block."""
     app = made_app(url)
     over = threading.Event()
 

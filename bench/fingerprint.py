@@ -1,6 +1,6 @@
-"""Benchmark of fingerprints against the shortest code that one could write instead: `python bench/fingerprint.py`.
+"""Benchmark of fingerprints against the shortest code that does the same: `python bench/fingerprint.py`.
 
-The two are measured in turn, many rounds, so that whatever else the machine does touches both alike.
+The two are measured in turn, in many rounds, so that other load on the machine affects both equally.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(kind: str, store: str = "") -> Iterator[int]:
-    """The app behind this middleware; gives the port."""
+    """Serve the app behind this middleware until the end of the block; yields the port."""
     port = free_port()
     command = [sys.executable, "-m", "granian", "--interface", "asgi", "--port", str(port), "--workers", "1"]
     server = subprocess.Popen(
@@ -75,7 +75,7 @@ def until_it_answers(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def rate(port: int, how: str) -> float:
-    """Requests a second, from a process of its own; every one must have succeeded."""
+    """Requests per second, sent by a process of its own; fails if one did not succeed."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure, args=(port, how, f"k{next(names)}", theirs))
@@ -103,7 +103,7 @@ def measure(port: int, how: str, name: str, pipe: object) -> None:
 
 
 def against(what: str, ours: tuple[int, str], theirs: tuple[int, str], required: float | None) -> Row:
-    """Our port and kind of request against theirs."""
+    """Compare our port and kind of request with theirs."""
     for port, how in (ours, theirs, ours, theirs):
         rate(port, how)
     ratios = []
@@ -136,7 +136,7 @@ def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
                 with serving(peer, url) as theirs:
                     name = f"on the same Redis, against {peer}"
                     yield against(f"first request {name}", (ours, "new keys"), (theirs, "new keys"), 1.5)
-                    if peer != "fastapi-idempotency-key":  # 0.1.1 answers a repetition with 422 here
+                    if peer != "fastapi-idempotency-key":  # 0.1.1 responds to a repeated request with 422 here
                         yield against(f"replay {name}", (ours, "replays"), (theirs, "replays"), 1.5)
     if "postgres" in chosen:
         server = stack.enter_context(servers.postgres(durable=True))

@@ -43,7 +43,7 @@ def fresh(many: int) -> list[str]:
 
 
 async def rate(pair: Callable[[str], Awaitable[None]], pairs: int, tasks: int) -> float:
-    """Claim + complete pairs per second with this many tasks."""
+    """Pairs of claim and complete per second, with this many tasks."""
     waiting = iter(fresh(pairs))
 
     async def work() -> None:
@@ -88,7 +88,7 @@ CREATE INDEX IF NOT EXISTS by_hand_expires ON by_hand (expires);
 
 
 def numbered(statement: Any) -> tuple[str, list[str]]:
-    """semel's statement with $1, $2, … as asyncpg wants it, and the names in that order."""
+    """semel's statement with $1, $2, … as asyncpg requires, and the names in that order."""
     names: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -100,7 +100,7 @@ def numbered(statement: Any) -> tuple[str, list[str]]:
 
 
 class HandBatched:
-    """What a careful person writes on bare asyncpg: a queue per statement, flushed as soon as the last one is back."""
+    """Careful hand-written batching on bare asyncpg: a queue per statement, flushed when the last batch returns."""
 
     def __init__(self, connection: asyncpg.Connection, statement: Any) -> None:
         self._connection = connection
@@ -211,7 +211,7 @@ async def _postgres_rows(url: str) -> list[Row]:
         assert await claims_connection.fetchrow(update, *(done[name] for name in update_names))
 
     async def simplest(key: str) -> None:
-        """The least that could be called a claim and a completion: no fence, no fingerprint, no lease to take over."""
+        """A minimal claim and completion: no fence, no fingerprint, no lease."""
         assert await claims_connection.fetchrow(ONE_CLAIM, key)
         assert await claims_connection.fetchrow(ONE_COMPLETE, key, b"\x81\xa2id\x07")
 
@@ -219,7 +219,7 @@ async def _postgres_rows(url: str) -> list[Row]:
     async with AsyncOnce(url, collect=False) as once:
         ours = semel_pair(once)
         for pair in (ours, batched, usual):
-            await rate(pair, 2000, TASKS)  # connections, plans and caches are warm from here on
+            await rate(pair, 2000, TASKS)  # warms up connections, plans and caches
         for _ in range(ROUNDS):
             mine = await rate(ours, 8000, TASKS)
             against_batched.append(mine / await rate(batched, 8000, TASKS))
@@ -255,7 +255,7 @@ def redis_rows(url: str) -> Iterator[Row]:
 
 
 def pooled(url: str) -> redis.asyncio.Redis:
-    """32 connections: more of them are slower here."""
+    """A client with 32 connections: more are slower here."""
     return redis.asyncio.Redis(connection_pool=redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=32))
 
 
@@ -263,7 +263,7 @@ async def _redis_rows(url: str) -> list[Row]:
     client = pooled(url)
 
     async def piped(pairs: int) -> float:
-        """By hand: 256 SET NX in a pipeline, then 256 SET with the value in a pipeline, and so on."""
+        """Hand-written: 256 SET NX in a pipeline, then 256 SET with the value in a pipeline, and so on."""
         keys, start = fresh(pairs), time.perf_counter()
         for at in range(0, pairs, TASKS):
             pipe = client.pipeline(transaction=False)
@@ -299,7 +299,7 @@ async def _redis_rows(url: str) -> list[Row]:
 
 
 def peer_rows(url: str) -> Iterator[Row]:
-    """The nearest peers that run here, each in the way that its own pages show, on the same Redis."""
+    """The nearest peers that run here, each used as its documentation shows, on the same Redis."""
     yield powertools_row(url)
     yield asyncio.run(header_row(url))
 
@@ -343,7 +343,7 @@ async def header_row(url: str) -> Row:
     backend = RedisBackend(client)
 
     async def theirs(key: str) -> None:
-        """The calls that its middleware makes for a new request, in its order."""
+        """The calls that its middleware makes for a new request, in order."""
         assert await backend.get_stored_response(key) is None
         assert not await backend.store_idempotency_key(key)
         await backend.store_response_data(key, {"id": 7}, 201)
@@ -441,7 +441,7 @@ def fill_sqlite(path: Path, many: int) -> None:
 
 
 def growth(small: str, large: str) -> list[float]:
-    """What a claim costs on the large table over the small one, each alone and one after the other."""
+    """The ratios of the cost of a claim on the large table to that on the small one, measured one at a time."""
 
     def claims(once: Once, many: int) -> float:
         start = time.perf_counter()

@@ -101,7 +101,7 @@ class Children(Semel):
 
 
 def drained(url: str, count: int, model: str) -> float:
-    """Seconds from the first run's start to the last one's end being in the database."""
+    """Seconds from the start of the first run until the end of the last one is stored."""
     app = app_on(url)
     times: list[float] = []
     left = count
@@ -123,7 +123,7 @@ def drained(url: str, count: int, model: str) -> float:
 
 
 class Bench:
-    """The servers, ours set up on them, and what was measured already."""
+    """The servers, semel set up on them, and the results so far."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.postgres = stack.enter_context(servers.postgres(durable=True))
@@ -211,7 +211,7 @@ def latency(url: str, at_most: float) -> Row:
 
 
 async def _latency(url: str) -> tuple[float, float]:
-    """Median from the submit's call to the model's, and of one round trip to the database."""
+    """The median time from the call of submit to that of the model, and of one round trip to the database."""
     app = app_on(url)
     begun: asyncio.Queue[float] = asyncio.Queue()
 
@@ -268,7 +268,7 @@ def growth(bench: Bench) -> Row:
 
 
 async def _lease_costs(small: str, large: str) -> tuple[float, float]:
-    """Median cost of leasing 100 runs in each, in turn; what was leased is given back."""
+    """The median cost of leasing 100 runs in each database, in turn; the leased runs are given back."""
     ledgers = [RunStore(url, awaited=True) for url in (small, large)]
     costs: list[list[float]] = [[], []]
     for _ in range(15):
@@ -308,8 +308,8 @@ async def _heartbeat(url: str) -> float:
 
 
 def idle(bench: Bench) -> Iterator[Row]:
-    """A real `semel worker` process with nothing to do, after it has settled."""
-    url = bench.postgres.database()  # where nothing is left to vacuum, which counts as transactions, too
+    """A real `semel worker` process without runs, after its start."""
+    url = bench.postgres.database()  # a new one: vacuuming would count as transactions, too
     semel_command(["migrate", url, "--json"])
     environment = {**os.environ, "SEMEL_DB": url, "SEMEL_ARTIFACTS": tempfile.gettempdir()}
     command = [sys.executable, "-m", "semel.cli", "worker", "semel.demo:app", "--quiet", "--processes", "2"]
@@ -330,7 +330,7 @@ def idle(bench: Bench) -> Iterator[Row]:
 
 
 def transactions(connection: psycopg.Connection[tuple[int]]) -> int:
-    """Committed and rolled back in this database; every statement of an idle worker is one."""
+    """The committed and rolled back transactions of this database; every statement of an idle worker is one."""
     connection.execute("SELECT pg_stat_force_next_flush()")
     time.sleep(1.2)  # other connections report their statistics once a second
     query = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"

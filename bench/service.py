@@ -35,7 +35,7 @@ CONNECTIONS = 64
 REQUESTS = 4000
 SUBMISSIONS = 50_000
 KNOWN = 500
-"""Runs that are asked for again, and keys that are sent again."""
+"""The number of runs that are requested again, and of keys that are sent again."""
 PARTS = Path(__file__).parent / "parts"
 PARAMETERS = {"scenario": "high_inflation", "horizon_months": 24, "region": "AU"}
 BODY = json.dumps({"model": "baseline_forecast_v1", "parameters": PARAMETERS}).encode()
@@ -63,7 +63,7 @@ def asked(run_id: str, tag: str) -> bytes:
 
 
 def requests_of(kind: str, name: str, known: list[tuple[str, str]]) -> Iterator[bytes]:
-    """Without end."""
+    """Requests of this kind, without end."""
     match kind:
         case "echo":
             line = posted("/echo", "key")
@@ -86,7 +86,7 @@ def measure(port: int, kind: str, name: str, known: list[tuple[str, str]], pipe:
 
 
 def rate(port: int, kind: str, known: list[tuple[str, str]] | None = None, name: str = "") -> float:
-    """Requests a second, from a process of its own; every one must have been answered as it should."""
+    """Requests per second, sent by a process of its own; fails if a response had another status than expected."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure, args=(port, kind, name or f"k{next(names)}", known or [], theirs))
@@ -115,7 +115,7 @@ def running(command: list[str], **environment: str) -> Iterator[subprocess.Popen
 
 
 def first_answer(port: int, process: subprocess.Popen[bytes], path: str = "/models") -> bytes:
-    """The first answer, asked for until it comes."""
+    """The first response; the request is repeated until there is one."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -126,7 +126,7 @@ def first_answer(port: int, process: subprocess.Popen[bytes], path: str = "/mode
 
 
 def exchange(port: int, request: bytes) -> bytes:
-    """The answer to one request on a connection of its own."""
+    """The response to one request on a new connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as line:
         line.sendall(request)
         answer = b""
@@ -144,7 +144,7 @@ def header(answer: bytes, name: bytes) -> str:
 
 
 def known_runs(port: int) -> list[tuple[str, str]]:
-    """Runs with their tags; submitted under the keys that are sent again."""
+    """Submit runs with the keys that are sent again; returns their ids and ETags."""
     known = []
     for number in range(KNOWN):
         path = header(exchange(port, posted("/runs", f"again-{number}")), b"location")
@@ -173,7 +173,7 @@ def against_echo(what: str, required: float, port: int, kind: str, known: list[t
 
 
 def resident(pid: int) -> float:
-    """Megabytes that the process holds."""
+    """The resident memory of the process, in megabytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
@@ -181,7 +181,7 @@ def resident(pid: int) -> float:
 
 
 def seconds_to_first_answer(folder: str, number: int) -> float:
-    """On a new database. With bytecode, as pip leaves it; a checkout may have none."""
+    """Seconds until the server responds, on a new database. It has bytecode, as after pip install."""
     port = free_port()
     environment = {
         "SEMEL_DB": f"sqlite:///{folder}/start{number}.db",
@@ -199,7 +199,7 @@ def seconds_to_first_answer(folder: str, number: int) -> float:
 def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-bench-"))
     if "start" in chosen:
-        seconds_to_first_answer(folder, 0)  # which writes the bytecode
+        seconds_to_first_answer(folder, 0)  # writes the bytecode
         times = [seconds_to_first_answer(folder, number) for number in range(1, 6)]
         yield Row("semel serve on SQLite, seconds to the first answer", times, 1.5, at_most=True)
     if not {"requests", "memory"} & set(chosen):

@@ -1,9 +1,9 @@
-"""What the dashboard's list of runs costs the server with 1,000,000 runs, against 10,000: the page as HTML, whole.
+"""The cost of the dashboard's list of runs with 1,000,000 runs, compared with 10,000: the whole page as HTML.
 
     yield from list_rows(postgres, folder)
 
-Both databases have a run every 2.6 seconds until now, so that the last hour is as full in one as in the other. The
-pages are asked for in turn, in one process, without a network.
+Both databases have a run every 2.6 seconds until now, so that the last hour has the same number in both. The pages
+are requested in turn, in one process, without a network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL, LARGE = 10_000, 1_000_000
 APART_MS = 2600
 ROUNDS = 5
 PAGES = 15
-"""Times that each page is asked for in a round; the quickest counts, since others use the machine, too."""
+"""Requests for each page in a round; the fastest counts, because of other load on the machine."""
 SPENT = """id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts,
   errors, losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, cost, asked_cost, created_us,
   due_us, started_us, finished_us, lease_us, worker, last_error"""
@@ -60,7 +60,7 @@ FROM made
 
 
 def fill(url: str, count: int) -> None:
-    """So many runs, the newest of this moment."""
+    """Insert ``count`` runs, the newest of which is submitted now."""
     now = time.time_ns() // 1000
     if url.startswith("postgresql"):
         semel_command(["migrate", url, "--json"])
@@ -69,7 +69,7 @@ def fill(url: str, count: int) -> None:
             connection.execute("VACUUM ANALYZE semel_runs")
         return
     app = App(url)
-    app.runs(limit=1)  # makes the tables
+    app.runs(limit=1)  # creates the tables
     app.close()
     engine = create_engine(url)
     with engine.begin() as connection:
@@ -78,7 +78,7 @@ def fill(url: str, count: int) -> None:
 
 
 class Desk:
-    """Somebody who asks for pages of one database."""
+    """Requests pages of the dashboard on one database."""
 
     def __init__(self, url: str, count: int) -> None:
         self.site = ServiceState(App(url), Settings())
@@ -88,7 +88,7 @@ class Desk:
         self.known: dict[str, str] = {}
 
     async def prepare(self) -> None:
-        """Learn the names of some runs in the middle."""
+        """Read the id and the payload hash of a run in the middle."""
         newest = await self.site.engine.runs(limit=1)
         stamp = int(newest.runs[0].id.replace("-", "")[:12], 16) - self.count // 2 * APART_MS
         middle = f"{stamp:012x}"
@@ -97,7 +97,7 @@ class Desk:
         self.known = {"id": run.id, "hash": run.payload_hash}
 
     async def page(self, path: str) -> float:
-        """Seconds for a page, which must have come."""
+        """Request a page, which must succeed; returns the seconds it took."""
         start = time.perf_counter()
         answer = await self.client.get(path.format(**self.known))
         seconds = time.perf_counter() - start
@@ -126,7 +126,7 @@ WORST = {
     "a key that nobody had": "/ui/runs?q=nobody",
     "the end of no id": "/ui/runs?q=0f0f0f0f0f0f",
 }
-"""What has no index, and fits nothing: the page stops looking after a while, and says so."""
+"""Filters without an index that match nothing: the page stops the search after a while, and shows that."""
 
 
 async def _costs(urls: tuple[str, str], paths: dict[str, str], times: int) -> dict[str, list[tuple[float, float]]]:
@@ -147,7 +147,7 @@ async def _costs(urls: tuple[str, str], paths: dict[str, str], times: int) -> di
 
 
 def measured(kind: str, urls: tuple[str, str]) -> Iterator[Row]:
-    """The rows of one kind of database."""
+    """The rows of the table for one kind of database."""
     for name, pairs in asyncio.run(_costs(urls, PATHS, PAGES)).items():
         small, large = (median(pair[place] for pair in pairs) * 1e3 for place in (0, 1))
         note = f"{large:.1f} ms against {small:.1f} ms"
@@ -159,7 +159,7 @@ def measured(kind: str, urls: tuple[str, str]) -> Iterator[Row]:
 
 
 def list_rows(postgres: servers.Postgres, folder: Path) -> Iterator[Row]:
-    """What is asked of the list, on both databases."""
+    """The rows of the table for SQLite and PostgreSQL."""
     places: dict[str, Callable[[str], str]] = {
         "SQLite": lambda name: f"sqlite:///{folder / name}.db",
         "PostgreSQL": lambda _: postgres.database(),

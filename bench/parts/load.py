@@ -1,6 +1,7 @@
-"""A load generator: so many connections, each with one request under way, in one thread over epoll.
+"""A load generator: a number of connections, each with one request in flight, in one thread with epoll.
 
-It does little more per request than two system calls and a search for the length, so it is not what is measured.
+For each request it does little more than two system calls and a search for the length, so that it is not the
+bottleneck.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Connection:
         self.received = b""
 
     def response(self) -> bytes | None:
-        """The response, once it is whole."""
+        """The response, once it is complete; else None."""
         self.received += self.socket.recv(65536)
         head, found, body = self.received.partition(b"\r\n\r\n")
         if not found:
             return None
         at = head.lower().find(b"content-length: ")
-        length = 0 if at < 0 else int(head[at + 16 :].split(b"\r\n", 1)[0])  # a 304 has no body, and may say so or not
+        length = 0 if at < 0 else int(head[at + 16 :].split(b"\r\n", 1)[0])  # a 304 has no body, and maybe no length
         if len(body) < length:
             return None
         whole, self.received = self.received, b""
@@ -42,7 +43,7 @@ class Connection:
 
 
 def load(port: int, requests: Iterator[bytes], connections: int, many: int) -> tuple[float, Counter[bytes]]:
-    """Requests a second, and how often each status came."""
+    """Send the requests; returns the rate per second, and the number of responses by status."""
     epoll = select.epoll()
     lines = {}
     for _ in range(connections):
@@ -72,7 +73,7 @@ def load(port: int, requests: Iterator[bytes], connections: int, many: int) -> t
 
 
 def keyed(name: str, *, again: int | None = None) -> Callable[[], Iterator[bytes]]:
-    """Requests with ever new keys, or with the same few in turn."""
+    """Requests with a new key each, or with the same ``again`` keys in turn."""
 
     def requests() -> Iterator[bytes]:
         number = 0

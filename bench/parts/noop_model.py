@@ -1,5 +1,5 @@
-"""A blocking model at the top of a module, where child processes find it."""
+"""A blocking model at module level, so that child processes can import it."""
 
 
 def blocking_noop() -> None:
-    """Nothing."""
+    """Do nothing."""

@@ -24,7 +24,7 @@ from semel.service.state import ServiceState
 
 @post("/echo")
 async def echo(data: JSONBody[RunRequest]) -> Response[Any]:
-    """The body, parsed and written again."""
+    """The body, decoded and encoded again."""
     return responses.json(data, 201)
 
 

@@ -1,4 +1,4 @@
-"""The table that a benchmark prints: ratios, what is asked of them, and whether they are as required."""
+"""The table that a benchmark prints: ratios, their required values, and whether they are met."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 
 class Row:
-    """One line of the table: how we compare, and what is asked, if anything is."""
+    """One line of the table: the ratios of all rounds, and the required ratio, if any."""
 
     def __init__(
         self, what: str, ratios: list[float], required: float | None, *, at_most: bool = False, note: str = ""
@@ -30,7 +30,7 @@ class Row:
 
 
 def show(rows: Iterable[Row]) -> int:
-    """Print each row as soon as it is measured; the exit code says whether all are as required."""
+    """Print each row as soon as it is measured; returns the exit code, 0 if all rows are as required."""
     print("| what | ratio (lowest to highest round) | required | ok | absolute |\n|---|---|---|---|---|", flush=True)
     found = []
     for row in rows:

@@ -28,7 +28,7 @@ async def create(request: Request) -> JSONResponse:
 
 
 class ByHand:
-    """What one writes first: an INSERT before the handler and an UPDATE after it, for every request."""
+    """Simple hand-written middleware: an INSERT before the handler and an UPDATE after it, for every request."""
 
     def __init__(self, app: Any, url: str) -> None:
         self.app, self.url, self.pool = app, url, None

@@ -6,8 +6,8 @@
         seconds = await peer.enqueue_from_tasks(peer.singles)
         peer.clear()
 
-`python -m peers` measures them all and prints a table. What is timed, and where, stands in peer.py; each peer's
-settings stand in its own file.
+`python -m peers` measures them all and prints a table. peer.py describes what is timed; each peer's settings are in its
+own file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PEERS = {
 
 @contextmanager
 def opened(name: str, postgres: Any, redis: Any) -> Iterator[Peer]:
-    """This peer, set up in databases of its own on these servers and settled; they are empty or gone afterwards.
+    """The peer, set up and settled in databases of its own on these servers, which are empty or dropped afterwards.
 
-    Raises `Absent` where it cannot run.
+    Raises `Absent` if it cannot run here.
     """
     peer = found(name)
     url = postgres.database()

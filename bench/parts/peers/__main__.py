@@ -13,7 +13,7 @@ from support import servers
 
 
 def rates(peer: Peer) -> tuple[float, float, float]:
-    """Jobs a second: drained, enqueued one by one from 64 tasks, enqueued in bulk."""
+    """Jobs per second: drained, enqueued one by one from 64 tasks, enqueued in bulk."""
     peer.enqueue_many(peer.jobs)
     drained = peer.jobs / peer.drain(peer.jobs)
     singly = peer.singles / asyncio.run(peer.enqueue_from_tasks(peer.singles))

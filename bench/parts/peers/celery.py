@@ -20,7 +20,7 @@ PREFETCH = 128
 
 
 def app_on(broker: str, times: str = os.devnull) -> App:
-    """An app whose one task notes when it was called, in a file, because any of the worker's processes may run it."""
+    """An app whose only task writes the time of its call to a file: any of the worker's processes may run it."""
     app = App("peers", broker=broker)
     app.conf.task_ignore_result = True
     app.conf.worker_prefetch_multiplier = PREFETCH
@@ -34,17 +34,17 @@ def app_on(broker: str, times: str = os.devnull) -> App:
     return app
 
 
-if "PEERS_BROKER" in os.environ:  # this is the worker
+if "PEERS_BROKER" in os.environ:  # in the worker
     end_in_time()
     app = app_on(os.environ["PEERS_BROKER"], os.environ["PEERS_TIMES"])
 
 
 class Celery(Peer):
-    """One stock worker with the pool that is the fastest here; no results, no events, no gossip; many prefetched.
+    """One stock worker with the pool that is the fastest here; no results, no events, no gossip; a large prefetch.
 
-    Its guide to optimizing advises to prefetch 64 or 128 short tasks. Messages are acknowledged when they are taken,
-    as is its default, so that a drain ends with the last call. It has no bulk call: the many are sent one after the
-    other through one producer.
+    Its guide to optimizing recommends to prefetch 64 or 128 short tasks. Messages are acknowledged before the call, by
+    default, so a drain ends with the last call. It has no bulk call: jobs are sent one after the other through one
+    producer.
     """
 
     name = "Celery"
@@ -58,7 +58,7 @@ class Celery(Peer):
         self._url = redis_url
         self._app = app_on(redis_url)
         self._noop = self._app.tasks["noop"]
-        self._noop.delay()  # connections are open from here on
+        self._noop.delay()  # opens the connections
         self.clear()
 
     def enqueue_many(self, count: int) -> float:
@@ -89,7 +89,7 @@ class Celery(Peer):
         options = [f"--pool={pool}", f"--concurrency={concurrency}", "--without-gossip", "--without-mingle"]
         settings = {
             "PYTHONPATH": str(Path(__file__).parents[1]),
-            "PYTHONWARNINGS": "ignore",  # it warns of root, who owns many a container
+            "PYTHONWARNINGS": "ignore",  # it warns about root, which is common in containers
             "PEERS_BROKER": self._url,
             "PEERS_TIMES": str(times),
         }
@@ -116,7 +116,7 @@ def wait_for_size(file: Path, size: int, worker: subprocess.Popen[bytes]) -> Non
             raise RuntimeError("Celery's worker ended before the jobs did")
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all jobs were run in {LIMIT} seconds")
-        time.sleep(0.02)  # a file's size has no signal
+        time.sleep(0.02)  # there is no signal for a file's size
 
 
 def end(worker: subprocess.Popen[bytes]) -> None:

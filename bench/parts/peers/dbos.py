@@ -47,9 +47,9 @@ def launch(url: str, tally: Tally | None, kind: str, threads: int) -> None:
 
 
 class Dbos(Peer):
-    """One DBOS process with a queue without limits, asked every 10 ms; a workflow without steps.
+    """One DBOS process with a queue without limits, polled every 10 ms; a workflow without steps.
 
-    Blocking in 8 or 64 threads or in its event loop, whatever is the fastest; all three are ways that its pages show.
+    Blocking in 8 or 64 threads, or in its event loop, whichever is the fastest; its documentation shows all three.
     Bulk: `enqueue_in_transaction`, all in one transaction.
     """
 

@@ -1,4 +1,4 @@
-"""graphile-worker on Node, where there is a Node."""
+"""graphile-worker on Node, if Node is installed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BULK = 20_000
 class GraphileWorker(Peer):
     """One worker with the settings of its page on performance: 24 jobs at once, 25 connections, a local queue of 500.
 
-    Completions are batched; how long they are gathered is the best of three delays, in milliseconds. Jobs that
-    succeed are not logged, and they are deleted, as always with it. Bulk: `addJobs`, 20,000 jobs a call.
+    Completions are batched, with the best of three delays in milliseconds. Successful jobs are not logged; it always
+    deletes them. Bulk: `addJobs`, 20,000 jobs a call.
     """
 
     name = "graphile-worker"
@@ -77,7 +77,7 @@ def run(command: list[str], folder: Path, settings: dict[str, str], limit: float
 
 
 def database(address: str) -> dict[str, str]:
-    """The environment by which Node's driver finds the database."""
+    """The environment variables of the database for Node's driver."""
     url = make_url(address)
     parts = {
         "PGHOST": url.host or url.query.get("host"),
@@ -90,7 +90,7 @@ def database(address: str) -> dict[str, str]:
 
 
 def installed() -> Path:
-    """The folder in the user's cache with the packages of the lock, installed by npm when they are not there yet."""
+    """The folder in the user's cache with the packages of the lock file, which npm installs if they are missing."""
     for program in ("node", "npm"):
         if shutil.which(program) is None:
             raise Absent(f"there is no {program} here")

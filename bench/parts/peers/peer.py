@@ -1,4 +1,4 @@
-"""What every peer offers to a benchmark, so that all are measured alike."""
+"""The interface of all peers, so that they are measured in the same way."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ from typing import Any, ClassVar
 
 
 class Absent(Exception):
-    """This peer cannot run here; the message says why."""
+    """The peer cannot run here; the message has the reason."""
 
 
 class Peer(ABC):
-    """A job queue with jobs that do nothing; its settings are those that its own pages name for speed.
+    """A job queue with jobs that do nothing; its settings are those that its documentation recommends for speed.
 
-    Drains are timed from the first job's call until every job is recorded as done: what comes before (the process's
-    start, its connections, the first fetch) is not counted. Enqueues are timed from the first call to the last
-    answer, on connections that are open already. All but `enqueue_from_tasks` block, and are not for a running loop.
+    Drains are timed from the call of the first job until every job is recorded as done: what precedes it (the start of
+    the process, its connections, the first fetch) is not counted. Enqueues are timed from the first call to the last
+    response, on open connections. All but `enqueue_from_tasks` block, and must not be called in a running event loop.
     """
 
     name: ClassVar[str]
     jobs: ClassVar[int]
-    """How many jobs make a drain of some seconds."""
+    """The number of jobs for a drain of some seconds."""
     singles: ClassVar[int]
-    """How many enqueues, one by one, take some seconds."""
+    """The number of single enqueues that take some seconds."""
     many: ClassVar[int]
-    """How many jobs make a bulk enqueue that can be timed."""
+    """The number of jobs for a bulk enqueue that is long enough to be timed."""
     choices: ClassVar[tuple[Any, ...]] = (None,)
-    """Settings whose best depends on the machine; `settle` takes the fastest."""
+    """Alternative settings, the best of which depends on the machine; `settle` chooses the fastest."""
 
     def __init__(self) -> None:
         self.choice = self.choices[0]
 
     @abstractmethod
     def prepare(self, postgres_url: str, redis_url: str) -> None:
-        """Set up in these empty databases; raises `Absent` where that cannot be."""
+        """Set up in these empty databases; raises `Absent` if that is impossible."""
 
     @abstractmethod
     def enqueue_many(self, count: int) -> float:
-        """Enqueue so many jobs in the fastest way for many; seconds."""
+        """Enqueue ``count`` jobs in the fastest way, in bulk; returns the seconds."""
 
     @abstractmethod
     async def enqueue_from_tasks(self, count: int, tasks: int = 64) -> float:
-        """Enqueue so many jobs, each with a call of its own, from so many tasks at once; seconds."""
+        """Enqueue ``count`` jobs, each with its own call, from ``tasks`` concurrent tasks; returns the seconds."""
 
     @abstractmethod
     def drain(self, count: int) -> float:
-        """Let one worker run the jobs that wait, of which there are so many; seconds."""
+        """Run the ``count`` waiting jobs with one worker; returns the seconds."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every job that waits."""
+        """Delete all waiting jobs."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open between calls
-        """Let go of connections."""
+        """Close connections."""
 
     def settle(self) -> None:
-        """Try every choice on small drains, in turn, and keep the one with the fastest of all."""
+        """Try every choice on small drains, in turn, and keep that of the fastest drain."""
         if len(self.choices) == 1:
             return
         drains = []

@@ -22,8 +22,8 @@ BATCH = 100
 class Pgqueuer(Peer):
     """One worker on one asyncpg connection under uvloop, in batches of 100; an async entrypoint.
 
-    uvloop and the plain asyncpg driver are what its own benchmark and its command line use. All tables are logged, as
-    is its default, because the jobs of the others survive a power cut too.
+    Its own benchmark and its command line use uvloop and the plain asyncpg driver, too. All tables are logged, by
+    default, because the jobs of the other peers also survive a power cut.
     """
 
     name = "pgqueuer"

@@ -29,7 +29,7 @@ def app_on(url: str, tally: Tally | None = None) -> App:
 
 
 class Procrastinate(Peer):
-    """One async worker on the async psycopg connector, at the best of three concurrencies, jobs kept as by default.
+    """One async worker on the async psycopg connector, at the best of three concurrencies; keeps jobs, by default.
 
     Bulk: `batch_defer`, 5000 jobs a call.
     """

@@ -1,4 +1,4 @@
-"""RQ, without and with a process for each job."""
+"""RQ, with and without a process for each job."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def noop() -> None:
 
 
 class SimpleRq(Peer):
-    """RQ's SimpleWorker in burst mode, which its notes on performance call the fastest; logs nothing per job.
+    """RQ's SimpleWorker in burst mode, the fastest by its performance notes; logs nothing per job.
 
-    The worker is timed around its own `execute_job`, so that what it records of a job is counted. Bulk:
-    `enqueue_many`, 1000 jobs a call.
+    The worker is timed around its own `execute_job`, which includes what it records of a job. Bulk: `enqueue_many`,
+    1000 jobs a call.
     """
 
     name = "RQ SimpleWorker"

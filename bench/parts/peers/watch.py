@@ -1,4 +1,4 @@
-"""Measuring a worker in a process of its own, and calls from many tasks at once."""
+"""Measures a worker in a process of its own, and calls from many concurrent tasks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, LiteralString
 import psycopg
 
 LIMIT = 120
-"""Seconds after which a drain has failed, and its worker ends whether anyone looks or not."""
+"""Seconds after which a drain has failed, and its worker is ended in any case."""
 
 
 class Tally:
-    """Counts the jobs inside the worker's process, at the price of an addition each."""
+    """Counts the jobs in the worker's process, at the cost of one addition each."""
 
     def __init__(self, count: int) -> None:
         self._numbers = itertools.count(1)
@@ -29,7 +29,7 @@ class Tally:
         self._all_called = threading.Event()
 
     def tick(self) -> None:
-        """To be called by every job."""
+        """Count a job; every job calls this."""
         number = next(self._numbers)
         if number == 1:
             self._started = time.perf_counter()
@@ -37,19 +37,19 @@ class Tally:
             self._all_called.set()
 
     def seconds(self, url: str, unfinished: LiteralString) -> float:
-        """From the first job's call until this query counts none; it is asked only once the last job was called."""
+        """Seconds from the first job's call until the query counts no job; it is sent only after the last job's call."""
         with psycopg.connect(url, autocommit=True) as connection:
             if not self._all_called.wait(LIMIT):
                 raise TimeoutError(f"not all jobs were run in {LIMIT} seconds")
             while connection.execute(unfinished).fetchone() != (0,):
-                time.sleep(0.002)  # the store has no signal for this
+                time.sleep(0.002)  # the database sends no signal for this
                 if time.perf_counter() - self._started > LIMIT:
                     raise TimeoutError(f"not all jobs were finished in {LIMIT} seconds")
             return time.perf_counter() - self._started
 
 
 def in_a_process(work: Callable[..., float], *arguments: Any) -> float:
-    """What this function returns when a fresh process calls it, which ends with the answer."""
+    """Call the function in a new process, which ends after it; returns its result."""
     context = get_context("spawn")
     answers, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, work, arguments))
@@ -73,19 +73,19 @@ def _answer(pipe: Connection, work: Callable[..., float], arguments: tuple[Any, 
     end_in_time()
     try:
         pipe.send((work(*arguments), ""))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the benchmark is to say it
+    except Exception as error:  # noqa: BLE001 - the benchmark reports any error
         pipe.send((0, f"{type(error).__name__}: {error}"))
     pipe.close()
-    os._exit(0)  # threads and pools of the peer need not be waited for
+    os._exit(0)  # without waiting for the peer's threads and pools
 
 
 def end_in_time() -> None:
-    """This process ends after the limit, even when its parent was killed before it could end it."""
+    """End this process after the limit, even if its parent was killed before."""
     faulthandler.dump_traceback_later(LIMIT + 20, exit=True)
 
 
 async def from_tasks(call: Callable[[], Awaitable[Any]], count: int, tasks: int) -> float:
-    """Seconds for so many calls, of which so many are under way at once."""
+    """Seconds for ``count`` calls, of which ``tasks`` are in progress at a time."""
     waiting = iter(range(count))
 
     async def work() -> None:
@@ -98,10 +98,10 @@ async def from_tasks(call: Callable[[], Awaitable[Any]], count: int, tasks: int)
 
 
 def blocking(call: Callable[[], Any]) -> Callable[[], Awaitable[Any]]:
-    """A blocking client's call for `from_tasks`, made in the loop itself.
+    """A blocking client's call for `from_tasks`, made in the event loop itself.
 
-    Threads would let other tasks run meanwhile, but they enqueue less a second: with one of them a fifth less, with
-    more of them less again, because the client's work is done under Python's global lock.
+    With threads, other tasks could run meanwhile, but fewer jobs are enqueued per second: a fifth fewer with one
+    thread, and even fewer with more, because the client works under the GIL.
     """
 
     async def in_the_loop() -> None:
