@@ -1,4 +1,4 @@
-"""How readable the map of the code is, in figures: `./dev house`. They are signs to read; nothing fails by them."""
+"""Metrics of how readable the structure of the code is: `./dev house`. They are indicators; nothing fails by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 FIELD_WORDS = {"testing", "tracing", "batching", "templating", "streaming"}
-"""Words that end in -ing and are the field's own names of a thing."""
+"""Words that end in -ing and are established technical terms."""
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -32,7 +32,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def lines(folder: str) -> int:
-    """How many lines the Python files of a folder have."""
+    """The number of lines in the Python files of a folder."""
     return sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -63,7 +63,7 @@ def _at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def longest_chain(graph: dict[str, set[str]]) -> int:
-    """How many modules the longest chain of imports has. A cycle counts once."""
+    """The number of modules in the longest chain of imports. A cycle counts once."""
 
     @cache
     def depth(name: str, above: frozenset[str] = frozenset()) -> int:
@@ -74,7 +74,7 @@ def longest_chain(graph: dict[str, set[str]]) -> int:
 
 
 def forwards(function: Function) -> bool:
-    """Whether a function does nothing but hand its own parameters to one call."""
+    """Whether a function only passes its own parameters to one call."""
     body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     if len(body) != 1 or not isinstance(body[0], ast.Return | ast.Expr) or function.decorator_list:
         return False
@@ -90,7 +90,7 @@ def forwards(function: Function) -> bool:
 
 
 class CallPath:
-    """Which functions of the package are passed while something runs."""
+    """Counts the functions of the package that are called in the block, and their files."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
@@ -112,7 +112,7 @@ class CallPath:
 
 
 def guarded_call(url: str) -> str:
-    """The way of ``once.call``."""
+    """The functions and files on the path of ``once.call``."""
     from semel import Once
 
     once = Once(url, collect=False)
@@ -124,7 +124,7 @@ def guarded_call(url: str) -> str:
 
 
 def leased_run(url: str) -> str:
-    """The way of one async run from its lease to its end."""
+    """The functions and files on the path of one async run, from its lease to its end."""
     from semel import App, Worker
 
     app = App(url)
@@ -140,11 +140,11 @@ def leased_run(url: str) -> str:
         worker = Worker(app, processes=0)
         task = asyncio.create_task(worker.serve())
         await asyncio.to_thread(app.submit, "noop", {"n": 0})
-        await asyncio.sleep(1)  # what happens at the start is not on the way
+        await asyncio.sleep(1)  # the worker's start is not measured
         with CallPath() as path:
-            await asyncio.to_thread(app.submit, "noop", {"n": 1})  # in a thread, which is not looked at
+            await asyncio.to_thread(app.submit, "noop", {"n": 1})  # in a thread, which is not profiled
             await ended.wait()
-            await asyncio.sleep(0.5)  # its end is written
+            await asyncio.sleep(0.5)  # until its end is stored
         worker.stop()
         await task
         return str(path)
@@ -153,7 +153,7 @@ def leased_run(url: str) -> str:
 
 
 def on_postgres(measure: Callable[[str], str]) -> str:
-    """Measure on a PostgreSQL of our own."""
+    """Measure on a private PostgreSQL server."""
     from semel.cli import main
     from support import servers
 
