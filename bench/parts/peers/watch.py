@@ -37,7 +37,7 @@ class Tally:
             self._all_called.set()
 
     def seconds(self, url: str, unfinished: LiteralString) -> float:
-        """Seconds from the first job's call until the query counts no job; it is sent only after the last job's call."""
+        """Seconds from the first job's call until the query counts no job; it is sent after the last job's call."""
         with psycopg.connect(url, autocommit=True) as connection:
             if not self._all_called.wait(LIMIT):
                 raise TimeoutError(f"not all jobs were run in {LIMIT} seconds")

@@ -124,7 +124,7 @@ def completion(shell: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0 on success, 1 on failure, 2 for wrong usage, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that it cannot encode is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # do not fail for a character that it cannot encode
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:  # for records before logging is set up
         logging.lastResort.setFormatter(TextFormatter())

@@ -128,7 +128,7 @@ argument = functools.partial(click.argument, cls=Argument)
 
 
 def _expanded(word: str, known: Iterable[str]) -> str:
-    """The option that a prefix stands for, such as ``--stat`` for ``--status``; the word itself if there is not one."""
+    """The only option with this prefix (``--status`` for ``--stat``); the word itself unless there is exactly one."""
     name, equals, value = word.partition("=")
     meant = [each for each in known if each.startswith(name)] if name.startswith("--") else []
     return f"{meant[0]}{equals}{value}" if len(meant) == 1 else word

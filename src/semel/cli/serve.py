@@ -149,7 +149,7 @@ def _warnings(settings: Settings) -> Iterator[str]:
 
 def _what_to_try(settings: Settings) -> str:
     """Commands to paste into another terminal."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 -- what was asked for
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 -- a comparison
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
     return _TRY.format(url=url, semel=_program())
 

@@ -302,7 +302,7 @@ class HttpSession:
             raise unexpected_response(answer, self.url) from None
 
     async def try_once(self, method: str, path: str, seconds: float, **request: Any) -> Answer | httpx.TransportError:
-        """One attempt: the response, or the error after which nobody knows whether there was one."""
+        """One attempt: the response, or the error after which it is unknown whether the request was executed."""
         try:
             response = await self.backend.request(method, path, timeout=httpx_timeout(seconds), **request)
         except LOST as error:

@@ -24,7 +24,7 @@ PATH = "/ui/keys"
 MAX_KEYS = 100
 """Keys in one table."""
 MAX_LENGTH = 1000
-"""Longer queries are refused unread; what is too long for a key gets a message of its own."""
+"""Longer parameters are refused; one below this limit that is too long for a key gets its own error message."""
 
 Text = Annotated[str, QueryParameter(max_length=MAX_LENGTH)]
 OptionalText = Annotated[str | None, QueryParameter(max_length=MAX_LENGTH)]

@@ -1,4 +1,4 @@
-"""The chart of the overview: windows of time, and where each bar, tick and label stands. The template draws it."""
+"""The chart of the overview: windows of time, and the position of each bar, tick and label. The template draws it."""
 
 from __future__ import annotations
 

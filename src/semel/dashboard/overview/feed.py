@@ -162,7 +162,7 @@ class OverviewFeed:
                 continue
             try:
                 await self._refresh()
-            except Exception as error:  # noqa: BLE001 -- tried again, whatever it was: somebody is watching
+            except Exception as error:  # noqa: BLE001 -- any error: the next refresh may succeed
                 if not isinstance(error, StoreUnavailable):  # the store has logged that itself
                     _log.warning("the overview could not be refreshed: %r", error)
                 self._refreshed_at = time.monotonic()

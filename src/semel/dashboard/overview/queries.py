@@ -184,7 +184,7 @@ def take_snapshot(
 ) -> Snapshot:
     """The present state, and the runs that ended since ``since_us``.
 
-    ``now_us`` is the hosts' clock, which ids are made from; leases are judged by the database's. Workers are listed
+    ``now_us`` is the hosts' clock, from which ids are made; leases expire by the database's clock. Workers are listed
     only for callers who see everybody's runs.
     """
     now = quotas.read_clock(conn, terms)
@@ -240,7 +240,7 @@ _STUCK = [runs.c[name] for name in ("id", "model", "user_id", "queue", "worker",
 
 
 def _lost(conn: Connection, audience: Audience, now: int) -> list[StuckRun]:
-    """Runs whose lease has expired, and which no sweeper has taken back yet."""
+    """Runs whose lease has expired, and which no sweeper has recovered yet."""
     query = select(*_STUCK).where(*audience.filter("RUNNING").conditions(), runs.c.lease_until_us < now)
     return [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.lease_until_us).limit(MAX_STUCK))]
 

@@ -126,7 +126,7 @@ def range_of(wanted: Filter, before: str | None) -> IdRange:
 def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, more: Sequence[Any] = ()) -> SearchResult:
     """Up to ``limit`` runs in the range that match the filter and the conditions ``more``.
 
-    Each status is scanned by itself, because the index begins with it.
+    Each status is scanned separately, because the index begins with it.
     """
     deadline = time.monotonic() + SCAN_SECONDS
     statuses: list[str | None] = [None]

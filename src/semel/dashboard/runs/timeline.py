@@ -1,6 +1,6 @@
 """The timeline of a run: a lane for each attempt with the wait before it, on one axis of time.
 
-This module computes where everything stands; templates/run/timeline_svg.html draws it.
+This module computes the positions; templates/run/timeline_svg.html draws them.
 """
 
 from __future__ import annotations

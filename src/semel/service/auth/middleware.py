@@ -57,7 +57,7 @@ SESSION = "semel_session"
 LOCAL_USER = "local"
 """The user of local requests while there are no tokens."""
 KNOWN_FOR = 5.0
-"""Seconds for which a token is cached: for so long, a token that was revoked elsewhere may still be accepted."""
+"""Seconds for which a token is cached, and may still be accepted after it was revoked in another process."""
 POLL_TOKENS = 1.0
 """Seconds between two checks whether there is a first token."""
 USED_EVERY = 60.0

@@ -99,7 +99,7 @@ def _installed() -> Iterator[Any]:
 def _load(entry: EntryPoint) -> Any:
     try:
         kind = entry.load()
-    except Exception as error:  # noqa: BLE001 -- whatever somebody else's package raises, the service starts without it
+    except Exception as error:  # noqa: BLE001 -- whatever a provider's package raises, the service starts without it
         _log.error("the provider %r of %s cannot be loaded: %s", entry.name, entry.value, error)
         return None
     if getattr(kind, "name", None) != entry.name:

@@ -78,7 +78,7 @@ def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWorker, store
         if not _is_there(app, ref, packed.size):
             app.results.put_file(ref, archive)
         queue = run_sync(store.write(release_run, job_id, ref, store.terms))
-        if not _is_there(app, ref, packed.size):  # removed with an old run, before this one was known to need it
+        if not _is_there(app, ref, packed.size):  # it was removed with an old run before this run referred to it
             app.results.put_file(ref, archive)
     if queue is None:
         return {"uploaded": False}

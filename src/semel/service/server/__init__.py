@@ -1,4 +1,4 @@
-"""The processes of a server. Its port is claimed before the rest is imported, to report a taken one at once."""
+"""The processes of a server. Its port is bound before the rest is imported, to report at once if it is in use."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TIMEOUT = 3.0
 """Seconds for a response of the database or of Redis."""
 FRESH = 1.0
-"""Seconds for which a result is reused: anybody may ask, so the database is protected from frequent requests."""
+"""Seconds for which a result is reused: requests need no token, and frequent ones must not load the database."""
 WRITTEN_EVERY = 60.0
 """Seconds between two writes that check whether SQLite can still be written."""
 MIN_FREE = 1 << 20
@@ -168,7 +168,7 @@ def _select_one(conn: Connection) -> CheckStatus:
 
 
 def _check_writable(conn: Connection) -> CheckStatus:
-    """SQLite refuses the transaction itself if the file is not writable; a PostgreSQL standby must be asked."""
+    """``read-only`` for a PostgreSQL standby. A read-only SQLite fails earlier, when the transaction begins."""
     if conn.dialect.name != "postgresql":
         return "ok"
     read_only = conn.execute(text("SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'"))

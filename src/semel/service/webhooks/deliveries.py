@@ -268,7 +268,7 @@ class DeliveryResult(Struct, frozen=True, kw_only=True):
 
 
 def settle(conn: Connection, settled: Sequence[DeliveryResult], terms: StatementContext) -> None:
-    """Store the results of attempts; a delivery that another process took over is left as it is."""
+    """Store the results of attempts, except for deliveries that another process took over."""
     now = read_clock(conn, terms)
     for each in settled:
         ours = (*_one(each.delivery), deliveries.c.attempts == each.delivery.attempts, deliveries.c.state == "waiting")
