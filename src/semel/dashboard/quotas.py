@@ -32,8 +32,6 @@ RECENT_RUNS = 10_000
 DAY = 86400
 CLOCK_SKEW = 600
 """Seconds by which the clock of the host that made a run's id may be wrong."""
-WARN_AT = 0.8
-"""The share of a limit at which a bar warns, unless the quota sets another."""
 COUNTS = (
     ("max_concurrent", "Concurrent", "concurrent"),
     ("per_hour", "Last hour", "last_hour"),

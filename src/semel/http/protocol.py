@@ -21,8 +21,6 @@ from semel.fingerprint import fingerprint
 from semel.http.refusals import Reason, RefusalFormat
 from semel.types import OVERSIZED, Outcome, Response
 
-Headers = Sequence[tuple[bytes, bytes]]
-
 REPLAYED = (b"idempotent-replayed", b"true")
 _NOT_REPLAYED = frozenset(
     (

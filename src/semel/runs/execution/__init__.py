@@ -30,7 +30,7 @@ from semel.runs.types import INTERNAL_PREFIX, Attempt, AttemptResult, EndKind
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Limits", "execute", "execute_async", "perform", "run_in_thread", "timed_out_after"]
+__all__ = ["Limits", "execute", "execute_async", "execute_attempt", "run_in_thread", "timed_out_after"]
 
 SMALL = 16 * 1024
 """Up to so many bytes, a result is written without a thread."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Select, Uuid, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import Connection, Uuid, and_, case, func, literal, or_, select, union_all
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import jobs, run_events, run_logs, runs, workers
@@ -139,10 +139,6 @@ def versions(conn: Connection, ids: Sequence[str]) -> dict[str, tuple[RunVersion
     query = select(runs.c.id, last.scalar_subquery(), line.scalar_subquery(), *_MARKED)
     rows = conn.execute(query.where(runs.c.id.in_(list(ids))))
     return {run_id: (RunVersion(*rest), (fence or 0, number or 0)) for run_id, fence, number, *rest in rows}
-
-
-def _runs(conn: Connection, query: Select[Any]) -> list[Run]:
-    return [run_of(dict(row)) for row in conn.execute(query).mappings()]
 
 
 def list_runs(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -34,7 +34,6 @@ from semel.service.webhooks.subscriptions import Subscription
 from semel.types import moment
 
 State: TypeAlias = Literal["waiting", "delivered", "dead"]
-STATES: tuple[State, ...] = get_args(State)
 
 TIMEOUT = 10.0
 """Seconds for a receiver to respond, including name resolution and connecting."""
