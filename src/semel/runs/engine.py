@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -47,8 +47,6 @@ from semel.runs.types import (
     WorkerInfo,
     checked_id,
 )
-
-R = TypeVar("R")
 
 AT_ONCE = 16 * 1024
 """Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
