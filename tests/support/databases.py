@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from semel import App, JobStore, Run
+from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.runs.store import lease, maintenance, transitions
@@ -223,3 +223,12 @@ class StoreUrls(dict[str, str]):
 def store_urls(request: pytest.FixtureRequest) -> Iterator[StoreUrls]:
     with ExitStack() as cleanup:
         yield StoreUrls(request, cleanup)
+
+
+def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str:
+    """The message of a submission that a quota refuses; nothing is stored."""
+    before = database.count("semel_runs")
+    with pytest.raises(QuotaExceeded) as refusal:
+        database.submit(user, **options)
+    assert database.count("semel_runs") == before
+    return str(refusal.value)

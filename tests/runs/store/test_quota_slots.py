@@ -25,21 +25,12 @@ from semel.errors import IllegalTransition, ReservationLost
 from semel.runs.store import RunStore, quotas
 from semel.runs.store.quotas import Reserve
 from semel.runs.types import EndKind, new_id
-from support.databases import LEASE, Databases, TestDatabase
+from support.databases import LEASE, Databases, TestDatabase, refused
 from support.quota_race import killed, last_words, race
 from support.runs_harness import PATIENCE
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
-
-
-def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str:
-    """What a submission that must not pass is told."""
-    before = database.count("semel_runs")
-    with pytest.raises(QuotaExceeded) as told:
-        database.submit(user, **options)
-    assert database.count("semel_runs") == before
-    return str(told.value)
 
 
 # -- B4: slots come back exactly once ------------------------------------------------------------------------------

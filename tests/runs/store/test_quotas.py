@@ -24,19 +24,10 @@ from semel import (
 from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
 from semel.runs.types import MAX_COST
-from support.databases import Databases, TestDatabase
+from support.databases import Databases, TestDatabase, refused
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
-
-
-def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str:
-    """What a submission that must not pass is told."""
-    before = database.count("semel_runs")
-    with pytest.raises(QuotaExceeded) as told:
-        database.submit(user, **options)
-    assert database.count("semel_runs") == before
-    return str(told.value)
 
 
 # -- limits --------------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import pytest
 
 from semel import App, JobStore, Quota, UnknownModel
 from semel.client import Client
-from semel.service import Settings
 from support.jobs import SUBMIT, add_models, job, job_in, runs_of, submit, write_config
-from support.service import TestServer, issue_token, make_app, serve
+from support.service import TestServer, issue_token, make_app
 
 HOUR_US = 3600 * 1_000_000
 
@@ -37,18 +36,6 @@ def configs(tmp_path: Path) -> Path:
     write_config(folder, "pretended", model="add", providers={"replicate": {"simulate": True}})
     write_config(folder, "modelless", providers={"replicate": {"version": "abc"}})
     return folder
-
-
-@pytest.fixture
-def service(app: App, configs: Path) -> Iterator[TestServer]:
-    with serve(app, Settings(configs=str(configs))) as service:
-        yield service
-
-
-@pytest.fixture
-def client(service: TestServer) -> Iterator[httpx.Client]:
-    with service.client() as client:
-        yield client
 
 
 def test_a_job_is_a_run_of_its_configs_model(client: httpx.Client, app: App) -> None:

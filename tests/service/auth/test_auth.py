@@ -56,7 +56,7 @@ def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(params=DATABASES)
 def new_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenServer]:
-    """A town of the test's own, where it matters which tokens there are."""
+    """A server of the test's own, where it matters which tokens there are."""
     with token_server(request.getfixturevalue(f"{request.param}_url"), tmp_path) as server:
         yield server
 

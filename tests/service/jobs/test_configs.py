@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from semel import App
-from semel.service import Settings
 from semel.service.jobs import configs as config_files
 from semel.service.jobs.configs import BrokenConfig
 from support.jobs import add_models, job_in, submit, write_config
@@ -37,18 +36,6 @@ def configs(tmp_path: Path) -> Path:
     (folder / "other.toml").write_text(TOML)
     (folder / "notes.txt").write_text("not a config")
     return folder
-
-
-@pytest.fixture
-def service(app: App, configs: Path) -> Iterator[TestServer]:
-    with serve(app, Settings(configs=str(configs))) as service:
-        yield service
-
-
-@pytest.fixture
-def client(service: TestServer) -> Iterator[httpx.Client]:
-    with service.client() as client:
-        yield client
 
 
 def test_files_are_configs_and_a_row_wins_over_a_file(client: httpx.Client, app: App) -> None:

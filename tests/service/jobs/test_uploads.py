@@ -197,18 +197,6 @@ def configs(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def service(app: App, configs: Path) -> Iterator[TestServer]:
-    with serve(app, Settings(configs=str(configs))) as service:
-        yield service
-
-
-@pytest.fixture
-def client(service: TestServer) -> Iterator[httpx.Client]:
-    with service.client() as client:
-        yield client
-
-
 def kept(store: SlowStore) -> list[str]:
     return [path.parent.name for path in store.kept() if path.parent.parent.name == "data"]
 
