@@ -530,6 +530,30 @@ def test_forked_workers_of_a_model_print_into_its_log(crew: Crew) -> None:
     assert sorted(heard.lines) == sorted(("OUTPUT", f"worker {number}") for number in range(50))
 
 
+def test_a_forked_process_can_be_terminated_from_its_first_moment() -> None:
+    """A pool with little work terminates workers that have hardly begun, and waits until they are gone."""
+    program = textwrap.dedent("""
+        import os, signal, time
+
+        os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # the signal comes before what is done after it
+
+        from semel.runs.execution import child_main
+
+        child_main._ignore_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        os.kill(pid, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    """)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM} set()\n", "")
+
+
 def test_a_model_that_forks_has_one_end(crew: Crew) -> None:
     for _ in range(5):
         assert crew.run(run_models.fork_badly).result == '"original"'

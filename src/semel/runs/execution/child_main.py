@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Condition, Thread, Timer
+from threading import Condition, Thread, Timer, local
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -368,14 +368,34 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _ignore_sigterm() -> None:
+    """Ignore SIGTERM here, but not in programs and processes that the model starts.
+
+    A signal to the whole group (systemd, docker) is for the parent, which drains. Exec drops our handler, and a forked
+    process restores the default. Until it has, SIGTERM is blocked there: Python drops signals that arrive during a
+    fork, and ``multiprocessing.Pool`` would wait for ever for a worker that it terminated so early.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    masks = local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def restore_default() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_default)
+
+
 def main() -> None:
     """`python -c "from semel.runs.execution.child_main import main; main()" FD PARENT`."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A signal to the whole group (systemd, docker) is for the parent, which drains. Programs that the model starts have
-    # the default handler: exec drops ours, and a forked process restores the default.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    _ignore_sigterm()
     _die_with_parent(parent)
     faulthandler.enable(2)
     os.set_inheritable(fd, False)
