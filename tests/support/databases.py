@@ -20,7 +20,7 @@ from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.runs.store import lease, maintenance, transitions
-from semel.runs.store.lease import Leased, LeaseRequest
+from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.types import AttemptResult, EndKind
 from semel.testing import FakeClock
@@ -98,6 +98,11 @@ class TestDatabase:
         """Lease runs as a worker does."""
         self._write(lease.wake)
         return self._write(lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most))
+
+    def renew(self, leased: Leased) -> dict[str, bool]:
+        """Renew the lease of an attempt, as a heartbeat does; returns whether the run is to be cancelled, by run."""
+        renewed: dict[str, bool] = self._write(lease.renew, [LeaseRenewal(leased.id, leased.fence)])
+        return renewed
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
         """End an attempt; returns False if its fence is outdated."""

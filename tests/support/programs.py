@@ -23,6 +23,8 @@ processes.set_forkserver_preload(
     [
         "pytest",
         "semel.testing",
+        "semel.runs.app",
+        "semel.runs.job_store",
         "semel.once.stores.redis",
         "semel.once.stores.postgres",
         "semel.db.asyncio",

@@ -38,13 +38,13 @@ class SilentProxy:
         with self._lock:
             ends = [self._listener, *self._open]
         for end in ends:
-            _hang_up(end)
+            hang_up(end)
 
     def _accept(self) -> None:
         with suppress(OSError):  # the listener is closed
             while True:
                 client, _ = self._listener.accept()
-                server = _connect(self._server)
+                server = connect(self._server)
                 quiet = threading.Event()
                 with self._lock:
                     self.accepted += 1
@@ -74,19 +74,19 @@ class OutageProxy:
         ends, self._open = [*self._open, *([self._listener] if self._listener else [])], []
         self._listener = None
         for end in ends:
-            _hang_up(end)
+            hang_up(end)
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # it is down
             while True:
                 client, _ = listener.accept()
-                server = _connect(self._server)
+                server = connect(self._server)
                 self._open += [client, server]
                 for source, target in ((client, server), (server, client)):
                     threading.Thread(target=_pass, args=(source, target, threading.Event()), daemon=True).start()
 
 
-def _connect(url: URL) -> socket.socket:
+def connect(url: URL) -> socket.socket:
     port, directory = url.port or 5432, url.query.get("host")
     if not isinstance(directory, str):
         return socket.create_connection((url.host or "127.0.0.1", port))
@@ -102,17 +102,17 @@ def _pass(source: socket.socket, target: socket.socket, quiet: threading.Event) 
             if not quiet.is_set():
                 target.sendall(data)
     if not quiet.is_set():
-        _hang_up(source)
-        _hang_up(target)
+        hang_up(source)
+        hang_up(target)
 
 
-def _hang_up(end: socket.socket) -> None:
+def hang_up(end: socket.socket) -> None:
     with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
 
 
-def _at_port(url: URL, port: int) -> str:
+def at_port(url: URL, port: int) -> str:
     moved = url.difference_update_query(["host"]).set(host="127.0.0.1", port=port)
     return moved.render_as_string(hide_password=False)
 
@@ -123,7 +123,7 @@ def silent_proxy(url: str) -> Iterator[tuple[SilentProxy, str]]:
     server = make_url(url)
     proxy = SilentProxy(server)
     try:
-        yield proxy, _at_port(server, proxy.port)
+        yield proxy, at_port(server, proxy.port)
     finally:
         proxy.close()
 
@@ -134,7 +134,7 @@ def outage_proxy(url: str) -> Iterator[tuple[OutageProxy, str]]:
     server = make_url(url)
     proxy = OutageProxy(server)
     try:
-        yield proxy, _at_port(server, proxy.port)
+        yield proxy, at_port(server, proxy.port)
     finally:
         proxy.down()
 
@@ -151,7 +151,7 @@ def unreachable(url: str) -> Iterator[str]:
                 client.connect(listener.getsockname())
             waiting.append(client)
         try:
-            yield _at_port(make_url(url), listener.getsockname()[1])
+            yield at_port(make_url(url), listener.getsockname()[1])
         finally:
             for client in waiting:
                 client.close()

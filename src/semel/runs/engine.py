@@ -405,14 +405,11 @@ class RunEngine:
         could not reach the files (``ResultStoreError``), is removed, too.
         """
         age = checked_number("older_than", older_than, 0, TEN_YEARS)
-        failed = await self._remove_files()
-        total, after = 0, None
-        while True:
+        total, after, more, failed = 0, None, True, None
+        while more:
             removed = await self.store.write(maintenance.remove_runs, age, after, self.store.terms)
-            if removed.next is None:
-                break
-            total, after = total + removed.count, removed.next
-            failed = await self._remove_files() or failed
+            total, after, more = total + removed.count, removed.next, removed.next is not None
+            failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         if failed is not None:
             raise ResultStoreError(
                 f"{total} runs were removed, but not all files: {failed}; purge again to remove them"

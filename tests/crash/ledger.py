@@ -1,0 +1,77 @@
+"""Reads the tables of runs as a database client does, and checks that they agree with each other.
+
+One fact is one transaction, so they agree at every moment, also right after a process died.
+"""
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from sqlalchemy import text
+
+from crash.key_operations import connected
+from crash.points import Place
+
+ACTIVE = ("PENDING", "RUNNING")
+
+
+class Ledger:
+    """The rows of one user's runs."""
+
+    def __init__(self, place: Place, user: str) -> None:
+        self._place = place
+        with connected(place) as conn:
+
+            def rows(statement: str) -> list[Any]:
+                return list(conn.execute(text(statement), {"user": user}))
+
+            self.runs = rows("SELECT * FROM semel_runs WHERE user_id = :user ORDER BY id")
+            self.events = rows(
+                "SELECT e.* FROM semel_run_events AS e JOIN semel_runs AS r ON r.id = e.run_id"
+                " WHERE r.user_id = :user ORDER BY e.run_id, e.version"
+            )
+            self.keys = rows("SELECT * FROM semel_run_keys WHERE user_id = :user AND kind = 'key'")
+            self.reservations = rows("SELECT * FROM semel_reservations WHERE user_id = :user")
+
+    @property
+    def statuses(self) -> list[str]:
+        return [run.status for run in self.runs]
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(run.id) for run in self.runs]
+
+    def check(self) -> "Ledger":
+        """Every run agrees with its events, every key and every reservation with its run."""
+        events: dict[str, list[Any]] = defaultdict(list)
+        for event in self.events:
+            events[str(event.run_id)].append(event)
+        for run in self.runs:
+            _check_run(run, events[str(run.id)])
+        for key in self.keys:
+            assert key.job_id in self.ids, f"the key {key.key} names no run"
+        used = Counter(each.job_id for each in self.reservations if each.job_id is not None)
+        assert set(used) <= set(self.ids), "a reservation was consumed by a run that does not exist"
+        assert set(used.values()) <= {1}, "two reservations were consumed by one run"
+        assert all(each.consumed or each.job_id is None for each in self.reservations)
+        return self
+
+    def check_ended(self, many: int = 1) -> None:
+        """There are this many runs, each of which has ended, once."""
+        self.check()
+        assert len(self.runs) == many
+        assert not set(self.statuses) & set(ACTIVE)
+
+
+def _check_run(run: Any, events: list[Any]) -> None:
+    assert [event.version for event in events] == list(range(1, run.version + 1)), "an event is missing"
+    last = events[-1]
+    assert (last.step, last.status, last.fence) == (run.step, run.status, run.fence), "the last event is another's"
+    steps = Counter(event.step for event in events)
+    assert steps["created"] == 1
+    assert sum(event.status not in ACTIVE for event in events) == (run.status not in ACTIVE), "not one end"
+    assert steps["leased"] == run.fence == run.attempts + steps["returned"] + steps["snoozed"]
+    assert steps["lost"] == run.losts
+    fences = [event.fence for event in events]
+    assert fences == sorted(fences), "a fence went back"
+    leased = [event.fence for event in events if event.step == "leased"]
+    assert len(leased) == len(set(leased)), "two attempts have one fence"

@@ -1,0 +1,249 @@
+"""Tries an operation once for each fault at each of its statements, until it has no further statement.
+
+    try_every_point(operation, "postgres", url, folder)
+
+For each point: the operation is prepared, a process begins it and meets the fault, and then others go on and the
+operation's invariants are checked. The clock is injected, so nothing waits for a lease to end.
+"""
+
+import os
+import pickle
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from crash.statements import count_statements
+from crash.wire import FAULTS, Fault, FaultProxy, fault_proxy
+from semel.errors import SemelError
+from semel.testing import FakeClock
+from support.programs import PATIENCE, processes
+
+START = 1_709_210_096.0
+MOST_STATEMENTS = 200
+"""An operation with more statements than this is taken for one that never ends."""
+
+numbers = count(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one try happens: the database, a folder, the time, and a name that no other try has."""
+
+    kind: str
+    url: str
+    folder: Path
+    name: str
+    now_us: int
+
+    @property
+    def clock(self) -> FakeClock:
+        """A clock that stands at the time of the try."""
+        clock = FakeClock()
+        clock.us = self.now_us
+        return clock
+
+    def later(self, seconds: float) -> FakeClock:
+        """A clock that much after the fault."""
+        clock = self.clock
+        clock.advance(seconds)
+        return clock
+
+    def at(self, url: str) -> "Place":
+        """The same, with its database reached by another URL."""
+        return Place(self.kind, url, self.folder, self.name, self.now_us)
+
+    def record(self, effect: object) -> None:
+        """Append an effect to the file of effects, which nothing of semel reads or writes."""
+        file = os.open(self.folder / self.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, f"{effect}\n".encode())
+        os.close(file)
+
+    @property
+    def effects(self) -> list[str]:
+        """The recorded effects, in their order."""
+        file = self.folder / self.name
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the process ended: it was killed, raised an error of semel, or returned a value."""
+
+    how: Literal["killed", "refused", "returned"]
+    value: Any = None
+
+
+class Operation(Protocol):
+    """Something that a process may die in. ``act`` runs in that process, the others in the test's."""
+
+    def prepare(self, place: Place) -> Any:
+        """Make what the operation needs; returns what ``act`` and ``check`` are given."""
+
+    def warm_up(self, place: Place) -> None:
+        """Connect, before the statements are counted; an operation may leave it to ``act``."""
+
+    def act(self, place: Place, given: Any) -> Any:
+        """The operation."""
+
+    def check(self, place: Place, given: Any, ended: Ended) -> None:
+        """Let others go on, and check the invariants."""
+
+
+@dataclass
+class Tried:
+    """The number of points that were tried, by fault, and how the processes ended."""
+
+    points: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {many}" for kind, many in sorted(self.points.items()))
+        ends = ", ".join(f"{many} {how}" for how, many in sorted(self.ends.items()))
+        return f"{self.points.total()} points ({kinds}); processes: {ends}"
+
+
+def report(tried: Tried) -> None:
+    """Print what was tried: pytest shows it with ``-s``, or if the test fails."""
+    sys.stdout.write(f"{tried}\n")
+
+
+def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> Tried:
+    """Try the operation once for each point; returns what was tried."""
+    tried = Tried()
+    with Bench(kind, url) as bench:
+        for fault in bench.faults(getattr(operation, "stride", 1)):
+            place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6))
+            given = operation.prepare(place)
+            ended = bench.run(fault, operation, place, given)
+            if bench.happened:
+                tried.points[fault.kind] += 1
+                tried.ends[ended.how] += 1
+            try:
+                if fault.kind == FAULTS[2] and kind != "sqlite" and getattr(operation, "survives_lost_replies", True):
+                    assert ended.how == "returned", "the caller was not spared a single lost reply"
+                operation.check(place, given, ended)
+            except BaseException as error:
+                error.add_note(f"{fault}; it ended: {ended}")
+                raise
+    return tried
+
+
+class Bench:
+    """Runs an operation in a process of its own, with a fault.
+
+    The processes are forked from one that has done the imports, and has neither threads nor connections.
+    """
+
+    def __init__(self, kind: str, url: str) -> None:
+        self._through_proxy = fault_proxy(url) if kind != "sqlite" else nullcontext(None)
+        self._pipe, theirs = processes.Pipe()
+        self._forker = processes.Process(target=_fork_processes, args=(theirs,))
+        self._forker.start()
+        theirs.close()
+        self.happened = False
+
+    def __enter__(self) -> "Bench":
+        self._proxy: FaultProxy | None = self._through_proxy.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pipe.close()
+        self._forker.join(PATIENCE)
+        self._forker.kill()
+        self._through_proxy.__exit__(None, None, None)
+
+    def faults(self, stride: int) -> Iterator[Fault]:
+        """Every kind of fault at each statement, or every few of them, until there is no such statement."""
+        for number in range(1, MOST_STATEMENTS, stride):
+            for kind in FAULTS:
+                yield Fault(kind, number)
+                if not self.happened:
+                    return
+        raise AssertionError(f"the operation has not ended after {MOST_STATEMENTS} statements")
+
+    def run(self, fault: Fault, operation: Operation, place: Place, given: Any) -> Ended:
+        """Run the operation; ``happened`` tells afterwards whether the fault's statement was reached."""
+        proxy = self._proxy
+        self._pipe.send((fault if proxy is None else None, operation, place.at(proxy.url) if proxy else place, given))
+        pid = self._received()
+        assert self._received() == "warm"
+        if proxy is not None:
+            proxy.arm(fault, lambda: os.kill(pid, signal.SIGKILL))
+        self._pipe.send("begin")
+        ended = self._ended()
+        if proxy is not None:
+            self.happened = proxy.happened
+            proxy.disconnect()
+        return ended
+
+    def _ended(self) -> Ended:
+        message = self._received()
+        if isinstance(message, int):
+            assert message == -signal.SIGKILL, f"the process ended with {message}"
+            self.happened = True
+            return Ended("killed")
+        self._received()
+        self.happened, ended, failure = message
+        if failure is not None:
+            raise failure
+        assert isinstance(ended, Ended)
+        return ended
+
+    def _received(self) -> Any:
+        assert self._pipe.poll(PATIENCE), "the operation hangs"
+        return self._pipe.recv()
+
+
+def _fork_processes(pipe: Connection) -> None:
+    """Fork a process for each operation that is received, and report its id and its end."""
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        gate, opener = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.read(gate, 1)  # the parent is told the process's id first
+            _act(pipe, *job)
+            os._exit(0)
+        pipe.send(pid)
+        os.write(opener, b"1")
+        os.close(gate)
+        os.close(opener)
+        pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _act(pipe: Connection, fault: Fault | None, operation: Operation, place: Place, given: Any) -> None:
+    counter = None if fault is None else count_statements(fault)
+    operation.warm_up(place)
+    pipe.send("warm")
+    pipe.recv()
+    if counter is not None:
+        counter.counts = True
+    ended = _ended(operation, place, given)
+    pipe.send((counter is not None and counter.happened, *ended))
+
+
+def _ended(operation: Operation, place: Place, given: Any) -> tuple[Ended | None, Exception | None]:
+    try:
+        return Ended("returned", operation.act(place, given)), None
+    except SemelError as error:
+        return Ended("refused", f"{type(error).__name__}: {error}"), None
+    except Exception as error:  # noqa: BLE001 -- the test shows it
+        return None, _picklable(error)
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001
+        return AssertionError(f"{type(error).__name__}: {error}")
+    return error

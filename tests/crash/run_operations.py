@@ -1,0 +1,428 @@
+"""What a process does with runs and quotas, and what must hold whenever it dies."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from crash.ledger import Ledger
+from crash.points import Ended, Place
+from semel import Quota, Run
+from semel.runs.store.lease import Leased
+from semel.runs.types import EndKind
+from semel.runs.worker.sweeper import sweep_until_told
+from support.databases import LEASE, TestDatabase
+
+COST = 1.5
+
+
+_kept: dict[tuple[int, str], TestDatabase] = {}
+
+
+@contextmanager
+def kept_open(kind: str, url: str) -> Iterator[None]:
+    """Keep one database open for all tries of this process: to open one takes longer than to use it."""
+    with ExitStack() as stack:
+        _kept[os.getpid(), url] = TestDatabase(kind, url, stack)
+        try:
+            yield
+        finally:
+            del _kept[os.getpid(), url]
+
+
+@contextmanager
+def opened(place: Place, later: float = 0.0) -> Iterator[TestDatabase]:
+    """The database of the try, with its clock, or a later one."""
+    with ExitStack() as stack:
+        database = _kept.get((os.getpid(), place.url)) or TestDatabase(place.kind, place.url, stack)
+        database.clock.us = place.later(later).us
+        yield database
+
+
+class Connected:
+    """An operation of a process that is connected already."""
+
+    def warm_up(self, place: Place) -> None:
+        database = TestDatabase(place.kind, place.url, ExitStack())
+        _kept[os.getpid(), place.url] = database
+        database.app.usage("nobody")
+        database.jobs.check_idempotency_key("no key")
+
+
+def go_on(place: Place, *, later: float = LEASE + 1, many: int = 1) -> Ledger:
+    """Others take over: lost runs are taken back, and all runs are executed. Returns the rows afterwards."""
+    Ledger(place, place.name).check()
+    with opened(place, later) as database:
+        while set(Ledger(place, place.name).statuses) & {"PENDING", "RUNNING"}:
+            database.lose_expired()
+            for leased in database.lease(100):
+                assert database.end(leased)
+            database.clock.advance(LEASE + 1)
+        assert database.concurrent(place.name) == 0, "a slot is still taken"
+    ledger = Ledger(place, place.name)
+    ledger.check_ended(many)
+    return ledger
+
+
+class Submit(Connected):
+    """``submit`` with a key, under a quota of one run, and a cost limit that allows it once."""
+
+    def prepare(self, place: Place) -> str | None:
+        with opened(place) as database:
+            database.app.set_quota(place.name, Quota(max_concurrent=1, cost_daily=COST))
+        return None
+
+    def _submit(self, database: TestDatabase, place: Place, given: str | None) -> Run:
+        return database.submit(place.name, number=1, idempotency_key="key", cost=COST, reservation=given)
+
+    def act(self, place: Place, given: str | None) -> Any:
+        with opened(place) as database:
+            return self._submit(database, place, given).id
+
+    def check(self, place: Place, given: str | None, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        with opened(place) as database:
+            usage = database.app.usage(place.name)
+            assert usage.concurrent == (1 if before.runs or given else 0)
+            assert usage.spent["daily"] == (COST if before.runs else 0)
+            run = self._submit(database, place, given)
+            assert run.replayed == bool(before.runs)
+            assert database.app.usage(place.name).concurrent == 1
+        if ended.how == "returned":
+            assert before.ids == [ended.value]
+        after = Ledger(place, place.name)
+        assert after.ids == [run.id]
+        assert len(after.keys) == 1
+        if given:
+            assert [each.job_id for each in after.reservations] == [run.id]
+        go_on(place)
+
+
+class FirstSubmit(Submit):
+    """The first submission of a process, which also connects."""
+
+    def warm_up(self, place: Place) -> None: ...
+
+
+class SubmitReserved(Submit):
+    """``submit`` for a slot that was reserved."""
+
+    def prepare(self, place: Place) -> str | None:
+        super().prepare(place)
+        with opened(place) as database:
+            return database.reserve(place.name, limit=1)
+
+
+class SubmitMany(Connected):
+    """``submit_many`` with keys: sent again, every run is there once."""
+
+    many = 3
+
+    def prepare(self, place: Place) -> None:
+        with opened(place) as database:
+            database.app.set_quota(place.name, Quota(max_concurrent=self.many))
+
+    def _submit(self, database: TestDatabase, place: Place) -> list[str]:
+        asked = [
+            {"model": "train", "parameters": {"number": n}, "user": place.name, "idempotency_key": str(n)}
+            for n in range(self.many)
+        ]
+        runs = database.app.submit_many(asked)
+        assert all(isinstance(run, Run) for run in runs), runs
+        return [run.id for run in runs if isinstance(run, Run)]
+
+    def act(self, place: Place, given: None) -> Any:
+        with opened(place) as database:
+            return self._submit(database, place)
+
+    def check(self, place: Place, given: None, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        with opened(place) as database:
+            found = self._submit(database, place)
+        assert len(set(found)) == self.many
+        assert set(before.ids) <= set(found)
+        if ended.how == "returned":
+            assert ended.value == found
+            assert len(before.runs) == self.many
+        go_on(place, many=self.many)
+
+
+class OfPendingRun(Connected):
+    """An operation on a run that waits."""
+
+    def prepare(self, place: Place) -> Any:
+        with opened(place) as database:
+            return database.submit(place.name).id
+
+
+class Lease(OfPendingRun):
+    """``lease``: the run waits as before, or has one attempt, which is lost when its lease ends."""
+
+    def act(self, place: Place, given: str) -> Any:
+        with opened(place) as database:
+            leased = database.lease()  # sent again after a lost reply, it has nothing more to lease
+            return leased[0] if leased else None
+
+    def check(self, place: Place, given: str, ended: Ended) -> None:
+        (run,) = Ledger(place, place.name).check().runs
+        if ended.value is not None:
+            assert (run.status, run.fence) == ("RUNNING", ended.value.fence)
+        ledger = go_on(place)
+        assert ledger.statuses == ["SUCCEEDED"]
+        assert ledger.runs[0].losts == (1 if run.status == "RUNNING" else 0)
+        if ended.value is not None:
+            with opened(place, 1000) as database:
+                assert not database.end(ended.value), "an outdated attempt could end the run"
+
+
+class OfRunningRun(Connected):
+    """An operation on a run that has a lease."""
+
+    def prepare(self, place: Place) -> Leased:
+        with opened(place) as database:
+            database.submit(place.name, cost=COST)
+            (leased,) = database.lease()
+            return leased
+
+
+class Heartbeat(OfRunningRun):
+    """``renew``: the lease ends at its old or its new end, and the attempt goes on."""
+
+    def act(self, place: Place, given: Leased) -> Any:
+        with opened(place, LEASE / 2) as database:
+            return database.renew(given)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        (run,) = Ledger(place, place.name).check().runs
+        start = place.now_us
+        assert run.lease_until_us - start in (LEASE * 10**6, LEASE * 3 * 10**6 // 2)
+        if ended.how == "returned":
+            assert ended.value == {given.id: False}
+            assert run.lease_until_us - start == LEASE * 3 * 10**6 // 2
+        with opened(place, LEASE / 2) as database:
+            assert database.end(given)
+        assert go_on(place).statuses == ["SUCCEEDED"]
+
+
+@dataclass(frozen=True)
+class Finish(OfRunningRun):
+    """The end of an attempt: it is written as a whole, or the attempt is lost; a second try changes nothing."""
+
+    kind: EndKind
+    status: str
+
+    def _end(self, place: Place, given: Leased) -> bool:
+        options = {} if self.kind == "succeeded" else {"reason": self.kind}
+        with opened(place) as database:
+            return database.end(given, self.kind, **options)
+
+    def act(self, place: Place, given: Leased) -> Any:
+        return self._end(place, given)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        assert before.statuses in ([self.status], ["RUNNING"])
+        if ended.how == "returned":
+            assert before.statuses == [self.status]
+        if before.statuses == [self.status]:
+            assert self._end(place, given) == (self.kind == "succeeded"), "only a success is confirmed twice"
+            assert Ledger(place, place.name).runs == before.runs, "a second try changed the run"
+        after = go_on(place)
+        if self.status != "PENDING" and before.statuses == [self.status]:
+            assert after.runs == before.runs
+        else:
+            assert after.statuses == ["SUCCEEDED"]
+
+
+class Sweep(OfRunningRun):
+    """The sweeper takes a lost run back, and removes an expired key."""
+
+    def prepare(self, place: Place) -> Leased:
+        with opened(place) as database:
+            database.submit(place.name, idempotency_key="key", key_ttl=1)
+            (leased,) = database.lease()
+            return leased
+
+    def act(self, place: Place, given: Leased) -> Any:
+        with opened(place, LEASE + 1) as database:
+            return sweep_until_told(database.app, every=1, once=True)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        assert before.statuses in (["RUNNING"], ["PENDING"])
+        if ended.how == "returned":
+            assert before.statuses == ["PENDING"]
+            assert before.keys == []
+        if before.statuses == ["PENDING"]:
+            with opened(place, LEASE + 1) as database:
+                assert not database.end(given), "a lost attempt could end the run"
+        (run,) = go_on(place, later=LEASE + 1).runs
+        assert (run.status, run.losts, run.fence) == ("SUCCEEDED", 1, 2)
+
+
+class CancelPending(OfPendingRun):
+    """``cancel`` of a run that waits: it is cancelled, or it waits as before."""
+
+    def act(self, place: Place, given: str) -> Any:
+        with opened(place) as database:
+            return database.app.cancel(given).status
+
+    def check(self, place: Place, given: str, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        if ended.how == "returned":
+            assert before.statuses == [ended.value] == ["CANCELLED"]
+        expected = "CANCELLED" if before.statuses == ["CANCELLED"] else "SUCCEEDED"
+        assert go_on(place).statuses == [expected]
+
+
+class CancelRunning(OfRunningRun):
+    """``cancel`` of a run that has a lease: the request is there, or it is not; a lost worker then cancels the run."""
+
+    def act(self, place: Place, given: Leased) -> Any:
+        with opened(place) as database:
+            return database.app.cancel(given.id).status
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        (run,) = Ledger(place, place.name).check().runs
+        assert run.status == "RUNNING"
+        if ended.how == "returned":
+            assert run.cancel_us is not None
+        with opened(place, LEASE + 1) as database:
+            assert database.lose_expired() == 1
+        expected = "CANCELLED" if run.cancel_us is not None else "SUCCEEDED"
+        assert go_on(place).statuses == [expected]
+
+
+class Retry(OfRunningRun):
+    """``retry`` of a failed run with a key: sent again, there is one new run."""
+
+    def prepare(self, place: Place) -> Leased:
+        leased = super().prepare(place)
+        with opened(place) as database:
+            assert database.end(leased, "fatal", reason="no")
+        return leased
+
+    def _retry(self, place: Place, given: Leased) -> str:
+        with opened(place) as database:
+            return database.app.retry(given.id, idempotency_key="again").id
+
+    def act(self, place: Place, given: Leased) -> Any:
+        return self._retry(place, given)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        new = self._retry(place, given)
+        assert before.ids in ([given.id], [given.id, new])
+        if ended.how == "returned":
+            assert before.ids == [given.id, ended.value] == [given.id, new]
+        ledger = go_on(place, many=2)
+        assert ledger.statuses == ["FAILED", "SUCCEEDED"]
+        assert [str(run.retry_of) for run in ledger.runs][1] == given.id
+
+
+class Purge(OfRunningRun):
+    """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
+
+    def prepare(self, place: Place) -> Leased:
+        leased = super().prepare(place)
+        with opened(place) as database:
+            assert database.end(leased)
+            self._results(place, database).put(f"{leased.id}/1/result", b"1")
+        return leased
+
+    def _results(self, place: Place, database: TestDatabase) -> Any:
+        return database.open_app(artifacts=place.folder / "artifacts").results
+
+    def _purge(self, place: Place) -> int:
+        with opened(place, 1000) as database:
+            return database.open_app(artifacts=place.folder / "artifacts").purge(100)
+
+    def act(self, place: Place, given: Leased) -> Any:
+        return self._purge(place)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        before = Ledger(place, place.name).check()
+        files = list((place.folder / "artifacts").rglob("result*"))
+        if before.runs:
+            assert files, "the run has lost its files"
+            assert ended.how != "returned"
+        if ended.how == "returned":
+            assert ended.value in (0, 1)
+            assert not files
+        self._purge(place)
+        assert Ledger(place, place.name).runs == []
+        assert list((place.folder / "artifacts").rglob("result*")) == []
+        with opened(place) as database:
+            assert database.count("semel_removals") == 0
+
+
+class Reserve(Connected):
+    """``reserve_job_slot`` of the only slot: a lost process holds it until the reservation expires, not longer."""
+
+    def prepare(self, place: Place) -> None: ...
+
+    def act(self, place: Place, given: None) -> Any:
+        with opened(place) as database:
+            return database.jobs.reserve_job_slot(place.name, 1, 300)
+
+    def check(self, place: Place, given: None, ended: Ended) -> None:
+        before = Ledger(place, place.name).check().reservations
+        assert len(before) <= 1
+        if ended.how == "returned":
+            assert [each.id for each in before] == [ended.value]
+        with opened(place) as database:
+            assert database.concurrent(place.name) == len(before)
+            other = copy_context().run(database.jobs.reserve_job_slot, place.name, 1, 300)
+            assert (other is None) == (len(before) == 1), "two have the only slot, or nobody"
+        with opened(place, 301) as database:
+            assert database.concurrent(place.name) == 0
+            assert database.reserve(place.name, limit=1)
+
+
+class OfReservation(Connected):
+    """An operation on a reserved slot, for a job that exists."""
+
+    def prepare(self, place: Place) -> tuple[str, str]:
+        with opened(place) as database:
+            reservation = database.reserve(place.name, limit=1)
+            return reservation, database.submit(f"{place.name}-other").id
+
+
+class Consume(OfReservation):
+    """``consume_reservation``: the slot is reserved, or consumed; a second call gives the same answer."""
+
+    def act(self, place: Place, given: tuple[str, str]) -> Any:
+        with opened(place) as database:
+            return database.jobs.consume_reservation(given[0], job_id=given[1], user_id=place.name)
+
+    def check(self, place: Place, given: tuple[str, str], ended: Ended) -> None:
+        (before,) = Ledger(place, place.name).reservations
+        if ended.how == "returned":
+            assert ended.value is True
+            assert before.consumed
+        with opened(place) as database:
+            assert database.concurrent(place.name) == (0 if before.consumed else 1)
+            assert self.act(place, given) is True
+            assert database.concurrent(place.name) == 0
+        (after,) = Ledger(place, place.name).reservations
+        assert (after.consumed, after.job_id) == (True, given[1])
+
+
+class ReleaseReservation(OfReservation):
+    """``release_reservation``: the slot is reserved, or free, once."""
+
+    def act(self, place: Place, given: tuple[str, str]) -> Any:
+        with opened(place) as database:
+            return database.jobs.release_reservation(given[0], user_id=place.name)
+
+    def check(self, place: Place, given: tuple[str, str], ended: Ended) -> None:
+        before = Ledger(place, place.name).reservations
+        if ended.how == "returned":
+            assert before == []
+        with opened(place) as database:
+            assert database.concurrent(place.name) == len(before)
+            assert database.jobs.release_reservation(given[0], user_id=place.name) == bool(before)
+            assert database.concurrent(place.name) == 0
+            assert database.reserve(place.name, limit=1)

@@ -1,0 +1,60 @@
+"""A process dies before and after every statement that it sends for a run or a quota, or loses its reply."""
+
+from pathlib import Path
+
+import pytest
+
+from crash.points import Operation, report, try_every_point
+from crash.run_operations import (
+    CancelPending,
+    CancelRunning,
+    Consume,
+    Finish,
+    FirstSubmit,
+    Heartbeat,
+    Lease,
+    Purge,
+    ReleaseReservation,
+    Reserve,
+    Retry,
+    Submit,
+    SubmitMany,
+    SubmitReserved,
+    Sweep,
+    kept_open,
+)
+from support.databases import TestDatabase
+
+OPERATIONS: dict[str, Operation] = {
+    "first submit": FirstSubmit(),
+    "submit": Submit(),
+    "submit with a reservation": SubmitReserved(),
+    "submit many": SubmitMany(),
+    "lease": Lease(),
+    "heartbeat": Heartbeat(),
+    "success": Finish("succeeded", "SUCCEEDED"),
+    "retryable error": Finish("retry", "PENDING"),
+    "fatal error": Finish("fatal", "FAILED"),
+    "end of a lost attempt": Finish("lost", "PENDING"),
+    "end of a cancelled attempt": Finish("cancelled", "CANCELLED"),
+    "snooze": Finish("snooze", "PENDING"),
+    "sweep": Sweep(),
+    "cancel a pending run": CancelPending(),
+    "cancel a running run": CancelRunning(),
+    "retry": Retry(),
+    "purge": Purge(),
+    "reserve": Reserve(),
+    "consume": Consume(),
+    "release": ReleaseReservation(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_runs_and_quotas_outlive_a_process_that_dies_at_any_statement(
+    name: str, database: TestDatabase, tmp_path: Path
+) -> None:
+    with kept_open(database.kind, database.url):
+        tried = try_every_point(OPERATIONS[name], database.kind, database.url, tmp_path)
+    report(tried)
+    assert tried.points.total() >= 3, "the operation has at least one statement"
+    assert tried.ends["killed"] >= 2
