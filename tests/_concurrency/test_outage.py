@@ -25,7 +25,7 @@ def lasting(outage: Outage, clock: Clock, seconds: int) -> None:
 
 def test_an_outage_is_logged_when_it_begins_once_a_minute_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    outage = Outage(LOG, "the database", "this is tried again", clock=clock)
+    outage = Outage(LOG, "the database", "retrying", clock=clock)
     for _ in range(2):
         outage.succeeded()
         lasting(outage, clock, 150)
@@ -35,9 +35,9 @@ def test_an_outage_is_logged_when_it_begins_once_a_minute_and_when_it_ends(caplo
         outage.succeeded()
         assert not outage.ongoing
     once = [
-        "the database is unavailable; this is tried again: no route to host",
-        "the database has been unavailable for 60 s; this is tried again: no route to host",
-        "the database has been unavailable for 120 s; this is tried again: no route to host",
+        "the database is unavailable; retrying: no route to host",
+        "the database has been unavailable for 60 s; retrying: no route to host",
+        "the database has been unavailable for 120 s; retrying: no route to host",
         "the database is available again after 155 s",
     ]
     assert caplog.messages == [*once, *once]
@@ -45,7 +45,7 @@ def test_an_outage_is_logged_when_it_begins_once_a_minute_and_when_it_ends(caplo
 
 def test_what_fails_and_succeeds_by_turns_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    outage = Outage(LOG, "the database", "this is tried again", clock=clock)
+    outage = Outage(LOG, "the database", "retrying", clock=clock)
     for _ in range(100):
         lasting(outage, clock, 1)
         outage.succeeded()

@@ -820,9 +820,9 @@ def test_something_that_is_no_client_is_refused() -> None:
         def incr(self, name: str, count: int) -> None:
             raise NotImplementedError
 
-    with pytest.raises(InvalidRequest, match=r"increment or incr\(\); object has not"):
+    with pytest.raises(InvalidRequest, match=r"increment or incr\(\); object does not"):
         StatsdMetrics(object())
-    with pytest.raises(InvalidRequest, match=r"timing\(\); Mute has not"):
+    with pytest.raises(InvalidRequest, match=r"timing\(\); Mute does not"):
         StatsdMetrics(Mute())
 
 
@@ -1210,7 +1210,7 @@ def test_without_a_threshold_a_low_hit_rate_is_no_warning(open_service: Callable
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.1, 50, float("nan")])
 def test_a_threshold_that_is_no_share_is_refused(share: float) -> None:
-    with pytest.raises(InvalidRequest, match="low_replay_rate is a share over 0 and up to 1"):
+    with pytest.raises(InvalidRequest, match="low_replay_rate must be above 0 and at most 1"):
         Once("memory://", low_replay_rate=share)
 
 

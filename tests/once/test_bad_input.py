@@ -515,7 +515,7 @@ def test_a_processor_wants_a_face_of_its_functions_kind(once: Once) -> None:
 @pytest.mark.parametrize("key", [None, True, 1.5, b"key", ("a", "b"), object()])
 def test_a_key_function_must_give_a_key(once: Once, store: WatchedStore, key: Any) -> None:
     for guarded in (once.guard(key=lambda _: key)(plain), once.consumer("type", key=lambda _: key)(plain)):
-        with pytest.raises(InvalidRequest, match="key= gave"):
+        with pytest.raises(InvalidRequest, match="key= returned"):
             guarded({})
     assert store.reached == 0
 
@@ -572,7 +572,7 @@ def test_on_takes_a_session_of_its_own_kind(sqlite_url: str) -> None:
 
 def test_on_takes_a_session_on_the_same_kind_of_database(urls: StoreUrls, sqlite_url: str) -> None:
     with Session(create_engine(sqlite_url)) as session:
-        with Once(urls["postgres"]) as once, pytest.raises(InvalidRequest, match=r"speaks to sqlite.*postgresql"):
+        with Once(urls["postgres"]) as once, pytest.raises(InvalidRequest, match=r"session is on sqlite.*postgresql"):
             once.on(session)
         for url in ("memory://", urls["redis"]):
             with Once(url) as once, pytest.raises(InvalidRequest, match="shares a database"):

@@ -178,7 +178,7 @@ def test_the_collector_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFi
         once.check_and_mark("type", "message")
         for _ in range(3):
             assert store.purged.acquire(timeout=PATIENCE)
-    assert "the store of semel-collector is unavailable; this is tried again: gone for a moment" in caplog.text
+    assert "the store of semel-collector is unavailable; retrying: gone for a moment" in caplog.text
 
 
 def test_closing_ends_the_background() -> None:
@@ -329,7 +329,7 @@ def test_the_renewer_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixt
             return 7
 
         assert once.call("key", work, lease=0.03).value == 7
-    assert "the store of semel-renewer is unavailable; this is tried again" in caplog.text
+    assert "the store of semel-renewer is unavailable; retrying" in caplog.text
 
 
 def test_all_leases_are_renewed_in_one_batch() -> None:

@@ -182,7 +182,7 @@ class _AsyncioQueue(Generic[A, B]):
             async with asyncio.timeout(1):
                 await self._abandon((await self._batcher.flush((request,), time.monotonic()))[0])
         except (SemelError, TimeoutError) as error:
-            _log.warning("a cancelled call could not be seen through: %s", str(error) or "no answer in a second")
+            _log.warning("a cancelled call could not be completed: %s", str(error) or "no reply within a second")
 
     async def _abandon(self, answer: B) -> None:
         if self._batcher.on_abandoned is not None:

@@ -33,8 +33,8 @@ class Listener:
         self._broke = broke
         self._outage = outage or Outage(
             _log,
-            "the connection on which ended claims are announced",
-            "who waits for a claim asks the store again and again instead, and learns of its end later",
+            "the connection for notifications of ended claims",
+            "waiting callers poll the store instead, and notice the end of a claim later",
             patience=PATIENCE,
         )
         self.after_fork()

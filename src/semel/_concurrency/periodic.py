@@ -46,7 +46,7 @@ async def repeat(tick: Callable[[], Awaitable[float]], name: str, after_failure:
             pass
         except Exception as error:  # noqa: BLE001 -- the next call may succeed
             unforeseen = None if isinstance(error, SemelError) else error
-            _log.warning("%s failed and will be tried again: %s", name, error, exc_info=unforeseen)
+            _log.warning("%s failed; retrying: %s", name, error, exc_info=unforeseen)
         await asyncio.sleep(jittered(pause))
 
 
@@ -56,7 +56,7 @@ class PeriodicTask(ABC):
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
-        self._outage = Outage(_log, f"the store of {name}", "this is tried again")
+        self._outage = Outage(_log, f"the store of {name}", "retrying")
         self.after_fork()
         survive_fork(self)
 
@@ -120,8 +120,8 @@ async def _loop(owner: weakref.ref[PeriodicTask], signal: Signal) -> None:
         except StoreUnavailable as error:
             background._outage.failed(error)
         except SemelError as error:
-            _log.warning("%s failed and will be tried again: %s", background._name, error)
+            _log.warning("%s failed; retrying: %s", background._name, error)
         except Exception:  # noqa: BLE001 -- the next tick may succeed
-            _log.exception("%s failed and will be tried again", background._name)
+            _log.exception("%s failed; retrying", background._name)
         finally:
             background._ticking = False

@@ -98,7 +98,7 @@ def with_retry(
                 pause = _BACKOFF.after(failures)
                 if time.monotonic() + pause > ends:
                     raise
-                _log.debug("the store is unavailable, trying again in %.2f s: %s", pause, error)
+                _log.debug("the store is unavailable; retrying in %.2f s: %s", pause, error)
             else:
                 if took is not None:
                     took(time.monotonic() - started)

@@ -49,7 +49,7 @@ class LoopGuard:
         if loop is not self._loop:
             if self._loop is not None:
                 if not self._loop.is_closed():
-                    raise SemelError("this is in use in another event loop already; make one for each loop")
+                    raise SemelError("this is already in use in another event loop; create one for each loop")
                 self._forget()
             self._loop = loop
 

@@ -42,7 +42,7 @@ def translate_errors(file: str = "") -> Iterator[None]:
 def translate(error: BaseException, file: str = "") -> Exception:
     """semel's error for one of ``DATABASE_ERRORS``."""
     if isinstance(error, exc.TimeoutError):
-        return StoreUnavailable(f"the connection pool ran dry: {error}")
+        return StoreUnavailable(f"no connection of the pool became free in time: {error}")
     if isinstance(error, exc.DBAPIError):
         return _of_driver(error, file)
     return StoreUnavailable(f"the database cannot be reached: {error}")
@@ -54,13 +54,13 @@ def sqlstate(error: exc.DBAPIError) -> str | None:
     return state if isinstance(state, str) else None
 
 
-def _is_the_statements_fault(error: BaseException | None) -> bool:
+def _is_statement_error(error: BaseException | None) -> bool:
     """Whether it is SQLite's general error, as for an overflow: the file is fine, but another try would fail, too."""
     return getattr(error, "sqlite_errorname", None) == "SQLITE_ERROR" and "no such column" not in str(error)
 
 
-def _way_out(said: str) -> str:
-    if "readonly" not in said and "unable to open" not in said:
+def _permission_hint(message: str) -> str:
+    if "readonly" not in message and "unable to open" not in message:
         return ""
     return (
         "; this process must be allowed to write the file and its folder, where SQLite keeps its log: "
@@ -69,23 +69,23 @@ def _way_out(said: str) -> str:
 
 
 def _of_driver(error: exc.DBAPIError, file: str) -> Exception:
-    said = str(error.orig).strip().split("\n")[0]
+    message = str(error.orig).strip().split("\n")[0]
     state = sqlstate(error)
-    if state == "42P01" or "no such table" in said:
-        return NotMigrated(f"the database lacks semel's tables ({said}); run: semel migrate URL")
+    if state == "42P01" or "no such table" in message:
+        return NotMigrated(f"the database lacks semel's tables ({message}); run: semel migrate URL")
     if state in _BROKEN_STATES:
-        return StoreBroken(f"{_BROKEN_STATES[state]}: {said}")
+        return StoreBroken(f"{_BROKEN_STATES[state]}: {message}")
     if state is not None:
-        return (
-            StoreUnavailable(said) if state.startswith(_PASSING_CLASSES) else SemelError(f"the database says: {said}")
-        )
-    if any(words in said for words in _BROKEN_CONNECTION):
-        return StoreBroken(f"the database refused the connection: {said}")
-    if _is_the_statements_fault(error.orig):
-        return SemelError(f"the database says: {said}")
-    if any(words in said for words in _BROKEN_SQLITE):
+        if state.startswith(_PASSING_CLASSES):
+            return StoreUnavailable(message)
+        return SemelError(f"the database reported an error: {message}")
+    if any(words in message for words in _BROKEN_CONNECTION):
+        return StoreBroken(f"the database refused the connection: {message}")
+    if _is_statement_error(error.orig):
+        return SemelError(f"the database reported an error: {message}")
+    if any(words in message for words in _BROKEN_SQLITE):
         which = f"the database file {file}" if file else "the database file"
-        return StoreBroken(f"{which} cannot be used: {said}{_way_out(said)}")
+        return StoreBroken(f"{which} cannot be used: {message}{_permission_hint(message)}")
     if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
-        return StoreUnavailable(f"the database cannot be reached: {said}")
-    return SemelError(f"the database says: {said}")
+        return StoreUnavailable(f"the database cannot be reached: {message}")
+    return SemelError(f"the database reported an error: {message}")

@@ -214,7 +214,7 @@ def all_in_use(size: int) -> StoreUnavailable:
     """The error for a call that found no free connection in time."""
     return StoreUnavailable(
         f"all {size} connections of this process to the database are in use, and none became free in time; "
-        "more of them: pool="
+        "a larger pool= allows more"
     )
 
 

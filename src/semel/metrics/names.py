@@ -22,24 +22,24 @@ MEANINGS = {
     "miss": "Calls that were carried out, by reason: the key was absent, expired or abandoned by its owner",
     "conflict": "Calls whose key was used before with other content",
     "processing_collision": "Calls whose key was being worked on",
-    "unknown": "Calls whose key's owner vanished with nobody knowing whether its work happened",
+    "unknown": "Calls whose key's owner vanished, so that it is unknown whether its work happened",
     "cleanup": "Expired keys that were removed",
     "replay_ratio": "Hits among hits and misses, since the start",
-    "store": "Seconds until the store answered, by verb",
+    "store": "Seconds until the store replied, by verb",
     "keys_held": "Keys in the store, by state",
 }
 
 ROUTER_MEANINGS = {
     "hit": "Messages that were seen before, by key type",
-    "miss": "Messages that were not, by key type and reason: the key was absent, expired or abandoned by its owner",
+    "miss": "New messages, by key type and reason: the key was absent, expired or abandoned by its owner",
 }
 
 RUN_MEANINGS = {
     "runs_created": "Runs that were submitted and stored, by model",
-    "runs_replayed": "Submissions that found a run which was there already, by model",
+    "runs_replayed": "Submissions that found an existing run, by model",
     "runs_refused": "Submissions that a quota or a key refused, by model",
     "runs_succeeded": "Runs that ended with a result, by model",
-    "runs_failed": "Runs that ended without one: fatal errors, or attempts used up, by model",
+    "runs_failed": "Runs that ended without a result: fatal errors, or no attempts left, by model",
     "runs_cancelled": "Runs that were cancelled while they ran, by model",
     "runs_retried": "Attempts that will be followed by another, by model",
     "run_duration_seconds": "Seconds from the start of the last attempt to the end of the run, by model and status",

@@ -58,10 +58,10 @@ class StatsdMetrics:
 
     def _send(self, method: Callable[..., object], name: str, value: float, /, **about: str) -> None:
         if self._tagged:
-            tags = [f"{tag}:{_INVALID_IN_TAG.sub('_', said)}" for tag, said in about.items()]
+            tags = [f"{tag}:{_INVALID_IN_TAG.sub('_', text)}" for tag, text in about.items()]
             method(f"idempotency.{name}", value, tags=tags)
         else:
-            parts = [_INVALID_IN_NAME.sub("_", said) for said in about.values()]
+            parts = [_INVALID_IN_NAME.sub("_", text) for text in about.values()]
             method(".".join(("idempotency", name, *parts)), value)
 
 
@@ -70,7 +70,7 @@ def _method(client: object, *names: str) -> Callable[..., object]:
         method: object = getattr(client, name, None)
         if callable(method):
             return method
-    raise InvalidRequest(f"a statsd client has {' or '.join(names)}(); {type(client).__name__} has not")
+    raise InvalidRequest(f"a statsd client must have {' or '.join(names)}(); {type(client).__name__} does not")
 
 
 def _takes_tags(method: Callable[..., object]) -> bool:

@@ -343,11 +343,12 @@ class KeyEngine:
         verdict = await self.claim_for(call)
         match verdict:
             case InFlight(retry_after):
-                said = f"the key {call.key!r} in {call.scope!r} is being worked on; retry in {retry_after:.1f} s"
-                raise InProgress(said, retry_after)
+                message = f"the key {call.key!r} in {call.scope!r} is being worked on; retry in {retry_after:.1f} s"
+                raise InProgress(message, retry_after)
             case Mismatch():
-                said = f"the key {call.key!r} in {call.scope!r} was used with other content"
-                raise KeyReused(f"{said}; use a new key for new work")
+                raise KeyReused(
+                    f"the key {call.key!r} in {call.scope!r} was used with other content; use a new key for new work"
+                )
             case Unknown():
                 raise _unknown(call.scope, call.key)
         return verdict
@@ -411,7 +412,7 @@ class KeyEngine:
             await (self.release(claim) if done is None else self._record(claim, done))
         except (ClaimLost, StoreUnavailable) as second:
             level = logging.DEBUG if self._bound else logging.WARNING  # bound: it vanishes with the transaction
-            _log.log(level, "the claim on %r in %r could not be given back: %s", claim.key, claim.scope, second)
+            _log.log(level, "the failed work on %r in %r could not be recorded: %s", claim.key, claim.scope, second)
             if isinstance(second, StoreUnavailable):
                 self._retry_later(claim, done)
             return False
@@ -532,8 +533,8 @@ def _done(
     try:
         kind, data = packed(kind, value, codec)
     except Unencodable as error:
-        told = f"{error}. The work is done and will not be done again: later callers get OutcomeGone"
-        unstored = Unencodable(told)
+        message = f"{error}. The work is done and will not be done again: later callers get OutcomeGone"
+        unstored = Unencodable(message)
         unstored.__cause__ = error
         return _unstored(str(error)), unstored
     return OutcomeData(kind, data, _us(value_ttl)), None
@@ -546,10 +547,10 @@ def _unstored(why: str) -> OutcomeData:
 def _described(error: BaseException) -> list[str]:
     """The error's type and text, as text that can be stored."""
     try:
-        said = str(error).encode(errors="backslashreplace").decode()
+        text = str(error).encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 -- the error's own __str__ failed: that must not hide the error
-        said = ""
-    return [type(error).__qualname__, said]
+        text = ""
+    return [type(error).__qualname__, text]
 
 
 def _us(value: float | None) -> int | None:
@@ -558,14 +559,17 @@ def _us(value: float | None) -> int | None:
 
 def _at_work(record: Record) -> InProgress:
     left = record.lease_left
-    said = f"somebody works on the key {record.key!r} in {record.scope!r}, for {left:.1f} more seconds at least"
-    return InProgress(f"{said}; wait, or take it from them with force=True, and what they do may happen twice", left)
+    return InProgress(
+        f"the key {record.key!r} in {record.scope!r} is being worked on, for at least {left:.1f} more seconds; "
+        "wait, or take it from its owner with force=True, after which the work may happen twice",
+        left,
+    )
 
 
 def _lost(claim: Claim, verb: str) -> ClaimLost:
     return ClaimLost(
         f"cannot {verb} the key {claim.key!r} in {claim.scope!r}: fence {claim.fence} no longer holds it, because its "
-        "lease ended and someone took over, or it was given back; do not publish this work's effects"
+        "lease ended and someone took over, or it was released; do not publish this work's effects"
     )
 
 

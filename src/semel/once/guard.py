@@ -48,8 +48,8 @@ def current_claim(*default: Any) -> Any:
         if default:
             return default[0]
         raise SemelError(
-            "current_claim() has no answer here: it is for code that runs inside a guarded call or a request with a "
-            "key; current_claim(None) asks whether there is one"
+            "current_claim() was called outside of a guarded call and of a request with a key; "
+            "current_claim(None) returns None there"
         ) from None
 
 
@@ -82,9 +82,9 @@ class GuardSpec(Generic[P, R]):
     ) -> None:
         for name, given in (("key", key), ("data", data), ("reconcile", reconcile)):
             if given is not None and not callable(given):
-                raise InvalidRequest(f"{name}= is a function of the arguments, not {given!r:.80}")
+                raise InvalidRequest(f"{name}= takes a function of the arguments, not {given!r:.80}")
         if not isinstance(fingerprint, bool) and not callable(fingerprint):
-            raise InvalidRequest(f"fingerprint= is True, False or a function of the arguments, not {fingerprint!r:.80}")
+            raise InvalidRequest(f"fingerprint= takes a function of the arguments or a bool, not {fingerprint!r:.80}")
         self.function = function
         self.policy = policy
         self.scope = checked_key("scope", _name(function) if scope is None else scope)
@@ -136,8 +136,8 @@ class GuardSpec(Generic[P, R]):
             return inspect.signature(self.function)
         except (ValueError, TypeError) as error:
             raise InvalidRequest(
-                f"{_name(self.function)} does not tell its parameters, so its arguments cannot be fingerprinted; "
-                "give key= and fingerprint=False"
+                f"{_name(self.function)} has no readable signature, so its arguments cannot be fingerprinted; "
+                "pass key= and fingerprint=False"
             ) from error
 
     def _of_arguments(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -153,8 +153,8 @@ class GuardSpec(Generic[P, R]):
         except Unfingerprintable as error:
             if str(error).startswith("$.self"):
                 raise InvalidRequest(
-                    f"{_name(self.function)} is a method, and which object it belongs to cannot be told from it; "
-                    "give key=lambda self, …: …"
+                    f"{_name(self.function)} is a method, and its object cannot be fingerprinted; "
+                    "pass key=lambda self, …: …"
                 ) from error
             raise
 
@@ -180,7 +180,9 @@ def key_text(key: Any) -> str:
     if isinstance(key, int | UUID) and not isinstance(key, bool):
         return str(key)
     if not isinstance(key, str):
-        raise InvalidRequest(f"key= gave {key!r:.80}, a {type(key).__name__}; a key is text, a whole number or a UUID")
+        raise InvalidRequest(
+            f"key= returned a {type(key).__name__}, {key!r:.80}; a key is text, a whole number or a UUID"
+        )
     return key
 
 

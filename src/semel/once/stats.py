@@ -109,25 +109,25 @@ class Stats(Struct, frozen=True):
     @property
     def warnings(self) -> list[str]:
         """Messages about what an operator should look at."""
-        return [said for _, said in self.findings()]
+        return [message for _, message in self.findings()]
 
     def findings(self) -> Iterator[tuple[tuple[str, str, str], str]]:
         """The warnings, each with its kind, door and scope."""
         for (door, scope), counts in self.doors.items():
-            for kind, said in _findings(door, counts, self.since, self.low_replay_rate):
-                yield (kind, door, scope), f"{scope}: {said}"
+            for kind, message in _findings(door, counts, self.since, self.low_replay_rate):
+                yield (kind, door, scope), f"{scope}: {message}"
 
 
 def _findings(door: str, counts: Counts, since: float, low: float | None) -> Iterator[tuple[str, str]]:
     rate = f"{counts.hit_rate:.1%}"
     if low is not None and door == "http" and counts.calls >= 100 and counts.hit_rate < low:
-        said = f"{rate} of requests with a key were replays (below {100 * low:g} %): "
-        yield "low_hit_rate", said + "look whether clients send a key anew with every retry"
+        share = f"{rate} of requests with a key were replays (below {100 * low:g} %)"
+        yield "low_hit_rate", f"{share}: check whether clients send a new key with every retry"
     if door != "http" and counts.calls >= 100 and counts.replay_rate > 0.05:
         yield "high_replay_rate", f"{rate} of calls are replays (over 5 %): something upstream retries too eagerly"
     if counts.calls >= 1000 and counts.hits == 0 and since >= 7 * DAY:
-        said = f"not one replay in {counts.calls} calls over {since / DAY:.0f} days: "
-        yield "never_replayed", said + "check that retries really send the same key"
+        share = f"not one replay in {counts.calls} calls over {since / DAY:.0f} days"
+        yield "never_replayed", f"{share}: check that retries really send the same key"
     if counts.unknown:
         yield "unknown_outcomes", f"{counts.unknown} calls met a key whose outcome is unknown: resolve them"
 
@@ -147,7 +147,7 @@ class StatsCounter:
         low_replay_rate: float | None = None,
     ) -> None:
         if low_replay_rate is not None and not 0 < low_replay_rate <= 1:
-            raise InvalidRequest(f"low_replay_rate is a share over 0 and up to 1, such as 0.5, not {low_replay_rate!r}")
+            raise InvalidRequest(f"low_replay_rate must be above 0 and at most 1, such as 0.5, not {low_replay_rate!r}")
         self._low_replay_rate = low_replay_rate
         self._tally: dict[tuple[str, str, str, str], int] = {}
         self._scopes = Scopes(most_scopes)
@@ -223,10 +223,10 @@ class StatsCounter:
         """Log each warning once; again only if it was over in between."""
         found = dict(self.snapshot(Held()).findings())
         mine = object()
-        for about, said in found.items():
+        for about, message in found.items():
             if self._warned.setdefault(about, mine) is mine:
                 kind, door, scope = about
-                _log.warning("%s", said, extra={"event": "warning", "door": door, "scope": scope, "reason": kind})
+                _log.warning("%s", message, extra={"event": "warning", "door": door, "scope": scope, "reason": kind})
         for about in list(self._warned):
             if about not in found:
                 self._warned.pop(about, None)
@@ -243,8 +243,8 @@ class StatsCounter:
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         if (id(hook), kind) not in self._complained:
             self._complained.add((id(hook), kind))
-            said = "on_event failed; the work goes on, and the next %s of this hook will not be logged"
-            _log.error(said, kind, exc_info=error, extra={"event": "hook_failed", "reason": kind})
+            message = "on_event failed; the work goes on, and the next %s of this hook will not be logged"
+            _log.error(message, kind, exc_info=error, extra={"event": "hook_failed", "reason": kind})
 
 
 class Scopes:

@@ -173,7 +173,7 @@ def test_what_a_statement_does_wrong_is_no_unavailable_database(database: TestDa
     """It is not tried again ten times, and nobody is told to come back later."""
     overflow = "SELECT abs(-9223372036854775807 - 1)" if database.kind == "sqlite" else "SELECT 9223372036854775807 + 1"
     ledger = database.app._engine.store
-    with pytest.raises(SemelError, match="the database says") as told:
+    with pytest.raises(SemelError, match="the database reported an error") as told:
         run_sync(ledger.read(lambda conn: conn.execute(text(overflow)).all()))
     assert not isinstance(told.value, StoreUnavailable)
 
@@ -221,7 +221,7 @@ def test_what_the_database_refuses_of_one_submitter_fails_nobody_beside_them(dat
 
     for answers in (asyncio.run(submit_together()), in_threads_of(database, queues), in_bulk(database, queues)):
         assert [isinstance(answer, Run) for answer in answers] == [queue == "default" for queue in queues]
-        assert all("the database says" in str(answer) for answer in answers if isinstance(answer, Exception))
+        assert all("reported an error" in str(answer) for answer in answers if isinstance(answer, Exception))
     assert database.count("semel_runs") == 3 * 4
 
 

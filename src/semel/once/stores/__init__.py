@@ -96,7 +96,7 @@ def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
     if kind == "sqlite":
         return _sqlite(engine.url, awaited, clock)
     if kind != "postgresql":
-        raise InvalidRequest(f"keys live in SQLite or PostgreSQL, not in {kind}")
+        raise InvalidRequest(f"keys can be stored in SQLite or PostgreSQL, not in {kind}")
     if awaited != isinstance(engine, AsyncEngine):
         raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
     own = engine.execution_options(isolation_level="AUTOCOMMIT", **{COMMITS: True})
@@ -140,5 +140,5 @@ def join(store: Store, session: Any) -> tuple[Store, bool]:
             f"on() needs a store that shares a database with you (SQLite or PostgreSQL), not {type(store).__name__}"
         )
     if bound.dialect != store.dialect:
-        raise InvalidRequest(f"the session speaks to {bound.dialect}, but the keys live in {store.dialect}")
+        raise InvalidRequest(f"the session is on {bound.dialect}, but the keys are in {store.dialect}")
     return store.bound_to(bound), bound.is_async

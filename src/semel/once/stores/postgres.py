@@ -302,8 +302,8 @@ def _ask(conn: BoundedConnection, silent: float) -> None:
             conn.execute("SELECT 1")
     except Exception:
         _log.warning(
-            "PostgreSQL has sent nothing for %.0f s on the connection that listens, and does not answer there: "
-            "connecting anew. Notifications since then are lost; what they announced is found by polling",
+            "PostgreSQL has sent nothing for %.0f s on the listening connection, and does not reply to a query: "
+            "reconnecting. Notifications since then are lost; polling finds what they announced",
             silent + _ANSWER,
         )
         raise

@@ -268,8 +268,8 @@ def hearing(client: Any) -> Hear:
                     heard = now
                 elif now - heard > 2 * HEARTBEAT:
                     _log.warning(
-                        "Redis has sent nothing for %.0f s on the connection that listens, and does not answer there: "
-                        "connecting anew. Messages since then are lost; what they announced is found by polling",
+                        "Redis has sent nothing for %.0f s on the listening connection, and does not reply to a PING: "
+                        "reconnecting. Messages since then are lost; polling finds what they announced",
                         now - heard,
                     )
                     raise exceptions.ConnectionError(f"Redis has been silent for {now - heard:.0f} seconds")
@@ -299,7 +299,7 @@ class RedisStore:
     ) -> None:
         """``connect`` makes another such client, for a child process or a new event loop."""
         if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
-            raise InvalidRequest(f"the Redis prefix {prefix!r} must be some text without braces, wildcards or spaces")
+            raise InvalidRequest(f"the Redis prefix {prefix!r} must be text without braces, wildcards or spaces")
         if client.get_encoder().decode_responses:
             raise InvalidRequest("outcomes are bytes: give a Redis client without decode_responses=True")
         self._client = client
@@ -600,7 +600,7 @@ def translated() -> Iterator[None]:
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
         raise StoreBroken(f"Redis refused the user or the password: {error}") from error
     except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
-        raise StoreUnavailable(f"Redis cannot be used at the moment: {error}") from error
+        raise StoreUnavailable(f"Redis is unavailable: {error}") from error
 
 
 def open_url(

@@ -12,10 +12,9 @@ from typing import Literal, TypeAlias, get_args
 from msgspec import Struct
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
-from semel._validation import TEN_YEARS, checked_name, checked_number
+from semel._validation import TEN_YEARS, checked_choice, checked_name, checked_number
 from semel.db.dialect import StatementContext
 from semel.db.schema import tokens
-from semel.errors import InvalidRequest
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, checked_user
 
@@ -89,13 +88,10 @@ def fits(secret: str, digest: str) -> bool:
 
 def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issued:
     """Create a token, and delete those that expired a month ago."""
-    if request.role not in ROLES:
-        raise InvalidRequest(f"a role is {', '.join(ROLES)}, not {request.role!r}")
+    checked_choice("role", request.role, ROLES)
     user = checked_user("user", request.user, empty=False)
     now = read_clock(conn, terms)
-    if request.ttl is not None and request.ttl <= 0:
-        raise InvalidRequest(f"ttl is a number of seconds over 0, not {request.ttl!r}")
-    ttl = None if request.ttl is None else round(checked_number("ttl", request.ttl, 0, TEN_YEARS) * MICRO)
+    ttl = None if request.ttl is None else round(checked_number("ttl", request.ttl, 0, TEN_YEARS, above=True) * MICRO)
     secret = secrets.token_urlsafe(32)
     token = Token(
         id=secrets.token_hex(8),

@@ -51,12 +51,12 @@ class HttpMeters:
     """The HTTP metrics of this process."""
 
     def __init__(self) -> None:
-        self.requests = Counter("semel_http_requests", "Requests that were answered", ("method", "route", "status"))
+        self.requests = Counter("semel_http_requests", "HTTP requests that were handled", ("method", "route", "status"))
         self.seconds = Histogram(
-            "semel_http_request_seconds", "Seconds to the end of an answer", ("method", "route"), buckets=BUCKETS
+            "semel_http_request_seconds", "Seconds until the end of the response", ("method", "route"), buckets=BUCKETS
         )
         self.in_flight = Gauge(
-            "semel_http_requests_in_flight", "Requests that are being answered", multiprocess_mode="livesum"
+            "semel_http_requests_in_flight", "HTTP requests in progress", multiprocess_mode="livesum"
         )
 
     def begin(self) -> None:
@@ -78,6 +78,17 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 def http_meters() -> HttpMeters:
     """The HTTP metrics, created once: a metric can be registered only once in a process."""
     return HttpMeters()
+
+
+_MEANINGS = {
+    "semel_database_up": "1 if the database responds, 0 if not",
+    "runs_pending": "Pending runs, due or not",
+    "runs_running": "Runs in progress",
+    "runs_stalled": "Runs whose worker is alive but whose progress has stopped",
+    "runs_oldest_pending_seconds": "Seconds for which the oldest due run has waited",
+    "workers_alive": "Workers with a recent heartbeat, except those inside servers",
+}
+"""The gauges that are read from the database."""
 
 
 class MetricsPage:
@@ -107,20 +118,16 @@ class MetricsPage:
                 backlog = await self._store.read(queries.backlog, self._store.terms)
                 workers = await self._store.read(queries.list_workers, self._store.terms)
         except (SemelError, TimeoutError):
-            return [_gauge("semel_database_up", "Whether the database answered", 0)]
-        alive = sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE])
-        return [
-            _gauge("semel_database_up", "Whether the database answered", 1),
-            _gauge("runs_pending", "Runs that wait", backlog.pending),
-            _gauge("runs_running", "Runs that are worked on", backlog.running),
-            _gauge("runs_stalled", "Runs whose worker lives and whose progress stands still", backlog.stalled),
-            _gauge("runs_oldest_pending_seconds", "Seconds that the oldest due run waits", backlog.oldest_wait),
-            _gauge("workers_alive", "Workers that were heard of lately, without those inside of servers", alive),
-        ]
-
-
-def _gauge(name: str, meaning: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, meaning, value=value)
+            return [GaugeMetricFamily("semel_database_up", _MEANINGS["semel_database_up"], 0)]
+        values = {
+            "semel_database_up": 1,
+            "runs_pending": backlog.pending,
+            "runs_running": backlog.running,
+            "runs_stalled": backlog.stalled,
+            "runs_oldest_pending_seconds": backlog.oldest_wait,
+            "workers_alive": sum(each.alive for each in workers if each.queues != [INTERNAL_QUEUE]),
+        }
+        return [GaugeMetricFamily(name, _MEANINGS[name], value) for name, value in values.items()]
 
 
 class _Fixed(Collector):
@@ -151,5 +158,5 @@ def _replay_ratio(metrics: list[Metric]) -> Metric:
         if sample.name in totals:
             totals[sample.name] += sample.value
     found, all_of_them = totals["runs_replayed_total"], sum(totals.values())
-    meaning = "Submissions that found a run which was there already, among all, since the start"
-    return _gauge("runs_replay_ratio", meaning, found / all_of_them if all_of_them else 0.0)
+    meaning = "Share of submissions that found an existing run, since the start"
+    return GaugeMetricFamily("runs_replay_ratio", meaning, found / all_of_them if all_of_them else 0.0)

@@ -25,7 +25,7 @@ class RedisStream:
                 url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT, max_connections=4
             )
         except ValueError:
-            raise InvalidRequest("SEMEL_EVENTS is no URL of a Redis, as redis://host:6379/0") from None
+            raise InvalidRequest("SEMEL_EVENTS is not a Redis URL; example: redis://host:6379/0") from None
 
     async def add(self, events: Sequence[tuple[str, str, str]]) -> str | None:
         """Add events (id, name, body) in one transaction; returns an error message, or None."""
