@@ -52,6 +52,6 @@ def paced(space: Space, **options: Any) -> tuple[Once, Pace]:
     pace = Pace()
 
     class PacedOnce(Once):
-        _world = staticmethod(lambda: pace)  # type: ignore[assignment]  # a ready world instead of a kind of world
+        _runtime_class = staticmethod(lambda: pace)  # type: ignore[assignment]  # a ready runtime instead of a class
 
-    return space.open(face=PacedOnce, **options), pace
+    return space.open(once_class=PacedOnce, **options), pace

@@ -24,9 +24,9 @@ class Space:
         self._closing = closing
         self._memory = MemoryStore(self.clock) if kind == "memory" else None
 
-    def open(self, store: Store | None = None, *, face: type[Once] = Once, **options: Any) -> Once:
+    def open(self, store: Store | None = None, *, once_class: type[Once] = Once, **options: Any) -> Once:
         """An opened ``Once``, on the fake clock unless ``clock=`` says otherwise; ``store`` may wrap the real one."""
-        return self._closing.enter_context(face(store or self._target, **{"clock": self.clock, **options}))
+        return self._closing.enter_context(once_class(store or self._target, **{"clock": self.clock, **options}))
 
     def open_async(self, store: Store | None = None, **options: Any) -> AsyncOnce:
         """The same for a loop; enter it there."""
@@ -34,7 +34,7 @@ class Space:
 
     def store(self, *, awaited: bool = False) -> Store:
         """The bare store, to be wrapped and handed to ``open`` or ``open_async``, which close it."""
-        return self._memory or open_store(self.url, awaited=awaited, clock=self.clock)
+        return self._memory or open_store(self.url, is_async=awaited, clock=self.clock)
 
     @property
     def _target(self) -> str | MemoryStore:

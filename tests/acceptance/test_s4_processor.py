@@ -462,7 +462,7 @@ def test_s4_20_a_write_is_tried_again_when_the_connection_is_lost(own_server: se
         assert refused.wait(PATIENCE)
         own_server.start()
 
-    store = Listening(open_store(url, awaited=False))
+    store = Listening(open_store(url, is_async=False))
     with Once(store, retry_for=PATIENCE) as once, beside(repair):
         processor = IdempotentProcessor(price, once)
         assert processor.process(SUBMISSION).result == 200

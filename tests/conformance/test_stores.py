@@ -33,10 +33,10 @@ class Opened(SharedStoreSuite):
     dead_url: str
 
     def opener(self) -> Opener:
-        return partial(open_store, self.url, awaited=self.is_async)
+        return partial(open_store, self.url, is_async=self.is_async)
 
     def nowhere(self) -> Opener:
-        return partial(open_store, self.dead_url, awaited=self.is_async)
+        return partial(open_store, self.dead_url, is_async=self.is_async)
 
 
 class TestSqlite(Opened):

@@ -304,7 +304,7 @@ def test_clean_ups_of_keys_are_planned_as_the_server_sees_fit(urls: StoreUrls) -
     store = PostgresStore(database)
 
     def planned_hot() -> bool:
-        return database._shelf._free[-1].hot
+        return database._idle._free[-1].hot
 
     run_sync(store.claim([ClaimRequest("", "k", "", uuid4().hex, 1_000_000, 1_000_000)]))
     assert planned_hot()

@@ -189,11 +189,11 @@ def test_a_listener_whose_server_fell_silent_says_so_and_listens_anew(
         monkeypatch.setattr(module, "HEARTBEAT", 0.1)
     monkeypatch.setattr(postgres, "_ANSWER", 0.5)
     if kind == "postgres":
-        listener = Listener(postgres.hearing(parse(url), greeting="hello"))
+        listener = Listener(postgres.subscriber(parse(url), first_payload="hello"))
     else:
         import redis as client
 
-        listener = Listener(redis.hearing(client.Redis.from_url(url)))
+        listener = Listener(redis.subscriber(client.Redis.from_url(url)))
     heard = threading.Event()
     listener.start("semel_test", lambda payload: heard.set())
     try:

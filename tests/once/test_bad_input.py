@@ -404,9 +404,9 @@ def test_there_must_be_something_to_resolve(once: Once) -> None:
     ["", "semel.db", "foo://x", "mysql://host/name", "http://host", "://", " sqlite:///x", "SQLITE:///x"],
 )
 def test_a_url_of_no_known_kind_names_those_that_are(url: str) -> None:
-    for face in (Once, AsyncOnce):
+    for once_class in (Once, AsyncOnce):
         with pytest.raises(InvalidRequest, match=r"memory://, sqlite:///"):
-            face(url)
+            once_class(url)
 
 
 @pytest.mark.parametrize(
@@ -421,26 +421,26 @@ def test_a_url_of_no_known_kind_names_those_that_are(url: str) -> None:
 )
 def test_sqlite_needs_a_file(url: str) -> None:
     """An in-memory database is another one for each connection; memory:// is what was meant."""
-    for face in (Once, AsyncOnce):
+    for once_class in (Once, AsyncOnce):
         with pytest.raises(InvalidRequest, match="memory://"):
-            face(url)
+            once_class(url)
 
 
 @pytest.mark.parametrize(
     "url", ["redis://host:port/0", "postgresql://user:hunter2@host:port/name", "sqlite", "redis", "postgresql"]
 )
 def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
-    for face in (Once, AsyncOnce):
+    for once_class in (Once, AsyncOnce):
         with pytest.raises(InvalidRequest, match="URL") as refused:
-            face(url)
+            once_class(url)
         assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize("target", [None, 5, b"sqlite:///x", object(), Path("semel.db"), sqlite3])
 def test_what_is_no_store_is_refused(target: Any) -> None:
-    for face in (Once, AsyncOnce):
+    for once_class in (Once, AsyncOnce):
         with pytest.raises(InvalidRequest, match=r"opened by a URL"):
-            face(target)
+            once_class(target)
 
 
 def test_an_option_that_a_store_does_not_have_is_refused(redis_url: str) -> None:
@@ -615,16 +615,16 @@ def test_a_missing_driver_names_the_extra_to_install() -> None:
     output = python(
         """
         import asyncio
-        def says(face, url):
+        def says(once_class, url):
             try:
-                once = face(url)
-                asyncio.run(once.open()) if face is AsyncOnce else once.open()
+                once = once_class(url)
+                asyncio.run(once.open()) if once_class is AsyncOnce else once.open()
             except MissingExtra as error:
                 assert isinstance(error, ImportError)
                 print(error)
-        for face in (Once, AsyncOnce):
+        for once_class in (Once, AsyncOnce):
             for url in ("redis://localhost/0", "rediss://x", "redis+cluster://x", "postgresql://localhost/x"):
-                says(face, url)
+                says(once_class, url)
         """,
         missing=DRIVERS,
     )

@@ -105,7 +105,7 @@ class Victim:
 def work_until_killed(victim: Victim, parent: Connection) -> None:
     """Make one guarded call; the parent kills this process when it reports that the point is reached."""
     stop = Stop(victim.point, parent)
-    opened = open_store(victim.url, awaited=victim.awaited, clock=FakeClock(victim.clock))
+    opened = open_store(victim.url, is_async=victim.awaited, clock=FakeClock(victim.clock))
     store = StoppingTogether(opened, stop) if isinstance(opened, Together) else StoppingStore(opened, stop)
     if victim.awaited:
         asyncio.run(_call(store, stop, victim))

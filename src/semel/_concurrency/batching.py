@@ -30,7 +30,7 @@ LARGEST = 128
 """The most calls in a flush. More would save little, and with two groups one runs here while the store serves the
 other."""
 
-_STATE_OF_THE_STORE = (StoreUnavailable, NotMigrated, MissingExtra)
+_STORE_ERRORS = (StoreUnavailable, NotMigrated, MissingExtra)
 """Errors that do not depend on a single request: each request would also fail alone."""
 
 _log = logging.getLogger("semel")
@@ -45,7 +45,7 @@ class Failed:
         self.error = error
 
 
-async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -> list[B | Failed]:
+async def flush_isolated(flush: Flush[A, B], requests: Sequence[A], began: float) -> list[B | Failed]:
     """Flush a batch so that a request that fails does not fail the others.
 
     A batch that is refused for its content is halved until the request at fault is alone. This is safe, since every
@@ -56,21 +56,21 @@ async def flush_apart(flush: Flush[A, B], requests: Sequence[A], began: float) -
     except Exception as error:  # noqa: BLE001 -- raised by the callers of the requests that failed
         if len(requests) == 1:
             return [Failed(error)]
-        if isinstance(error, _STATE_OF_THE_STORE):
-            return [Failed(_own(error)) for _ in requests]
+        if isinstance(error, _STORE_ERRORS):
+            return [Failed(_copy_of(error)) for _ in requests]
         middle = len(requests) // 2
-        first = await flush_apart(flush, requests[:middle], began)
-        return [*first, *await flush_apart(flush, requests[middle:], began)]
+        first = await flush_isolated(flush, requests[:middle], began)
+        return [*first, *await flush_isolated(flush, requests[middle:], began)]
 
 
-def _own(error: Exception) -> Exception:
+def _copy_of(error: Exception) -> Exception:
     """A copy of the error for one caller: threads that raise the same object would mix their tracebacks."""
     try:
-        own = copy.copy(error)
+        copied = copy.copy(error)
     except Exception:  # noqa: BLE001 -- a foreign class that cannot be copied
-        own = StoreUnavailable(f"{type(error).__name__}: {error}")
-    own.__cause__ = error
-    return own
+        copied = StoreUnavailable(f"{type(error).__name__}: {error}")
+    copied.__cause__ = error
+    return copied
 
 
 class Batcher(Protocol[A_contra, B_co]):
@@ -124,17 +124,17 @@ class _AsyncioQueue(Generic[A, B]):
         try:
             return (await self._batcher.flush((request,), time.monotonic()))[0]
         except asyncio.CancelledError:
-            await self._see_through(request)
+            await self._complete_cancelled(request)
             raise
         finally:
-            self._go_on()
+            self._send_next()
 
     async def _join(self, request: A) -> B:
         answer: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer, time.monotonic()))
         if not self._busy:
             self._busy = True
-            self._go_on()
+            self._send_next()
         try:
             return await answer
         except asyncio.CancelledError:
@@ -142,7 +142,7 @@ class _AsyncioQueue(Generic[A, B]):
                 await self._abandon(answer.result())  # answered and cancelled in the same iteration of the loop
             raise
 
-    def _go_on(self) -> None:
+    def _send_next(self) -> None:
         """After a flush: send the waiting calls that were not cancelled; become idle if there are none."""
         self._waiting = [each for each in self._waiting if not each[1].done()]
         if self._waiting:
@@ -156,7 +156,7 @@ class _AsyncioQueue(Generic[A, B]):
         batch, self._waiting = self._waiting[:LARGEST], self._waiting[LARGEST:]
         self._crowded = len(batch) > 1
         try:
-            answers = await flush_apart(self._batcher.flush, [request for request, _, _ in batch], batch[0][2])
+            answers = await flush_isolated(self._batcher.flush, [request for request, _, _ in batch], batch[0][2])
         except BaseException:
             for _, future, _ in batch:
                 future.cancel()
@@ -174,9 +174,9 @@ class _AsyncioQueue(Generic[A, B]):
             for answer in abandoned:
                 await self._abandon(answer)
         finally:
-            self._go_on()
+            self._send_next()
 
-    async def _see_through(self, request: A) -> None:
+    async def _complete_cancelled(self, request: A) -> None:
         """Send a cancelled request again, for a second at most, as it may have arrived; then abandon its answer."""
         try:
             async with asyncio.timeout(1):
@@ -255,14 +255,14 @@ class ThreadBatcher(Generic[A, B]):
                     self._waiting.remove(call)
             if not waits:
                 call.gate.acquire()
-                self._pass_on(call)
+                self._wake_next(call)
                 if call.leads:
                     with self._lock:
                         self._hand_over()
             raise
-        self._pass_on(call)
+        self._wake_next(call)
 
-    def _pass_on(self, call: _Call[A, B]) -> None:
+    def _wake_next(self, call: _Call[A, B]) -> None:
         """Wake the next caller of the batch: one after the other, never all at once."""
         if call.next is not None:
             call.next.gate.release()
@@ -276,7 +276,7 @@ class ThreadBatcher(Generic[A, B]):
         batch = [own, *others]
         try:
             answers = run_sync(
-                flush_apart(self._flush, [call.request for call in batch], min(call.began for call in batch))
+                flush_isolated(self._flush, [call.request for call in batch], min(call.began for call in batch))
             )
         except BaseException as error:  # noqa: BLE001 -- every caller raises in its own thread
             for call in others:
@@ -300,8 +300,8 @@ class ThreadBatcher(Generic[A, B]):
 
     def _hand_over(self) -> None:
         if self._waiting:
-            heir = self._waiting.pop(0)
-            heir.leads = True
-            heir.gate.release()
+            leader = self._waiting.pop(0)
+            leader.leads = True
+            leader.gate.release()
         else:
             self._led = False

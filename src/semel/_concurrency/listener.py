@@ -10,9 +10,9 @@ from typing import TypeAlias
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Backoff, Outage
 
-Hear: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
-"""``hear(channel, stopped)`` connects, then yields every payload until stopped, and None about twice a second while
-there is none. Raises if the connection breaks."""
+Subscribe: TypeAlias = Callable[[str, threading.Event], Iterator[str | None]]
+"""``subscribe(channel, stopped)`` connects, then yields every payload until stopped, and None about twice a second
+while there is none. Raises if the connection breaks."""
 
 PATIENCE = 30.0
 """Seconds without a connection before that is logged: by then an unavailable database has been logged elsewhere."""
@@ -27,10 +27,16 @@ class Listener:
     Notifications are lost while there is no connection, so a listener only speeds up what polling finds anyway.
     """
 
-    def __init__(self, hear: Hear, *, outage: Outage | None = None, broke: Callable[[], None] = lambda: None) -> None:
-        """``outage`` logs a missing connection; ``broke`` is called when connecting fails or the connection breaks."""
-        self._hear = hear
-        self._broke = broke
+    def __init__(
+        self,
+        subscribe: Subscribe,
+        *,
+        outage: Outage | None = None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``outage`` logs a missing connection; ``on_failure`` is called if it cannot be made or breaks."""
+        self._subscribe = subscribe
+        self._on_failure = on_failure
         self._outage = outage or Outage(
             _log,
             "the connection for notifications of ended claims",
@@ -45,12 +51,12 @@ class Listener:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, channel: str, heard: Callable[[str], None]) -> None:
+    def start(self, channel: str, on_payload: Callable[[str], None]) -> None:
         """Start to listen. If it listens already, nothing changes."""
         if self._thread is None:
             self._stopped = threading.Event()
             self._thread = threading.Thread(
-                target=self._listen, args=(channel, heard, self._stopped), name="semel-listener", daemon=True
+                target=self._listen, args=(channel, on_payload, self._stopped), name="semel-listener", daemon=True
             )
             self._thread.start()
 
@@ -59,19 +65,19 @@ class Listener:
         self._stopped.set()
         self._thread = None
 
-    def _listen(self, channel: str, heard: Callable[[str], None], stopped: threading.Event) -> None:
+    def _listen(self, channel: str, on_payload: Callable[[str], None], stopped: threading.Event) -> None:
         failures = 0
         while not stopped.is_set():
             try:
-                for payload in self._hear(channel, stopped):
+                for payload in self._subscribe(channel, stopped):
                     self._outage.succeeded()
                     failures = 0
                     if payload is not None:
-                        heard(payload)
+                        on_payload(payload)
             except Exception as error:  # noqa: BLE001 -- waiters poll meanwhile, and this reconnects
                 if stopped.is_set():
                     return
                 self._outage.failed(error)
-                self._broke()
+                self._on_failure()
                 failures += 1
                 stopped.wait(_BACKOFF.after(failures))

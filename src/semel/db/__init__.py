@@ -13,14 +13,14 @@ from semel.db.postgres import POOL, PostgresDatabase, postgres_engine
 from semel.db.sqlite_file import WatchedFile
 
 
-def open_database(url: URL, *, awaited: bool, pool: int | None = None) -> Database:
+def open_database(url: URL, *, is_async: bool, pool: int | None = None) -> Database:
     """The SQLite or PostgreSQL database, with semel's own settings. ``pool``: the most connections to PostgreSQL."""
     size = checked_pool(pool)
     if url.get_backend_name() == "sqlite":
         engine = sqlite_engine(url)
         database = BlockingDatabase(engine, file=WatchedFile(engine))
-        return ThreadedDatabase(database) if awaited else database
-    if not awaited:
+        return ThreadedDatabase(database) if is_async else database
+    if not is_async:
         return PostgresDatabase(postgres_engine(url), size)
     try:
         from semel.db.asyncio import AsyncPostgresDatabase

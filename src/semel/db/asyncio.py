@@ -17,7 +17,7 @@ from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
 from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate, translate_errors
-from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, Kept, Shelf, is_broken, plan
+from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, IdleConnections, PooledConnection, is_broken, plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ class AsyncDatabase:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._home = LoopGuard(self.after_fork)
+        self._loop_guard = LoopGuard(self.after_fork)
         survive_fork(self)
 
     def after_fork(self) -> None:
@@ -36,7 +36,7 @@ class AsyncDatabase:
         self._engine.sync_engine.dispose(close=False)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        self._home.check()
+        self._loop_guard.check()
         with translate_errors():
             conn = await self._engine.connect()
             try:
@@ -64,8 +64,8 @@ class _LoopPool:
 
     def __init__(self, engine: AsyncEngine, size: int) -> None:
         self.engine = engine
-        self.shelf: Shelf[AsyncConnection] = Shelf()
-        self.places = asyncio.Semaphore(size)
+        self.idle: IdleConnections[AsyncConnection] = IdleConnections()
+        self.slots = asyncio.Semaphore(size)
 
 
 class AsyncPostgresDatabase:
@@ -92,57 +92,59 @@ class AsyncPostgresDatabase:
         self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         pool = self._pools.here()
-        await pool.places.acquire()
+        await pool.slots.acquire()
         try:
-            kept = pool.shelf.take(hot=hot)
-            if kept is None or kept.hot is not hot:
-                kept = await self._prepare(pool, kept, hot)
+            pooled = pool.idle.take(hot=hot)
+            if pooled is None or pooled.hot is not hot:
+                pooled = await self._prepare(pool, pooled, hot)
             try:
-                answer = await kept.conn.run_sync(work, *args, **kwargs)
+                answer = await pooled.conn.run_sync(work, *args, **kwargs)
             except Exception:
-                await self._after_error(pool, kept)
+                await self._after_error(pool, pooled)
                 raise
             except BaseException:  # cancelled: the connection may be in the middle of a reply
-                await self._drop(pool, kept)
+                await self._drop(pool, pooled)
                 raise
-            if not pool.shelf.put(kept):
-                await _discard(kept.conn)
+            if not pool.idle.put(pooled):
+                await _discard(pooled.conn)
         except DATABASE_ERRORS as error:
             raise translate(error) from error
         else:
             return answer
         finally:
-            pool.places.release()
+            pool.slots.release()
 
-    async def _prepare(self, pool: _LoopPool, kept: Kept[AsyncConnection] | None, hot: bool) -> Kept[AsyncConnection]:
-        if kept is None:
-            generation = pool.shelf.generation
-            kept = Kept(await pool.engine.connect(), generation)
-        if kept.hot is not hot:
+    async def _prepare(
+        self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection] | None, hot: bool
+    ) -> PooledConnection[AsyncConnection]:
+        if pooled is None:
+            generation = pool.idle.generation
+            pooled = PooledConnection(await pool.engine.connect(), generation)
+        if pooled.hot is not hot:
             try:
-                await kept.conn.run_sync(plan, hot=hot)
+                await pooled.conn.run_sync(plan, hot=hot)
             except BaseException:
-                await self._drop(pool, kept)
+                await self._drop(pool, pooled)
                 raise
-            kept.hot = hot
-        return kept
+            pooled.hot = hot
+        return pooled
 
-    async def _after_error(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
-        if await kept.conn.run_sync(is_broken):
-            await self._condemn(pool, kept)
-        elif not pool.shelf.put(kept):
-            await _discard(kept.conn)
+    async def _after_error(self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection]) -> None:
+        if await pooled.conn.run_sync(is_broken):
+            await self._discard_all(pool, pooled)
+        elif not pool.idle.put(pooled):
+            await _discard(pooled.conn)
 
-    async def _drop(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
+    async def _drop(self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection]) -> None:
         """Close a cancelled call's connection; the idle ones, too, if its deadline passed: the server is silent."""
         if deadline_passed():
-            await self._condemn(pool, kept)
+            await self._discard_all(pool, pooled)
         else:
-            await _discard(kept.conn)
+            await _discard(pooled.conn)
 
-    async def _condemn(self, pool: _LoopPool, kept: Kept[AsyncConnection]) -> None:
+    async def _discard_all(self, pool: _LoopPool, pooled: PooledConnection[AsyncConnection]) -> None:
         """Close a connection that broke or fell silent, and all idle ones, which may have, too."""
-        for conn in (kept.conn, *pool.shelf.clear()):
+        for conn in (pooled.conn, *pool.idle.clear()):
             await _discard(conn)
 
     async def close(self) -> None:
@@ -150,12 +152,12 @@ class AsyncPostgresDatabase:
         await self._pools.end()
 
     async def _close(self, pool: _LoopPool) -> None:
-        for conn in pool.shelf.clear():
+        for conn in pool.idle.clear():
             await _discard(conn)
 
     def _abandon(self, pool: _LoopPool) -> None:
         """Close the sockets of a closed event loop, in which nothing can be awaited any more."""
-        for conn in pool.shelf.clear():
+        for conn in pool.idle.clear():
             raw: Any = conn.sync_connection
             abandoned_connections.append(conn)
             if raw is not None:
@@ -212,10 +214,10 @@ def _terminate(connection: Any, _record: Any, _error: Any) -> None:
 
 def _keep_alive(connection: Any, _record: Any) -> None:
     """Set the TCP keepalives that libpq sets itself; asyncpg has no option for them."""
-    line = connection.driver_connection._transport.get_extra_info("socket")
-    if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
+    sock = connection.driver_connection._transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         if hasattr(socket, name):  # not every system has all of them
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

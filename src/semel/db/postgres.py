@@ -59,7 +59,7 @@ KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count"
 Calls have their own deadline, which is shorter."""
 
 
-class Kept(Generic[C]):
+class PooledConnection(Generic[C]):
     """An open connection, its generation, and whether its statements are planned as hot ones."""
 
     __slots__ = ("conn", "generation", "hot")
@@ -70,7 +70,7 @@ class Kept(Generic[C]):
         self.hot = False
 
 
-class Shelf(Generic[C]):
+class IdleConnections(Generic[C]):
     """The idle connections, last in, first out.
 
     If one of them broke or fell silent, the others may be dead, too: a new ``generation`` begins, and connections of
@@ -79,10 +79,10 @@ class Shelf(Generic[C]):
 
     def __init__(self) -> None:
         self.generation = 0
-        self._free: list[Kept[C]] = []
+        self._free: list[PooledConnection[C]] = []
         self._lock = threading.Lock()
 
-    def take(self, *, hot: bool) -> Kept[C] | None:
+    def take(self, *, hot: bool) -> PooledConnection[C] | None:
         """Take an idle connection, if possible one of this kind; None if there is none."""
         with self._lock:
             for at in range(len(self._free) - 1, -1, -1):
@@ -90,12 +90,12 @@ class Shelf(Generic[C]):
                     return self._free.pop(at)
             return self._free.pop() if self._free else None
 
-    def put(self, kept: Kept[C]) -> bool:
+    def put(self, pooled: PooledConnection[C]) -> bool:
         """Keep the connection for the next call. False if it must be closed."""
         with self._lock:
-            if kept.generation != self.generation:
+            if pooled.generation != self.generation:
                 return False
-            self._free.append(kept)
+            self._free.append(pooled)
             return True
 
     def clear(self) -> list[C]:
@@ -103,7 +103,7 @@ class Shelf(Generic[C]):
         with self._lock:
             self.generation += 1
             free, self._free = self._free, []
-            return [kept.conn for kept in free]
+            return [pooled.conn for pooled in free]
 
 
 def is_broken(conn: Connection) -> bool:
@@ -127,16 +127,16 @@ class PostgresDatabase:
     def __init__(self, engine: Engine, pool: int = POOL) -> None:
         self._engine = engine
         self._size = pool
-        self._shelf: Shelf[Connection] = Shelf()
-        self._places = threading.BoundedSemaphore(pool)
+        self._idle: IdleConnections[Connection] = IdleConnections()
+        self._slots = threading.BoundedSemaphore(pool)
         survive_fork(self)
 
     def after_fork(self) -> None:
         """The connections belong to the parent: leave them open, and reconnect in the child."""
-        free, self._shelf = self._shelf._free, Shelf()
-        abandoned_connections.extend(kept.conn for kept in free)
+        free, self._idle = self._idle._free, IdleConnections()
+        abandoned_connections.extend(pooled.conn for pooled in free)
         self._engine.dispose(close=False)
-        self._places = threading.BoundedSemaphore(self._size)
+        self._slots = threading.BoundedSemaphore(self._size)
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(True, work, *args, **kwargs)
@@ -150,57 +150,57 @@ class PostgresDatabase:
     write_many = survey
 
     def _run(self, hot: bool, work: Callable[Concatenate[Connection, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        places = self._places
-        if not places.acquire(blocking=False) and not places.acquire(timeout=seconds_left(60.0)):
+        slots = self._slots
+        if not slots.acquire(blocking=False) and not slots.acquire(timeout=seconds_left(60.0)):
             raise all_in_use(self._size)
         try:
-            kept = self._shelf.take(hot=hot)
-            if kept is None or kept.hot is not hot:
-                kept = self._prepare(kept, hot)
+            pooled = self._idle.take(hot=hot)
+            if pooled is None or pooled.hot is not hot:
+                pooled = self._prepare(pooled, hot)
             try:
-                answer = work(kept.conn, *args, **kwargs)
+                answer = work(pooled.conn, *args, **kwargs)
             except Exception:
-                self._after_error(kept)
+                self._after_error(pooled)
                 raise
             except BaseException:  # an interrupt: the connection may be in the middle of a reply
-                _discard(kept.conn)
+                _discard(pooled.conn)
                 raise
-            if not self._shelf.put(kept):
-                _discard(kept.conn)
+            if not self._idle.put(pooled):
+                _discard(pooled.conn)
         except DATABASE_ERRORS as error:
             raise translate(error) from error
         else:
             return answer
         finally:
-            places.release()
+            slots.release()
 
-    def _prepare(self, kept: Kept[Connection] | None, hot: bool) -> Kept[Connection]:
-        if kept is None:
-            generation = self._shelf.generation
-            kept = Kept(self._engine.connect(), generation)
-        if kept.hot is not hot:
+    def _prepare(self, pooled: PooledConnection[Connection] | None, hot: bool) -> PooledConnection[Connection]:
+        if pooled is None:
+            generation = self._idle.generation
+            pooled = PooledConnection(self._engine.connect(), generation)
+        if pooled.hot is not hot:
             try:
-                plan(kept.conn, hot=hot)
+                plan(pooled.conn, hot=hot)
             except BaseException:
-                self._condemn(kept.conn)
+                self._discard_all(pooled.conn)
                 raise
-            kept.hot = hot
-        return kept
+            pooled.hot = hot
+        return pooled
 
-    def _after_error(self, kept: Kept[Connection]) -> None:
-        if is_broken(kept.conn):
-            self._condemn(kept.conn)
-        elif not self._shelf.put(kept):
-            _discard(kept.conn)
+    def _after_error(self, pooled: PooledConnection[Connection]) -> None:
+        if is_broken(pooled.conn):
+            self._discard_all(pooled.conn)
+        elif not self._idle.put(pooled):
+            _discard(pooled.conn)
 
-    def _condemn(self, conn: Connection) -> None:
+    def _discard_all(self, conn: Connection) -> None:
         """Close a connection that broke or fell silent, and all idle ones, which may have, too."""
-        for each in (conn, *self._shelf.clear()):
+        for each in (conn, *self._idle.clear()):
             _discard(each)
 
     async def close(self) -> None:
         """Close the idle connections. Those in use are closed when their calls end."""
-        for conn in self._shelf.clear():
+        for conn in self._idle.clear():
             _discard(conn)
 
 

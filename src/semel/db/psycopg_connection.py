@@ -32,11 +32,11 @@ class BoundedConnection(Connection[Any]):
 def _bounded(steps: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
     """The steps of an exchange, until the deadline. While nothing arrives, psycopg resumes it ten times a second."""
     try:
-        awaited = next(steps)
+        wait_for = next(steps)
         while True:
-            ready = yield awaited
+            ready = yield wait_for
             if not ready and deadline_passed():
                 raise OperationalError("the server gave no answer in time")
-            awaited = steps.send(ready)
+            wait_for = steps.send(ready)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]  # StopIteration.value is Any; it is the exchange's R

@@ -93,7 +93,7 @@ class Request(Struct):
 class MiddlewareCore(Generic[AnyOnce]):
     """A middleware's checked options, and the decisions that follow from them."""
 
-    def __init__(self, face: type[AnyOnce], once: Any, options: MiddlewareOptions) -> None:
+    def __init__(self, once_class: type[AnyOnce], once: Any, options: MiddlewareOptions) -> None:
         if unknown := options.keys() - MiddlewareOptions.__annotations__.keys():
             known = ", ".join(sorted(MiddlewareOptions.__annotations__))
             raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of the middleware; it has {known}")
@@ -112,15 +112,15 @@ class MiddlewareCore(Generic[AnyOnce]):
         on_event = options.get("on_event")
         self.owned = not isinstance(once, Once | AsyncOnce)
         if self.owned:
-            self.once: AnyOnce = face(once, policy=self.policy, on_event=on_event)
-        elif not isinstance(once, face):
-            raise InvalidRequest(f"this middleware takes {face.__name__} or a URL, not {type(once).__name__}")
+            self.once: AnyOnce = once_class(once, policy=self.policy, on_event=on_event)
+        elif not isinstance(once, once_class):
+            raise InvalidRequest(f"this middleware takes {once_class.__name__} or a URL, not {type(once).__name__}")
         else:
             self.once = once
             if on_event is not None:
                 self.once._engine.add_hook(on_event)
         self.engine = self.once._engine
-        self._has_loop = face is AsyncOnce
+        self._has_loop = once_class is AsyncOnce
 
     def _choose_policy(self, options: MiddlewareOptions) -> None:
         self.policy = policy_of(options.get("policy"), options.get("ttl"))

@@ -42,7 +42,7 @@ R = TypeVar("R")
 class OnceBase:
     """What ``Once`` and ``AsyncOnce`` share: the constructor, and how a decorator's arguments are read."""
 
-    _world: type[ThreadRuntime | AsyncioRuntime]
+    _runtime_class: type[ThreadRuntime | AsyncioRuntime]
 
     def __init__(
         self,
@@ -68,12 +68,11 @@ class OnceBase:
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
-        patience = checked_seconds("retry_for", retry_for, zero=True)
+        seconds = checked_seconds("retry_for", retry_for, zero=True)
+        is_async = self._runtime_class is AsyncioRuntime
         self._engine = KeyEngine(
-            open_store(
-                store, awaited=self._world is AsyncioRuntime, clock=clock, pool=pool, retry_for=patience, **options
-            ),
-            self._world(),
+            open_store(store, is_async=is_async, clock=clock, pool=pool, retry_for=seconds, **options),
+            self._runtime_class(),
             policy or Policy(),
             collect=collect,
             retry_for=retry_for,
@@ -83,9 +82,9 @@ class OnceBase:
 
     @classmethod
     def _with_engine(cls, engine: KeyEngine) -> Self:
-        face = cls.__new__(cls)
-        face._engine = engine
-        return face
+        once = cls.__new__(cls)
+        once._engine = engine
+        return once
 
     def _policy(self, policy: Policy | None, changes: dict[str, Any]) -> Policy:
         return (policy or self._engine.policy).but(**changes)
@@ -94,7 +93,7 @@ class OnceBase:
         self, guarded: type[Guarded[..., Any] | AsyncGuarded[..., Any]], policy: Policy, **plan: Any
     ) -> Callable[[Callable[..., Any]], Any]:
         def decorate(function: Callable[..., Any]) -> Any:
-            _check_function(function, awaited=guarded is AsyncGuarded)
+            _check_function(function, must_be_async=guarded is AsyncGuarded)
             return guarded(self._engine, GuardSpec(function, policy, **plan))
 
         return decorate
@@ -110,7 +109,7 @@ class OnceBase:
         store, must_await = join(self._engine.store, session)
         if must_await != is_async:
             raise InvalidRequest("Once.on() takes a blocking session or connection, AsyncOnce.on() an async one")
-        return KeyEngine(store, self._world(), self._engine.policy, retry_for=0, bound_to=self._engine)
+        return KeyEngine(store, self._runtime_class(), self._engine.policy, retry_for=0, bound_to=self._engine)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self._engine.store).__name__})"
@@ -119,7 +118,7 @@ class OnceBase:
 class Once(OnceBase):
     """Makes work happen once, from blocking code: threads and processes."""
 
-    _world = ThreadRuntime
+    _runtime_class = ThreadRuntime
 
     claim = sync_method(KeyEngine.claim)
     complete = sync_method(KeyEngine.complete)
@@ -238,7 +237,7 @@ class Once(OnceBase):
         **changes: Any,
     ) -> Result[R]:
         """Run ``work`` once for this key, or return its recorded result."""
-        _check_function(work, awaited=False)
+        _check_function(work, must_be_async=False)
         request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)
         return run_sync(call_once(self._engine, call_function, request, work))
 
@@ -261,7 +260,7 @@ class Once(OnceBase):
 class AsyncOnce(OnceBase):
     """Makes work happen once, from the tasks of an event loop. The verbs are those of :class:`Once`, awaited."""
 
-    _world = AsyncioRuntime
+    _runtime_class = AsyncioRuntime
 
     claim = async_method(KeyEngine.claim)
     complete = async_method(KeyEngine.complete)
@@ -377,13 +376,13 @@ class AsyncOnce(OnceBase):
         await self.close()
 
 
-def _check_function(function: Callable[..., Any], *, awaited: bool) -> None:
+def _check_function(function: Callable[..., Any], *, must_be_async: bool) -> None:
     if not callable(function):
         raise InvalidRequest(f"only a function can be guarded, not {function!r:.80}")
-    if is_async(function) != awaited:
+    if is_async(function) != must_be_async:
         name = getattr(function, "__qualname__", repr(function))
         raise InvalidRequest(
             f"{name} is a plain def; AsyncOnce guards async functions, Once guards plain ones"
-            if awaited
+            if must_be_async
             else f"{name} is async; Once guards plain functions, use AsyncOnce for async ones"
         )

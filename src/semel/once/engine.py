@@ -141,6 +141,7 @@ class KeyEngine:
         return _Background(renewer, PendingWrites(self._runtime, self.store, renewer, self._waiters.notify))
 
     async def _give_back(self, verdict: Verdict) -> None:
+        """Release an abandoned claim, in the event loop that made it."""
         await self._background.here().pending.give_back(verdict)
 
     def _inherit(self, closed: _Background) -> None:
@@ -388,7 +389,7 @@ class KeyEngine:
         await self._finish(claim, call, _unstored(": ".join(_described(error))))
 
     async def _finish(self, claim: Claim, call: CallRequest, done: OutcomeData) -> None:
-        self._background.here().renewer.forget(claim)
+        self.stop_renewing(claim)
         try:
             await self._record(claim, done)
         except ClaimLost:
@@ -404,7 +405,7 @@ class KeyEngine:
 
         An error of the store is logged here and does not hide the caller's own error; the lease then ends by itself.
         """
-        self._background.here().renewer.forget(claim)
+        self.stop_renewing(claim)
         done = None
         if call.policy.on_error == "keep" and isinstance(error, Exception):
             done, _ = _done("error", _described(error), call.policy.value_ttl)
@@ -430,7 +431,7 @@ class KeyEngine:
         else:
             pending.retry_outcome(claim, done)
 
-    def lapse(self, claim: Claim) -> None:
+    def stop_renewing(self, claim: Claim) -> None:
         """Stop renewing the claim, so that its lease ends."""
         self._background.here().renewer.forget(claim)
 

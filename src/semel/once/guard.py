@@ -235,7 +235,7 @@ async def call_once(
             except NotDone:
                 pass
             except BaseException:
-                engine.lapse(claim)  # its outcome is unknown again when the lease ends
+                engine.stop_renewing(claim)  # its outcome is unknown again when the lease ends
                 raise
             else:
                 await engine.finish(claim, request, value)

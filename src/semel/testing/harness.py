@@ -242,9 +242,9 @@ class World(StoreClient):
         A call whose key is in flight fails at once, unless it asks to wait.
         """
         kind = AsyncOnce if self.is_async else Once
-        face = kind(store or self.store, policy=Policy(in_flight="conflict"), collect=False, **options)
-        self._opened.append(face)
-        return face
+        once = kind(store or self.store, policy=Policy(in_flight="conflict"), collect=False, **options)
+        self._opened.append(once)
+        return once
 
     def working(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function for :meth:`once`: plain, or async."""

@@ -69,7 +69,7 @@ def own(request: pytest.FixtureRequest) -> Stoppable:
 
 
 class Caller:
-    """Calls either face from a test's thread."""
+    """Calls ``Once`` or ``AsyncOnce`` from a test's thread."""
 
     def __init__(self, url: str, *, awaited: bool, retry_for: float) -> None:
         self._runner = asyncio.Runner() if awaited else None

@@ -287,7 +287,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     with ExitStack() as cleanup:
         url = cleanup.enter_context(store_urls(request))[kind]
         run: Run = cleanup.enter_context(asyncio.Runner()).run if form == "async" else run_sync
-        store = open_store(url, awaited=form == "async", clock=clock)
+        store = open_store(url, is_async=form == "async", clock=clock)
         cleanup.callback(lambda: run(store.close()))
         yield Place(store, run, clock, keeps_released=kind == "postgres")
 

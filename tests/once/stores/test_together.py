@@ -26,7 +26,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
-    store = open_store(f"sqlite:///{tmp_path / 'keys.db'}", awaited=False, clock=clock)
+    store = open_store(f"sqlite:///{tmp_path / 'keys.db'}", is_async=False, clock=clock)
     assert isinstance(store, SqliteStore)
     yield store
     run_sync(store.close())

@@ -28,24 +28,24 @@ EXAMPLES = "memory://, sqlite:///semel.db, redis://localhost/0, postgresql://use
 def open_store(
     target: Target,
     *,
-    awaited: bool,
+    is_async: bool,
     clock: Clock | None = None,
     pool: int | None = None,
     retry_for: float = 5.0,
     **options: Any,
 ) -> Store:
-    """The store for ``target``, async if ``awaited``. It connects when first used."""
+    """The store for ``target``, async if ``is_async``. It connects when first used."""
     checked_pool(pool)
     if pool is not None and not isinstance(target, str):
         raise InvalidRequest(
             "pool= is for a store that is opened by its URL; an engine or a client has a pool of its own"
         )
     if type(target).__module__.startswith("sqlalchemy."):
-        return _of_engine(target, awaited, clock)
+        return _of_engine(target, is_async, clock)
     if isinstance(target, str):
-        return _of_url(target, awaited, clock, {"pool": pool, "retry_for": retry_for}, options)
+        return _of_url(target, is_async, clock, {"pool": pool, "retry_for": retry_for}, options)
     if type(target).__module__.startswith("redis."):
-        return _of_client(target, awaited, clock, options)
+        return _of_client(target, is_async, clock, options)
     if hasattr(target, "claim") and hasattr(target, "purge"):
         return cast("Store", target)
     raise InvalidRequest(
@@ -54,73 +54,73 @@ def open_store(
 
 
 def _of_url(
-    target: str, awaited: bool, clock: Clock | None, connecting: dict[str, Any], options: dict[str, Any]
+    target: str, is_async: bool, clock: Clock | None, connecting: dict[str, Any], options: dict[str, Any]
 ) -> Store:
     scheme = target.split(":", 1)[0].split("+", 1)[0]
     if scheme in ("redis", "rediss", "unix"):
-        return _redis(target, awaited, clock, connecting["retry_for"], options)
+        return _redis(target, is_async, clock, connecting["retry_for"], options)
     if scheme in ("memory", "sqlite", "postgresql", "postgres"):
         _only(options, kind=scheme)
     match scheme:
         case "memory":
             return MemoryStore(clock)
         case "sqlite":
-            return _sqlite(parse(target), awaited, clock)
+            return _sqlite(parse(target), is_async, clock)
         case "postgresql" | "postgres":
             url = parse(target.replace("postgres://", "postgresql://", 1))
-            return _postgres(url, awaited, clock, connecting["pool"])
+            return _postgres(url, is_async, clock, connecting["pool"])
     raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
 
 
-def _sqlite(url: URL, awaited: bool, clock: Clock | None) -> Store:
-    return SqliteStore(open_database(url, awaited=awaited), clock)
+def _sqlite(url: URL, is_async: bool, clock: Clock | None) -> Store:
+    return SqliteStore(open_database(url, is_async=is_async), clock)
 
 
-def _postgres(url: URL, awaited: bool, clock: Clock | None, pool: int | None) -> Store:
-    from semel.once.stores.postgres import PostgresStore, hearing
+def _postgres(url: URL, is_async: bool, clock: Clock | None, pool: int | None) -> Store:
+    from semel.once.stores.postgres import PostgresStore, subscriber
 
-    return PostgresStore(open_database(url, awaited=awaited, pool=pool), clock, Listener(hearing(url)))
+    return PostgresStore(open_database(url, is_async=is_async, pool=pool), clock, Listener(subscriber(url)))
 
 
-def _of_engine(engine: Any, awaited: bool, clock: Clock | None) -> Store:
+def _of_engine(engine: Any, is_async: bool, clock: Clock | None) -> Store:
     """The store for a user's engine: shares its PostgreSQL pool, but opens a SQLite file with semel's own settings."""
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from semel.db.asyncio import AsyncDatabase
     from semel.db.postgres import LOCK_WAIT
-    from semel.once.stores.postgres import PostgresStore, hearing
+    from semel.once.stores.postgres import PostgresStore, subscriber
 
     if not isinstance(engine, SqlEngine | AsyncEngine):
         raise InvalidRequest(f"a store is opened by an engine, not by a {type(engine).__name__}; see on() for sessions")
     kind = engine.dialect.name
     if kind == "sqlite":
-        return _sqlite(engine.url, awaited, clock)
+        return _sqlite(engine.url, is_async, clock)
     if kind != "postgresql":
         raise InvalidRequest(f"keys can be stored in SQLite or PostgreSQL, not in {kind}")
-    if awaited != isinstance(engine, AsyncEngine):
+    if is_async != isinstance(engine, AsyncEngine):
         raise InvalidRequest("Once takes a blocking engine (create_engine), AsyncOnce an async one")
     own = engine.execution_options(isolation_level="AUTOCOMMIT", **{COMMITS: True})
     database: Database
     database = AsyncDatabase(own) if isinstance(own, AsyncEngine) else BlockingDatabase(own, owned=False)
-    return PostgresStore(database, clock, Listener(hearing(engine.url)), patience=LOCK_WAIT)
+    return PostgresStore(database, clock, Listener(subscriber(engine.url)), patience=LOCK_WAIT)
 
 
-def _redis(url: str, awaited: bool, clock: Clock | None, retry_for: float, options: dict[str, Any]) -> Store:
+def _redis(url: str, is_async: bool, clock: Clock | None, retry_for: float, options: dict[str, Any]) -> Store:
     try:
         from semel.once.stores import redis
     except ModuleNotFoundError as error:
         raise missing("redis", error) from error
     _only(options, "prefix", kind="redis")
-    return redis.open_url(url, awaited, clock, timeout=time_for_try(retry_for, retry_for), **options)
+    return redis.open_url(url, is_async, clock, timeout=time_for_try(retry_for, retry_for), **options)
 
 
-def _of_client(client: Any, awaited: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
-    from semel.once.stores.redis import RedisStore, hearing
+def _of_client(client: Any, is_async: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+    from semel.once.stores.redis import RedisStore, subscriber
 
-    if awaited != type(client).__module__.startswith("redis.asyncio"):
+    if is_async != type(client).__module__.startswith("redis.asyncio"):
         raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
     _only(options, "prefix", kind="redis")
-    listener = None if awaited else Listener(hearing(client))
+    listener = None if is_async else Listener(subscriber(client))
     return RedisStore(client, clock, listener=listener, **options)
 
 

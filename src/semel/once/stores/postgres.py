@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sqlalchemy import URL, Connection, TextClause, exc, text
 
-from semel._concurrency.listener import Hear, Listener
+from semel._concurrency.listener import Listener, Subscribe
 from semel._concurrency.runtime import deadline
 from semel.db import migrate
 from semel.db.database import Database, fetch
@@ -263,39 +263,39 @@ _ANSWER, _CONNECTING = 3.0, 5.0
 """Seconds that the server has for a reply, and for a new connection."""
 
 
-def hearing(url: URL, greeting: str | None = None) -> Hear:
-    """LISTEN over psycopg, for the listener's thread. ``greeting`` is yielded on connecting: earlier ones were missed.
+def subscriber(url: URL, first_payload: str | None = None) -> Subscribe:
+    """LISTEN over psycopg, for the listener's thread. ``first_payload`` is yielded after connecting: some were missed.
 
     A connection that only listens would never notice that its server is gone, since it sends nothing. So it sends a
     query now and then.
     """
     address = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    words: Any = {"application_name": "semel-listener", "connect_timeout": 5, **KEEPALIVE}
+    options: Any = {"application_name": "semel-listener", "connect_timeout": 5, **KEEPALIVE}
 
-    def hear(channel: str, stopped: Event) -> Iterator[str | None]:
+    def subscribe(channel: str, stopped: Event) -> Iterator[str | None]:
         from semel.db.psycopg_connection import BoundedConnection
 
         with deadline(_CONNECTING):
-            conn = BoundedConnection.connect(address, autocommit=True, **words)
+            conn = BoundedConnection.connect(address, autocommit=True, **options)
         with conn:
             with deadline(_ANSWER):
                 conn.execute(f"LISTEN {channel}")
-            if greeting is not None:
-                yield greeting
-            heard = time.monotonic()
+            if first_payload is not None:
+                yield first_payload
+            last_received = time.monotonic()
             while not stopped.is_set():
                 for notice in conn.notifies(timeout=0.5):
-                    heard = time.monotonic()
+                    last_received = time.monotonic()
                     yield notice.payload
                 yield None
-                if time.monotonic() - heard > HEARTBEAT:
-                    _ask(conn, time.monotonic() - heard)
-                    heard = time.monotonic()
+                if time.monotonic() - last_received > HEARTBEAT:
+                    _check_connection(conn, time.monotonic() - last_received)
+                    last_received = time.monotonic()
 
-    return hear
+    return subscribe
 
 
-def _ask(conn: BoundedConnection, silent: float) -> None:
+def _check_connection(conn: BoundedConnection, silent: float) -> None:
     """Check that the server still replies."""
     try:
         with deadline(_ANSWER):

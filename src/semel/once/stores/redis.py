@@ -32,7 +32,7 @@ from redis import exceptions
 from redis.backoff import NoBackoff
 
 from semel._concurrency.fork import survive_fork
-from semel._concurrency.listener import Hear, Listener
+from semel._concurrency.listener import Listener, Subscribe
 from semel._concurrency.sync import PerLoop, close_all
 from semel.db.database import abandoned_connections
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
@@ -254,32 +254,32 @@ HEARTBEAT = 5.0
 """Seconds without a message after which the listener sends a PING; the server has as long to reply."""
 
 
-def hearing(client: Any) -> Hear:
+def subscriber(client: Any) -> Subscribe:
     """SUBSCRIBE, for the listener's thread. The client connects when that starts."""
 
-    def hear(channel: str, stopped: Event) -> Iterator[str | None]:
+    def subscribe(channel: str, stopped: Event) -> Iterator[str | None]:
         with client.pubsub() as subscription:
             subscription.subscribe(channel)
-            heard = asked = time.monotonic()
+            last_received = pinged = time.monotonic()
             while not stopped.is_set():
                 message = subscription.get_message(timeout=0.5)
                 now = time.monotonic()
                 if message is not None:
-                    heard = now
-                elif now - heard > 2 * HEARTBEAT:
+                    last_received = now
+                elif now - last_received > 2 * HEARTBEAT:
                     _log.warning(
                         "Redis has sent nothing for %.0f s on the listening connection, and does not reply to a PING: "
                         "reconnecting. Messages since then are lost; polling finds what they announced",
-                        now - heard,
+                        now - last_received,
                     )
-                    raise exceptions.ConnectionError(f"Redis has been silent for {now - heard:.0f} seconds")
-                elif now - max(heard, asked) > HEARTBEAT:
+                    raise exceptions.ConnectionError(f"Redis has been silent for {now - last_received:.0f} seconds")
+                elif now - max(last_received, pinged) > HEARTBEAT:
                     subscription.ping()
-                    asked = now
-                told = message is not None and message["type"] == "message"
-                yield message["data"].decode() if told else None
+                    pinged = now
+                is_notification = message is not None and message["type"] == "message"
+                yield message["data"].decode() if is_notification else None
 
-    return hear
+    return subscribe
 
 
 class RedisStore:
@@ -604,7 +604,7 @@ def translated() -> Iterator[None]:
 
 
 def open_url(
-    url: str, awaited: bool, clock: Clock | None, *, timeout: float = 5.0, prefix: Any = "semel"
+    url: str, is_async: bool, clock: Clock | None, *, timeout: float = 5.0, prefix: Any = "semel"
 ) -> RedisStore:
     """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``.
 
@@ -612,19 +612,19 @@ def open_url(
     """
     clustered = url.startswith(("redis+cluster:", "rediss+cluster:"))
     plain = url.replace("+cluster", "", 1) if clustered else url
-    world: Any = redis.asyncio if awaited else redis
-    kind = world.RedisCluster if clustered else world.Redis
+    module: Any = redis.asyncio if is_async else redis
+    client_class = module.RedisCluster if clustered else module.Redis
     options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "socket_keepalive": True}
     if not clustered:  # a cluster's client must retry to find the node of a slot that moved
-        options["retry"] = (redis.asyncio.retry if awaited else redis.retry).Retry(NoBackoff(), 0)
+        options["retry"] = (redis.asyncio.retry if is_async else redis.retry).Retry(NoBackoff(), 0)
 
     def connect() -> Any:
         try:
-            return kind.from_url(plain, **options)
+            return client_class.from_url(plain, **options)
         except ValueError as error:
             raise InvalidRequest(f"this Redis URL cannot be used: {error}") from error
 
     with translated():  # a blocking cluster client connects at once
         client = connect()
-    listener = Listener(hearing(redis.Redis.from_url(plain, socket_connect_timeout=timeout, socket_keepalive=True)))
+    listener = Listener(subscriber(redis.Redis.from_url(plain, socket_connect_timeout=timeout, socket_keepalive=True)))
     return RedisStore(client, clock, prefix=prefix, listener=listener, connect=connect)

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from sqlalchemy import URL, Connection
 
-from semel._concurrency.batching import LARGEST, Failed, flush_apart
+from semel._concurrency.batching import LARGEST, Failed, flush_isolated
 from semel._concurrency.retry import Outage, with_retry
 from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime
 from semel._concurrency.sync import run_sync
@@ -78,7 +78,7 @@ class RunStore:
         self.awaited = awaited
         self.runtime: Runtime = AsyncioRuntime() if awaited else ThreadRuntime()
         self.retry_for = checked_seconds("retry_for", retry_for, zero=True)
-        self._database = open_database(parts, awaited=awaited, pool=pool)
+        self._database = open_database(parts, is_async=awaited, pool=pool)
         self._clock = clock
         self._publish = publish
         self._ready = False
@@ -192,7 +192,7 @@ class RunStore:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
         told: list[Answer | Failed] = []
         for start in range(0, len(submissions), _BULK):
-            answers = await flush_apart(self._submit_now, submissions[start : start + _BULK], time.monotonic())
+            answers = await flush_isolated(self._submit_now, submissions[start : start + _BULK], time.monotonic())
             told.extend(answers)
         if told and all(isinstance(each, Failed) for each in told):
             raise next(each.error for each in told if isinstance(each, Failed))

@@ -43,10 +43,12 @@ class ChangeNotifier:
         """Start watching."""
         loop = asyncio.get_running_loop()
         if self._url.get_backend_name() == "postgresql":
-            from semel.once.stores.postgres import hearing
+            from semel.once.stores.postgres import subscriber
 
             self._listener = Listener(
-                hearing(self._url, greeting=""), outage=self._outage, broke=lambda: _call(loop, self._on_change)
+                subscriber(self._url, first_payload=""),
+                outage=self._outage,
+                on_failure=lambda: _call(loop, self._on_change),
             )
             self._listener.start(CHANNEL, lambda _: _call(loop, self._on_change))
         else:
