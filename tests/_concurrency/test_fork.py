@@ -30,8 +30,8 @@ def in_child(work):
         finally:
             os._exit(0)
     os.close(tells)
-    with os.fdopen(answers) as told:
-        said = told.read()
+    with os.fdopen(answers) as reported:
+        said = reported.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child hung or crashed"
     return json.loads(said)
 
@@ -48,7 +48,7 @@ def run(program: str, url: str) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parent_and_child_both_go_on(urls: StoreUrls, kind: str) -> None:
     """The child sees what was done before, does work of its own, and the parent sees that (if the store is shared)."""
-    told = run(
+    reported = run(
         """
         once = Once(url)
         once.call(key("before"), lambda: "parent")
@@ -65,7 +65,7 @@ def test_parent_and_child_both_go_on(urls: StoreUrls, kind: str) -> None:
         urls[kind],
     )
     shared = kind != "memory"
-    assert told == [
+    assert reported == [
         ["parent", "child", "grandchild", "child"],
         ["parent", "child" if shared else "parent", "grandchild" if shared else "parent", "parent"],
     ]
@@ -74,7 +74,7 @@ def test_parent_and_child_both_go_on(urls: StoreUrls, kind: str) -> None:
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_a_fork_in_the_middle_of_a_crowd_hangs_nobody(urls: StoreUrls, kind: str) -> None:
     """Eight threads claim and complete all the time, so locks are held and batches gather at every fork."""
-    told = run(
+    reported = run(
         """
         once = Once(url, collect=False)
         stop = threading.Event()
@@ -100,13 +100,13 @@ def test_a_fork_in_the_middle_of_a_crowd_hangs_nobody(urls: StoreUrls, kind: str
         """,
         urls[kind],
     )
-    assert told == [[[0, 1, 2]] * 8, True, True, False]
+    assert reported == [[[0, 1, 2]] * 8, True, True, False]
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_parent_and_child_are_rivals_like_any_others(urls: StoreUrls, kind: str) -> None:
     """Their next claims are for the same key: they must not pass for one and the same attempt."""
-    told = run(
+    reported = run(
         """
         once = Once(url)
         once.claim(key("before"))
@@ -118,13 +118,13 @@ def test_parent_and_child_are_rivals_like_any_others(urls: StoreUrls, kind: str)
         """,
         urls[kind],
     )
-    assert told == [["Granted", "InFlight"]] * 3
+    assert reported == [["Granted", "InFlight"]] * 3
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
 def test_no_connection_is_shared(urls: StoreUrls, kind: str) -> None:
     """Asked for its number by the server, each process names another."""
-    told = run(
+    reported = run(
         """
         from sqlalchemy import text
         once = Once(url)
@@ -146,7 +146,7 @@ def test_no_connection_is_shared(urls: StoreUrls, kind: str) -> None:
         """,
         urls[kind],
     )
-    parent, first, second, again = told
+    parent, first, second, again = reported
     assert parent == again
     assert len({parent, first, second}) == 3
 
@@ -154,7 +154,7 @@ def test_no_connection_is_shared(urls: StoreUrls, kind: str) -> None:
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_what_the_child_does_stays_done_when_the_parent_has_closed(urls: StoreUrls, kind: str) -> None:
     """A file's last connection clears up when it closes; the parent's is not the last one while the child works."""
-    told = run(
+    reported = run(
         """
         once = Once(url, collect=False)
         once.call(key("before"), int)
@@ -180,12 +180,12 @@ def test_what_the_child_does_stays_done_when_the_parent_has_closed(urls: StoreUr
         """,
         urls[kind],
     )
-    assert told == ["child", "child"]
+    assert reported == ["child", "child"]
 
 
 def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) -> None:
     """Each lock of the machinery is held by a thread that the child does not have."""
-    told = run(
+    reported = run(
         """
         from semel.once.stores.memory import MemoryStore
 
@@ -223,12 +223,12 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
         """,
         urls["sqlite"],
     )
-    assert told == ["memory", "bell", "lane", 36]
+    assert reported == ["memory", "bell", "lane", 36]
 
 
 def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
     """A thread is flushing and others wait behind it: the child starts idle, and the parent's callers are answered."""
-    told = run(
+    reported = run(
         """
         from semel.once.stores.memory import MemoryStore
 
@@ -266,13 +266,13 @@ def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:
         """,
         "memory://",
     )
-    assert told == [["Granted", "Granted"], ["Granted"] * 4]
+    assert reported == [["Granted", "Granted"], ["Granted"] * 4]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) -> None:
     """A fork inside a guarded call: the parent's lease goes on being renewed by the parent, and by it alone."""
-    told = run(
+    reported = run(
         """
         once = Once(url)
 
@@ -292,13 +292,13 @@ def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) ->
         """,
         urls[kind],
     )
-    assert told == [[0, 8], True]
+    assert reported == [[0, 8], True]
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgres"])
 def test_a_waiter_in_the_child_is_woken_by_a_listener_of_its_own(urls: StoreUrls, kind: str) -> None:
     """The parent's listening thread did not come along."""
-    told = run(
+    reported = run(
         """
         once = Once(url)
         for name in ("a", "b"):
@@ -314,14 +314,14 @@ def test_a_waiter_in_the_child_is_woken_by_a_listener_of_its_own(urls: StoreUrls
         """,
         urls[kind],
     )
-    assert told == ["InFlight", True]
+    assert reported == ["InFlight", True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["between two loops", "inside a loop"])
 def test_an_async_store_is_forked_too(urls: StoreUrls, kind: str, where: str) -> None:
     """The child runs a loop of its own, with connections of its own; the parent's loop goes on."""
-    told = run(
+    reported = run(
         f"""
         once = AsyncOnce(url)
 
@@ -338,20 +338,20 @@ def test_an_async_store_is_forked_too(urls: StoreUrls, kind: str, where: str) ->
             return [before, in_child(child), await call("after")]
 
         if {where == "inside a loop"}:
-            told = asyncio.run(inside())
+            reported = asyncio.run(inside())
         else:
-            told = [asyncio.run(call("before")), in_child(child), asyncio.run(call("after"))]
-        tell(told)
+            reported = [asyncio.run(call("before")), in_child(child), asyncio.run(call("after"))]
+        tell(reported)
         """,
         urls[kind],
     )
-    assert told == ["before", "child", "after"]
+    assert reported == ["before", "child", "after"]
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_a_pool_of_forked_workers_does_each_thing_once(urls: StoreUrls, kind: str) -> None:
     """The usual way: a module's `once`, used before and after multiprocessing forks."""
-    told = run(
+    reported = run(
         """
         import multiprocessing
         once = Once(url)
@@ -367,5 +367,5 @@ def test_a_pool_of_forked_workers_does_each_thing_once(urls: StoreUrls, kind: st
         """,
         urls[kind],
     )
-    assert len(told) == 60
-    assert len({tuple(answer) for answer in told}) == 10
+    assert len(reported) == 60
+    assert len({tuple(answer) for answer in reported}) == 10

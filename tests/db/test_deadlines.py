@@ -55,11 +55,11 @@ class Clock:
 
 
 def test_a_call_to_a_server_that_fell_silent_ends(line: tuple[SilentProxy, str], kind: str) -> None:
-    wire, url = line
+    proxy, url = line
     with Once(url, retry_for=RETRY_FOR, collect=False) as once:
         claim = once.claim(uuid4().hex)
         assert isinstance(claim, Granted)
-        wire.silence(new=True)
+        proxy.silence(new=True)
         for call in (
             lambda: once.claim(uuid4().hex),
             lambda: once.get(uuid4().hex),
@@ -70,13 +70,13 @@ def test_a_call_to_a_server_that_fell_silent_ends(line: tuple[SilentProxy, str],
 
 
 def test_an_awaited_call_to_a_server_that_fell_silent_ends(line: tuple[SilentProxy, str], kind: str) -> None:
-    wire, url = line
+    proxy, url = line
 
     async def scenario() -> None:
         async with AsyncOnce(url, retry_for=RETRY_FOR, collect=False) as once:
             claim = await once.claim(uuid4().hex)
             assert isinstance(claim, Granted)
-            wire.silence(new=True)
+            proxy.silence(new=True)
             calls: list[Callable[[], Awaitable[Any]]] = [
                 lambda: once.claim(uuid4().hex),
                 lambda: once.get(uuid4().hex),
@@ -104,10 +104,10 @@ def test_a_call_to_a_server_that_cannot_be_reached_ends(urls: StoreUrls, kind: s
 
 def test_those_who_wait_behind_a_silent_call_end_with_it(line: tuple[SilentProxy, str], kind: str) -> None:
     """They gather for the next batch while the first one hangs, and their time passes meanwhile."""
-    wire, url = line
+    proxy, url = line
     with Once(url, retry_for=RETRY_FOR, collect=False) as once, ThreadPoolExecutor(20) as threads:
         once.claim(uuid4().hex)
-        wire.silence(new=True)
+        proxy.silence(new=True)
         with Clock():
             calls = [threads.submit(once.claim, uuid4().hex) for _ in range(20)]
             errors = [call.exception(PATIENCE) for call in calls]
@@ -116,12 +116,12 @@ def test_those_who_wait_behind_a_silent_call_end_with_it(line: tuple[SilentProxy
 
 
 def test_tasks_that_wait_behind_a_silent_call_end_with_it(line: tuple[SilentProxy, str], kind: str) -> None:
-    wire, url = line
+    proxy, url = line
 
     async def scenario() -> None:
         async with AsyncOnce(url, retry_for=RETRY_FOR, collect=False) as once:
             await once.claim(uuid4().hex)
-            wire.silence(new=True)
+            proxy.silence(new=True)
             with Clock():
                 calls = (once.claim(uuid4().hex) for _ in range(20))
                 errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -136,12 +136,12 @@ def test_where_old_connections_are_silent_and_new_ones_work_the_call_succeeds(
     line: tuple[SilentProxy, str], kind: str, awaited: bool
 ) -> None:
     """One that hangs condemns all that are open, so the next try is on a new one."""
-    wire, url = line
+    proxy, url = line
 
     async def scenario() -> None:
         async with AsyncOnce(url, retry_for=3, collect=False) as once:
             await asyncio.gather(*(once.claim(uuid4().hex) for _ in range(20)))
-            wire.silence(new=False)
+            proxy.silence(new=False)
             with Clock():
                 assert isinstance(await once.claim(uuid4().hex), Granted)
 
@@ -151,13 +151,13 @@ def test_where_old_connections_are_silent_and_new_ones_work_the_call_succeeds(
     with Once(url, retry_for=3, collect=False) as once, ThreadPoolExecutor(20) as threads:
         list(threads.map(once.get, ["a", "b"] * 20))
         once.claim(uuid4().hex)
-        wire.silence(new=False)
+        proxy.silence(new=False)
         with Clock():
             assert isinstance(once.claim(uuid4().hex), Granted)
 
 
 def test_the_middleware_answers_while_its_store_is_silent(line: tuple[SilentProxy, str], kind: str) -> None:
-    wire, url = line
+    proxy, url = line
 
     async def order(_: Request) -> PlainTextResponse:
         return PlainTextResponse("done")
@@ -167,7 +167,7 @@ def test_the_middleware_answers_while_its_store_is_silent(line: tuple[SilentProx
         site = IdempotencyMiddleware(Starlette(routes=[Route("/", order, methods=["POST"])]), once=once)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(site), base_url="http://shop") as client:
             assert (await client.post("/", headers={"Idempotency-Key": uuid4().hex})).status_code == 200
-            wire.silence(new=True)
+            proxy.silence(new=True)
             with Clock():
                 refused = await client.post("/", headers={"Idempotency-Key": uuid4().hex})
             assert refused.status_code == 503
@@ -184,7 +184,7 @@ def test_a_listener_whose_server_fell_silent_says_so_and_listens_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing is sent on its connection and nothing comes, so only a question finds out."""
-    wire, url = line
+    proxy, url = line
     for module in (postgres, redis):
         monkeypatch.setattr(module, "HEARTBEAT", 0.1)
     monkeypatch.setattr(postgres, "_ANSWER", 0.5)
@@ -197,12 +197,12 @@ def test_a_listener_whose_server_fell_silent_says_so_and_listens_anew(
     heard = threading.Event()
     listener.start("semel_test", lambda payload: heard.set())
     try:
-        _until(lambda: wire.accepted == 1)
+        _until(lambda: proxy.accepted == 1)
         if kind == "postgres":
             assert heard.wait(PATIENCE)
         with caplog.at_level(logging.WARNING, "semel.listener"):
-            wire.silence(new=False)
-            _until(lambda: wire.accepted >= 2)
+            proxy.silence(new=False)
+            _until(lambda: proxy.accepted >= 2)
         assert any("reconnecting" in record.getMessage() for record in caplog.records)
         heard.clear()
         _until(lambda: _say(urls[kind], kind) or heard.is_set())
@@ -233,13 +233,13 @@ def _until(happens: Callable[[], object]) -> None:
 def test_runs_and_reservations_have_a_deadline_too(line: tuple[SilentProxy, str], kind: str) -> None:
     if kind == "redis":
         return  # runs live in a database
-    wire, url = line
+    proxy, url = line
     app, jobs = App(url, retry_for=RETRY_FOR), JobStore(url, retry_for=RETRY_FOR)
     app.model("noop")(_noop)
     try:
         app.submit("noop")
         jobs.reserve_job_slot("somebody", 5)
-        wire.silence(new=True)
+        proxy.silence(new=True)
         with Clock(), pytest.raises(StoreUnavailable):
             app.submit("noop")
         with Clock(), pytest.raises(StoreUnavailable):
@@ -257,13 +257,13 @@ def test_a_transaction_in_which_the_server_falls_silent_ends(
     """It is given up as it is: a ROLLBACK, or a farewell, would wait for the same server."""
     if kind == "redis":
         return
-    wire, url = line
+    proxy, url = line
 
     @dialect.hot
     def work(conn: Connection) -> None:
         with dialect.transaction(conn):
             conn.execute(text("SELECT 1"))
-            wire.silence(new=True)
+            proxy.silence(new=True)
             (fetch if hot else Connection.execute)(conn, text("SELECT 2"), {})
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Bad input at the doors: keys, bodies, lengths, paths, tenants and JSON that nobody should send, and apps that no
+"""Bad input at the middlewares: keys, bodies, lengths, paths, tenants and JSON nobody should send, and apps that no
 server should run. Nothing is executed that must not be, nothing twice, and no error is the middleware's own.
 
 Most requests go over the bare ASGI and WSGI interfaces, as a server would make them, some over raw sockets.
@@ -89,8 +89,8 @@ class AppError(Exception):
     """The app's own."""
 
 
-class AsgiDoor:
-    """An app behind the ASGI door, driven as a server would."""
+class AsgiHarness:
+    """An app behind the ASGI middleware, driven as a server would."""
 
     def __init__(self, app: Any, **options: Any) -> None:
         self.store = CountingStore()
@@ -127,7 +127,7 @@ class AsgiDoor:
             "query_string": request.query,
             "headers": [(b"host", b"shop"), *((b"idempotency-key", key) for key in request.keys)],
             "tenant": request.tenant,
-            "door": self,
+            "harness": self,
             "request": request,
         }
         answer = Answer()
@@ -156,8 +156,8 @@ def check_message(message: Any, sent: list[Any]) -> None:
         raise RuntimeError("the server got more after the end")
 
 
-class WsgiDoor:
-    """An app behind the WSGI door, driven as a server would."""
+class WsgiHarness:
+    """An app behind the WSGI middleware, driven as a server would."""
 
     def __init__(self, app: Any, **options: Any) -> None:
         self.store = CountingStore()
@@ -178,7 +178,7 @@ class WsgiDoor:
             "CONTENT_LENGTH": str(len(request.body) + (not request.whole)) if length is None else length,
             "wsgi.input": io.BytesIO(coming),
             "tenant": request.tenant,
-            "door": self,
+            "harness": self,
             "request": request,
             **(more or {}),
         }
@@ -207,7 +207,7 @@ class WsgiDoor:
         return answer
 
 
-Door = AsgiDoor | WsgiDoor
+Harness = AsgiHarness | WsgiHarness
 
 
 def behaviour(body: bytes) -> int:
@@ -216,7 +216,7 @@ def behaviour(body: bytes) -> int:
 
 
 class Shop:
-    """The same app for both doors. It notes each order, and the body says how it behaves."""
+    """The same app for both middlewares. It notes each order, and the body says how it behaves."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[Any, str, bytes, tuple[bytes, ...], bytes]] = []
@@ -235,7 +235,7 @@ class Shop:
         request: Request = scope["request"]
         status, said = self._note(request, body)
         if b"!again" in body:
-            again = await scope["door"].exchange(request)
+            again = await scope["harness"].exchange(request)
             said += b", meanwhile %d" % again.status
         said = b"" if status == 204 else said
         await send({"type": "http.response.start", "status": status, "headers": [(b"x-shop", b"1")]})
@@ -246,23 +246,23 @@ class Shop:
         request: Request = environ["request"]
         status, said = self._note(request, environ["wsgi.input"].read())
         if b"!again" in request.body:
-            again = environ["door"].send(request)
+            again = environ["harness"].send(request)
             said += b", meanwhile %d" % again.status
         said = b"" if status == 204 else said
         start_response(f"{status} Whatever", [("X-Shop", "1")])
         return iter([said[:3], said[3:]])
 
 
-DOORS = ("asgi", "wsgi")
+HARNESSES = ("asgi", "wsgi")
 
 
 @contextmanager
-def opened(kind: str, app: Any, **options: Any) -> Iterator[Door]:
-    door = AsgiDoor(app, **options) if kind == "asgi" else WsgiDoor(app, **options)
+def opened(kind: str, app: Any, **options: Any) -> Iterator[Harness]:
+    harness = AsgiHarness(app, **options) if kind == "asgi" else WsgiHarness(app, **options)
     try:
-        yield door
+        yield harness
     finally:
-        door.close()
+        harness.close()
 
 
 @pytest.fixture
@@ -270,15 +270,15 @@ def shop() -> Shop:
     return Shop()
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=HARNESSES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def door(kind: str, shop: Shop) -> Iterator[Door]:
-    with opened(kind, getattr(shop, kind)) as door:
-        yield door
+def harness(kind: str, shop: Shop) -> Iterator[Harness]:
+    with opened(kind, getattr(shop, kind)) as harness:
+        yield harness
 
 
 def refusal(dialect: str, key: str) -> Any:
@@ -402,8 +402,8 @@ def test_a_malformed_key_is_refused_with_exactly_the_documents_body(
     kind: str, shop: Shop, dialect: str, name: str
 ) -> None:
     keys = (MALFORMED | TOO_WIDE | FIELDS_WITH_PARAMETERS)[name]
-    with opened(kind, getattr(shop, kind), policy=dialect) as door:
-        answer = door.send(Request(keys))
+    with opened(kind, getattr(shop, kind), policy=dialect) as harness:
+        answer = harness.send(Request(keys))
         assert (answer.status, answer.error) == (400, None)
         assert json.loads(answer.body) == refusal(dialect, b", ".join(keys).decode("latin-1")[:255])
         assert answer.headers == {
@@ -411,26 +411,26 @@ def test_a_malformed_key_is_refused_with_exactly_the_documents_body(
             "content-length": str(len(answer.body)),
         }
         assert shop.orders == []
-        assert (door.store.claims, door.store.states()) == (0, [])
+        assert (harness.store.claims, harness.store.states()) == (0, [])
 
 
 @pytest.mark.parametrize("dialect", ["ietf", "stripe"])
 @pytest.mark.parametrize("name", TOO_WIDE)
 def test_what_only_the_document_refuses_is_a_key_elsewhere(kind: str, shop: Shop, dialect: str, name: str) -> None:
-    with opened(kind, getattr(shop, kind), policy=dialect) as door:
-        answers = [door.send(Request(TOO_WIDE[name])) for _ in range(2)]
+    with opened(kind, getattr(shop, kind), policy=dialect) as harness:
+        answers = [harness.send(Request(TOO_WIDE[name])) for _ in range(2)]
     assert [(answer.status, answer.replayed) for answer in answers] == [(201, False), (201, True)]
     assert len(shop.orders) == 1
 
 
 @pytest.mark.parametrize("name", FIELDS_WITH_PARAMETERS)
 def test_the_parameters_of_a_structured_field_are_no_part_of_its_key(kind: str, shop: Shop, name: str) -> None:
-    with opened(kind, getattr(shop, kind), policy="ietf") as door:
-        assert door.send(Request(FIELDS_WITH_PARAMETERS[name])).status == 201
-        assert door.send(Request((b"abc",))).replayed
-        assert {key for records in door.store._scopes.values() for key in records} == {"abc"}
+    with opened(kind, getattr(shop, kind), policy="ietf") as harness:
+        assert harness.send(Request(FIELDS_WITH_PARAMETERS[name])).status == 201
+        assert harness.send(Request((b"abc",))).replayed
+        assert {key for records in harness.store._scopes.values() for key in records} == {"abc"}
         for bad in (b'"abc";', b'"abc";V=1', b'"abc";v=', b'"abc";v="', b'"abc";v=1;', b'"abc";v=1 2', b'"abc";=1'):
-            assert door.send(Request((bad,))).status == 400, bad
+            assert harness.send(Request((bad,))).status == 400, bad
     assert len(shop.orders) == 1
 
 
@@ -450,30 +450,30 @@ SAME_KEY: list[tuple[bytes, ...]] = [
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_one_key_said_in_many_ways_is_one_key(kind: str, shop: Shop, dialect: str) -> None:
-    with opened(kind, getattr(shop, kind), policy=dialect) as door:
-        answers = [door.send(Request(keys)) for keys in SAME_KEY]
+    with opened(kind, getattr(shop, kind), policy=dialect) as harness:
+        answers = [harness.send(Request(keys)) for keys in SAME_KEY]
     assert [(answer.status, answer.replayed) for answer in answers] == [(201, n > 0) for n in range(len(SAME_KEY))]
     assert len(shop.orders) == 1
 
 
-def test_the_longest_key_is_a_key(door: Door, shop: Shop) -> None:
-    assert door.send(Request((b"k" * 255,))).status == 201
-    assert door.send(Request((b'"' + b"k" * 255 + b'"',))).replayed
+def test_the_longest_key_is_a_key(harness: Harness, shop: Shop) -> None:
+    assert harness.send(Request((b"k" * 255,))).status == 201
+    assert harness.send(Request((b'"' + b"k" * 255 + b'"',))).replayed
     assert len(shop.orders) == 1
 
 
-def test_keys_differ_in_case(door: Door, shop: Shop) -> None:
-    assert not door.send(Request((b"Key",))).replayed
-    assert not door.send(Request((b"key",))).replayed
+def test_keys_differ_in_case(harness: Harness, shop: Shop) -> None:
+    assert not harness.send(Request((b"Key",))).replayed
+    assert not harness.send(Request((b"key",))).replayed
     assert len(shop.orders) == 2
 
 
 def test_a_hostile_key_costs_little_time(kind: str, shop: Shop) -> None:
     """Nothing in the reading of a key grows faster than the key."""
     hostile = [b'"a\\"' * 500, b',"' * 1000, b'""' * 1000, b"\\" * 2000, b" ," * 1000, b'"' + b" " * 2000, b"," * 2000]
-    with opened(kind, getattr(shop, kind), policy="ietf") as door:
+    with opened(kind, getattr(shop, kind), policy="ietf") as harness:
         began = time.process_time()
-        assert {door.send(Request((key,))).status for key in hostile for _ in range(20)} == {400}
+        assert {harness.send(Request((key,))).status for key in hostile for _ in range(20)} == {400}
         assert time.process_time() - began < 2
     assert shop.orders == []
 
@@ -494,8 +494,8 @@ class ThreadingWsgiServer(ThreadingMixIn, WSGIServer):
 
 
 @dataclass
-class RealDoor:
-    """A door on a real server, and what happened behind it."""
+class ServerHarness:
+    """A middleware on a real server, and what happened behind it."""
 
     port: int
     store: CountingStore
@@ -527,19 +527,19 @@ def raw(*headers: bytes, body: bytes = b"{}", length: bytes | None = None, targe
 
 
 @pytest.fixture(scope="module")
-def real_asgi() -> Iterator[RealDoor]:
-    door = RealDoor(0, CountingStore(), [])
+def real_asgi() -> Iterator[ServerHarness]:
+    harness = ServerHarness(0, CountingStore(), [])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
         while more:
             message = await receive()
             body, more = body + message["body"], message["more_body"]
-        door.bodies.append(body)
+        harness.bodies.append(body)
         await send({"type": "http.response.start", "status": 201, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    middleware = asgi.IdempotencyMiddleware(app, AsyncOnce(door.store))
+    middleware = asgi.IdempotencyMiddleware(app, AsyncOnce(harness.store))
     server = uvicorn.Server(uvicorn.Config(middleware, port=0, log_level="critical", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -547,40 +547,40 @@ def real_asgi() -> Iterator[RealDoor]:
     while not server.started:
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    door.port = server.servers[0].sockets[0].getsockname()[1]
-    yield door
+    harness.port = server.servers[0].sockets[0].getsockname()[1]
+    yield harness
     server.should_exit = True
     thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
-def real_wsgi() -> Iterator[RealDoor]:
-    door = RealDoor(0, CountingStore(), [])
+def real_wsgi() -> Iterator[ServerHarness]:
+    harness = ServerHarness(0, CountingStore(), [])
 
     def app(environ: Any, start_response: Any) -> list[bytes]:
-        door.bodies.append(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+        harness.bodies.append(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
         start_response("201 Created", [("Content-Length", "2")])
         return [b"ok"]
 
-    middleware = wsgi.IdempotencyMiddleware(app, Once(door.store))
+    middleware = wsgi.IdempotencyMiddleware(app, Once(harness.store))
     with make_server("127.0.0.1", 0, middleware, ThreadingWsgiServer, Quiet) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        door.port = server.server_port
-        yield door
+        harness.port = server.server_port
+        yield harness
         server.shutdown()
         thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
-@pytest.fixture(params=DOORS)
-def real(request: pytest.FixtureRequest) -> RealDoor:
-    door: RealDoor = request.getfixturevalue(f"real_{request.param}")
-    door.bodies.clear()
-    door.store.claims = 0
-    door.store._scopes.clear()
-    return door
+@pytest.fixture(params=HARNESSES)
+def real(request: pytest.FixtureRequest) -> ServerHarness:
+    harness: ServerHarness = request.getfixturevalue(f"real_{request.param}")
+    harness.bodies.clear()
+    harness.store.claims = 0
+    harness.store._scopes.clear()
+    return harness
 
 
 INJECTIONS: dict[str, list[bytes]] = {
@@ -600,8 +600,8 @@ INJECTIONS: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("headers", INJECTIONS.values(), ids=INJECTIONS.keys())
-def test_no_header_injection_reaches_the_handler_or_the_answer(real: RealDoor, headers: list[bytes]) -> None:
-    """Whether the server refuses it or the door does."""
+def test_no_header_injection_reaches_the_handler_or_the_answer(real: ServerHarness, headers: list[bytes]) -> None:
+    """Whether the server refuses it or the middleware does."""
     status, answered, body = real.talk(raw(*headers))
     assert status in {400, 431}
     assert not {name for name in answered if "evil" in name}
@@ -612,14 +612,14 @@ def test_no_header_injection_reaches_the_handler_or_the_answer(real: RealDoor, h
     assert (real.store.claims, real.store.states()) == (0, [])
 
 
-def test_the_same_key_in_two_headers_counts_once(real: RealDoor) -> None:
+def test_the_same_key_in_two_headers_counts_once(real: ServerHarness) -> None:
     twice = raw(b"Idempotency-Key: abc", b'Idempotency-Key: "abc"')
     assert real.talk(twice)[0] == 201
     assert real.talk(twice)[1]["idempotent-replayed"] == "true"
     assert real.bodies == [b"{}"]
 
 
-def test_a_body_that_ends_early_executes_nothing_and_leaves_the_key_free(real: RealDoor) -> None:
+def test_a_body_that_ends_early_executes_nothing_and_leaves_the_key_free(real: ServerHarness) -> None:
     status, _, body = real.talk(raw(b"Idempotency-Key: abc", body=b'{"half', length=b"100"))
     assert status in {0, 400}
     if status:
@@ -650,7 +650,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
-def test_a_hostile_content_length_never_executes_a_body_that_is_not_it(real: RealDoor, length: bytes) -> None:
+def test_a_hostile_content_length_never_executes_a_body_that_is_not_it(real: ServerHarness, length: bytes) -> None:
     status, _, _ = real.talk(raw(b"Idempotency-Key: abc", length=length))
     assert status in {0, 400, 413, 501} or (length, status) == (b"2, 2", 201)
     assert real.bodies == ([b"{}"] if status == 201 else [])
@@ -667,13 +667,13 @@ CARELESS = LENGTHS | {"a space before": b" 2", "a space after": b"2 ", "one too 
 def test_a_content_length_that_a_careless_server_lets_through_is_refused(
     length: bytes, shop: Shop, terminated: bool
 ) -> None:
-    with opened("wsgi", shop.wsgi) as door:
-        assert isinstance(door, WsgiDoor)
-        answer = door.send(Request(), length.decode("latin-1"), {"wsgi.input_terminated": terminated})
+    with opened("wsgi", shop.wsgi) as harness:
+        assert isinstance(harness, WsgiHarness)
+        answer = harness.send(Request(), length.decode("latin-1"), {"wsgi.input_terminated": terminated})
         assert (answer.status, answer.error) == (400, None)
         assert json.loads(answer.body)["error_code"] == "INCOMPLETE_REQUEST_BODY"
-        assert (shop.orders, door.store.states()) == ([], [])
-        assert door.send(Request()).status == 201
+        assert (shop.orders, harness.store.states()) == ([], [])
+        assert harness.send(Request()).status == 201
 
 
 class Broken(io.RawIOBase):
@@ -684,7 +684,7 @@ class Broken(io.RawIOBase):
 
 
 def test_a_body_whose_connection_breaks_executes_nothing(shop: Shop) -> None:
-    with opened("wsgi", shop.wsgi) as door:
+    with opened("wsgi", shop.wsgi) as harness:
         environ = {
             "REQUEST_METHOD": "POST",
             "PATH_INFO": "/items",
@@ -694,15 +694,15 @@ def test_a_body_whose_connection_breaks_executes_nothing(shop: Shop) -> None:
             "tenant": None,
         }
         statuses: list[str] = []
-        list(door.middleware(environ, lambda status, headers: statuses.append(status)))
+        list(harness.middleware(environ, lambda status, headers: statuses.append(status)))
         assert statuses[0].startswith("400 "), "the client's connection broke: nobody is asked to wait for a store"
-        assert (shop.orders, door.store.states()) == ([], [])
+        assert (shop.orders, harness.store.states()) == ([], [])
 
 
 def test_an_upload_in_many_empty_pieces_is_one_body(shop: Shop) -> None:
-    with opened("asgi", shop.asgi) as door:
-        assert door.send(Request(body=b"")).status == 201
-        assert door.send(Request(body=b"")).replayed
+    with opened("asgi", shop.asgi) as harness:
+        assert harness.send(Request(body=b"")).status == 201
+        assert harness.send(Request(body=b"")).replayed
     assert [order[-1] for order in shop.orders] == [b""]
 
 
@@ -734,22 +734,22 @@ PATHS: list[bytes] = [
 @pytest.mark.parametrize("status_path", [None, "/status"])
 def test_every_odd_path_is_a_place_of_its_own(kind: str, shop: Shop, status_path: str | None) -> None:
     assert len(set(PATHS)) == len(PATHS)
-    with opened(kind, getattr(shop, kind), status_path=status_path) as door:
+    with opened(kind, getattr(shop, kind), status_path=status_path) as harness:
         for replayed in (False, True):
             for path in PATHS:
-                answer = door.send(Request(path=path, body=b"!again"))
+                answer = harness.send(Request(path=path, body=b"!again"))
                 assert (answer.status, answer.replayed, answer.error) == (201, replayed, None), path
                 assert answer.body.endswith(b"meanwhile 409"), path
         assert [order[2] for order in shop.orders] == PATHS
-        assert all(len(scope) <= 255 and scope.isprintable() for scope in door.store._scopes)
+        assert all(len(scope) <= 255 and scope.isprintable() for scope in harness.store._scopes)
 
 
-def test_long_paths_that_look_like_a_shortened_scope_are_places_of_their_own(door: Door, shop: Shop) -> None:
+def test_long_paths_that_look_like_a_shortened_scope_are_places_of_their_own(harness: Harness, shop: Shop) -> None:
     """The scope of a long path ends with a hash; no short path can be taken for it."""
-    assert door.send(Request(path=b"/" + b"x" * 10_000)).status == 201
-    (scope,) = door.store._scopes
+    assert harness.send(Request(path=b"/" + b"x" * 10_000)).status == 201
+    (scope,) = harness.store._scopes
     for path in (scope.removeprefix("POST "), scope, scope.replace(" ", "%20"), scope.removeprefix("POST")):
-        assert not door.send(Request(path=path.encode())).replayed
+        assert not harness.send(Request(path=path.encode())).replayed
     assert len(shop.orders) == 5
 
 
@@ -761,10 +761,10 @@ QUERIES = [
 
 @pytest.mark.parametrize("fingerprint", ["body", "json"])
 def test_every_odd_query_is_part_of_the_content(kind: str, shop: Shop, fingerprint: str) -> None:
-    with opened(kind, getattr(shop, kind), fingerprint=fingerprint) as door:
+    with opened(kind, getattr(shop, kind), fingerprint=fingerprint) as harness:
         for number, query in enumerate(QUERIES):
             keys = (b"key-%d" % number,)
-            answers = [door.send(Request(keys, query=each)) for each in (query, query, query + b"x")]
+            answers = [harness.send(Request(keys, query=each)) for each in (query, query, query + b"x")]
             assert [(answer.status, answer.replayed) for answer in answers] == [(201, False), (201, True), (409, False)]
             assert len(shop.orders) == number + 1
 
@@ -775,16 +775,16 @@ def test_no_body_can_pass_for_a_query_with_another_body(kind: str, shop: Shop) -
         "json": [(b"q=1", b'{"a":1}'), (b"", b'["q=1",{"a":1}]'), (b"", b'{"a":1}q=1')],
     }
     for fingerprint, requests in pairs.items():
-        with opened(kind, getattr(shop, kind), fingerprint=fingerprint) as door:
-            statuses = [door.send(Request(query=query, body=body)).status for query, body in requests]
+        with opened(kind, getattr(shop, kind), fingerprint=fingerprint) as harness:
+            statuses = [harness.send(Request(query=query, body=body)).status for query, body in requests]
             assert statuses == [201, 409, 409]
 
 
 @pytest.mark.parametrize("query", [b"\xff", b"key=%ff&key=", b"key", b"key=" + b"x" * 70_000, b"key=%00", b"&" * 5000])
 def test_an_odd_question_for_a_status_is_answered_or_passed_on(kind: str, shop: Shop, query: bytes) -> None:
-    with opened(kind, getattr(shop, kind), status_path="/status") as door:
+    with opened(kind, getattr(shop, kind), status_path="/status") as harness:
         for path in (b"/status/POST/items", b"/status/", b"/status/POST", b"/status/\xff", b"/status/" + b"x" * 5000):
-            answer = door.send(Request((), method="GET", path=path, query=query))
+            answer = harness.send(Request((), method="GET", path=path, query=query))
             assert answer.error is None
             assert answer.status in {201, 400, 404}
 
@@ -812,23 +812,23 @@ TENANTS: list[Any] = [
 ]
 
 
-def test_no_odd_tenant_meets_the_keys_of_another(door: Door, shop: Shop) -> None:
+def test_no_odd_tenant_meets_the_keys_of_another(harness: Harness, shop: Shop) -> None:
     places = [(tenant, path) for tenant in TENANTS for path in (b"/items", b"/items POST /items", b"/" + b"x" * 300)]
     for replayed in (False, True):
         for tenant, path in places:
-            answer = door.send(Request(tenant=tenant, path=path))
+            answer = harness.send(Request(tenant=tenant, path=path))
             assert (answer.status, answer.replayed, answer.error) == (201, replayed, None), (tenant, path)
             assert answer.body.endswith(b" of %a" % tenant)
     assert [(order[0], order[2]) for order in shop.orders] == places
-    assert all(len(scope) <= 255 and scope.isprintable() for scope in door.store._scopes)
+    assert all(len(scope) <= 255 and scope.isprintable() for scope in harness.store._scopes)
 
 
-def test_a_tenant_cannot_name_the_scope_of_another_even_when_scopes_are_shortened(door: Door, shop: Shop) -> None:
-    assert door.send(Request(tenant="t" * 10_000)).status == 201
-    (scope,) = door.store._scopes
+def test_a_tenant_cannot_name_the_scope_of_another_even_when_scopes_are_shortened(harness: Harness, shop: Shop) -> None:
+    assert harness.send(Request(tenant="t" * 10_000)).status == 201
+    (scope,) = harness.store._scopes
     head, _, tail = scope.rpartition(" ")
     for tenant, path in ((head, b"/items"), (scope, b"/items"), (head, tail.encode()), (None, scope.encode())):
-        assert not door.send(Request(tenant=tenant, path=path)).replayed
+        assert not harness.send(Request(tenant=tenant, path=path)).replayed
     assert len(shop.orders) == 5
 
 
@@ -884,8 +884,8 @@ HOSTILE_JSON: dict[str, bytes] = {
 
 @pytest.mark.parametrize("body", HOSTILE_JSON.values(), ids=HOSTILE_JSON.keys())
 def test_hostile_json_is_content_like_any_other(kind: str, shop: Shop, body: bytes) -> None:
-    with opened(kind, getattr(shop, kind), fingerprint="json") as door:
-        answers = [door.send(Request(body=each)) for each in (body, body, body + b"!")]
+    with opened(kind, getattr(shop, kind), fingerprint="json") as harness:
+        answers = [harness.send(Request(body=each)) for each in (body, body, body + b"!")]
     assert [answer.error for answer in answers] == [None] * 3
     assert [(answer.status, answer.replayed) for answer in answers] == [(201, False), (201, True), (409, False)]
     assert [order[-1] for order in shop.orders] == [body]
@@ -918,16 +918,16 @@ OTHER_JSON = [
 
 @pytest.mark.parametrize(("one", "other"), SAME_JSON)
 def test_the_same_json_in_another_layout_is_the_same_request(kind: str, shop: Shop, one: bytes, other: bytes) -> None:
-    with opened(kind, getattr(shop, kind), fingerprint="json") as door:
-        door.send(Request(body=one))
-        assert door.send(Request(body=other)).replayed
+    with opened(kind, getattr(shop, kind), fingerprint="json") as harness:
+        harness.send(Request(body=one))
+        assert harness.send(Request(body=other)).replayed
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER_JSON)
 def test_json_that_differs_is_another_request(kind: str, shop: Shop, one: bytes, other: bytes) -> None:
-    with opened(kind, getattr(shop, kind), fingerprint="json") as door:
-        assert door.send(Request(body=one)).status == 201
-        assert door.send(Request(body=other)).status == 409
+    with opened(kind, getattr(shop, kind), fingerprint="json") as harness:
+        assert harness.send(Request(body=one)).status == 201
+        assert harness.send(Request(body=other)).status == 409
 
 
 # -- apps that misbehave ---------------------------------------------------------------------------------------------
@@ -992,25 +992,25 @@ def playing(messages: Sequence[Any], runs: list[int]) -> Any:
 @pytest.mark.parametrize("name", BAD_ASGI_APPS)
 def test_an_app_without_a_whole_response_leaves_the_key_free(name: str, dialect: str) -> None:
     runs: list[int] = []
-    with opened("asgi", playing(BAD_ASGI_APPS[name], runs), policy=dialect) as door:
+    with opened("asgi", playing(BAD_ASGI_APPS[name], runs), policy=dialect) as harness:
         for attempt in (1, 2):
-            answer = door.send(Request())
+            answer = harness.send(Request())
             assert answer.error is not None or answer.status is None or name in {"no body", "no end"}
             assert not answer.replayed
-            assert door.store.states() in ([], ["released"])
+            assert harness.store.states() in ([], ["released"])
             assert len(runs) == attempt
-        door.middleware.app = playing([START, BODY], runs)
-        assert door.send(Request()).body == b"done"
-        assert door.send(Request()).replayed
+        harness.middleware.app = playing([START, BODY], runs)
+        assert harness.send(Request()).body == b"done"
+        assert harness.send(Request()).replayed
 
 
 @pytest.mark.parametrize("name", ODD_ASGI_APPS)
 def test_an_app_with_an_odd_response_is_not_run_twice(name: str) -> None:
     runs: list[int] = []
-    with opened("asgi", playing(ODD_ASGI_APPS[name], runs)) as door:
-        door.send(Request())
-        assert door.store.states() == ["completed"]
-        answers = [door.send(Request()) for _ in range(2)]
+    with opened("asgi", playing(ODD_ASGI_APPS[name], runs)) as harness:
+        harness.send(Request())
+        assert harness.store.states() == ["completed"]
+        answers = [harness.send(Request()) for _ in range(2)]
         for answer in answers:
             assert (answer.replayed, answer.error) == (True, None)
             assert answer.status in {201, 202, 204}
@@ -1108,27 +1108,27 @@ def counted(app: Any, runs: list[int]) -> Any:
 @pytest.mark.parametrize("name", BAD_WSGI_APPS)
 def test_a_wsgi_app_without_a_whole_response_leaves_the_key_free(name: str, dialect: str) -> None:
     runs: list[int] = []
-    with opened("wsgi", counted(BAD_WSGI_APPS[name], runs), policy=dialect) as door:
+    with opened("wsgi", counted(BAD_WSGI_APPS[name], runs), policy=dialect) as harness:
         for attempt in (1, 2):
-            answer = door.send(Request())
+            answer = harness.send(Request())
             assert answer.error is not None
             assert not isinstance(answer.error, AssertionError), answer.error
             assert not answer.replayed
-            assert door.store.states() in ([], ["released"])
+            assert harness.store.states() in ([], ["released"])
             assert len(runs) == attempt
-        door.middleware.app = counted(starting(), runs)
-        assert door.send(Request()).body == b"done"
-        assert door.send(Request()).replayed
+        harness.middleware.app = counted(starting(), runs)
+        assert harness.send(Request()).body == b"done"
+        assert harness.send(Request()).replayed
 
 
 @pytest.mark.parametrize("name", ODD_WSGI_APPS)
 def test_a_wsgi_app_with_an_odd_response_is_not_run_twice(name: str) -> None:
     runs: list[int] = []
-    with opened("wsgi", counted(ODD_WSGI_APPS[name], runs)) as door:
-        first = door.send(Request())
+    with opened("wsgi", counted(ODD_WSGI_APPS[name], runs)) as harness:
+        first = harness.send(Request())
         assert first.error is None
-        assert door.store.states() == ["completed"]
-        for answer in (door.send(Request()), door.send(Request())):
+        assert harness.store.states() == ["completed"]
+        for answer in (harness.send(Request()), harness.send(Request())):
             assert (answer.replayed, answer.error, answer.status) == (True, None, first.status)
             assert answer.body == (b"" if first.status == 204 else first.body)
             assert answer.headers.get("content-length", "0") == str(len(answer.body))
@@ -1137,10 +1137,10 @@ def test_a_wsgi_app_with_an_odd_response_is_not_run_twice(name: str) -> None:
 
 def test_an_error_in_the_close_of_the_response_comes_after_the_outcome() -> None:
     runs: list[int] = []
-    with opened("wsgi", counted(starting(chunks=FailingClose([b"done"])), runs)) as door:
-        assert isinstance(door.send(Request()).error, AppError)
-        assert door.store.states() == ["completed"]
-        assert door.send(Request()).replayed
+    with opened("wsgi", counted(starting(chunks=FailingClose([b"done"])), runs)) as harness:
+        assert isinstance(harness.send(Request()).error, AppError)
+        assert harness.store.states() == ["completed"]
+        assert harness.send(Request()).replayed
     assert len(runs) == 1
 
 
@@ -1290,17 +1290,17 @@ some = st.one_of(variations, variations, st.lists(requests, min_size=6, max_size
 
 
 def check(dialect: str, asked: list[Request]) -> int:
-    """Send all to both doors; they must do what the model says, and the same. Answer how many were sent."""
-    model, shops = Model(dialect), {kind: Shop() for kind in DOORS}
+    """Send all to both middlewares; they must do what the model says, and the same. Answer how many were sent."""
+    model, shops = Model(dialect), {kind: Shop() for kind in HARNESSES}
     with (
-        opened("asgi", shops["asgi"].asgi, policy=dialect) as asgi_door,
-        opened("wsgi", shops["wsgi"].wsgi, policy=dialect) as wsgi_door,
+        opened("asgi", shops["asgi"].asgi, policy=dialect) as asgi_harness,
+        opened("wsgi", shops["wsgi"].wsgi, policy=dialect) as wsgi_harness,
     ):
         for request in asked:
-            if request.method != "POST" or not request.keys:  # the app itself meets what the door would have read
+            if request.method != "POST" or not request.keys:  # the app itself meets what the middleware would have read
                 request = replace(request, whole=True, body=request.body.replace(b"!again", b""))  # noqa: PLW2901
             status, body, replayed = model.expect(request)
-            answers = {"asgi": asgi_door.send(request), "wsgi": wsgi_door.send(request)}
+            answers = {"asgi": asgi_harness.send(request), "wsgi": wsgi_harness.send(request)}
             for kind, answer in answers.items():
                 assert answer.error is None or isinstance(answer.error, AppError), (kind, request)
                 if not request.whole and kind == "wsgi" and status is None:
@@ -1314,11 +1314,11 @@ def check(dialect: str, asked: list[Request]) -> int:
                 assert answers["asgi"].body == answers["wsgi"].body, request
                 assert answers["asgi"].status == answers["wsgi"].status, request
             assert [len(shop.orders) for shop in shops.values()] == [model.orders] * 2, request
-        assert set(asgi_door.store.states() + wsgi_door.store.states()) <= {"completed", "released"}
-    return len(asked) * len(DOORS)
+        assert set(asgi_harness.store.states() + wsgi_harness.store.states()) <= {"completed", "released"}
+    return len(asked) * len(HARNESSES)
 
 
-def test_10_000_random_requests_are_answered_as_the_model_says_at_both_doors_alike() -> None:
+def test_10_000_random_requests_are_answered_as_the_model_says_by_both_middlewares_alike() -> None:
     sent = 0
 
     @settings(max_examples=800, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -28,7 +28,7 @@ from semel.http import asgi, wsgi
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore
 from support import servers
-from support.http_sites import SERVERS, Site, Wire, code_of, replayed, running
+from support.http_sites import SERVERS, RawConnection, Site, code_of, replayed, running
 from support.process_peer import ProcessPeer
 
 PATIENCE = 60
@@ -184,17 +184,17 @@ def key() -> str:
 
 def at_once(site: Site, place: str, key: str, number: int = CROWD) -> list[Future[httpx.Response]]:
     """The same request from many clients, all connected before the first byte is sent."""
-    wires = [site.connect() for _ in range(number)]
+    connections = [site.connect() for _ in range(number)]
     start = threading.Barrier(number)
 
-    def ask(wire: Wire) -> httpx.Response:
-        with wire:
+    def ask(connection: RawConnection) -> httpx.Response:
+        with connection:
             start.wait(PATIENCE)
-            wire.send(site.whole(place, key))
-            return wire.response()
+            connection.send(site.whole(place, key))
+            return connection.response()
 
     threads = ThreadPoolExecutor(number)
-    calls = [threads.submit(ask, wire) for wire in wires]
+    calls = [threads.submit(ask, connection) for connection in connections]
     threads.shutdown(wait=False)
     return calls
 
@@ -270,15 +270,15 @@ def test_fifty_duplicates_that_wait_get_the_same_answer(site: Site, key: str) ->
 def leave_unfinished(site: Site, rule: str, *keys: str) -> float:
     """Workers are killed while they handle the requests, and the clients see their connections break. Says when."""
     with ExitStack() as opened:
-        wires = [opened.enter_context(site.connect()) for _ in keys]
-        for wire, key in zip(wires, keys, strict=True):
-            wire.send(site.whole(f"{rule}/plain?gate", key))
+        connections = [opened.enter_context(site.connect()) for _ in keys]
+        for connection, key in zip(connections, keys, strict=True):
+            connection.send(site.whole(f"{rule}/plain?gate", key))
         pids = {site.desk.wait_for(key, "executed")["pid"] for key in keys}
         assert pids <= set(site.server.pids)
         killed = time.monotonic()
         for pid in pids:
             site.server.kill_worker(pid)
-        assert [wire.all() for wire in wires] == [b""] * len(keys)
+        assert [connection.all() for connection in connections] == [b""] * len(keys)
     return killed
 
 
@@ -411,17 +411,17 @@ def test_a_stream_whose_outcome_could_not_be_recorded_does_not_look_complete(sit
     """Its beginning is with the client already: the connection breaks before the last byte, and the retry has all."""
     place = "hasty/halves?sized"
     site.post_until("hasty/plain", f"{key}-before", 201)  # whatever was away before is back
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
-        wire.until(b"\r\n\r\n")
-        if b" 503 " in wire.so_far(0.05)[:15]:  # for this worker it was not
-            wire.response()
-            wire.send(site.whole(place, key))
-        wire.until(b"first half, ")
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
+        connection.until(b"\r\n\r\n")
+        if b" 503 " in connection.so_far(0.05)[:15]:  # for this worker it was not
+            connection.response()
+            connection.send(site.whole(place, key))
+        connection.until(b"first half, ")
         with store.away():
             site.open(key)
             with pytest.raises((h11.RemoteProtocolError, ConnectionError)):
-                wire.response()
+                connection.response()
     answer = site.post_until(place, key, 201)
     assert (replayed(answer), answer.content) == (True, b"first half, second half")
     assert site.executions(key) == 1
@@ -477,7 +477,7 @@ class Handler:
         await send({"type": "http.response.body", "body": b"said"})
 
 
-def statuses(door: str, store: FaultyStore, handler: Handler) -> list[int]:
+def statuses(interface: str, store: FaultyStore, handler: Handler) -> list[int]:
     """What a client gets that asks again and again until it is served."""
     headers, policy = {"Idempotency-Key": "key"}, Policy.intake()
     seen: list[int] = []
@@ -498,26 +498,26 @@ def statuses(door: str, store: FaultyStore, handler: Handler) -> list[int]:
                 seen.append((await client.post("/", headers=headers)).status_code)
                 await asyncio.sleep(0.01)  # as a client would, if shorter
 
-    insist() if door == "wsgi" else asyncio.run(insist_async())
+    insist() if interface == "wsgi" else asyncio.run(insist_async())
     return seen
 
 
-@pytest.mark.parametrize("door", ["asgi", "wsgi"])
-def test_a_claim_whose_reply_was_lost_does_not_block_the_retry(door: str) -> None:
+@pytest.mark.parametrize("interface", ["asgi", "wsgi"])
+def test_a_claim_whose_reply_was_lost_does_not_block_the_retry(interface: str) -> None:
     """The client was told to try again; the claim that nobody works under is given back, not kept for its lease."""
     store, handler = FaultyStore(MemoryStore()), Handler()
     store.lose_reply("claim")
-    seen = statuses(door, store, handler)
+    seen = statuses(interface, store, handler)
     assert (seen[0], seen[-1]) == (503, 201)
     assert handler.executions == 1
 
 
-@pytest.mark.parametrize("door", ["asgi", "wsgi"])
-def test_a_failure_whose_claim_could_not_be_given_back_does_not_block_the_retry(door: str) -> None:
+@pytest.mark.parametrize("interface", ["asgi", "wsgi"])
+def test_a_failure_whose_claim_could_not_be_given_back_does_not_block_the_retry(interface: str) -> None:
     """The handler failed while the store was away: when it is back, the retry is carried out, long before the lease."""
     store, handler = FaultyStore(MemoryStore()), Handler(failures=1)
     store.lose_request("release", 3)
-    seen = statuses(door, store, handler)
+    seen = statuses(interface, store, handler)
     assert (seen[0], seen[-1]) == (500, 201)
     assert handler.executions == 2
 

@@ -1,4 +1,4 @@
-"""How the doors get along with what is around them: other middleware, mounts, odd apps, a store that comes and goes."""
+"""The middlewares with what is around them: other middleware, mounts, odd apps, a store that comes and goes."""
 
 import asyncio
 import gzip
@@ -56,8 +56,8 @@ def answering(status: Any = 201, body: bytes = b"{}", headers: Sequence[tuple[by
 
 def test_a_status_may_be_an_enumeration() -> None:
     app = answering(HTTPStatus.CREATED)
-    door = IdempotencyMiddleware(app, once="memory://")
-    answers = [asyncio.run(send(door)) for _ in range(2)]
+    middleware = IdempotencyMiddleware(app, once="memory://")
+    answers = [asyncio.run(send(middleware)) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
     assert len(app.ran) == 1
 
@@ -66,8 +66,8 @@ def test_a_request_that_passes_two_doors_is_carried_out_once() -> None:
     """The middleware on the app and on its parent: the inner one sees that the key is held for this very request."""
     app = answering()
     once = AsyncOnce("memory://")
-    door = IdempotencyMiddleware(IdempotencyMiddleware(app, once=once), once=once)
-    answers = [asyncio.run(send(door)) for _ in range(2)]
+    middleware = IdempotencyMiddleware(IdempotencyMiddleware(app, once=once), once=once)
+    answers = [asyncio.run(send(middleware)) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
     assert len(app.ran) == 1
 
@@ -81,8 +81,8 @@ def test_a_wsgi_request_that_passes_two_doors_is_carried_out_once() -> None:
         return [b"done"]
 
     with Once("memory://") as once:
-        door = wsgi.IdempotencyMiddleware(wsgi.IdempotencyMiddleware(app, once=once), once=once)
-        with httpx.Client(transport=httpx.WSGITransport(door), base_url="http://shop") as client:
+        middleware = wsgi.IdempotencyMiddleware(wsgi.IdempotencyMiddleware(app, once=once), once=once)
+        with httpx.Client(transport=httpx.WSGITransport(middleware), base_url="http://shop") as client:
             answers = [client.post("/orders", content=b"tea", headers=KEY).text for _ in range(2)]
     assert answers == ["done", "done"]
     assert ran == [b"tea"]
@@ -91,29 +91,29 @@ def test_a_wsgi_request_that_passes_two_doors_is_carried_out_once() -> None:
 def test_a_response_shorter_than_it_says_is_a_failure() -> None:
     """It is not made whole by storing it."""
     app = answering(200, b"half", [(b"content-length", b"8")])
-    door = IdempotencyMiddleware(app, once="memory://")
-    asyncio.run(send(door))
-    asyncio.run(send(door))
+    middleware = IdempotencyMiddleware(app, once="memory://")
+    asyncio.run(send(middleware))
+    asyncio.run(send(middleware))
     assert len(app.ran) == 2
 
 
 def test_paths_to_leave_alone_may_come_from_an_iterator() -> None:
     app = answering()
-    door = IdempotencyMiddleware(app, once="memory://", exclude=iter(["/orders"]))
-    asyncio.run(send(door))
-    asyncio.run(send(door))
+    middleware = IdempotencyMiddleware(app, once="memory://", exclude=iter(["/orders"]))
+    asyncio.run(send(middleware))
+    asyncio.run(send(middleware))
     assert len(app.ran) == 2
 
 
 def test_what_the_app_notes_in_the_scope_is_seen_outside() -> None:
     """Access logs and tracing read the route there when the app has ended."""
     app = answering()
-    door = IdempotencyMiddleware(app, once="memory://")
+    middleware = IdempotencyMiddleware(app, once="memory://")
     seen: list[Any] = []
 
     async def outer(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope)
-        await door(scope, receive, send)
+        await middleware(scope, receive, send)
 
     asyncio.run(send(outer))
     assert app.ran[0] is seen[0]
@@ -126,20 +126,20 @@ def test_the_environ_is_the_servers_own() -> None:
         return [b""]
 
     environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k", "wsgi.input": io.BytesIO()}
-    door = wsgi.IdempotencyMiddleware(app, once="memory://")
-    list(door(environ, lambda *_: None))
+    middleware = wsgi.IdempotencyMiddleware(app, once="memory://")
+    list(middleware(environ, lambda *_: None))
     assert environ["REMOTE_USER"] == "alice"
-    door.close()
+    middleware.close()
 
 
 def test_a_task_that_waits_for_the_client_to_leave_is_told_when_the_app_fails() -> None:
-    told = []
+    received = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
 
         async def watch() -> None:
-            told.append((await receive())["type"])
+            received.append((await receive())["type"])
 
         app.watching = asyncio.create_task(watch())  # type: ignore[attr-defined]
         await asyncio.sleep(0)
@@ -150,7 +150,7 @@ def test_a_task_that_waits_for_the_client_to_leave_is_told_when_the_app_fails() 
         await asyncio.wait_for(app.watching, 10)  # type: ignore[attr-defined]
 
     asyncio.run(scenario())
-    assert told == ["http.disconnect"]
+    assert received == ["http.disconnect"]
 
 
 @pytest.mark.parametrize("pattern", ["/orders", "/shop/orders"])
@@ -174,11 +174,11 @@ def test_a_mounted_apps_paths_are_known_by_both_names(pattern: str) -> None:
 
 
 def test_the_status_of_a_key_is_found_where_a_function_makes_its_scope() -> None:
-    door = IdempotencyMiddleware(
+    middleware = IdempotencyMiddleware(
         answering(), once="memory://", status_path="/keys", scope=lambda scope: f"operation {scope['path']}"
     )
-    asyncio.run(send(door))
-    assert asyncio.run(send(door, "/keys/POST/orders?key=k", "GET")).json()["status"] == "completed"
+    asyncio.run(send(middleware))
+    assert asyncio.run(send(middleware, "/keys/POST/orders?key=k", "GET")).json()["status"] == "completed"
 
 
 def test_only_a_key_that_is_kept_has_a_date_of_expiry() -> None:
@@ -216,8 +216,8 @@ def test_an_option_that_can_never_work_is_said_at_the_start(options: Any, said: 
 def test_a_tenant_that_is_no_name_is_refused() -> None:
     """The text of an object may be its place in memory: another user's, a moment later."""
     app = answering()
-    door = IdempotencyMiddleware(app, once="memory://", tenant=lambda scope: object())
-    assert asyncio.run(send(door)).status_code == 500
+    middleware = IdempotencyMiddleware(app, once="memory://", tenant=lambda scope: object())
+    assert asyncio.run(send(middleware)).status_code == 500
     assert app.ran == []
 
 
@@ -256,9 +256,9 @@ def test_an_unprotected_request_is_closed_though_nobody_read_it() -> None:
         return Chunks([b"done"])
 
     once = Once("redis://127.0.0.1:1/0", retry_for=0)
-    door = wsgi.IdempotencyMiddleware(app, once=once, policy=Policy.intake().but(store_failure="open"))
+    middleware = wsgi.IdempotencyMiddleware(app, once=once, policy=Policy.intake().but(store_failure="open"))
     environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k", "wsgi.input": io.BytesIO()}
-    door(environ, lambda *_: None).close()  # type: ignore[attr-defined]
+    middleware(environ, lambda *_: None).close()  # type: ignore[attr-defined]
     assert closed == [1]
     once.close()
 
@@ -317,8 +317,8 @@ def test_a_failure_that_is_kept_is_recorded_when_the_store_is_back(raises: bool)
                 raise RuntimeError("after the card was charged")
             await answering(500)(scope, receive, send)
 
-        door = IdempotencyMiddleware(app, once=once, policy="stripe")
-        await send(door)
+        middleware = IdempotencyMiddleware(app, once=once, policy="stripe")
+        await send(middleware)
         store.away = False
 
         async def recorded() -> bool:
@@ -326,7 +326,7 @@ def test_a_failure_that_is_kept_is_recorded_when_the_store_is_back(raises: bool)
             return record is not None and record.status == "completed"
 
         await until(recorded)
-        answer = await send(door)
+        answer = await send(middleware)
         assert (answer.status_code, answer.headers["Idempotent-Replayed"]) == (500, "true")
         await once.close()
 
@@ -342,21 +342,21 @@ def test_a_request_cancelled_while_it_claims_frees_its_key(how: str) -> None:
     async def scenario() -> None:
         store = Away()
         once = AsyncOnce(store)
-        door = IdempotencyMiddleware(app, once=once)
+        middleware = IdempotencyMiddleware(app, once=once)
         store.slow = 0.2
         if how == "anyio":
             with anyio.move_on_after(0.05):
-                await send(door)
+                await send(middleware)
         else:
             with suppress(TimeoutError):
-                await asyncio.wait_for(send(door), 0.05)
+                await asyncio.wait_for(send(middleware), 0.05)
         assert app.ran == []
 
         async def free() -> bool:
             return await once.get("k", scope="POST /orders") is None
 
         await until(free)
-        assert (await send(door)).status_code == 201
+        assert (await send(middleware)).status_code == 201
         await once.close()
 
     asyncio.run(scenario())
@@ -376,11 +376,11 @@ def test_what_is_owed_for_a_key_is_paid_before_it_is_claimed_again() -> None:
             store.away = True
             await app(scope, receive, send)
 
-        door = IdempotencyMiddleware(work, once=once, policy=Policy(in_flight="conflict", lease=0.05))
-        assert (await send(door)).status_code == 503
+        middleware = IdempotencyMiddleware(work, once=once, policy=Policy(in_flight="conflict", lease=0.05))
+        assert (await send(middleware)).status_code == 503
         await asyncio.sleep(0.1)  # the lease ends
         store.away = False
-        answer = await send(door)
+        answer = await send(middleware)
         assert (answer.status_code, answer.headers["Idempotent-Replayed"]) == (201, "true")
         await once.close()
 

@@ -687,11 +687,11 @@ def test_each_door_takes_its_own_kind_of_once(middleware: Any, once: Any, words:
 
 
 def test_the_defaults_are_those_of_the_document() -> None:
-    door = MiddlewareCore(Once, "memory://", {})
-    assert door.policy == door.engine.policy == Policy.intake()
-    assert (door.policy.ttl, door.policy.lease, door.policy.collect_interval) == (3600, 60, 600)
-    assert (door.methods, door.header, door.required) == (frozenset({"POST"}), "Idempotency-Key", False)
-    assert (door.max_response_bytes, door.status_path, door.everywhere) == (None, None, True)
+    core = MiddlewareCore(Once, "memory://", {})
+    assert core.policy == core.engine.policy == Policy.intake()
+    assert (core.policy.ttl, core.policy.lease, core.policy.collect_interval) == (3600, 60, 600)
+    assert (core.methods, core.header, core.required) == (frozenset({"POST"}), "Idempotency-Key", False)
+    assert (core.max_response_bytes, core.status_path, core.everywhere) == (None, None, True)
 
 
 @pytest.mark.parametrize(
@@ -729,8 +729,8 @@ def test_which_methods_may_have_a_key_by_default(policy: Any, methods: set[str])
 
 @pytest.mark.parametrize("preset", ["intake", "router", "processor", "ietf", "stripe"])
 def test_a_preset_is_named_by_its_name(preset: str) -> None:
-    door = MiddlewareCore(Once, "memory://", {"policy": preset})
-    assert door.policy == getattr(Policy, preset)()
+    core = MiddlewareCore(Once, "memory://", {"policy": preset})
+    assert core.policy == getattr(Policy, preset)()
     assert MiddlewareCore(Once, "memory://", {"policy": preset, "ttl": 5}).policy.ttl == 5
 
 
@@ -748,8 +748,8 @@ def test_a_preset_is_named_by_its_name(preset: str) -> None:
     ],
 )
 def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None:
-    door = MiddlewareCore(Once, "memory://", {"policy": policy})
-    assert {status: door.is_final(status) for status in kept} == kept
+    core = MiddlewareCore(Once, "memory://", {"policy": policy})
+    assert {status: core.is_final(status) for status in kept} == kept
 
 
 @pytest.mark.parametrize("policy", ["intake", "ietf", "stripe"])
@@ -766,9 +766,9 @@ def test_which_responses_are_kept(policy: Policy, kept: dict[int, bool]) -> None
 )
 def test_which_responses_are_kept_is_a_choice(policy: Any, keep: Any, kept: dict[int, bool], failures: str) -> None:
     """It replaces all of the policy's rule; an exception is a 500."""
-    door = MiddlewareCore(Once, "memory://", {"policy": policy, "keep": keep})
-    assert {status: door.is_final(status) for status in kept} == kept
-    assert (door.policy.on_error, door.releasing.on_error) == (failures, "release")
+    core = MiddlewareCore(Once, "memory://", {"policy": policy, "keep": keep})
+    assert {status: core.is_final(status) for status in kept} == kept
+    assert (core.policy.on_error, core.releasing.on_error) == (failures, "release")
 
 
 @pytest.mark.parametrize(
@@ -798,27 +798,27 @@ def test_fingerprints_tell_callers_apart_and_say_nothing_of_them() -> None:
 
 
 def test_an_option_of_one_text_is_the_same_as_a_list_of_one() -> None:
-    door = MiddlewareCore(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
-    assert door.methods == frozenset({"PATCH"})
-    assert [door.covers(path, "") for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
-    assert not door.everywhere
+    core = MiddlewareCore(Once, "memory://", {"methods": "patch", "paths": "/a/*", "exclude": "/a/b"})
+    assert core.methods == frozenset({"PATCH"})
+    assert [core.covers(path, "") for path in ("/a/c", "/a/b", "/b")] == [True, False, False]
+    assert not core.everywhere
 
 
 def test_a_scope_for_all_still_separates_tenants() -> None:
-    door = MiddlewareCore(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
-    assert door.tenant_of({"who": 7}) == "7"
-    assert door.scope_of("acme", {}, "POST", "/a") == "acme orders"
-    assert door.scope_of(None, {}, "POST", "/b") == "orders"
+    core = MiddlewareCore(Once, "memory://", {"scope": "orders", "tenant": lambda context: context["who"]})
+    assert core.tenant_of({"who": 7}) == "7"
+    assert core.scope_of("acme", {}, "POST", "/a") == "acme orders"
+    assert core.scope_of(None, {}, "POST", "/b") == "orders"
 
 
 @pytest.mark.parametrize("given_path", ["/keys", "/keys/"])
 def test_a_status_url_leads_back_to_its_key(given_path: str) -> None:
     """Whatever path and key hold."""
-    door = MiddlewareCore(Once, "memory://", {"status_path": given_path, "policy": "ietf"})
+    core = MiddlewareCore(Once, "memory://", {"status_path": given_path, "policy": "ietf"})
     for path in ("/a", "/a b/ü", "/100%/x?y"):
         for key in ("k", "a b&c=d#e+f%20/?"):
-            url = door._status_url(key, Request("POST", path, b"", {}))
+            url = core._status_url(key, Request("POST", path, b"", {}))
             assert url is not None
             raw, _, query = url.partition("?")
             asked = Request("GET", unquote(raw), query.encode("ascii"), {})
-            assert door.status_asked(asked) == (operation_of("POST", path), key)
+            assert core.status_asked(asked) == (operation_of("POST", path), key)

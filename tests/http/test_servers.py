@@ -172,13 +172,13 @@ def test_each_chunk_reaches_the_client_before_the_next_is_made(store_site: Site,
 
 def test_a_stream_in_progress_is_a_request_in_progress(site: Site, key: str) -> None:
     site.open(key, 0)
-    with site.connect() as wire:
-        wire.send(site.whole("intake/steps", key))
-        wire.until(b"chunk 0\n")
+    with site.connect() as connection:
+        connection.send(site.whole("intake/steps", key))
+        connection.until(b"chunk 0\n")
         duplicate = site.post("intake/steps", key)
         assert (duplicate.status_code, code_of(duplicate)) == (409, "IDEMPOTENCY_KEY_PROCESSING")
         site.open(key, 1, 2)
-        assert wire.response().content == b"chunk 0\nchunk 1\nchunk 2\n"
+        assert connection.response().content == b"chunk 0\nchunk 1\nchunk 2\n"
 
 
 def test_a_file_is_recorded_though_the_server_could_send_it_by_itself(site: Site, key: str) -> None:
@@ -206,10 +206,10 @@ def test_a_file_is_recorded_though_the_server_could_send_it_by_itself(site: Site
 @pytest.mark.parametrize("query", ["", "?sized"], ids=["without a length", "with a length"])
 def test_a_generator_that_fails_midway_breaks_the_response_and_frees_the_key(site: Site, key: str, query: str) -> None:
     place = f"intake/breaks{query}"
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
         with pytest.raises(h11.RemoteProtocolError):
-            wire.response()
+            connection.response()
     second = site.settled(place, key)
     assert (second.content, replayed(second)) == (b"first half, second half", False)
     assert is_replay_of(second, site.post(place, key))
@@ -296,26 +296,28 @@ def test_temporary_files_do_not_outlive_their_requests(site: Site, key: str) -> 
 
 def test_a_client_that_asks_first_is_told_to_continue(site: Site, key: str) -> None:
     with ExitStack() as opened:
-        wire = opened.enter_context(site.connect())
+        connection = opened.enter_context(site.connect())
         for times in range(2):
-            wire.send(site.head("intake/echo", key, "Content-Length: 5", "Expect: 100-continue"))
-            assert wire.response().status_code == 100
-            wire.send(b"hello")
-            response = wire.response()
+            connection.send(site.head("intake/echo", key, "Content-Length: 5", "Expect: 100-continue"))
+            assert connection.response().status_code == 100
+            connection.send(b"hello")
+            response = connection.response()
             assert response.json()["sha256"] == hashlib.sha256(b"hello").hexdigest()
             assert replayed(response) is (times == 1)
             if not site.keeps_alive:
-                wire = opened.enter_context(site.connect())
+                connection = opened.enter_context(site.connect())
     assert site.executions(key) == 1
 
 
 def test_duplicates_in_one_pipeline_run_once_and_are_all_answered_in_order(site: Site, key: str) -> None:
     """Sync workers answer the first and close."""
     expected = 5 if site.keeps_alive else 1
-    with site.connect() as wire:
-        wire.send(site.whole("intake/plain", key) * 4 + site.whole("intake/plain", key, b"{}", "Connection: close"))
-        first, *others = [wire.response() for _ in range(expected)]
-        assert wire.all() == b""
+    with site.connect() as connection:
+        connection.send(
+            site.whole("intake/plain", key) * 4 + site.whole("intake/plain", key, b"{}", "Connection: close")
+        )
+        first, *others = [connection.response() for _ in range(expected)]
+        assert connection.all() == b""
     assert first.status_code == 201
     assert all(is_replay_of(first, other) for other in others)
     assert site.executions(key) == 1
@@ -324,10 +326,10 @@ def test_duplicates_in_one_pipeline_run_once_and_are_all_answered_in_order(site:
 def test_a_refused_request_leaves_the_connection_in_step(site: Site, key: str) -> None:
     """Its body is unread; what follows on the connection is still taken for what it is, or the connection closes."""
     inner = site.whole("intake/plain", f"{key}-inner")
-    with site.connect() as wire:
-        wire.send(site.whole("intake/plain", "not a key!", inner))
-        wire.send(site.whole("intake/plain", key, b"12345", "Connection: close"))
-        responses = wire.all()
+    with site.connect() as connection:
+        connection.send(site.whole("intake/plain", "not a key!", inner))
+        connection.send(site.whole("intake/plain", key, b"12345", "Connection: close"))
+        responses = connection.all()
     assert responses.startswith(b"HTTP/1.1 400 ")
     assert responses.count(b"HTTP/1.1 ") == responses.count(b"HTTP/1.1 201") + 1
     assert site.executions(key) == responses.count(b"HTTP/1.1 201") <= 1
@@ -355,16 +357,16 @@ HALVES: dict[str, Callable[[Site, str], bytes]] = {
 def test_a_request_that_ends_early_is_not_carried_out(server_site: Site, key: str, half: str, leave: str) -> None:
     """A WSGI server that is told that there is no more tells the client that its request was not whole."""
     site = server_site
-    with site.connect() as wire:
-        wire.send(HALVES[half](site, key))
+    with site.connect() as connection:
+        connection.send(HALVES[half](site, key))
         if leave == "half-closing":
-            wire.socket.shutdown(socket.SHUT_WR)
-            heard = wire.all()
+            connection.socket.shutdown(socket.SHUT_WR)
+            heard = connection.all()
             if site.protocol == "wsgi" and half not in ("in the first line", "in the headers"):
                 assert heard.startswith(b"HTTP/1.1 400 "), heard
         else:
-            assert wire.so_far(0.02).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"") == b""
-            LEAVING[leave](wire)
+            assert connection.so_far(0.02).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"") == b""
+            LEAVING[leave](connection)
     assert site.executions(key) == 0
     twice(site, "intake/plain", key)
 
@@ -375,10 +377,10 @@ HOSTILE = ["-1", "ten", "1e3", "+5", "5 5", "0x10", "5,5", "9" * 5000, "\u0665",
 @pytest.mark.parametrize("length", HOSTILE, ids=lambda text: ascii(text)[:22])
 def test_a_hostile_length_executes_nothing(server_site: Site, key: str, length: str) -> None:
     site = server_site
-    with site.connect() as wire:
-        wire.send(site.head("intake/plain", key, f"Content-Length: {length}") + b"12345")
-        wire.socket.shutdown(socket.SHUT_WR)
-        heard = wire.all()
+    with site.connect() as connection:
+        connection.send(site.head("intake/plain", key, f"Content-Length: {length}") + b"12345")
+        connection.socket.shutdown(socket.SHUT_WR)
+        heard = connection.all()
     own_error = site.name == "granian" and heard.startswith(b"HTTP/1.1 500 ") and length == str(2**63)
     assert not heard or heard.startswith(b"HTTP/1.1 4") or own_error, heard
     assert heard.startswith(b"HTTP/1.1 400 ") or site.protocol == "asgi" or length.isdecimal(), heard
@@ -402,10 +404,10 @@ def also_in_starlette(everywhere: list[str], *own: str) -> pytest.MarkDecorator:
 def test_a_client_that_leaves_while_the_handler_works_finds_the_response_later(
     site: Site, key: str, place: str, leave: str
 ) -> None:
-    with site.connect() as wire:
-        wire.send(site.whole(f"{place}?gate", key))
+    with site.connect() as connection:
+        connection.send(site.whole(f"{place}?gate", key))
         site.desk.wait_for(key, "executed")
-        LEAVING[leave](wire)
+        LEAVING[leave](connection)
     time.sleep(0.05)  # the server hears of it at some time, or never; either way nothing may come of it
     site.open(key)
     site.desk.wait_for(key, "done")
@@ -420,8 +422,8 @@ def test_a_client_that_leaves_while_the_handler_works_finds_the_response_on_ever
     store_site: Site, key: str
 ) -> None:
     site = store_site
-    with site.connect() as wire:
-        wire.send(site.whole("intake/plain?gate", key))
+    with site.connect() as connection:
+        connection.send(site.whole("intake/plain?gate", key))
         site.desk.wait_for(key, "executed")
         assert code_of(site.post("intake/plain?gate", key)) == "IDEMPOTENCY_KEY_PROCESSING"
     site.open(key)
@@ -435,10 +437,10 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_finds_all_of_it_later(
     site: Site, key: str, leave: str, place: str
 ) -> None:
     site.open(key, 0)
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
-        wire.until(b"chunk 0\n")
-        LEAVING[leave](wire)
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
+        connection.until(b"chunk 0\n")
+        LEAVING[leave](connection)
     for number in (1, 2):
         site.open(key, number)
         site.desk.wait_for(key, "made", number + 1)  # one after the other, so that the server notices
@@ -450,10 +452,10 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_finds_all_of_it_later(
 
 def test_a_stream_that_nobody_reads_is_finished_all_the_same(site: Site, key: str) -> None:
     """The client leaves with megabytes to come: they are made, kept, and are there when it is back."""
-    with site.connect() as wire:
-        wire.send(site.whole("intake/flood", key))
-        assert wire.socket.recv(1000).startswith(b"HTTP/1.1 200 ")
-        wire.reset()
+    with site.connect() as connection:
+        connection.send(site.whole("intake/flood", key))
+        assert connection.socket.recv(1000).startswith(b"HTTP/1.1 200 ")
+        connection.reset()
     again = site.settled("intake/flood", key)
     assert (replayed(again), again.content) == (True, b"".join(b"%06d " % number * 4096 for number in range(400)))
     site.assert_closed(key)
@@ -467,18 +469,18 @@ def test_a_client_that_leaves_while_its_outcome_is_stored_finds_it_later(
 ) -> None:
     site = server_site
     site.open(key, 0, 1, 2)
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
         site.desk.wait_for(key, "executed")
         if "gate" not in place:
-            wire.until(b"\r\n\r\n")
+            connection.until(b"\r\n\r\n")
         with locked(site):
             rule = place.split("/", maxsplit=1)[0]
             crowd = [threads.submit(site.post, f"{rule}/plain", f"{key}-{number}") for number in range(others)]
             time.sleep(0.1)  # now the others' claims wait for the store, which nobody outside can see
             site.open(key, "", 3)
             time.sleep(0.1)  # now the outcome waits to be stored
-            wire.reset()
+            connection.reset()
             time.sleep(0.1)  # now the server has heard that the client left
     response = site.settled(place, key)
     assert [other.result().status_code for other in crowd] == [201] * others
@@ -491,21 +493,21 @@ def test_a_client_that_leaves_while_its_outcome_is_stored_finds_it_later(
 def test_no_client_has_all_of_a_response_before_its_outcome_is_stored(server_site: Site, key: str, case: str) -> None:
     """Else it would take the work as done, and a crash at that moment would have it done again."""
     site, place = server_site, f"intake/{case}"
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
         site.desk.wait_for(key, "executed")
         if case.startswith("halves"):
-            wire.until(b"first half, ")
+            connection.until(b"first half, ")
         with locked(site):
             site.open(key)
-            arrived = wire.so_far(0.3)  # as long as the store is busy, there is nothing to wait for
+            arrived = connection.so_far(0.3)  # as long as the store is busy, there is nothing to wait for
             if case == "plain?gate":
                 assert arrived == b""
             elif case == "halves?sized":
                 assert arrived.endswith(b"first half, ")
             else:
                 assert not arrived.endswith(b"0\r\n\r\n")
-        first = wire.response()
+        first = connection.response()
     assert is_replay_of(first, site.post(place, key))
     assert site.executions(key) == 1
 
@@ -553,13 +555,13 @@ def test_a_failure_that_is_kept_has_one_body_for_the_first_client_and_all_others
 def test_a_response_without_a_body_replays_without_one(site: Site, key: str, code: int) -> None:
     request = site.whole(f"intake/status?code={code}", key)
     with ExitStack() as opened:
-        wire = opened.enter_context(site.connect())
+        connection = opened.enter_context(site.connect())
         responses = []
         for _ in range(3):  # on one connection nothing is left between them
-            wire.send(request)
-            responses.append(wire.response())
+            connection.send(request)
+            responses.append(connection.response())
             if not site.keeps_alive:
-                wire = opened.enter_context(site.connect())
+                connection = opened.enter_context(site.connect())
     first = responses[0]
     assert (first.status_code, first.content) == (code, b"")
     for second in responses[1:]:
@@ -577,9 +579,9 @@ def test_every_byte_value_replays(site: Site, key: str) -> None:
 
 def test_a_compressed_response_replays_as_it_was_or_readable(site: Site, key: str) -> None:
     def response(*more: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        with site.connect() as wire:
-            wire.send(site.whole("intake/compressed", key, b"{}", *more))
-            return wire.raw_response()
+        with site.connect() as connection:
+            connection.send(site.whole("intake/compressed", key, b"{}", *more))
+            return connection.raw_response()
 
     first, second = (response("Accept-Encoding: br, gzip") for _ in range(2))
     plain = response()
@@ -624,10 +626,10 @@ def test_a_response_at_the_limit_is_kept(site: Site, key: str) -> None:
 def test_a_stream_over_the_limit_whose_client_left_is_never_made_again(site: Site, key: str, leave: str) -> None:
     place = "limited/large?size=8000&pieces"
     site.open(key, 0)
-    with site.connect() as wire:
-        wire.send(site.whole(place, key))
-        wire.until(b"x" * 2000)
-        LEAVING[leave](wire)
+    with site.connect() as connection:
+        connection.send(site.whole(place, key))
+        connection.until(b"x" * 2000)
+        LEAVING[leave](connection)
     site.open(key, 1, 2, 3)
     response = site.settled(place, key)
     assert (response.status_code, code_of(response)) == (409, "IDEMPOTENT_RESPONSE_TOO_LARGE")
@@ -806,13 +808,13 @@ def test_a_websocket_passes_untouched(key: str, sites: Callable[..., Site]) -> N
     """Only granian speaks it without further packages."""
     site = sites("granian", "starlette")
     nonce = base64.b64encode(os.urandom(16)).decode()
-    with site.connect() as wire:
+    with site.connect() as connection:
         lines = [f"GET {site.path('intake/talk')} HTTP/1.1", "Host: test", f"Idempotency-Key: {key}"]
         lines += ["Upgrade: websocket", "Connection: Upgrade", f"Sec-WebSocket-Key: {nonce}"]
-        wire.send("\r\n".join([*lines, "Sec-WebSocket-Version: 13", "", ""]).encode())
-        wire.until(b"\r\n\r\n")
-        wire.send(b"\x81\x85\x00\x00\x00\x00hello")  # a text of five bytes, masked with zeros
-        wire.until(f"hello {key}".encode())
+        connection.send("\r\n".join([*lines, "Sec-WebSocket-Version: 13", "", ""]).encode())
+        connection.until(b"\r\n\r\n")
+        connection.send(b"\x81\x85\x00\x00\x00\x00hello")  # a text of five bytes, masked with zeros
+        connection.until(f"hello {key}".encode())
     assert site.executions(key) == 0
 
 

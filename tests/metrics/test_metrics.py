@@ -944,7 +944,7 @@ def test_something_that_is_no_plain_function_is_refused() -> None:
 # -- logs ------------------------------------------------------------------------------------------------------------
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """What structured records say, as a JSON formatter would write them."""
     known = ("event", "door", "scope", "key", "reason", "purged")
     return [
@@ -962,7 +962,7 @@ def test_every_event_of_a_request_is_in_the_log_with_key_and_scope(
     with caplog.at_level(logging.DEBUG, "semel"):
         tell_story(service, clock)
     http = {"door": "http", "scope": "items"}
-    assert told(caplog) == [
+    assert logged(caplog) == [
         {"level": "DEBUG", "event": "miss", **http, "key": "short", "reason": "absent"},
         {"level": "DEBUG", "event": "miss", **http, "key": "first", "reason": "absent"},
         {"level": "DEBUG", "event": "miss", **http, "key": "second", "reason": "absent"},
@@ -990,7 +990,7 @@ def test_functions_and_messages_are_logged_alike(caplog: pytest.LogCaptureFixtur
         once.claim("gone", lease=1e-6, on_crash="unknown")
         with pytest.raises(OutcomeUnknown):
             once.call("gone", int)
-    assert [(each["event"], each["door"], each["scope"], each["key"]) for each in told(caplog)] == [
+    assert [(each["event"], each["door"], each["scope"], each["key"]) for each in logged(caplog)] == [
         ("miss", "function", "price", "key"),
         ("miss", "message", "ack_id", "a-1"),
         ("miss", "function", "default", "busy"),
@@ -1008,7 +1008,7 @@ def test_a_message_that_was_seen_is_logged_at_info(caplog: pytest.LogCaptureFixt
             router.check_and_mark("ack_id", "a-1")
             handle({"id": "b-1"})
             router.call("function", int)
-    assert told(caplog) == [
+    assert logged(caplog) == [
         {"level": "INFO", "event": "hit", "door": "message", "scope": scope, "key": key, "reason": ""}
         for scope, key in (("ack_id", "a-1"), ("assignment_id", "b-1"))
     ]
@@ -1061,7 +1061,7 @@ def test_the_records_can_be_written_as_json(caplog: pytest.LogCaptureFixture) ->
     key = 'a "key" with \\ and ü'
     with caplog.at_level(logging.DEBUG, "semel"), Once("memory://") as once:
         once.check_and_mark("ack_id", key)
-    (each,) = told(caplog)
+    (each,) = logged(caplog)
     assert json.loads(json.dumps(each))["key"] == key
 
 
@@ -1236,7 +1236,7 @@ def test_an_unknown_outcome_is_warned_of_once(caplog: pytest.LogCaptureFixture) 
             looks.again()
         assert once.stats().warnings == ["default: 3 calls met a key whose outcome is unknown: resolve them"]
     assert warned(caplog) == [(logging.WARNING, "function", "default", "unknown_outcomes")]
-    assert [each["level"] for each in told(caplog) if each["event"] == "unknown"] == ["WARNING"] * 3
+    assert [each["level"] for each in logged(caplog) if each["event"] == "unknown"] == ["WARNING"] * 3
 
 
 def test_two_that_warn_at_the_same_moment_say_it_once(caplog: pytest.LogCaptureFixture) -> None:

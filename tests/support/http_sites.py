@@ -36,7 +36,7 @@ SERVERS = {
 FRAMEWORKS = {"asgi": ["asgi", "starlette"], "wsgi": ["wsgi", "flask"]}
 
 
-class Wire:
+class RawConnection:
     """A connection to which the test writes raw bytes."""
 
     def __init__(self, port: int) -> None:
@@ -114,7 +114,10 @@ class Wire:
         self.socket.close()
 
 
-LEAVING: dict[str, Callable[[Wire], None]] = {"closing": lambda wire: wire.socket.close(), "resetting": Wire.reset}
+LEAVING: dict[str, Callable[[RawConnection], None]] = {
+    "closing": lambda connection: connection.socket.close(),
+    "resetting": RawConnection.reset,
+}
 
 
 class Site:
@@ -173,8 +176,8 @@ class Site:
     def stream(self, place: str, key: str) -> Any:
         return self.client.stream("POST", self.path(place), content=b"{}", headers={"Idempotency-Key": key})
 
-    def connect(self) -> Wire:
-        return Wire(self.server.port)
+    def connect(self) -> RawConnection:
+        return RawConnection(self.server.port)
 
     def head(self, place: str, key: str, *more: str) -> bytes:
         lines = [f"POST {self.path(place)} HTTP/1.1", "Host: test", f"Idempotency-Key: {key}", *more, "", ""]

@@ -21,10 +21,10 @@ from typing import Any
 PATIENCE = 20  # seconds for a server to end before it is killed
 
 
-class Keeper:
+class ServerRunner:
     def __init__(self, directory: Path, account: pwd.struct_passwd | None) -> None:
         log = (directory / "log").open("ab")
-        self.surroundings: dict[str, Any] = {
+        self.popen_options: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": log,
             "stderr": log,
@@ -32,14 +32,14 @@ class Keeper:
             "umask": 0o077,
         }
         if account is not None:
-            self.surroundings |= {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+            self.popen_options |= {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
         self.server: subprocess.Popen[bytes] | None = None
 
     def run(self, argv: list[str]) -> None:
-        subprocess.run(argv, check=True, **self.surroundings)
+        subprocess.run(argv, check=True, **self.popen_options)
 
     def start(self, argv: list[str]) -> None:
-        self.server = subprocess.Popen(argv, **self.surroundings)
+        self.server = subprocess.Popen(argv, **self.popen_options)
 
     def stop(self, number: int) -> None:
         if self.server is None:
@@ -79,7 +79,7 @@ def _fits(place: Path, account: pwd.struct_passwd | None) -> bool:
     return reachable and len(str(place)) < 60 and os.access(place, os.W_OK)
 
 
-def serve(keeper: Keeper, parent: int) -> None:
+def serve(runner: ServerRunner, parent: int) -> None:
     """Handle requests until the pipe is closed or the parent is gone: a forked sibling may hold the pipe open."""
     while os.getppid() == parent:
         if not select.select([sys.stdin], [], [], 0.5)[0]:
@@ -89,7 +89,7 @@ def serve(keeper: Keeper, parent: int) -> None:
             return
         verb, *arguments = json.loads(line)
         try:
-            say({"answer": getattr(keeper, verb)(*arguments)})
+            say({"answer": getattr(runner, verb)(*arguments)})
         except (OSError, subprocess.SubprocessError) as error:
             say({"error": str(error)})
 
@@ -115,12 +115,12 @@ def main(parent: int, last_signal: int, wants_plain_user: bool) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     account = account_for(wants_plain_user)
     directory = private_directory(account)
-    keeper = Keeper(directory, account)
+    runner = ServerRunner(directory, account)
     try:
         say({"answer": [str(directory), account.pw_uid if account else None]})
-        serve(keeper, parent)
+        serve(runner, parent)
     finally:
-        keeper.stop(last_signal)
+        runner.stop(last_signal)
         remove(directory)
 
 

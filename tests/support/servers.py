@@ -42,16 +42,16 @@ class ServerError(Exception):
 
 
 class Process:
-    """One server process and its private directory, both owned by a keeper."""
+    """One server process and its private directory, both owned by a runner."""
 
     def __init__(self, *, last_signal: signal.Signals, plain_user: bool = False) -> None:
         arguments = [str(os.getpid()), str(int(last_signal)), "plain-user" if plain_user else "same-user"]
-        self._keeper = subprocess.Popen(
+        self._runner = subprocess.Popen(
             [sys.executable, "-I", "-S", str(KEEPER), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process; the keeper ends after it
+            start_new_session=True,  # Ctrl-C is for this process; the runner ends after it
         )
         self._lock = threading.Lock()
         self._owner = os.getpid()
@@ -64,7 +64,7 @@ class Process:
     def __exit__(self, *_: object) -> None:
         if os.getpid() != self._owner:  # a forked child that exits must not stop its parent's server
             return
-        with self._keeper:  # closes the pipes, which ends the server and removes the directory, and waits for it
+        with self._runner:  # closes the pipes, which ends the server and removes the directory, and waits for it
             pass
 
     def run(self, *argv: str | Path) -> None:
@@ -95,14 +95,14 @@ class Process:
 
     def _ask(self, *request: object) -> Any:
         with self._lock:
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.write(json.dumps(request) + "\n")
-            self._keeper.stdin.flush()
+            assert self._runner.stdin is not None
+            self._runner.stdin.write(json.dumps(request) + "\n")
+            self._runner.stdin.flush()
             return self._answer()
 
     def _answer(self) -> Any:
-        assert self._keeper.stdout is not None
-        reply = json.loads(self._keeper.stdout.readline() or '{"error": "the keeper ended"}')
+        assert self._runner.stdout is not None
+        reply = json.loads(self._runner.stdout.readline() or '{"error": "the runner ended"}')
         if "error" in reply:
             raise ServerError(f"{reply['error']}\n{self.log() if hasattr(self, 'directory') else ''}")
         return reply["answer"]

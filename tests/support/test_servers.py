@@ -145,7 +145,7 @@ def test_nothing_is_left_when_the_process_ends(number: signal.Signals) -> None:
     assert all(Path(directory).is_dir() for directory in directories)
 
     process.send_signal(number)
-    process.communicate(timeout=60)  # the keepers share its standard error, so this waits for them too
+    process.communicate(timeout=60)  # the runners share its standard error, so this waits for them too
 
     assert not any(Path(directory).exists() for directory in directories)
     for pid in pids:

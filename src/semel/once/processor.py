@@ -119,8 +119,8 @@ class IdempotentProcessor:
             except Exception as error:
                 known = {"event": "failed", "scope": self._spec.scope, "key": self.key_of(payload)}
                 kind = f"{type(error).__module__}.{type(error).__qualname__}"
-                said = "processing failed with %s: key %r in %r; the next delivery tries again"
-                _log.error(said, kind, known["key"], known["scope"], extra={**known, "reason": kind})
+                message = "processing failed with %s: key %r in %r; the next delivery tries again"
+                _log.error(message, kind, known["key"], known["scope"], extra={**known, "reason": kind})
                 raise
 
         return call

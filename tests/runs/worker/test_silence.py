@@ -30,7 +30,7 @@ def test_a_lease_outlives_connections_that_fell_silent(
     """``outage`` is the part of a lease for which new connections are silent, too. The promise of 0.9 is proven on an
     injected clock (test_lease_outages): what is left of a lease then is too short for a test on a busy machine.
     """
-    wire, url = line
+    proxy, url = line
     here = App(url, artifacts=tmp_path, dedupe_window=0)
     there = App(postgres_url, artifacts=tmp_path, dedupe_window=0)  # on a line of its own
     over = threading.Event()
@@ -44,9 +44,9 @@ def test_a_lease_outlives_connections_that_fell_silent(
     runs = [there.submit("work") for _ in range(8)]
     with here.working(concurrency=8, processes=0, threads=0, sweep_every=0.2):
         eventually(lambda: all(there.get(run.id).status == "RUNNING" for run in runs))
-        wire.silence(new=outage > 0)
+        proxy.silence(new=outage > 0)
         time.sleep(outage * lease)  # the outage itself
-        wire.speak()
+        proxy.speak()
         time.sleep((1.1 - outage) * lease)  # by now a lease that was not renewed would be over, and swept
         over.set()
         ended = [there.wait(run.id, timeout=PATIENCE) for run in runs]

@@ -229,10 +229,10 @@ class Claims:
         by_caller = world.granted("by caller", lease=10)
         world.clock.advance(10)
         with world.untouched("by owner"), world.untouched("by caller"):
-            told = world.claim("by owner")
-            also = world.claim("by caller", unknown=True)
-        assert told == Unknown(by_owner.fence, by_owner.lease_until_us)
-        assert also == Unknown(by_caller.fence, by_caller.lease_until_us)
+            verdict = world.claim("by owner")
+            second = world.claim("by caller", unknown=True)
+        assert verdict == Unknown(by_owner.fence, by_owner.lease_until_us)
+        assert second == Unknown(by_caller.fence, by_caller.lease_until_us)
         assert world.record("by owner").status == "unknown"
 
     def test_resolving_takes_what_is_unknown(self, world: World) -> None:

@@ -137,9 +137,9 @@ class Lifecycle:
         """A caller that does not wait gets ``retry_after``: at most the time until the owner's lease ends."""
         once = world.once()
         assert isinstance(world.run(once.claim("key", lease=30)), Granted)
-        with pytest.raises(InProgress) as told:
+        with pytest.raises(InProgress) as raised:
             world.run(once.call("key", Work(world).call))
-        assert 0 < told.value.retry_after <= 30
+        assert 0 < raised.value.retry_after <= 30
 
     def test_a_key_with_other_content_is_refused(self, world: World) -> None:
         """A call with another fingerprint raises KeyReused, and the work is not done again."""
