@@ -76,6 +76,20 @@ def checked_bytes(what: str, value: object) -> int | None:
     return value
 
 
+def checked_bool(what: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{what} must be True or False, not {value!r:.80}")
+    return value
+
+
+def checked_text(what: str, value: object) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{what} must be text that is not empty, not {value!r:.80}")
+    return value
+
+
 def checked_choice(what: str, value: Any, choices: Sequence[Any]) -> Any:
     """One of a few words."""
     if value not in choices:

@@ -426,7 +426,7 @@ class Bound:
         (nothing, {"priority": 1.5}, "priority must be a whole number"),
         (nothing, {"priority": 2**31}, "priority must be a whole number from"),
         (nothing, {"queue": ""}, "queue must be text that is not empty"),
-        (nothing, {"queue": "a\nb"}, "queue may not hold control characters"),
+        (nothing, {"queue": "a\nb"}, "queue has a control character"),
         (nothing, {"fatal": (ValueError, "x")}, "fatal takes types of errors, not 'x'"),
         (nothing, {"exclude": "sent_at"}, "exclude names 'sent_at', which is not a parameter"),
         (nothing, {"exclude": 7}, "exclude takes names of parameters"),

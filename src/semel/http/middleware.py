@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote
 
 from msgspec import Struct
 
-from semel._validation import checked_bytes, checked_fingerprint, checked_key
+from semel._validation import checked_bool, checked_bytes, checked_fingerprint, checked_key
 from semel.errors import ClaimLost, InvalidRequest, StoreUnavailable
 from semel.http.body import BodyTooLarge, SpooledBody
 from semel.http.options import (
@@ -134,9 +134,7 @@ class MiddlewareCore(Generic[AnyOnce]):
         methods = several("methods", options.get("methods", self.dialect.methods))
         self.methods = frozenset(token("methods", method).upper() for method in methods)
         self.header = token("header", options.get("header", "Idempotency-Key"))
-        self.required = options.get("required", False)
-        if not isinstance(self.required, bool):
-            raise InvalidRequest(f"required= is True or False, not {self.required!r:.80}")
+        self.required = checked_bool("required", options.get("required", False))
         paths, exclude = options.get("paths"), several("exclude", options.get("exclude", ()))
         self.covers = matcher(paths, exclude)
         self.everywhere = paths is None and not exclude

@@ -8,6 +8,7 @@ from fnmatch import translate
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from uuid import UUID
 
+from semel._validation import checked_text
 from semel.errors import InvalidRequest
 from semel.once.guard import is_async
 from semel.once.stats import Hook
@@ -127,28 +128,22 @@ def several(what: str, given: Any) -> tuple[Any, ...]:
     try:
         found = tuple(given)
     except TypeError:
-        raise InvalidRequest(f"{what}= takes a text or several, not {given!r:.80}") from None
+        raise InvalidRequest(f"{what}= takes one text or several, not {given!r:.80}") from None
     if not found and what not in {"exclude", "credentials"}:
         raise InvalidRequest(f"{what}= is empty, so no request would ever be protected")
     return found
 
 
-def _text(what: str, given: Any) -> str:
-    if not isinstance(given, str) or not given:
-        raise InvalidRequest(f"{what}= takes text, not {given!r:.80}")
-    return given
-
-
 def token(what: str, given: Any) -> str:
     """A token of HTTP: the name of a method or a header."""
-    if not _TOKEN.fullmatch(_text(what, given)):
+    if not _TOKEN.fullmatch(checked_text(what, given)):
         raise InvalidRequest(f"{what}= takes names that are valid in HTTP, one by one, not {given!r:.80}")
     return str(given)
 
 
 def path_of(what: str, given: Any) -> str:
     """A path or a pattern of paths."""
-    if not _text(what, given).startswith(("/", "*")) or (what == "status_path" and not given.strip("/")):
+    if not checked_text(what, given).startswith(("/", "*")) or (what == "status_path" and not given.strip("/")):
         raise InvalidRequest(f"{what}= takes paths, which begin with a slash, not {given!r:.80}")
     return str(given)
 
@@ -182,7 +177,7 @@ def credential_names(given: Any) -> tuple[str, ...]:
     """The names of headers in lower case, and of cookies as ``cookie:name``."""
     names = () if given is None else several("credentials", given)
     for name in names:
-        token("credentials", _text("credentials", name).removeprefix("cookie:"))
+        token("credentials", checked_text("credentials", name).removeprefix("cookie:"))
     return tuple(name if name.startswith("cookie:") else name.lower() for name in names)
 
 
@@ -204,6 +199,6 @@ def kept_statuses(given: Any) -> Callable[[int], bool] | None:
 
 def url_of(what: str, given: Any) -> str | None:
     """A URL that is valid in a header, or None."""
-    if given is not None and not _URL.fullmatch(_text(what, given)):
+    if given is not None and not _URL.fullmatch(checked_text(what, given)):
         raise InvalidRequest(f"{what}= takes a URL, not {given!r:.80}")
     return None if given is None else str(given)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import msgspec
 
-from semel._validation import MAX_INT, MAX_NAME, checked_choice, checked_int, checked_number, nearest
+from semel._validation import MAX_INT, checked_choice, checked_int, checked_name, checked_number, checked_text, nearest
 from semel.errors import InvalidParameters, InvalidRequest, Unfingerprintable, UnknownModel
 from semel.fingerprint import canonical
 from semel.runs.models.parameters import Signature
@@ -243,12 +243,12 @@ def _isolation(function: Callable[..., Any], asked: Isolation | None) -> Isolati
     call = getattr(type(function), "__call__", None)  # noqa: B004 (the method is looked at, not looked for)
     if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in (function, call)):
         raise ValueError("a function that yields has no result; return one, and report with ctx.progress")
-    awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-    if awaited and asked in {"process", "thread"}:
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    if is_async and asked in {"process", "thread"}:
         raise ValueError(f'an async function runs in the event loop; leave out isolation="{asked}" or make it sync')
-    if not awaited and asked == "loop":
+    if not is_async and asked == "loop":
         raise ValueError('a sync function would stop the event loop; make it async, or pass isolation="thread"')
-    return asked or ("loop" if awaited else "process")
+    return asked or ("loop" if is_async else "process")
 
 
 def _are_parameters(option: str, given: Any, signature: Signature) -> None:
@@ -258,13 +258,10 @@ def _are_parameters(option: str, given: Any, signature: Signature) -> None:
 
 
 def _label(what: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{what} must be text that is not empty, not {value!r:.80}")
-    if len(value) > MAX_NAME:
-        raise InvalidRequest(f"{what} may have {MAX_NAME} characters; this one has {len(value)}")
-    if not value.isprintable():  # control characters, line breaks and halves of surrogate pairs
-        raise InvalidRequest(f"{what} may not hold control characters: {value!r}")
-    return value
+    name = checked_name(what, checked_text(what, value))
+    if not name.isprintable():  # such as a line separator, which is not a control character
+        raise InvalidRequest(f"{what} has a character that cannot be printed: {name!r}")
+    return name
 
 
 def _waits(option: str, value: Any) -> tuple[float, ...]:
@@ -288,7 +285,7 @@ def _names(option: str, value: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _name_or_none(option: str, value: Any) -> str | None:
+def _parameter_name(option: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{option} takes the name of a parameter, not {value!r:.80}")
     return value
@@ -307,7 +304,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "cost": checked_cost,
     "fatal": _errors,
     "exclude": _names,
-    "summary": _name_or_none,
+    "summary": _parameter_name,
     "grace": checked_number,
 }
 assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for option in fields(Model)}
