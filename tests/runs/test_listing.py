@@ -54,7 +54,7 @@ def test_pages_follow_each_other_without_gap_or_repetition(app: App) -> None:
         if cursor is None:
             break
     assert found == made[::-1]
-    with pytest.raises(InvalidRequest, match=r"cursor is what page\.next said"):
+    with pytest.raises(InvalidRequest, match=r"cursor must be the page\.next of an earlier page"):
         app.runs(cursor="7")
 
 

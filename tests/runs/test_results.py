@@ -633,13 +633,13 @@ def test_data_in_objects_is_published_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (Opaque(), "type Opaque cannot be kept as JSON"),
+        (Opaque(), "type Opaque cannot be stored as JSON"),
         ({"model": [Opaque()]}, r"\$.model\[0\]: type Opaque has no JSON form"),
-        ({"a": math.nan, "b": Opaque()}, r"cannot be kept as JSON: .*type Opaque|Opaque"),
-        ([math.nan, "\ud800"], "cannot be kept as JSON"),
+        ({"a": math.nan, "b": Opaque()}, r"cannot be stored as JSON: .*type Opaque|Opaque"),
+        ([math.nan, "\ud800"], "cannot be stored as JSON"),
         ("\ud800", "half of a surrogate pair"),
-        (open, "type builtin_function_or_method cannot be kept"),
-        ((n for n in [1]), "type generator cannot be kept"),
+        (open, "type builtin_function_or_method cannot be stored"),
+        ((n for n in [1]), "type generator cannot be stored"),
         ([10**5000], "Exceeds the limit"),
     ],
 )
@@ -679,7 +679,7 @@ def test_an_artifact_inside_another_is_fatal(tmp_path: Path) -> None:
 
 def test_an_artifact_that_was_never_written_is_fatal(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(Fatal, match="the artifact 'plot' was promised"):
+        with pytest.raises(Fatal, match="the artifact 'plot' was requested"):
             publish(open_results(tmp_path / "artifacts"), job(), None, {"plot": path})
 
 

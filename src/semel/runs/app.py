@@ -108,7 +108,7 @@ class App:
         self.outage = Outage(
             logging.getLogger("semel.database"),
             "the database",
-            "runs under way go on while their leases last, and everything is tried again until it is back",
+            "active runs continue while their leases last, and every operation is retried",
             patience=1.0,
         )
         """Shared by the workers and servers of this process, so that one outage is logged once."""
@@ -137,7 +137,7 @@ class App:
         retold = (transport, redis) not in ((None, None), self._told_by)
         moves = url not in (None, self.url) or artifacts is not None or retold
         if moves and self.__dict__.keys() & {"aio", "_engine"}:
-            raise InvalidRequest("the app is in use already, so it cannot be put elsewhere")
+            raise InvalidRequest("the app is already in use, so its settings cannot be changed")
         kind, broker = self._told_by
         kind = transport or kind
         told_by = (kind, redis or (broker if kind != "database" else None))
@@ -263,7 +263,7 @@ def apps() -> list[App]:
 def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:
     """Make the path of a folder absolute, so that it does not depend on the working directory."""
     if isinstance(target, str) and "://" not in target and ":/" in target[:8]:
-        raise InvalidRequest(f"{target!r} is no folder, and a URL has two slashes, as in s3://bucket/prefix")
+        raise InvalidRequest(f"{target!r} is not a folder, and a URL has two slashes, as in s3://bucket/prefix")
     if isinstance(target, Path) or (isinstance(target, str) and "://" not in target):
         return Path(target).resolve()
     if isinstance(target, str) and target.startswith("file:"):

@@ -233,7 +233,7 @@ class RunEngine:
         checked_int("limit", limit, 1, 1000)
         start = None if cursor is None else checked_id(cursor)
         if cursor is not None and start is None:
-            raise InvalidRequest("cursor is what page.next said")
+            raise InvalidRequest("cursor must be the page.next of an earlier page")
         wanted = Filter(
             tenant=checked_name("tenant", tenant),
             status=None if status is None else _statuses(status),
@@ -355,7 +355,7 @@ class RunEngine:
         """Why the run is pending, since when, and its place in the queue; None if it is not pending."""
         told = await self.store.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.terms)
         if told is not None and told.place is not None and not told.workers and self._transport().announces:
-            unseen = "it waits for a worker of RQ or Celery, of which semel sees only those that are at work"
+            unseen = "it waits for an RQ or Celery worker; semel sees such a worker only while it executes a run"
             return msgspec.structs.replace(told, reason=unseen)
         return told
 

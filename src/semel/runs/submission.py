@@ -105,7 +105,7 @@ class SubmissionBuilder:
         refuse_while_loading("a run was submitted")
         registered = self._registry[model]
         if registered.name.startswith(INTERNAL_PREFIX) and not internal:
-            raise UnknownModel(f"the model {model!r} is the service's own: nobody else submits its runs")
+            raise UnknownModel(f"the model {model!r} is the service's own: only the service submits its runs")
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
@@ -175,7 +175,7 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
     run = there.get(answer.id)
     if run is None:
         key = submission.own_place[3]
-        told = f"the key {key!r} names the job {answer.id!r}, which is no run of this app"
+        told = f"the key {key!r} names the job {answer.id!r}, which is not a run of this app"
         return KeyReused(told, idempotency_key=key)
     return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 

@@ -464,7 +464,7 @@ def test_artifacts_of_a_success_are_published_under_the_fence(
     assert kept.keys() == {"plots/one.txt", "table/part/0.csv"}
     assert results.get(kept["table/part/0.csv"].ref) == b"a,b"
     assert all(artifact.ref.startswith("run-1/7/") for artifact in ended.artifacts)
-    assert ("WARNING", "the artifact 'never-written' was asked for and never written") in heard.lines
+    assert ("WARNING", "the artifact 'never-written' was requested but never written") in heard.lines
 
 
 def test_artifacts_of_a_failure_are_not_published(way: Callable[..., AttemptResult], tmp_path: Path) -> None:

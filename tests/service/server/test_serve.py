@@ -403,7 +403,7 @@ def test_beyond_this_machine_it_is_served_only_with_tokens(db: str, tmp_path: Pa
     [
         (["nowhere.at_all:app"], "there is no module 'nowhere.at_all'"),
         ([APP, "--db", "mysql://host/name"], "runs live in SQLite or PostgreSQL"),
-        ([APP, "--db", "sqlite:////nowhere/at/all.db"], "is not there"),
+        ([APP, "--db", "sqlite:////nowhere/at/all.db"], "does not exist"),
         ([APP, "--host", "198.51.100.7"], "--host takes an address of this machine"),
         ([APP, "--transport", "rq"], "needs redis="),
     ],

@@ -60,7 +60,7 @@ class ChildProcess(asyncio.Protocol):
         try:
             ours = self._spawn()
         except (OSError, ValueError) as error:  # no such program, no resources, or an unsupported argument
-            self.gone.set_result("was never there")
+            self.gone.set_result("was never started")
             raise ChildProcessError(f"a child process cannot be started: {error}") from error
         try:
             await self._loop.create_unix_connection(lambda: self, sock=ours)
@@ -145,7 +145,7 @@ class ChildProcess(asyncio.Protocol):
         try:
             self.on_message(message)
         except Exception as error:  # noqa: BLE001 (an error of the listener must not close the connection)
-            self._loop.call_exception_handler({"message": "a child's words were not taken", "exception": error})
+            self._loop.call_exception_handler({"message": "a message of a child process could not be handled", "exception": error})
 
     def _spawn(self) -> socket.socket:
         """Start it in a session of its own, where no Ctrl-C reaches it and all that it starts can be killed with it."""

@@ -197,7 +197,7 @@ def files(context: Context) -> dict[str, Path]:
         elif path.exists():
             found[name] = path
         else:
-            context.log.warning("the artifact %r was asked for and never written", name)
+            context.log.warning("the artifact %r was requested but never written", name)
     return found
 
 

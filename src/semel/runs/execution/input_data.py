@@ -40,7 +40,7 @@ def unpack(results: ResultStore, ref: str, folder: Path) -> Path:
 
     named = _REF.fullmatch(ref)
     if named is None:
-        raise ResultStoreError(f"{ref!r:.200} is no place of data")
+        raise ResultStoreError(f"{ref!r:.200} is not a ref of run data")
     folder.mkdir(parents=True)
     archive = folder.with_name(f"{folder.name}.tar.gz")
     try:
@@ -64,7 +64,7 @@ def _extract(packed: TarFile, folder: Path) -> None:
     links = {member.name.rstrip("/") for member in members if member.issym()}
     for member in members:
         if not (member.isfile() or member.isdir() or member.issym()) or not _stays_inside(member, links):
-            raise tarfile.ExtractError(f"{member.name!r:.200} leads out of the folder, or is no file")
+            raise tarfile.ExtractError(f"{member.name!r:.200} leads out of the folder, or is not a file")
     safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     packed.extractall(folder, members, **safe)  # noqa: S202 -- checked just now
 

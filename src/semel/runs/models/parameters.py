@@ -76,11 +76,11 @@ class Signature:
             raise ValueError(f"takes a mapping of parameters, not {type(parameters).__qualname__}")  # noqa: TRY004
         for name in parameters:
             if not isinstance(name, str):
-                raise ValueError(f"takes parameters by name, and {name!r:.80} is no text")  # noqa: TRY004
+                raise ValueError(f"takes parameters by name, and {name!r:.80} is not text")  # noqa: TRY004
         try:
             data = strict_json.write(parameters, ordered=True)
         except ValueError as error:
-            raise ValueError(f"cannot keep its parameters as JSON: {error}") from error
+            raise ValueError(f"cannot store its parameters as JSON: {error}") from error
         _refuse_oddities(parameters, data)
         return data
 

@@ -104,7 +104,7 @@ def open_results(target: str | Path | ResultStore) -> ResultStore:
         from semel.runs.results.object_store import ObjectResults
 
         return ObjectResults(target)
-    raise InvalidRequest(f"results can be kept in file://, s3://, gs:// or az://, not in {scheme}://")
+    raise InvalidRequest(f"results can be stored in file://, s3://, gs:// or az://, not in {scheme}://")
 
 
 def place(run_id: str, fence: int, name: object) -> str:
@@ -122,7 +122,7 @@ def check_ref(ref: str) -> str:
         raise InvalidRequest(f"{ref!r:.300} holds a backslash or a control character, which no result's name may")
     for step in ref.split("/"):
         if step in {"", ".", ".."}:
-            raise InvalidRequest(f"{ref!r:.300} is no place for a result: one of its parts is {step!r}")
+            raise InvalidRequest(f"{ref!r:.300} is not a valid ref of a result: one of its parts is {step!r}")
         if len(step.encode()) > 255:
             raise InvalidRequest(f"{ref!r:.300} has a part of more than 255 bytes, which file systems refuse")
     return ref
@@ -199,7 +199,7 @@ class FileResults:
         self.flat = flat
         self._root = folder.expanduser().absolute()  # a model may change the working directory
         if self._root.exists() and not self._root.is_dir():
-            raise InvalidRequest(f"results are kept in a folder, and {self._root} is none")
+            raise InvalidRequest(f"results are stored in a folder, and {self._root} is not a folder")
 
     def __repr__(self) -> str:
         return f"FileResults({str(self._root)!r})"
@@ -297,7 +297,7 @@ def _written(value: Any, max_bytes: int) -> tuple[bytes, bytes | None]:
     try:
         data, exact = strict_json.write_exact(value)
     except ValueError as error:
-        raise Fatal(f"the result of type {type(value).__qualname__} cannot be kept as JSON: {error}") from error
+        raise Fatal(f"the result of type {type(value).__qualname__} cannot be stored as JSON: {error}") from error
     if len(data) > max_bytes:
         raise Fatal(
             f"the result is {len(data):,} bytes of JSON, and {max_bytes:,} are allowed; write it to ctx.artifact(name)"
@@ -319,16 +319,16 @@ def _artifact_refs(job: Attempt, files: Mapping[str, Path]) -> dict[str, str]:
 
 def _artifact(store: ResultStore, name: str, ref: str, path: Path) -> Artifact:
     if path.exists() and not path.is_file():  # a pipe would be read for ever
-        raise Fatal(f"the artifact {name!r} was promised, and {path} is no file")
+        raise Fatal(f"the artifact {name!r} was requested, but {path} is not a file")
     try:
         with path.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
             size = file.tell()
         store.put_file(ref, path)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise Fatal(f"the artifact {name!r} was promised, and {path} is no file") from error
+        raise Fatal(f"the artifact {name!r} was requested, but {path} is not a file") from error
     except OSError as error:
-        raise ResultStoreError(f"cannot read the artifact {name!r} to keep it: {error}") from error
+        raise ResultStoreError(f"cannot read the artifact {name!r} to store it: {error}") from error
     return Artifact(name=name, ref=ref, size=size, digest=digest)
 
 

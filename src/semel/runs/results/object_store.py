@@ -131,7 +131,7 @@ def _bucket(url: str) -> ObjectStore:
             parts._replace(query="").geturl(), config=config, client_options=options or None, retry_config=retry
         )
     except (BaseError, ValueError) as error:
-        raise InvalidRequest(f"results cannot be kept in {url.partition('?')[0]!r}: {_reason(error)}") from error
+        raise InvalidRequest(f"results cannot be stored in {url.partition('?')[0]!r}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

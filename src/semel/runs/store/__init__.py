@@ -271,7 +271,7 @@ def wait_for_database(store: RunStore, seconds: float) -> None:
 def _require_folder(url: URL) -> None:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
-        raise StoreBroken(f"the folder {folder} of the database file is not there; make it, or mend the URL")
+        raise StoreBroken(f"the folder {folder} of the database file does not exist; create it, or correct the URL")
 
 
 def _error_of(failed: Failed) -> SemelError:

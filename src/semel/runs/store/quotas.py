@@ -283,7 +283,7 @@ def consume(conn: Connection, reservation: str, person: Person, job_id: str, now
         return
     row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
     if row is None:
-        raise ReservationLost(f"reservation {reservation!r} is not there: it expired, was released, or is another's")
+        raise ReservationLost(f"reservation {reservation!r} does not exist: it expired, was released, or belongs to another user")
     if row.job_id == job_id:
         return
     if row.expires_us < now and not row.consumed:

@@ -131,7 +131,7 @@ def choose(there: Iterable[App], location: AppLocation, failures: Sequence[str] 
     why = f" ({'; '.join(failures)})" if failures else ""
     raise AppNotFound(
         f"this worker cannot find the app that a run belongs to: {names}{why}. The run waits. Start the worker where"
-        " the module that makes the app can be imported, and keep the app there under a name"
+        " the module that makes the app can be imported, and assign the app to a name in that module"
     )
 
 
@@ -142,7 +142,7 @@ def perform(app: App, run_id: str, *, sweeps: bool = False) -> bool:
     """
     known = checked_id(run_id)
     if known is None:
-        _log.warning("a message names %.80r, which is no run", run_id)
+        _log.warning("a message names %.80r, which is not the id of a run", run_id)
         return False
     return asyncio.run(_perform(app, known, sweeps=sweeps))
 
@@ -182,7 +182,7 @@ def _draining_on_sigterm(worker: Worker) -> Iterator[None]:
 async def _say_why_not(store: RunStore, run_id: str) -> None:
     run = (await store.read(queries.get, [run_id])).get(run_id)
     if run is None:
-        _log.warning("there is no run %s: it was removed, or this worker looks into another database", run_id)
+        _log.warning("run %s does not exist: it was removed, or this worker uses another database", run_id)
     else:
         _log.debug("nothing to do for run %s: it is %s", run_id, run.status)
 
@@ -302,7 +302,7 @@ class BrokerTransport(ABC):
             try:
                 run_sync(store.write(maintenance.release_leadership, ROLE, holder))
             except SemelError as error:
-                _log.debug("the sweeper's role could not be given back, it will run out: %s", error)
+                _log.debug("the sweeper's leadership could not be released; it will expire: %s", error)
             run_sync(store.close())
         self.disconnect()
 

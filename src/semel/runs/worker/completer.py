@@ -92,7 +92,7 @@ class Completer:
                 try:
                     await self._store.run_blocking(results.give_name, ending.run_id, ending.fence)
                 except ResultStoreError as error:
-                    self._log.log(logging.WARNING, f"a result gets its name when it is first read: {error}")
+                    self._log.log(logging.WARNING, f"a result could not be renamed, and will be when it is first read: {error}")
 
     def _refused(self, batch: list[tuple[ActiveRun, FinishRequest]], error: Exception) -> None:
         """The database rejects the batch: write each end alone, and give up the one that cannot be written."""
@@ -102,11 +102,11 @@ class Completer:
             return
         held, ending = batch[0]
         if ending.ended.kind != "fatal":
-            self._log.log(logging.ERROR, f"the end of a run cannot be written as it is, so it failed: {error}", held)
+            self._log.log(logging.ERROR, f"the end of the run cannot be written; marking the run as failed: {error}", held)
             failed = AttemptResult(kind="fatal", reason=f"its end could not be written: {error}")
             self._waiting.insert(0, (held, FinishRequest(ending.run_id, ending.fence, failed)))
             return
-        self._log.log(logging.ERROR, f"the end of a run cannot be written, its lease will run out: {error}", held)
+        self._log.log(logging.ERROR, f"the end of the run cannot be written; its lease will expire: {error}", held)
         self._active.drop(held)
 
     def _settle(self, batch: list[tuple[ActiveRun, FinishRequest]], over: dict[str, FinishedRun]) -> None:

@@ -173,7 +173,7 @@ class Fetcher:
             if isinstance(error, StoreUnavailable):
                 self._store.unavailable(error)
             else:
-                self._log.log(logging.WARNING, f"no runs could be leased, trying again: {error}")
+                self._log.log(logging.WARNING, f"no runs could be leased, retrying: {error}")
             self._lost_reply = True
             await self.sleep(1.0)
             return 0
@@ -184,7 +184,7 @@ class Fetcher:
                 async with asyncio.timeout(5.0):
                     await self.give_back_unknown()
             except (SemelError, TimeoutError) as error:
-                self._store.unavailable(f"what a lost answer leased is not given back yet: {error}")
+                self._store.unavailable(f"runs that were leased by a lost reply are not given back yet: {error}")
         return len(leased)
 
     async def give_back_unknown(self) -> None:

@@ -93,8 +93,8 @@ class Heartbeat:
         late = time.monotonic() - began - tick
         if late > BLOCKED:
             names = ", ".join(sorted({each.leased.model for each in self._active if each.model.isolation == "loop"}))
-            who = f" (async models at work: {names}; one that blocks should be a plain function)" if names else ""
-            self._log.log(logging.WARNING, f"the event loop stood still for {late:.1f} s{who}")
+            who = f" (active async models: {names}; a model that blocks should be a plain function)" if names else ""
+            self._log.log(logging.WARNING, f"the event loop was blocked for {late:.1f} s{who}")
 
     def _tick(self, part: float) -> float:
         """Seconds until the next beat: this part of the shortest lease."""

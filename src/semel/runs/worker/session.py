@@ -239,18 +239,18 @@ class WorkerSession:
         try:
             ending = self._ending(held, ended)
         except Exception as error:  # noqa: BLE001 -- a run must never hang for it
-            failed = AttemptResult(kind="fatal", reason=f"its end could not be made out: {error!r}")
+            failed = AttemptResult(kind="fatal", reason=f"its end could not be determined: {error!r}")
             ending = FinishRequest(held.leased.id, held.leased.fence, failed)
         self._completer.add(held, ending)
 
     def _unfit(self, held: ActiveRun, reason: str) -> None:
         self._fetcher.pause_kind(held.model.isolation)
-        self._log.log(logging.ERROR, f"cannot begin, and leases no such runs for {COOLDOWN:g} s: {reason}", held)
+        self._log.log(logging.ERROR, f"the run cannot be started; leasing no such runs for {COOLDOWN:g} s: {reason}", held)
 
     def _abandon(self, held: ActiveRun, ended: AttemptResult) -> None:
         """The task ignores its cancellation: leave it behind, and let the run go on elsewhere."""
         if not held.finished:
-            self._log.log(logging.ERROR, "the model does not stop: it is left behind, and its slot with it", held)
+            self._log.log(logging.ERROR, "the model does not stop: it is abandoned, and keeps its slot", held)
             self._conclude(held, ended)
             self._wakeup.set()
 
@@ -297,7 +297,7 @@ class WorkerSession:
         """Ask the model to stop; after its grace period, end it by force."""
         held.cancelled_at = time.monotonic()
         held.stop.set()
-        self._log.log(logging.INFO, "asked to cancel", held)
+        self._log.log(logging.INFO, "cancellation requested", held)
         if held.model.isolation == "process":
             self._children.cancel(held.leased.id)
         elif held.model.isolation == "loop":
@@ -326,7 +326,7 @@ class WorkerSession:
         if left := len(self._active):
             self._database_silent = True
             self._log.log(
-                logging.ERROR, f"{left} runs could not be given back in {GIVE_BACK:g} s: their leases run out"
+                logging.ERROR, f"{left} runs could not be given back in {GIVE_BACK:g} s: their leases will expire"
             )
 
     def _card(self) -> WorkerCard:
@@ -351,5 +351,5 @@ class WorkerSession:
                 await work
         except (SemelError, TimeoutError) as error:
             self._database_silent = isinstance(error, TimeoutError)
-            why = str(error) or f"not in {SILENT:g} seconds"
+            why = str(error) or f"no reply in {SILENT:g} seconds"
             self._log.log(logging.WARNING, f"the database did not answer: {why}")

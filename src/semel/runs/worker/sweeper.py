@@ -110,7 +110,7 @@ class Publisher(LeaderTask):
         except SemelError:
             raise
         except Exception:  # noqa: BLE001 -- the user's code
-            _log.exception("an event could not be published, it is tried again")
+            _log.exception("an event could not be published, retrying")
             return False
         finally:
             if done:
@@ -191,7 +191,7 @@ class Sweeper(LeaderTask):
                 log_run(
                     _log,
                     logging.WARNING,
-                    f"run {run.id} was stuck: its worker is lost, it is {run.status} now",
+                    f"run {run.id} was stuck: its worker is lost, and the run is now {run.status}",
                     model=run.model,
                     run_id=run.id,
                     payload_hash=run.payload_hash,
