@@ -274,13 +274,15 @@ async def _lease_costs(small: str, large: str) -> tuple[float, float]:
     for _ in range(15):
         for ledger, cost in zip(ledgers, costs, strict=True):
             start = time.perf_counter()
-            leased = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), ledger.terms)
+            leased = await ledger.write(
+                lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), ledger.statement_context
+            )
             cost.append(time.perf_counter() - start)
             assert len(leased) == 100
             await ledger.write(
                 transitions.end,
                 [FinishRequest(x.id, x.fence, AttemptResult(kind="lost"), returned=True) for x in leased],
-                ledger.terms,
+                ledger.statement_context,
             )
     for ledger in ledgers:
         await ledger.close()
@@ -296,12 +298,12 @@ def heartbeat(bench: Bench) -> Row:
 
 async def _heartbeat(url: str) -> float:
     ledger = RunStore(url, awaited=True)
-    leased = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1000), ledger.terms)
+    leased = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1000), ledger.statement_context)
     beats = [LeaseRenewal(each.id, each.fence) for each in leased]
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        assert len(await ledger.write_once(lease.renew, beats, ledger.terms)) == 1000
+        assert len(await ledger.write_once(lease.renew, beats, ledger.statement_context)) == 1000
         times.append(time.perf_counter() - start)
     await ledger.close()
     return median(times)

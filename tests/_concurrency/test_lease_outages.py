@@ -82,7 +82,7 @@ def renewer(server: Server) -> Coroutine[Any, Any, None]:
 def heart(server: Server) -> Coroutine[Any, Any, None]:
     class Store:
         runtime = AsyncioRuntime()
-        terms = None
+        statement_context = None
 
         def unavailable(self, error: object) -> None:
             """It is logged elsewhere."""

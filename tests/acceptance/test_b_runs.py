@@ -103,7 +103,9 @@ def test_b1_every_write_of_a_passed_fence_changes_nothing(app: App, hand: Hand, 
     assert (
         hand.do(
             hand.ledger.write_once(
-                lease.renew, [LeaseRenewal(zombie.id, zombie.fence, 0.9, "from the grave")], hand.ledger.terms
+                lease.renew,
+                [LeaseRenewal(zombie.id, zombie.fence, 0.9, "from the grave")],
+                hand.ledger.statement_context,
             )
         )
         == {}
@@ -115,7 +117,9 @@ def test_b1_every_write_of_a_passed_fence_changes_nothing(app: App, hand: Hand, 
     assert not hand.end(zombie, "lost", returned=True)
     assert app.get(heir.id) == before
     assert hand.do(
-        hand.ledger.write_once(lease.renew, [LeaseRenewal(heir.id, heir.fence, 0.5, "alive")], hand.ledger.terms)
+        hand.ledger.write_once(
+            lease.renew, [LeaseRenewal(heir.id, heir.fence, 0.5, "alive")], hand.ledger.statement_context
+        )
     ) == {heir.id: False}
     assert hand.end(heir, result='"of the heir"')
     assert app.result(heir.id) == "of the heir"
@@ -133,10 +137,10 @@ def test_b1_leases_are_judged_by_the_databases_clock(shop: Workshop, monkeypatch
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 86400 * 10**9)
     early = shop.hand(app, "early")
-    assert early.do(early.ledger.write(transitions.lose_expired, early.ledger.terms)) == []
+    assert early.do(early.ledger.write(transitions.lose_expired, early.ledger.statement_context)) == []
     assert early.lease_this(run) is None
     assert early.do(
-        early.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], early.ledger.terms)
+        early.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], early.ledger.statement_context)
     ) == {run.id: False}
     held = app.get(run.id)
     assert held.lease_until_us is not None
@@ -186,14 +190,14 @@ def test_b4_however_a_run_ends_its_slot_comes_back_exactly_once(app: App, hand: 
         assert last is not None
         if how == "lost too often":
             shop.clock.advance(LEASE + MOMENT)
-            hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms))
+            hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.statement_context))
         else:
             hand.end(last, {"attempts used up": "retry"}.get(how, how))
     assert app.get(run.id).done
     assert app.usage(42).concurrent == 1
     if last is not None:
         assert not hand.end(last, "fatal"), "a second end changes nothing"
-        hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms))
+        hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.statement_context))
     assert app.usage(42).concurrent == 1
     assert app.submit("add", {"a": 3}, user=42).status == "PENDING"
     assert (app.usage(42).concurrent, app.get(other.id).status) == (2, "PENDING")
@@ -303,14 +307,16 @@ def test_b12_a_run_that_makes_no_progress_is_alive(app: App, hand: Hand, shop: W
     run = app.submit("add", {"a": 1})
     leased = hand.lease()[0]
     hand.do(
-        hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence, 0.4, "fitting")], hand.ledger.terms)
+        hand.ledger.write_once(
+            lease.renew, [LeaseRenewal(leased.id, leased.fence, 0.4, "fitting")], hand.ledger.statement_context
+        )
     )
     for _ in range(10):
         shop.clock.advance(20)
         assert hand.do(
-            hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.terms)
+            hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.statement_context)
         ) == {run.id: False}
-        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms)) == []
+        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.statement_context)) == []
     seen = app.get(run.id)
     assert (seen.status, seen.progress, seen.progress_note) == ("RUNNING", 0.4, "fitting")
     assert seen.heartbeat_us == shop.clock.us
@@ -332,12 +338,17 @@ def test_b23_a_run_whose_progress_stands_still_is_stalled_since_it_last_moved(
         """Twenty seconds later a heartbeat comes, perhaps with progress; since when the run is stalled then."""
         shop.clock.advance(20)
         beats = [LeaseRenewal(leased.id, leased.fence, progress, note), LeaseRenewal(plain.id, plain.fence)]
-        assert set(hand.do(hand.ledger.write_once(lease.renew, beats, hand.ledger.terms))) == {run.id, other.id}
+        assert set(hand.do(hand.ledger.write_once(lease.renew, beats, hand.ledger.statement_context))) == {
+            run.id,
+            other.id,
+        }
         seen = app.get(run.id)
         stalled = [run.id] if seen.stalled_us is not None else []
         assert [each.id for each in app.runs(stalled=True).runs] == stalled
         assert app.backlog().stalled == len(stalled)
-        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms)) == [], "stalled is not dead"
+        assert hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.statement_context)) == [], (
+            "stalled is not dead"
+        )
         return seen.stalled_us
 
     began = shop.clock.us
@@ -361,7 +372,9 @@ def test_b23_only_a_run_that_runs_is_stalled_and_an_attempt_begins_afresh(app: A
         assert leased is not None
         assert app.get(run.id).stalled_us is None
         shop.clock.advance(40)
-        hand.do(hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.terms))
+        hand.do(
+            hand.ledger.write_once(lease.renew, [LeaseRenewal(leased.id, leased.fence)], hand.ledger.statement_context)
+        )
         assert app.get(run.id).stalled_us == shop.clock.us - 40_000_000
         assert hand.end(leased, kind)  # type: ignore[arg-type]
         assert app.get(run.id).stalled_us is None

@@ -114,7 +114,7 @@ def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry
     app.on_event(RunMetrics(registry))
     app.submit("work")
     ledger = app._engine.store
-    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.statement_context))
     clock.advance(61)
     sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks)
     assert run_sync(sweeper.sweep()) == 1
@@ -135,7 +135,9 @@ def test_s2_45_the_duration_is_that_of_the_last_attempt_also_when_the_sweeper_en
     ledger = app._engine.store
     sweeper = Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks)
     for _ in range(2):
-        assert run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
+        assert run_sync(
+            ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.statement_context)
+        )
         clock.advance(75)
         assert run_sync(sweeper.sweep()) == 1
         clock.advance(1000)
@@ -180,7 +182,7 @@ def test_s2_41_the_sweepers_line_about_a_run_carries_the_five_fields(
     app.model("work", isolation="thread", lease=60)(work)
     run = app.submit("work")
     ledger = app._engine.store
-    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.terms))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["work"], 1), ledger.statement_context))
     clock.advance(61)
     with caplog.at_level(logging.INFO, "semel.sweeper"):
         run_sync(Sweeper(ledger, "me", transport=DatabaseTransport(), hooks=app.hooks).sweep())

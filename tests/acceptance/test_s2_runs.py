@@ -770,7 +770,7 @@ def test_s2_35_whatever_the_worker_dies_of_the_run_comes_to_an_end(app: App, han
     for _ in range(3):
         assert hand.lease_this(run)
         shop.clock.advance(60 + MOMENT)
-        assert len(hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.terms))) == 1
+        assert len(hand.do(hand.ledger.write(transitions.lose_expired, hand.ledger.statement_context))) == 1
     ended = app.get(run.id)
     assert (ended.status, ended.attempts, ended.losts, ended.errors) == ("FAILED", 3, 3, 0)
     assert "by-hand was lost" in (ended.last_error or "")

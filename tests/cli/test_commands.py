@@ -241,14 +241,18 @@ def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: st
     app.model("double", isolation="thread")(lambda number: 2 * number)
     run = app.submit("double", {"number": 1})
     run_sync(
-        app._engine.store.write(lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.terms)
+        app._engine.store.write(
+            lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.statement_context
+        )
     )
     command = [sys.executable, "-m", "semel.cli", "sweep", "shop:app"]
     once = subprocess.run([*command, "--once"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert once.stdout == "1 lost runs were taken back\n"
     assert (app.get(run.id).status, app.get(run.id).losts) == ("PENDING", 1)
     run_sync(
-        app._engine.store.write(lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.terms)
+        app._engine.store.write(
+            lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.statement_context
+        )
     )
     sweeper = subprocess.Popen([*command, "--every", "0.1"], cwd=tmp_path)
     try:

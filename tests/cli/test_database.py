@@ -405,7 +405,7 @@ def checks(semel: Told, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]
 def test_the_doctor_finds_nothing_where_nothing_is_wrong(semel: Told, app: App, redis_url: str) -> None:
     app.submit("double", {"number": 2})
     card = WorkerCard(id="w", name="w", host="here", pid=1, queues=["default"], models={}, slots={})
-    run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.terms))
+    run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.statement_context))
     code, found = checks(semel, "--transport", "rq", "--redis", redis_url)
     assert {name: each["state"] for name, each in found.items() if each["state"] not in ("ok", "skipped")} == {}
     assert code == 0
@@ -433,7 +433,7 @@ def test_the_doctor_finds_nothing_where_nothing_is_wrong(semel: Told, app: App, 
 def test_the_doctor_does_not_count_a_servers_own_worker(semel: Told, app: App) -> None:
     queues = [INTERNAL_QUEUE]
     card = WorkerCard(id="s", name="service", host="here", pid=1, queues=queues, models={}, slots={})
-    run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.terms))
+    run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.statement_context))
     _, found = checks(semel)
     assert (found["workers"]["state"], found["workers"]["said"]) == ("warning", "0 alive")
 
@@ -463,7 +463,9 @@ def test_the_doctor_finds_runs_that_nobody_takes_back_and_says_what_helps(
     app.model("double")(double)
     app.submit("double", {"number": 1})
     run_sync(
-        app._engine.store.write(lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.terms)
+        app._engine.store.write(
+            lease.lease, LeaseRequest("dead", ("default",), ["double"], 1), app._engine.store.statement_context
+        )
     )
     app.close()
     code, found = checks(semel)

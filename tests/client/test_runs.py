@@ -350,7 +350,7 @@ def make_token(service: TestServer, user: str, role: str) -> str:
     ledger = service.app.ledger(awaited=False)
     run_sync(ledger.open())
     request = tokens.NewToken(name=user, user=user, role=role)
-    text = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
+    text = run_sync(ledger.write(tokens.issue, request, ledger.statement_context)).secret
     run_sync(ledger.close())
     service.state.auth.clear_cache()
     return str(text)

@@ -36,7 +36,7 @@ MINUTE = 60 * 1_000_000
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenServer]:
     with shared_server(request, tmp_path_factory) as server:
         ledger = server.app.ledger(awaited=False)
-        run_sync(ledger.write(nobody_sweeps, ledger.terms))
+        run_sync(ledger.write(nobody_sweeps, ledger.statement_context))
         yield server
 
 
@@ -226,7 +226,11 @@ def test_a_stream_outlives_a_database_that_cannot_answer(server: TokenServer, te
 
 def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
     ledger = app.ledger(awaited=False)
-    run_sync(ledger.write(quotas.set_quota, (tenant, user), Quota(**(limits or {"max_concurrent": 5})), ledger.terms))
+    run_sync(
+        ledger.write(
+            quotas.set_quota, (tenant, user), Quota(**(limits or {"max_concurrent": 5})), ledger.statement_context
+        )
+    )
     run_sync(ledger.close())
 
 

@@ -256,7 +256,7 @@ def test_the_next_sweeper_takes_over_a_dead_ones_term_within_five_seconds(
             )
             assert await dead.elected()
             assert not await heir.elected()
-            return await ledger.read(maintenance.term_left, "sweeper", "heir", ledger.terms), heir.pause()
+            return await ledger.read(maintenance.term_left, "sweeper", "heir", ledger.statement_context), heir.pause()
         finally:
             await ledger.close()
 

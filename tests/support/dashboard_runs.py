@@ -80,7 +80,7 @@ class ManualWorker:
 
     def take(self, run_id: str) -> None:
         """Lease the run, which must be due."""
-        leased = run_sync(self._ledger.write(lease.lease_these, "the-hand", [run_id], self._ledger.terms))
+        leased = run_sync(self._ledger.write(lease.lease_these, "the-hand", [run_id], self._ledger.statement_context))
         assert len(leased) == 1, "the run could not be leased"
 
     def end(self, run_id: str, kind: Any, reason: str = "as told", **more: Any) -> None:
@@ -88,13 +88,13 @@ class ManualWorker:
         run = run_sync(self._ledger.find(run_id))
         assert run is not None
         ending = FinishRequest(run_id, run.fence, AttemptResult(kind=kind, reason=reason, **more))
-        assert run_sync(self._ledger.write(transitions.end, [ending], self._ledger.terms)), (
+        assert run_sync(self._ledger.write(transitions.end, [ending], self._ledger.statement_context)), (
             "the run was not held any more"
         )
 
     def tidy(self) -> None:
         """Remove expired keys."""
-        run_sync(self._ledger.write(maintenance.remove_expired, self._ledger.terms))
+        run_sync(self._ledger.write(maintenance.remove_expired, self._ledger.statement_context))
 
     def close(self) -> None:
         run_sync(self._ledger.close())

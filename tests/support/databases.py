@@ -130,7 +130,7 @@ class TestDatabase:
 
     def _write(self, verb: Callable[..., Any], *arguments: Any) -> Any:
         store = self.app._engine.store
-        return run_sync(store.write(verb, *arguments, store.terms))
+        return run_sync(store.write(verb, *arguments, store.statement_context))
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
         """The rows of a query, as a database client gets them."""

@@ -198,13 +198,15 @@ class ManualWorker:
         self._models = app.registry.names
 
     def lease(self, most: int = 1, queues: tuple[str, ...] = ("default",)) -> list[Leased]:
-        self.do(self.ledger.write(lease.wake, self.ledger.terms))
+        self.do(self.ledger.write(lease.wake, self.ledger.statement_context))
         return self.do(
-            self.ledger.write(lease.lease, LeaseRequest(self.name, queues, self._models, most), self.ledger.terms)
+            self.ledger.write(
+                lease.lease, LeaseRequest(self.name, queues, self._models, most), self.ledger.statement_context
+            )
         )
 
     def lease_this(self, run: Run) -> Leased | None:
-        leased = self.do(self.ledger.write(lease.lease_these, self.name, [run.id], self.ledger.terms))
+        leased = self.do(self.ledger.write(lease.lease_these, self.name, [run.id], self.ledger.statement_context))
         return leased[0] if leased else None
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", *, delay: float = 0, **told: Any) -> bool:
@@ -215,7 +217,7 @@ class ManualWorker:
         ending = FinishRequest(
             leased.id, leased.fence, AttemptResult(kind=kind, **told), round(delay * 1e6), returned=returned
         )
-        return leased.id in self.do(self.ledger.write(transitions.end, [ending], self.ledger.terms))
+        return leased.id in self.do(self.ledger.write(transitions.end, [ending], self.ledger.statement_context))
 
     def do(self, verb: Coroutine[Any, Any, T]) -> T:
         return run_sync(verb)

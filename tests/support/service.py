@@ -89,7 +89,7 @@ def issue_token(app: App, user: str, role: Any = "submitter", tenant: str = "", 
     ledger = app.ledger(awaited=False)
     try:
         request = tokens.NewToken(user=user, role=role, tenant=tenant, ttl=ttl)
-        return run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
+        return run_sync(ledger.write(tokens.issue, request, ledger.statement_context)).secret
     finally:
         run_sync(ledger.close())
 

@@ -37,7 +37,7 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
     from semel._concurrency.sync import run_sync
 
     with opened(db) as store:
-        counts = run_sync(store.read(_removable, older_than, store.terms))
+        counts = run_sync(store.read(_removable, older_than, store.statement_context))
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not dry_run:
             _require_artifacts(artifacts, with_files)
@@ -86,7 +86,7 @@ def _remove(url: str, store: RunStore, age: float, artifacts: str) -> dict[str, 
         counts = {"runs": app.purge(age), "run_keys": 0, "reservations": 0}
     finally:
         app.close()
-    while any(removed := run_sync(store.write(_expired, store.terms))):
+    while any(removed := run_sync(store.write(_expired, store.statement_context))):
         counts["run_keys"] += removed[0]
         counts["reservations"] += removed[1]
     with Once(url, collect=False) as once:

@@ -252,7 +252,7 @@ def _find(
     records = _records(db, key, scope) if user is None and tenant is None else []
     if scope or _is_redis(db):
         return records, []
-    return records, ask(db, lambda store: store.read(_run_keys_of, key, user, tenant, store.terms))
+    return records, ask(db, lambda store: store.read(_run_keys_of, key, user, tenant, store.statement_context))
 
 
 def _records(db: str, key: str, scope: str | None) -> list[Record]:

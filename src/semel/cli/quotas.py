@@ -69,7 +69,9 @@ def show(user: str, tenant: str, db: str, as_json: bool) -> None:
     """Show the effective quota of a user, and their usage."""
     from semel.runs.store import quotas
 
-    used, quota = ask(db, lambda store: store.read(quotas.usage_and_quota, _person(tenant, user), store.terms))
+    used, quota = ask(
+        db, lambda store: store.read(quotas.usage_and_quota, _person(tenant, user), store.statement_context)
+    )
     if as_json:
         print_json({"user": user, "quota": quota, "usage": used})
         return
@@ -128,7 +130,7 @@ def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> 
     if not changes:
         raise click.UsageError("nothing to set: give a limit, such as --max-concurrent 5; none removes one")
     person = _person(tenant, user)
-    quota = ask(db, lambda store: store.write(_change, person, changes, store.terms), create=True)
+    quota = ask(db, lambda store: store.write(_change, person, changes, store.statement_context), create=True)
     there = ((getattr(quota, name), what) for name, what in LIMITS.items())
     shown = [_format_limit(value, what) for value, what in there if value is not None]
     text = f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})"
@@ -166,6 +168,6 @@ def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
 
     with opened(db) as store:
         there = user in run_sync(store.read(quotas.list_quotas, tenant))
-        run_sync(store.write(quotas.set_quota, _person(tenant, user), None, store.terms))
+        run_sync(store.write(quotas.set_quota, _person(tenant, user), None, store.statement_context))
     text = f"the quota of {user} is removed" if there else f"{user} has no quota"
     print_result(as_json, {"user": user, "removed": there}, text)

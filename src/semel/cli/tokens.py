@@ -42,7 +42,7 @@ def create(db: str, as_json: bool, **request: Any) -> None:
     from semel.service.auth import tokens
 
     wanted = tokens.NewToken(**request)
-    issued = ask(db, lambda store: store.write(tokens.issue, wanted, store.terms), create=True)
+    issued = ask(db, lambda store: store.write(tokens.issue, wanted, store.statement_context), create=True)
     _print_issued(issued, as_json)
 
 
@@ -96,7 +96,7 @@ def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002
     """Replace a token by a new one of the same user."""
     from semel.service.auth import tokens
 
-    issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, store.terms))
+    issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, store.statement_context))
     if issued is None:
         raise InvalidRequest(f"there is no token {id!r}, or it is not valid; semel token list shows the ids")
     _print_issued(issued, as_json)

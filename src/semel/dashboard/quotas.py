@@ -198,7 +198,7 @@ async def show(
 
 async def _list_page(request: TheRequest, service: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
     async with service.slow_query_lock:
-        usages = await service.store.read(list_usage, tenant, MAX_ROWS, service.store.terms)
+        usages = await service.store.read(list_usage, tenant, MAX_ROWS, service.store.statement_context)
     rows = [(each, bars_of(each.quota, each.used)) for each in usages]
     rows.sort(key=lambda row: _busiest_first(*row))
     default = await _standing(service, caller, tenant, EVERYBODY)

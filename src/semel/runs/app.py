@@ -113,7 +113,7 @@ class App:
         )
         """Shared by the workers and servers of this process, so that one outage is logged once."""
         self.limits = Limits(inline_bytes=inline_result_bytes, max_bytes=max_result_bytes)
-        self.terms = DedupePolicy(key_ttl=key_ttl, dedupe_window=dedupe_window)
+        self.dedupe_policy = DedupePolicy(key_ttl=key_ttl, dedupe_window=dedupe_window)
         self.publish = publish
         self.clock = clock
         self._retry_for, self._pool = retry_for, pool
@@ -197,7 +197,7 @@ class App:
             self.registry,
             results=lambda: self.results,
             transport=lambda: self.transport,
-            terms=self.terms,
+            dedupe_policy=self.dedupe_policy,
             hooks=self.hooks,
         )
 

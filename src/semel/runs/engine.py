@@ -62,14 +62,14 @@ class RunEngine:
         *,
         results: Callable[[], ResultStore],
         transport: Callable[[], Transport],
-        terms: DedupePolicy,
+        dedupe_policy: DedupePolicy,
         hooks: EventHooks,
     ) -> None:
         self.store = store
         self.registry = registry
         self._results = results
         self._transport = transport
-        self._builder = SubmissionBuilder(registry, terms)
+        self._builder = SubmissionBuilder(registry, dedupe_policy)
         self._hooks = hooks
 
     async def submit(
@@ -258,7 +258,7 @@ class RunEngine:
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
-            await self.store.write(transitions.cancel, [run.id], why, self.store.terms)
+            await self.store.write(transitions.cancel, [run.id], why, self.store.statement_context)
             run = await self.get(run.id)
         if run.status in ("SUCCEEDED", "FAILED"):
             raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
@@ -353,7 +353,9 @@ class RunEngine:
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
         """Why the run is pending, since when, and its place in the queue; None if it is not pending."""
-        told = await self.store.read(queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.terms)
+        told = await self.store.read(
+            queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.statement_context
+        )
         if told is not None and told.place is not None and not told.workers and self._transport().announces:
             unseen = "it waits for an RQ or Celery worker; semel sees such a worker only while it executes a run"
             return msgspec.structs.replace(told, reason=unseen)
@@ -366,11 +368,11 @@ class RunEngine:
 
     async def backlog(self) -> Backlog:
         """How many runs wait and how many run, for monitoring."""
-        return await self.store.read(queries.backlog, self.store.terms)
+        return await self.store.read(queries.backlog, self.store.statement_context)
 
     async def workers(self) -> list[WorkerInfo]:
         """The workers on this app's database."""
-        return await self.store.read(queries.list_workers, self.store.terms)
+        return await self.store.read(queries.list_workers, self.store.statement_context)
 
     async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
         """Set a user's quota; the user ``"*"`` stands for everybody without their own. None removes the quota.
@@ -383,7 +385,7 @@ class RunEngine:
             quotas.set_quota,
             (checked_name("tenant", tenant), checked_name("user", user, empty=False)),
             quota,
-            self.store.terms,
+            self.store.statement_context,
         )
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
@@ -394,7 +396,9 @@ class RunEngine:
         """A user's usage: active runs, reservations, recent runs and costs."""
         return (
             await self.store.read(
-                quotas.usage_and_quota, (checked_name("tenant", tenant), checked_name("user", user)), self.store.terms
+                quotas.usage_and_quota,
+                (checked_name("tenant", tenant), checked_name("user", user)),
+                self.store.statement_context,
             )
         )[0]
 
@@ -407,7 +411,7 @@ class RunEngine:
         age = checked_number("older_than", older_than, 0, TEN_YEARS)
         total, after, more, failed = 0, None, True, None
         while more:
-            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.terms)
+            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.statement_context)
             total, after, more = total + removed.count, removed.next, removed.next is not None
             failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         if failed is not None:
@@ -435,7 +439,7 @@ class RunEngine:
                         results.remove(each.prefix)
                         done.append(each.prefix)
                     else:
-                        run_sync(store.write(maintenance.remove_data, each, results.remove, store.terms))
+                        run_sync(store.write(maintenance.remove_data, each, results.remove, store.statement_context))
                 except ResultStoreError as error:
                     failed = error
             more = bool(done)

@@ -68,7 +68,7 @@ class Jobs:
         job = None if job_id is None else checked_name("job_id", job_id, empty=False)
         reservation = checked_name("reservation_id", reservation_id)
         consumed = await self._store.write(
-            quotas.consume_after, reservation, self._person(user_id), job, self._store.terms
+            quotas.consume_after, reservation, self._person(user_id), job, self._store.statement_context
         )
         close_reservation(reservation)
         return consumed
@@ -90,7 +90,7 @@ class Jobs:
             job_id=checked_name("job_id", job_id, empty=False),
             ttl_us=round(checked_retention("ttl_hours", ttl_hours, unit=3600) * 3600 * MICRO),
         )
-        return await self._store.write(run_keys.store_key, request, self._store.terms)
+        return await self._store.write(run_keys.store_key, request, self._store.statement_context)
 
     async def check_idempotency_key(self, key: str, user_id: str | int | None = None) -> str | None:
         """The job that the key names, or None if the key was never stored, or expired (and is now removed)."""
@@ -100,7 +100,7 @@ class Jobs:
     async def get_idempotency_key(self, key: str, user_id: str | int | None = None) -> KeyEntry | None:
         """The key with its job, user and times, or None."""
         return await self._store.write(
-            run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._store.terms
+            run_keys.check_key, self._person(user_id), checked_run_key("key", key), self._store.statement_context
         )
 
     def _person(self, user_id: str | int | None) -> tuple[str, str | None]:

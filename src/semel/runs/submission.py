@@ -67,9 +67,9 @@ class SubmitOptions(TypedDict, total=False):
 class SubmissionBuilder:
     """Makes submissions; it stores nothing."""
 
-    def __init__(self, registry: Registry, terms: DedupePolicy) -> None:
+    def __init__(self, registry: Registry, policy: DedupePolicy) -> None:
         self._registry = registry
-        self._terms = terms
+        self._policy = policy
 
     def from_mapping(self, asked: Mapping[str, Any]) -> Submission:
         """A submission from the arguments of ``submit`` as a mapping."""
@@ -110,9 +110,9 @@ class SubmissionBuilder:
         payload_hash = registered.payload_hash(given)
         key, kind, ttl = self._key(options, payload_hash)
         own_key, own_ttl, asked = None, 0.0, None
-        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._terms.dedupe_window > 0)):
+        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._policy.dedupe_window > 0)):
             own_key, own_ttl = key, ttl
-            key, kind, ttl = payload_hash, "payload", self._terms.dedupe_window
+            key, kind, ttl = payload_hash, "payload", self._policy.dedupe_window
         if retry_of is not None:  # a second retry finds the first; the payload alone finds neither
             asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
             key, ttl = f"retry:{retry_of}", RETRY_WINDOW
@@ -160,9 +160,9 @@ class SubmissionBuilder:
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
             key = checked_run_key("idempotency_key", given)
-            return key, "key", checked_retention("key_ttl", self._terms.key_ttl if ttl is None else ttl)
-        if options.get("dedupe") is not False and self._terms.dedupe_window > 0:
-            return payload_hash, "payload", self._terms.dedupe_window
+            return key, "key", checked_retention("key_ttl", self._policy.key_ttl if ttl is None else ttl)
+        if options.get("dedupe") is not False and self._policy.dedupe_window > 0:
+            return payload_hash, "payload", self._policy.dedupe_window
         return None, "payload", 0.0
 
 

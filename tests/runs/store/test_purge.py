@@ -123,7 +123,9 @@ def purge(harness: RunsHarness, by: str) -> int:
 def collected(harness: RunsHarness) -> int:
     """What ``semel gc`` removes, on the clock of the test; a dry run says the same before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semel.runs.store.RunStore.terms", property(lambda _: StatementContext(harness.clock.us)))
+        patch.setattr(
+            "semel.runs.store.RunStore.statement_context", property(lambda _: StatementContext(harness.clock.us))
+        )
         counts = []
         for dry in (["--dry-run"], []):
             said = _said(["gc", "--db", harness.url, "--artifacts", str(harness.folder / "artifacts"), "--json", *dry])
@@ -165,7 +167,7 @@ def test_a_purge_beside_a_retry_leaves_the_new_runs_data(postgres_harness: RunsH
 
     def retry_slowly(conn: Any) -> submit.Answer:
         with transaction(conn):
-            (answer,) = submit.submit(conn, [retried(harness, failed)], app._engine.store.terms)
+            (answer,) = submit.submit(conn, [retried(harness, failed)], app._engine.store.statement_context)
             other = harness.open(clock=harness.clock)
             assert other.purge(0) == 0, "it is in use"
         return answer
@@ -208,8 +210,8 @@ def test_a_purge_beside_an_upload_leaves_the_data_that_it_shares(postgres_harnes
 
     def release_slowly(conn: Any) -> None:
         with transaction(conn):
-            maintenance.lock_data(conn, data_of("a"), ledger.terms)
-            transitions.release(conn, waits.id, data_of("a"), ledger.terms)
+            maintenance.lock_data(conn, data_of("a"), ledger.statement_context)
+            transitions.release(conn, waits.id, data_of("a"), ledger.statement_context)
             purging.start()
             waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
             while not harness.sql(waiting)[0][0]:

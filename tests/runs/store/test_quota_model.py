@@ -162,7 +162,7 @@ class Lives(RuleBasedStateMachine):
             return
         (leased,) = run_sync(
             self.ground.app._engine.store.write(
-                lease.lease_these, "worker-1", [run], self.ground.app._engine.store.terms
+                lease.lease_these, "worker-1", [run], self.ground.app._engine.store.statement_context
             )
         )
         assert self.ground.end(leased, kind)
@@ -176,7 +176,7 @@ class Lives(RuleBasedStateMachine):
         if run in self.alive and self.ground.app.get(run).losts < 2:
             run_sync(
                 self.ground.app._engine.store.write(
-                    lease.lease_these, "worker-1", [run], self.ground.app._engine.store.terms
+                    lease.lease_these, "worker-1", [run], self.ground.app._engine.store.statement_context
                 )
             )
             self.ground.clock.advance(61)

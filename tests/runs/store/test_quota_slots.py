@@ -442,7 +442,7 @@ def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(
 
         def take_the_slot(conn: Any) -> str | None:
             with transaction(conn):
-                quotas.read_clock(conn, ledger.terms)
+                quotas.read_clock(conn, ledger.statement_context)
                 quotas.lock(conn, [("", "42")])
                 if how == "consume":
                     asked.append(threads.submit(jobs.consume_reservation, mine))
@@ -451,7 +451,7 @@ def test_a_reservation_that_ends_while_its_owner_waits_for_others_gives_no_slot(
                 until = time.monotonic() + PATIENCE
                 while time.monotonic() < until:
                     request = Reserve(id=new_id(), tenant="", user="42", max_concurrent=1, ttl_us=60_000_000)
-                    (other,) = quotas.reserve(conn, [request], ledger.terms)
+                    (other,) = quotas.reserve(conn, [request], ledger.statement_context)
                     if other is not None:
                         return other
                     time.sleep(0.1)

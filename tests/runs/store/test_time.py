@@ -25,7 +25,7 @@ def test_a_statement_that_waited_for_the_lock_of_the_file_has_the_time_after_the
 
     def take() -> None:
         request = LeaseRequest("w", ("default",), ["work"], 1)
-        found.extend(run_sync(store.write_once(lease.lease, request, store.terms)))
+        found.extend(run_sync(store.write_once(lease.lease, request, store.statement_context)))
 
     other = sqlite3.connect(tmp_path / "semel.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

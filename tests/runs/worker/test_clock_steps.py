@@ -73,7 +73,7 @@ def test_what_is_due_at_once_is_leased_and_told_of_at_once(harness: RunsHarness)
     hand = harness.hand()
     run = harness.timeless.submit("add", {"a": 1, "b": 2})
     harness.clock.advance(-HOUR)
-    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.terms))] == [run.id]
+    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.statement_context))] == [run.id]
     told = harness.timeless.waiting(run.id)
     assert told is not None
     assert told.place == 1
@@ -87,10 +87,10 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(harness: RunsHarness) -
     hand = harness.hand()
     run = harness.timeless.submit("add", {"a": 1, "b": 2}, delay=30)
     harness.clock.advance(-HOUR)
-    hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
+    hand.do(hand.ledger.write(lease.wake, hand.ledger.statement_context))
     harness.clock.advance(31)
-    hand.do(hand.ledger.write(lease.wake, hand.ledger.terms))
-    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.terms))] == [run.id]
+    hand.do(hand.ledger.write(lease.wake, hand.ledger.statement_context))
+    assert [each.id for each in hand.do(hand.ledger.read(lease.due, 30, 10, hand.ledger.statement_context))] == [run.id]
 
 
 def turn(app: App) -> int:
@@ -141,10 +141,10 @@ def test_a_reservation_holds_its_slot_no_longer(harness: RunsHarness, by: str) -
 
 def test_the_role_of_a_dead_sweeper_is_free_no_later(harness: RunsHarness) -> None:
     ledger = harness.timeless._engine.store
-    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))
-    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.statement_context))
+    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.statement_context))
     harness.clock.advance(-HOUR)
-    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.statement_context))
 
 
 def test_a_worker_that_died_before_the_step_does_not_look_alive_for_an_hour(harness: RunsHarness) -> None:

@@ -183,7 +183,7 @@ def test_a_publisher_that_hangs_does_not_stop_the_sweeping(url: str, tmp_path: P
             run = app.submit("noop", queue="elsewhere")
             run_sync(
                 app._engine.store.write(
-                    lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.store.terms
+                    lease.lease, LeaseRequest("dead", ("elsewhere",), ["noop"], 1), app._engine.store.statement_context
                 )
             )
             eventually(lambda: app.get(run.id).losts == 1)
@@ -198,11 +198,13 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
     app.model("noop", isolation="thread")(noop)
     locked, free = app.submit("noop"), app.submit("noop")
     ledger = app._engine.store
-    leased = run_sync(ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 2), ledger.terms))
+    leased = run_sync(ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 2), ledger.statement_context))
     with psycopg.connect(postgres_url) as other:
         other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
         renewed = run_sync(
-            ledger.write_once(lease.renew, [LeaseRenewal(each.id, each.fence) for each in leased], ledger.terms)
+            ledger.write_once(
+                lease.renew, [LeaseRenewal(each.id, each.fence) for each in leased], ledger.statement_context
+            )
         )
         assert renewed == {free.id: False}
         assert run_sync(ledger.read_once(lease.watch, [(each.id, each.fence) for each in leased])) == {
@@ -246,7 +248,9 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
 
     async def scenario() -> None:
         ledger = app.ledger(awaited=True)
-        (leased,) = await ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 1), ledger.terms)
+        (leased,) = await ledger.write(
+            lease.lease, LeaseRequest("w", ("default",), ["noop"], 1), ledger.statement_context
+        )
         held = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
         active = ActiveRuns()
         active.add(held)
@@ -292,14 +296,14 @@ def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> 
     app.model("noop", isolation="thread")(noop)
     ledger = app._engine.store
     run = app.submit("noop")
-    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["noop"], 1), ledger.terms))
-    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.terms))
-    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
+    run_sync(ledger.write(lease.lease, LeaseRequest("dead", ("default",), ["noop"], 1), ledger.statement_context))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "dead", 15, ledger.statement_context))
+    assert not run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.statement_context))
     clock.advance(-3600)
-    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.terms))
-    run_sync(ledger.write(maintenance.repair_times, ledger.terms))
+    assert run_sync(ledger.write(maintenance.acquire_leadership, "sweeper", "heir", 15, ledger.statement_context))
+    run_sync(ledger.write(maintenance.repair_times, ledger.statement_context))
     clock.advance(61)
-    assert [lost.id for lost in run_sync(ledger.write(transitions.lose_expired, ledger.terms))] == [run.id]
+    assert [lost.id for lost in run_sync(ledger.write(transitions.lose_expired, ledger.statement_context))] == [run.id]
     app.close()
 
 

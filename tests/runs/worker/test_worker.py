@@ -622,7 +622,7 @@ def test_one_worker_sweeps_and_when_it_stops_another_does(harness: RunsHarness) 
 def test_a_sweeper_that_vanished_is_replaced_when_its_term_is_over(harness: RunsHarness) -> None:
     app = harness.timeless
     dead = harness.hand(name="dead")
-    assert dead.do(dead.ledger.write(maintenance.acquire_leadership, ROLE, "dead", 70, dead.ledger.terms))
+    assert dead.do(dead.ledger.write(maintenance.acquire_leadership, ROLE, "dead", 70, dead.ledger.statement_context))
     run = app.submit("add", {"a": 1})
     dead.lease_this(run)
     harness.clock.advance(65)

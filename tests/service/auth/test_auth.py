@@ -180,7 +180,7 @@ def test_a_token_in_a_second_header_is_refused_even_if_it_was_good_a_moment_ago(
 def test_only_a_digest_of_a_token_is_kept(server: TokenServer) -> None:
     secret = server.root.secret
     ledger = server.app.ledger(awaited=False)
-    found = run_sync(ledger.read(tokens.find, server.root.id, ledger.terms))
+    found = run_sync(ledger.read(tokens.find, server.root.id, ledger.statement_context))
     run_sync(ledger.close())
     assert secret
     assert found is not None

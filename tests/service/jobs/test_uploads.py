@@ -325,11 +325,11 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
         job_id = (await jobs.submit(site, ME, asked)).job_id
         (upload,) = (await site.engine.runs(queue="semel-service")).runs
         assert (
-            await site.store.read(lease.due, 0, 100, site.store.terms) == []
+            await site.store.read(lease.due, 0, 100, site.store.statement_context) == []
         )  # no broker is told of the upload, nor of a run that is held
         await act(site, upload.id)
-        assert await site.store.write(uploads.settle, site.store.terms) == 1
-        assert await site.store.write(uploads.settle, site.store.terms) == 0
+        assert await site.store.write(uploads.settle, site.store.statement_context) == 1
+        assert await site.store.write(uploads.settle, site.store.statement_context) == 0
         return job_id
     finally:
         await site.store.close()
@@ -337,11 +337,11 @@ async def submitted(app: App, configs: Path, act: Any) -> str:
 
 
 async def give_up(site: ServiceState, upload_id: str) -> None:
-    (leased,) = await site.store.write(lease.lease_these, "worker", [upload_id], site.store.terms)
+    (leased,) = await site.store.write(lease.lease_these, "worker", [upload_id], site.store.statement_context)
     await site.store.write(
         transitions.end,
         [FinishRequest(upload_id, leased.fence, AttemptResult(kind="fatal", reason="the disk is full"))],
-        site.store.terms,
+        site.store.statement_context,
     )
 
 

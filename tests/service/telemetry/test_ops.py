@@ -57,7 +57,7 @@ def token(app: App, role: Role, tenant: str = "") -> str:
     """A new token."""
     ledger = app.ledger(awaited=False)
     request = tokens.NewToken(user=f"a-{role}", role=role, tenant=tenant)
-    secret = run_sync(ledger.write(tokens.issue, request, ledger.terms)).secret
+    secret = run_sync(ledger.write(tokens.issue, request, ledger.statement_context)).secret
     run_sync(ledger.close())
     return secret
 

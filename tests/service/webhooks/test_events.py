@@ -332,7 +332,7 @@ def test_what_is_old_is_forgotten_in_batches(house: House, client: httpx.Client)
     columns = "subscription_id, run_id, version, state, attempts, due_us, body"
     house.write(f"INSERT INTO semel_deliveries ({columns}) VALUES {', '.join(made)}")
     ledger = house.app._engine.store
-    assert [run_sync(ledger.write(tidy, ledger.terms, 10)) for _ in range(4)] == [True, True, False, False]
+    assert [run_sync(ledger.write(tidy, ledger.statement_context, 10)) for _ in range(4)] == [True, True, False, False]
     assert house.states() == {"delivered": 1}
 
 
@@ -477,7 +477,7 @@ def test_a_try_that_ended_is_not_renewed(house: House) -> None:
         **stale,
     )
     try:
-        assert run_sync(ledger.write(renew, [leased], LEASE, ledger.terms)) == {}
+        assert run_sync(ledger.write(renew, [leased], LEASE, ledger.statement_context)) == {}
     finally:
         run_sync(ledger.close())
     assert house.sql("SELECT * FROM semel_deliveries") == before
@@ -672,7 +672,7 @@ def test_what_still_waits_for_a_subscription_that_ended_is_not_taken_up(house: H
     ledger = house.app.ledger(awaited=False)
     try:
         house.write(end)
-        assert run_sync(ledger.write(lease, made["id"], 10, LEASE, ledger.terms)) == []
+        assert run_sync(ledger.write(lease, made["id"], 10, LEASE, ledger.statement_context)) == []
         assert house.states() == {"waiting": 1}
     finally:
         run_sync(ledger.close())

@@ -122,7 +122,7 @@ class OverviewFeed:
             step_us = window.step * MICRO
             counted = await store.read(queries.count_runs, self.audience, outdated, step_us)
             self._counts.add(counted, now_us - step_us - SETTLED_AFTER * MICRO)
-        snapshot = await store.read(queries.take_snapshot, self.audience, starts[0], now_us, store.terms)
+        snapshot = await store.read(queries.take_snapshot, self.audience, starts[0], now_us, store.statement_context)
         rate = None if self._replay_counter is None else await self._replay_counter.latest()
         return build_view(snapshot, self._counts.of(starts), rate, audience=self.audience, window=window, now_us=now_us)
 

@@ -32,7 +32,7 @@ class PredictionRun:
     ) -> None:
         self._replicate = replicate
         self._timing = replicate.timing
-        self._terms = replicate.store.terms
+        self._terms = replicate.store.statement_context
         self._ctx = ctx
         self._query = query
         self._retry = retry

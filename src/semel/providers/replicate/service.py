@@ -234,7 +234,7 @@ class ReplicateService:
         return self.timing.webhook_poll
 
     async def _tidy_all(self) -> float:
-        for orphan in await self.store.read(rows.orphans, 100, self.store.terms):
+        for orphan in await self.store.read(rows.orphans, 100, self.store.statement_context):
             await self._tidy(orphan)
         return self.timing.tidy
 
@@ -268,7 +268,7 @@ class ReplicateService:
         found = candidates.certain or candidates.alike
         if len(found) == 1:
             with suppress(rows.AlreadyClaimed):
-                await self.store.write(rows.record, remote.token, found[0], "starting", self.store.terms)
+                await self.store.write(rows.record, remote.token, found[0], "starting", self.store.statement_context)
             return None
         return "unknown" if found or candidates.unclear else "absent"
 

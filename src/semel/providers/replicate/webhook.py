@@ -99,18 +99,18 @@ async def hear(token: FromPath[str], service: CurrentState, request: Request[Any
 async def _accept(replicate: ReplicateService, token: str, body: WebhookBody) -> Received:
     """The signed body names the token's prediction, so it is found even if the response to its creation was lost."""
     store = replicate.store
-    known = await store.read(rows.find_by_token, token, store.terms)
+    known = await store.read(rows.find_by_token, token, store.statement_context)
     if known is None or body.id in known.past:
         return Received("ignored")
     if known.id is None:
         try:
-            await store.write(rows.record, token, body.id, "starting", store.terms)
+            await store.write(rows.record, token, body.id, "starting", store.statement_context)
         except rows.AlreadyClaimed:
             return Received("ignored")
     elif known.id != body.id:
         replicate.spawn(replicate.cancel_duplicate(body.id, known.run_id))
         return Received("heard")
-    replicate.notify(token, await store.write(rows.mark_heard, token, store.terms))
+    replicate.notify(token, await store.write(rows.mark_heard, token, store.statement_context))
     return Received("heard")
 
 

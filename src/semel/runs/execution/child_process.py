@@ -145,7 +145,9 @@ class ChildProcess(asyncio.Protocol):
         try:
             self.on_message(message)
         except Exception as error:  # noqa: BLE001 (an error of the listener must not close the connection)
-            self._loop.call_exception_handler({"message": "a message of a child process could not be handled", "exception": error})
+            self._loop.call_exception_handler(
+                {"message": "a message of a child process could not be handled", "exception": error}
+            )
 
     def _spawn(self) -> socket.socket:
         """Start it in a session of its own, where no Ctrl-C reaches it and all that it starts can be killed with it."""

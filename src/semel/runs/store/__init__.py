@@ -1,8 +1,8 @@
 """The store of runs: runs the functions of this package (``lease.lease``, ``queries.get``, …) on the database.
 
-``await store.write(transitions.cancel, ids, why, store.terms)``: such a function takes a connection first, is safe to
-run twice, and is retried while the database is unavailable. The store is blocking over a blocking database, and awaited
-over an async one.
+``await store.write(transitions.cancel, ids, why, store.statement_context)``: such a function takes a connection first,
+is safe to run twice, and is retried while the database is unavailable. The store is blocking over a blocking database,
+and awaited over an async one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RunStore:
         return str(self.file or self.url.set(drivername=self.dialect).render_as_string(hide_password=True))
 
     @property
-    def terms(self) -> StatementContext:
+    def statement_context(self) -> StatementContext:
         """What the functions of this package take: the clock, where the database's own is not used (SQLite's is the
         host's), and whether events are to be published."""
         return StatementContext(None, self._publish, self._clock or (_host_clock if self.dialect == "sqlite" else None))
@@ -219,7 +219,7 @@ class RunStore:
     ) -> R:
         """Run a function for a batch of calls, the oldest made at ``began``; a large batch has more time."""
         return await self._with_retry(
-            how, lambda conn: work(conn, batch, self.terms), long=len(batch) > LARGEST, began=began
+            how, lambda conn: work(conn, batch, self.statement_context), long=len(batch) > LARGEST, began=began
         )
 
     async def _find_now(self, ids: Sequence[str], began: float) -> list[Run | None]:
@@ -279,14 +279,14 @@ def _error_of(failed: Failed) -> SemelError:
     return error if isinstance(error, SemelError) else SemelError(f"it could not be stored: {error!r}")
 
 
-def _submit(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Answer]:
+def _submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
     with transaction(conn):
-        return store_submit.submit(conn, submissions, terms)
+        return store_submit.submit(conn, submissions, context)
 
 
-def _reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementContext) -> list[str | None]:
+def _reserve(conn: Connection, requests: Sequence[Reserve], context: StatementContext) -> list[str | None]:
     with transaction(conn):
-        return quotas.reserve(conn, requests, terms)
+        return quotas.reserve(conn, requests, context)
 
 
 def _in_transaction(conn: Connection, verb: Callable[..., R], args: Any, kwargs: Any) -> R:

@@ -91,23 +91,23 @@ class LeaseRequest(Struct, frozen=True):
 
 
 @hot
-def lease(conn: Connection, request: LeaseRequest, terms: StatementContext) -> list[Leased]:
+def lease(conn: Connection, request: LeaseRequest, context: StatementContext) -> list[Leased]:
     """Lease runs that are due, queue by queue."""
     taken: list[Leased] = []
     for queue in request.queues:
         most = request.most - len(taken)
         if most > 0:
             values: dict[str, Any] = {"worker": request.worker, "queue": queue, "models": request.models, "most": most}
-            taken += [Leased(*row) for row in change(conn, _LEASE, terms, **values)]
+            taken += [Leased(*row) for row in change(conn, _LEASE, context, **values)]
     return taken
 
 
 @hot
-def lease_these(conn: Connection, worker: str, ids: Sequence[str], terms: StatementContext) -> list[Leased]:
+def lease_these(conn: Connection, worker: str, ids: Sequence[str], context: StatementContext) -> list[Leased]:
     """Lease these runs if they are due, including those whose lease expired."""
     with transaction(conn):
-        change(conn, LOSE_THESE, terms, ids=list(ids))
-        rows = change(conn, _LEASE_THESE, terms, worker=worker, ids=list(ids))
+        change(conn, LOSE_THESE, context, ids=list(ids))
+        rows = change(conn, _LEASE_THESE, context, worker=worker, ids=list(ids))
     return [Leased(*row) for row in rows]
 
 
@@ -141,17 +141,17 @@ UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.no
 
 
 @hot
-def wake(conn: Connection, terms: StatementContext, most: int = 500) -> tuple[int, float | None]:
+def wake(conn: Connection, context: StatementContext, most: int = 500) -> tuple[int, float | None]:
     """Make the runs that are due ready to be leased; return how many, and in how many seconds the next is due.
 
     A delay that began later than now began before the clock was put back: it starts again, no longer than before.
     """
-    until_next, began_later = _NEXT.rows(conn, now=terms.now)[0]
-    if began_later and _RESTART.count(conn, now=terms.now):
-        until_next, _ = _NEXT.rows(conn, now=terms.now)[0]
+    until_next, began_later = _NEXT.rows(conn, now=context.now)[0]
+    if began_later and _RESTART.count(conn, now=context.now):
+        until_next, _ = _NEXT.rows(conn, now=context.now)[0]
     if until_next is None or until_next > 0:
         return 0, None if until_next is None else until_next / MICRO
-    return _WAKE.count(conn, most=most, now=terms.now), 0
+    return _WAKE.count(conn, most=most, now=context.now), 0
 
 
 _RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double precision", "in_note": "text"}
@@ -182,12 +182,12 @@ class LeaseRenewal(Struct, frozen=True):
 
 
 @hot
-def renew(conn: Connection, beats: Sequence[LeaseRenewal], terms: StatementContext) -> dict[str, bool]:
+def renew(conn: Connection, beats: Sequence[LeaseRenewal], context: StatementContext) -> dict[str, bool]:
     """Renew leases in one statement. Returns the runs that it renewed, and whether each is to be cancelled.
 
     A run that is missing is lost, or its row is locked: see watch.
     """
-    rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=terms.now)
+    rows = _RENEW.rows(conn, sorted((b.run_id, b.fence, b.progress, b.note) for b in beats), now=context.now)
     return {row[0]: row[1] is not None for row in rows}
 
 
@@ -234,13 +234,13 @@ class PendingRun(Struct, frozen=True):
 
 
 @hot
-def due(conn: Connection, silent: float, most: int, terms: StatementContext) -> list[PendingRun]:
+def due(conn: Connection, silent: float, most: int, context: StatementContext) -> list[PendingRun]:
     """Runs, with their queues, that are due and that perhaps were not announced.
 
     The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
     service's own work is left out: its servers poll for it.
     """
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     silent_us = round(silent * MICRO)
     pending = literal("PENDING", literal_execute=True)
     at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)

@@ -71,7 +71,7 @@ ON CONFLICT (id) DO UPDATE SET seen_us = {w.now}, draining = excluded.draining, 
 
 
 @hot
-def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> None:
+def worker_seen(conn: Connection, card: WorkerCard, context: StatementContext) -> None:
     """Write that the worker is alive."""
     values: dict[str, Any] = {
         "id": card.id,
@@ -83,7 +83,7 @@ def worker_seen(conn: Connection, card: WorkerCard, terms: StatementContext) -> 
         "slots": json.dumps(dict(card.slots)),
         "draining": card.draining,
     }
-    _SEEN.count(conn, now=terms.now, **values)
+    _SEEN.count(conn, now=context.now, **values)
 
 
 @hot
@@ -92,14 +92,14 @@ def worker_gone(conn: Connection, worker_id: str) -> None:
     conn.execute(delete(workers).where(workers.c.id == worker_id))
 
 
-def remove_expired(conn: Connection, terms: StatementContext) -> tuple[int, bool]:
+def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bool]:
     """Remove keys and reservations that expired, and workers not seen for a day.
 
     Returns how many keys and reservations were removed, and whether there may be more.
     """
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
-    removed = purge_keys(conn, terms, BATCH), quotas.purge_reservations(conn, terms, BATCH)
+    removed = purge_keys(conn, context, BATCH), quotas.purge_reservations(conn, context, BATCH)
     return sum(removed), max(removed) >= BATCH
 
 
@@ -117,12 +117,12 @@ _STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role A
 
 
 @hot
-def acquire_leadership(conn: Connection, role: str, holder: str, term: float, terms: StatementContext) -> bool:
+def acquire_leadership(conn: Connection, role: str, holder: str, term: float, context: StatementContext) -> bool:
     """Take or renew the role for ``term`` seconds. Returns False while another holds it.
 
     A term that ends later than a new one would began before the clock was put back, and does not count.
     """
-    return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=terms.now))
+    return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=context.now))
 
 
 _TERM_LEFT = Statement(
@@ -136,9 +136,9 @@ WHERE role = :role AND holder <> :holder AND until_us >= {w.now} AND until_us <=
 
 
 @hot
-def term_left(conn: Connection, role: str, holder: str, terms: StatementContext) -> float:
+def term_left(conn: Connection, role: str, holder: str, context: StatementContext) -> float:
     """Seconds for which another holds the role; 0 if it can be taken."""
-    rows = _TERM_LEFT.rows(conn, role=role, holder=holder, now=terms.now)
+    rows = _TERM_LEFT.rows(conn, role=role, holder=holder, now=context.now)
     return max(rows[0][0] / MICRO, 1e-6) if rows else 0.0
 
 
@@ -153,10 +153,10 @@ WHERE status = 'RUNNING' AND lease_until_us > {w.now} + lease_us
 
 
 @hot
-def repair_times(conn: Connection, terms: StatementContext) -> None:
+def repair_times(conn: Connection, context: StatementContext) -> None:
     """After the clock was put back: shorten leases and reservations to the time that they were asked for."""
-    _SHORTEN.count(conn, now=terms.now)
-    quotas.restart_reservations(conn, terms)
+    _SHORTEN.count(conn, now=context.now)
+    quotas.restart_reservations(conn, context)
 
 
 @hot
@@ -207,9 +207,9 @@ SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true 
 )
 
 
-def remove_runs(conn: Connection, age: float, after: str | None, terms: StatementContext) -> Removed:
+def remove_runs(conn: Connection, age: float, after: str | None, context: StatementContext) -> Removed:
     """Remove the next old runs, in the order of their ids, and note their files. A run that is being retried stays."""
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     query = select(runs.c.id).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
     if after is not None:
         query = query.where(runs.c.id > after)
@@ -259,18 +259,18 @@ def settle(conn: Connection, prefixes: Sequence[str]) -> None:
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 
 
-def lock_data(conn: Connection, data_ref: str, terms: StatementContext) -> None:
+def lock_data(conn: Connection, data_ref: str, context: StatementContext) -> None:
     """Lock the data until the transaction ends: no other can remove it or give it to a run. SQLite has one writer."""
-    read_clock(conn, terms)
+    read_clock(conn, context)
     if conn.dialect.name == "postgresql":
         key = int.from_bytes(sha256(f"semel data {data_ref}".encode()).digest()[:8], signed=True)
         conn.execute(_LOCK, {"key": key})
 
 
-def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None], terms: StatementContext) -> None:
+def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None], context: StatementContext) -> None:
     """Remove data that was noted, unless a run has it again by now, and remove the note."""
     assert removal.data_ref is not None
-    lock_data(conn, removal.data_ref, terms)
+    lock_data(conn, removal.data_ref, context)
     if not _in_use(conn, {removal.data_ref}):
         remove(removal.prefix)
     settle(conn, [removal.prefix])

@@ -246,9 +246,9 @@ class Backlog(Struct, frozen=True):
     """How many of the running ones are alive and make no progress."""
 
 
-def backlog(conn: Connection, terms: StatementContext) -> Backlog:
+def backlog(conn: Connection, context: StatementContext) -> Backlog:
     """Count the runs that wait and those that run, without the service's own work."""
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
     states = (
         (runs.c.status == pending, runs.c.ready),
@@ -272,9 +272,9 @@ def backlog(conn: Connection, terms: StatementContext) -> Backlog:
 
 
 @hot
-def waiting(conn: Connection, run_id: str, terms: StatementContext) -> Waiting | None:
+def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting | None:
     """Why a run is pending, since when, and its place in the queue; None if it is not pending."""
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None or row.status != "PENDING":
         return None
@@ -283,7 +283,7 @@ def waiting(conn: Connection, run_id: str, terms: StatementContext) -> Waiting |
     if row.due_us > now and not row.ready:
         return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
-    serving = [each for each in list_workers(conn, terms) if each.alive and row.queue in each.queues]
+    serving = [each for each in list_workers(conn, context) if each.alive and row.queue in each.queues]
     able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]
     return Waiting(
         reason=_reason(row, serving, able, ahead), since_us=row.changed_us, place=ahead + 1, workers=len(able)
@@ -336,9 +336,9 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
     return before if ahead else "it is next"
 
 
-def list_workers(conn: Connection, terms: StatementContext) -> list[WorkerInfo]:
+def list_workers(conn: Connection, context: StatementContext) -> list[WorkerInfo]:
     """The workers that run, or ran until recently, and how many runs of each model they hold."""
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     running = literal("RUNNING", literal_execute=True)
     groups = (runs.c.worker, runs.c.model)
     holds: dict[str, dict[str, int]] = {}

@@ -42,14 +42,14 @@ class Admission(Struct, frozen=True):
 _CLOCK = Statement(lambda w: f"SELECT {w.now}, EXISTS (SELECT 1 FROM semel_quotas), {w.patience}")
 
 
-def read_clock(conn: Connection, terms: StatementContext) -> int:
+def read_clock(conn: Connection, context: StatementContext) -> int:
     """The time for the whole transaction. Read it first: it also lets later statements wait longer for locks."""
-    return read_clock_and_quotas(conn, terms)[0]
+    return read_clock_and_quotas(conn, context)[0]
 
 
-def read_clock_and_quotas(conn: Connection, terms: StatementContext) -> tuple[int, bool]:
+def read_clock_and_quotas(conn: Connection, context: StatementContext) -> tuple[int, bool]:
     """As read_clock, and whether there are any quotas at all."""
-    row = _CLOCK.rows(conn, now=terms.now)[0]
+    row = _CLOCK.rows(conn, now=context.now)[0]
     return row[0], bool(row[1])
 
 
@@ -91,10 +91,10 @@ def _quota(row: Any) -> Quota:
     return Quota(**limits, **costs, action=row.action, warn_at=row.warn_at)
 
 
-def set_quota(conn: Connection, person: Person, quota: Quota | None, terms: StatementContext) -> None:
+def set_quota(conn: Connection, person: Person, quota: Quota | None, context: StatementContext) -> None:
     """Set a user's quota; None removes it. Active runs go on in any case."""
     tenant, user = person
-    read_clock(conn, terms)
+    read_clock(conn, context)
     lock(conn, [person])
     conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
     if quota is not None:
@@ -144,9 +144,9 @@ def usage(conn: Connection, person: Person, now: int, quota: Quota | None = None
     )
 
 
-def usage_and_quota(conn: Connection, person: Person, terms: StatementContext) -> tuple[Usage, Quota | None]:
+def usage_and_quota(conn: Connection, person: Person, context: StatementContext) -> tuple[Usage, Quota | None]:
     """A user's usage, and the quota that applies to them, if any."""
-    used = usage(conn, person, read_clock(conn, terms))
+    used = usage(conn, person, read_clock(conn, context))
     return used, quotas_of(conn, [person]).get(person)
 
 
@@ -225,13 +225,13 @@ class Reserve(Struct, frozen=True, kw_only=True):
     ttl_us: int
 
 
-def reserve(conn: Connection, requests: Sequence[Reserve], terms: StatementContext) -> list[str | None]:
+def reserve(conn: Connection, requests: Sequence[Reserve], context: StatementContext) -> list[str | None]:
     """Return each request's reservation id, or None when all slots are in use; first come, first served.
 
     Also removes reservations of these users that expired long ago.
     """
     people = sorted({(each.tenant, each.user) for each in requests})
-    now = read_clock(conn, terms)
+    now = read_clock(conn, context)
     lock(conn, people)
     for tenant, user in people:
         theirs = (reservations.c.tenant == tenant, reservations.c.user_id == user)
@@ -283,7 +283,9 @@ def consume(conn: Connection, reservation: str, person: Person, job_id: str, now
         return
     row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
     if row is None:
-        raise ReservationLost(f"reservation {reservation!r} does not exist: it expired, was released, or belongs to another user")
+        raise ReservationLost(
+            f"reservation {reservation!r} does not exist: it expired, was released, or belongs to another user"
+        )
     if row.job_id == job_id:
         return
     if row.expires_us < now and not row.consumed:
@@ -293,7 +295,7 @@ def consume(conn: Connection, reservation: str, person: Person, job_id: str, now
 
 @hot
 def consume_after(
-    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, terms: StatementContext
+    conn: Connection, reservation: str, person: tuple[str, str | None], job_id: str | None, context: StatementContext
 ) -> bool:
     """Consume a reservation whose job exists already, so never raise. False: the slot is not, or no longer, the job's.
 
@@ -301,13 +303,13 @@ def consume_after(
     under the limit with which it was reserved.
     """
     with transaction(conn):
-        read_clock(conn, terms)
+        read_clock(conn, context)
         row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
         if row is None:
             return False
         whose = (row.tenant, row.user_id)
         lock(conn, [whose])
-        now = read_clock(conn, terms)  # the wait for the lock may have lasted longer than the reservation
+        now = read_clock(conn, context)  # the wait for the lock may have lasted longer than the reservation
         row = conn.execute(select(reservations).where(*_own(reservation, person))).one_or_none()
         if row is None:
             return False
@@ -371,9 +373,9 @@ DELETE FROM semel_reservations WHERE id IN (
 )
 
 
-def purge_reservations(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
+def purge_reservations(conn: Connection, context: StatementContext, most: int = 1000) -> int:
     """Remove reservations that expired an hour ago. Until then, one can still be consumed late, or again."""
-    return _PURGE.count(conn, most=most, now=terms.now)
+    return _PURGE.count(conn, most=most, now=context.now)
 
 
 _RESTART = Statement(
@@ -386,6 +388,6 @@ WHERE created_us > {w.now}
 )
 
 
-def restart_reservations(conn: Connection, terms: StatementContext) -> None:
+def restart_reservations(conn: Connection, context: StatementContext) -> None:
     """After the clock was put back: restart reservations made later than now, so that they last no longer."""
-    _RESTART.count(conn, now=terms.now)
+    _RESTART.count(conn, now=context.now)

@@ -84,14 +84,14 @@ class StoreKey(Struct, frozen=True, kw_only=True):
 
 
 @hot
-def store_key(conn: Connection, request: StoreKey, terms: StatementContext) -> str:
+def store_key(conn: Connection, request: StoreKey, context: StatementContext) -> str:
     """Store the key unless it is in use. Returns the job that it names: the caller's, or an earlier one."""
     with transaction(conn):
         row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
         for _ in range(ROUNDS):
-            if TAKE_KEYS.rows(conn, [row], now=terms.now):
+            if TAKE_KEYS.rows(conn, [row], now=context.now):
                 return request.job_id
-            held = READ_KEYS.rows(conn, [row[:4]], now=terms.now)
+            held = READ_KEYS.rows(conn, [row[:4]], now=context.now)
             if held:
                 named: str = held[0][5]
                 return named
@@ -99,11 +99,11 @@ def store_key(conn: Connection, request: StoreKey, terms: StatementContext) -> s
 
 
 @hot
-def check_key(conn: Connection, person: tuple[str, str | None], key: str, terms: StatementContext) -> KeyEntry | None:
+def check_key(conn: Connection, person: tuple[str, str | None], key: str, context: StatementContext) -> KeyEntry | None:
     """The live key of one user (None: of any user), or None. Expired ones of this name are removed."""
     with transaction(conn):
         tenant, user = person
-        now = quotas.read_clock(conn, terms)
+        now = quotas.read_clock(conn, context)
         own = [run_keys.c.tenant == tenant, run_keys.c.kind == "key", run_keys.c.key == key]
         if user is not None:
             own.append(run_keys.c.user_id == user)
@@ -128,6 +128,6 @@ DELETE FROM semel_run_keys WHERE (tenant, user_id, kind, key) IN (
 )
 
 
-def purge_keys(conn: Connection, terms: StatementContext, most: int = 1000) -> int:
+def purge_keys(conn: Connection, context: StatementContext, most: int = 1000) -> int:
     """Remove up to ``most`` expired keys; return how many."""
-    return _PURGE_KEYS.count(conn, most=most, now=terms.now)
+    return _PURGE_KEYS.count(conn, most=most, now=context.now)

@@ -174,11 +174,11 @@ FROM made"""
 _INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
 
 
-def submit(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Answer]:
+def submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
     """Check and write a batch. The answer to a refused one is its error, and does not affect the others."""
-    now, limited = quotas.read_clock_and_quotas(conn, terms)
-    clock, terms = terms, StatementContext(now, terms.publish)
-    answers = _without_their_first(conn, submissions, terms)
+    now, limited = quotas.read_clock_and_quotas(conn, context)
+    clock, context = context, StatementContext(now, context.publish)
+    answers = _without_their_first(conn, submissions, context)
     left = [each for each in submissions if each.id not in answers]
     while left:
         first: dict[tuple[Any, ...], Submission] = {}
@@ -187,18 +187,18 @@ def submit(conn: Connection, submissions: Sequence[Submission], terms: Statement
         leaders = list(first.values())
         admitted = {}
         if limited or any(each.reserved for each in leaders):
-            admitted = _meet_quotas(conn, leaders, answers, terms, clock)
-        _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, terms)
+            admitted = _meet_quotas(conn, leaders, answers, context, clock)
+        _create(conn, [each for each in leaders if each.id not in answers], admitted, answers, context)
         left = _follow([each for each in left if each.id not in answers], first, answers)
-        answers |= _known(conn, left, terms)
+        answers |= _known(conn, left, context)
         left = [each for each in left if each.id not in answers]
         _settle_slots(conn, submissions, answers)
-    _name_found(conn, submissions, answers, terms)
+    _name_found(conn, submissions, answers, context)
     return [answers[each.id] for each in submissions]
 
 
 def _without_their_first(
-    conn: Connection, submissions: Sequence[Submission], terms: StatementContext
+    conn: Connection, submissions: Sequence[Submission], context: StatementContext
 ) -> dict[str, Answer]:
     """Refuse retries of runs that were purged meanwhile; lock the other runs until the transaction ends."""
     wanted = {each.retry_of for each in submissions if each.retry_of is not None}
@@ -209,11 +209,11 @@ def _without_their_first(
     orphans = [each for each in submissions if each.retry_of is not None and each.retry_of not in there]
     gone = "it was removed, being old, and cannot be retried; submit its work as a new run"
     refused: dict[str, Answer] = {each.id: RunNotFound(f"there is no run {each.retry_of}: {gone}") for each in orphans}
-    return refused | _known(conn, orphans, terms)
+    return refused | _known(conn, orphans, context)
 
 
 def _name_found(
-    conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], terms: StatementContext
+    conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], context: StatementContext
 ) -> None:
     """Let a key whose payload found a run name that run from now on, so that a repeat finds the same one."""
     named: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -221,10 +221,10 @@ def _name_found(
         answer = answers[each.id]
         if each.own_key is not None and isinstance(answer, Existing) and answer.id != each.id:
             named.setdefault(each.own_place, (*each.own_place, each.key_hash, answer.id, each.own_ttl_us))
-            if answer.expires_us is None and terms.now is not None:
-                answers[each.id] = Existing(answer.id, answer.run, each.key_end(terms.now))
+            if answer.expires_us is None and context.now is not None:
+                answers[each.id] = Existing(answer.id, answer.run, each.key_end(context.now))
     if named:
-        TAKE_KEYS.rows(conn, list(named.values()), now=terms.now)
+        TAKE_KEYS.rows(conn, list(named.values()), now=context.now)
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
@@ -263,7 +263,7 @@ def _meet_quotas(
     conn: Connection,
     submissions: Sequence[Submission],
     answers: dict[str, Answer],
-    terms: StatementContext,
+    context: StatementContext,
     clock: StatementContext,
 ) -> dict[str, Admission]:
     """Add to ``answers`` what a quota refuses and what exists already; return the admissions of the rest."""
@@ -272,10 +272,10 @@ def _meet_quotas(
     if not limited:
         return {}
     quotas.lock(conn, {each.person for each in limited})
-    now = terms.now
+    now = context.now
     if now is None or any(each.reserved for each in limited):
         now = quotas.read_clock(conn, clock)  # the wait for the lock may have lasted longer than a reservation
-    answers |= _known(conn, limited, terms)
+    answers |= _known(conn, limited, context)
     meters = {
         person: Meter(person[1], quota, quotas.usage(conn, person, now, quota))
         for person, quota in limits.items()
@@ -312,21 +312,21 @@ def _create(
     submissions: Sequence[Submission],
     admitted: dict[str, Admission],
     answers: dict[str, Answer],
-    terms: StatementContext,
+    context: StatementContext,
 ) -> None:
     """Take the keys and write the runs; where a key is taken, the answer is the run that it names."""
     left = list(submissions)
     for _ in range(ROUNDS):
-        won = _take_keys(conn, left, terms)
-        written = _write_runs(conn, won, terms)
-        _write_jobs(conn, won, dict(written), terms)
+        won = _take_keys(conn, left, context)
+        written = _write_runs(conn, won, context)
+        _write_jobs(conn, won, dict(written), context)
         for run_id, created_us in written:
             answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
         for each in won:  # a retry after a lost reply: the run is its own
             answers.setdefault(each.id, Existing(each.id))
         left = [each for each in left if each.id not in answers]
         if left:
-            answers |= _known(conn, left, terms)
+            answers |= _known(conn, left, context)
             left = [each for each in left if each.id not in answers]
         if not left:
             return
@@ -334,21 +334,21 @@ def _create(
         answers[each.id] = StoreUnavailable(f"the key {each.key!r} changed hands {ROUNDS} times; try again")
 
 
-def _take_keys(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Submission]:
+def _take_keys(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Submission]:
     keyed = [(*each.place, each.key_hash, each.id, each.key_ttl_us) for each in submissions if each.key is not None]
     if not keyed:
         return list(submissions)
-    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=terms.now)}
-    return _take_own_keys(conn, [each for each in submissions if each.key is None or each.id in taken], terms)
+    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=context.now)}
+    return _take_own_keys(conn, [each for each in submissions if each.key is None or each.id in taken], context)
 
 
-def _take_own_keys(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[Submission]:
+def _take_own_keys(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Submission]:
     """Take the own keys. A submission that cannot gives back the key of its payload, and is left out."""
     first = {each.own_place: each for each in reversed(submissions) if each.own_key is not None}
     if not first:
         return list(submissions)
     keyed = [(*place, each.key_hash, each.id, each.own_ttl_us) for place, each in first.items()]
-    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=terms.now)}
+    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=context.now)}
     late = {each.id: each for each in submissions if each.own_key is not None and each.id not in taken}
     for each in late.values():  # sent twice at the same time, and the other was first
         place = zip(("tenant", "user_id", "kind", "key"), each.place, strict=True)
@@ -357,23 +357,25 @@ def _take_own_keys(conn: Connection, submissions: Sequence[Submission], terms: S
     return [each for each in submissions if each.id not in late]
 
 
-def _write_runs(conn: Connection, submissions: Sequence[Submission], terms: StatementContext) -> list[tuple[str, int]]:
+def _write_runs(
+    conn: Connection, submissions: Sequence[Submission], context: StatementContext
+) -> list[tuple[str, int]]:
     if not submissions:
         return []
-    rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=terms.now, publish=terms.publish)
+    rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=context.now, publish=context.publish)
     if conn.dialect.name == "sqlite":
-        note(conn, rows, terms)
+        note(conn, rows, context)
     return [(row[0], row[1]) for row in rows]
 
 
 def _write_jobs(
-    conn: Connection, submissions: Sequence[Submission], created: dict[str, int], terms: StatementContext
+    conn: Connection, submissions: Sequence[Submission], created: dict[str, int], context: StatementContext
 ) -> None:
     """Write the jobs of runs that were created, and the runs that must come first."""
     new = [each for each in submissions if each.job is not None and each.id in created]
     if not new:
         return
-    _write_runs(conn, [each.first for each in new if each.first is not None], terms)
+    _write_runs(conn, [each.first for each in new if each.first is not None], context)
     conn.execute(insert(jobs), [_job_row(each, created[each.id]) for each in new])
 
 
@@ -417,7 +419,7 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
     )
 
 
-def _known(conn: Connection, submissions: Iterable[Submission], terms: StatementContext) -> dict[str, Answer]:
+def _known(conn: Connection, submissions: Iterable[Submission], context: StatementContext) -> dict[str, Answer]:
     """Answers for the submissions that were written already, or whose keys are in use."""
     submissions = list(submissions)
     if not submissions:
@@ -428,7 +430,7 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Statement
     if not keyed:
         return answers
     places = dict.fromkeys(place for each in keyed for place in (each.own_place, each.place))
-    rows = READ_KEYS.rows(conn, list(places), now=terms.now)
+    rows = READ_KEYS.rows(conn, list(places), now=context.now)
     held = {tuple(row[:4]): row for row in rows}
     for each in keyed:
         row = held.get(each.own_place) or held.get(each.place)
@@ -438,12 +440,12 @@ def _known(conn: Connection, submissions: Iterable[Submission], terms: Statement
     return answers
 
 
-def recognised(conn: Connection, submissions: Iterable[Submission], terms: StatementContext) -> dict[str, Answer]:
+def recognised(conn: Connection, submissions: Iterable[Submission], context: StatementContext) -> dict[str, Answer]:
     """Answers for submissions whose keys are in use, read without a transaction or a lock."""
     keyed = [each for each in submissions if each.key is not None and not each.reserved]
     if not keyed:
         return {}
-    rows = READ_KEYS.rows(conn, [each.own_place for each in keyed], now=terms.now)
+    rows = READ_KEYS.rows(conn, [each.own_place for each in keyed], now=context.now)
     held = {tuple(row[:4]): row for row in rows}
     ours = {each.id: held[each.own_place] for each in keyed if each.own_place in held}
     same = {each.id: ours[each.id] for each in keyed if each.id in ours and ours[each.id][4] == each.key_hash}

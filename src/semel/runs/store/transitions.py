@@ -105,21 +105,21 @@ SELECT {NOTED}, :publish, {WANTED} FROM semel_runs WHERE {w.is_in("id", "ids")}
 def change(
     conn: Connection,
     statement: Statement,
-    terms: StatementContext,
+    context: StatementContext,
     batch: Sequence[Sequence[Any]] | None = None,
     **values: Any,
 ) -> Sequence[Any]:
     """Run a statement of :func:`changing`; return its rows, which must begin with the id."""
-    rows = statement.rows(conn, batch, publish=terms.publish, now=terms.now, **values)
+    rows = statement.rows(conn, batch, publish=context.publish, now=context.now, **values)
     if conn.dialect.name == "sqlite":
-        note(conn, rows, terms)
+        note(conn, rows, context)
     return rows
 
 
-def note(conn: Connection, rows: Sequence[Any], terms: StatementContext) -> None:
+def note(conn: Connection, rows: Sequence[Any], context: StatementContext) -> None:
     """Write the events of runs, whose rows begin with the id: on SQLite, where the statement could not do so itself."""
     if rows:
-        _NOTE.count(conn, ids=[row[0] for row in rows], publish=terms.publish)
+        _NOTE.count(conn, ids=[row[0] for row in rows], publish=context.publish)
 
 
 def unlocked(dialect: Dialect, columns: dict[str, str]) -> str:
@@ -248,7 +248,7 @@ LOSE_THESE = Statement(lambda w: _losing(w, w.is_in("h.id", "ids", "uuid")))
 
 
 @hot
-def end(conn: Connection, endings: Sequence[FinishRequest], terms: StatementContext) -> dict[str, FinishedRun]:
+def end(conn: Connection, endings: Sequence[FinishRequest], context: StatementContext) -> dict[str, FinishedRun]:
     """Write the ends of attempts. Returns the runs whose fence still held; the others' attempts count for nothing.
 
     A success that was already written under the same fence, and whose reply was lost, is returned again.
@@ -256,11 +256,11 @@ def end(conn: Connection, endings: Sequence[FinishRequest], terms: StatementCont
     rows: list[Any] = []
     succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
     if plain := [row[:_PLAIN] for row in succeeded if row[_PLAIN:] == _NO_MORE]:
-        rows += change(conn, _SUCCEED_PLAINLY, terms, plain)
+        rows += change(conn, _SUCCEED_PLAINLY, context, plain)
     if more := [row for row in succeeded if row[_PLAIN:] != _NO_MORE]:
-        rows += change(conn, _SUCCEED, terms, more)
+        rows += change(conn, _SUCCEED, context, more)
     if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
-        rows += change(conn, _END, terms, sorted(others))
+        rows += change(conn, _END, context, sorted(others))
     over = {row[0]: FinishedRun(*row) for row in rows}
     if len(over) < len(endings):
         missing = [each for each in endings if each.run_id not in over and each.ended.kind == "succeeded"]
@@ -307,9 +307,9 @@ def storable(text: str) -> str:
 
 
 @hot
-def lose_expired(conn: Connection, terms: StatementContext, most: int = 500) -> list[Lost]:
+def lose_expired(conn: Connection, context: StatementContext, most: int = 500) -> list[Lost]:
     """Take back the runs whose lease expired: they are PENDING again, or FAILED if they were lost too often."""
-    return [Lost(*row) for row in change(conn, _LOSE, terms, most=most)]
+    return [Lost(*row) for row in change(conn, _LOSE, context, most=most)]
 
 
 _BEGAN_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
@@ -370,9 +370,9 @@ WHERE k.id = held_id AND {w.unindexed("k.status")} IN ('PENDING', 'RUNNING')""",
 
 
 @hot
-def cancel(conn: Connection, ids: Sequence[str], why: str, terms: StatementContext) -> dict[str, Status]:
+def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementContext) -> dict[str, Status]:
     """Cancel pending runs, and request the cancellation of running ones. Returns those that it changed."""
-    return {row[0]: row[1] for row in change(conn, _CANCEL, terms, ids=list(ids), why=storable(why))}
+    return {row[0]: row[1] for row in change(conn, _CANCEL, context, ids=list(ids), why=storable(why))}
 
 
 _RELEASE = Statement(
@@ -390,9 +390,9 @@ WHERE {w.is_in("k.id", "ids", "uuid")} AND {w.unindexed("k.status")} = 'PENDING'
 _CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
 
 
-def release(conn: Connection, run_id: str, data_ref: str, terms: StatementContext) -> str | None:
+def release(conn: Connection, run_id: str, data_ref: str, context: StatementContext) -> str | None:
     """Make a run that waits for its data ready to be leased. Returns its queue, or None if it did not wait."""
-    for _, queue in change(conn, _RELEASE, terms, ids=[run_id], data_ref=data_ref):
+    for _, queue in change(conn, _RELEASE, context, ids=[run_id], data_ref=data_ref):
         if conn.dialect.name == "postgresql":
             conn.execute(_CALL, {"queue": queue})
         return str(queue)

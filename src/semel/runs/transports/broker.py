@@ -189,7 +189,7 @@ async def _say_why_not(store: RunStore, run_id: str) -> None:
 
 async def _sweep_once(app: App, store: RunStore, holder: str) -> None:
     """Do one turn, and keep the role until the next is due, so that many short-lived workers sweep no more often."""
-    if await store.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, store.terms):
+    if await store.write(maintenance.acquire_leadership, ROLE, holder, SWEEP_EVERY, store.statement_context):
         transport: Transport = app.transport
         if isinstance(transport, BrokerTransport):  # which runs others have announced is unknown
             transport = _Notifier(transport, again=True)

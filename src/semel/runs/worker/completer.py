@@ -65,7 +65,9 @@ class Completer:
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
                     await self._run_logs.write([held for held, _ in batch])  # whoever reads the end finds the whole log
-                    over = await self._store.write(transitions.end, [ending for _, ending in batch], self._store.terms)
+                    over = await self._store.write(
+                        transitions.end, [ending for _, ending in batch], self._store.statement_context
+                    )
                 except StoreUnavailable as error:
                     self._log.log(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
                     self._isolate = len(batch) if len(batch) > 1 else self._isolate  # perhaps one of them is locked
@@ -92,7 +94,9 @@ class Completer:
                 try:
                     await self._store.run_blocking(results.give_name, ending.run_id, ending.fence)
                 except ResultStoreError as error:
-                    self._log.log(logging.WARNING, f"a result could not be renamed, and will be when it is first read: {error}")
+                    self._log.log(
+                        logging.WARNING, f"a result could not be renamed, and will be when it is first read: {error}"
+                    )
 
     def _refused(self, batch: list[tuple[ActiveRun, FinishRequest]], error: Exception) -> None:
         """The database rejects the batch: write each end alone, and give up the one that cannot be written."""
@@ -102,7 +106,9 @@ class Completer:
             return
         held, ending = batch[0]
         if ending.ended.kind != "fatal":
-            self._log.log(logging.ERROR, f"the end of the run cannot be written; marking the run as failed: {error}", held)
+            self._log.log(
+                logging.ERROR, f"the end of the run cannot be written; marking the run as failed: {error}", held
+            )
             failed = AttemptResult(kind="fatal", reason=f"its end could not be written: {error}")
             self._waiting.insert(0, (held, FinishRequest(ending.run_id, ending.fence, failed)))
             return

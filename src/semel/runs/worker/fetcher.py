@@ -118,7 +118,7 @@ class Fetcher:
             return WAKE_EVERY - since
         self._woke = time.monotonic()
         try:
-            woken, until_next = await self._store.write(lease.wake, self._store.terms)
+            woken, until_next = await self._store.write(lease.wake, self._store.statement_context)
         except StoreUnavailable:
             return pause
         if woken:
@@ -168,7 +168,7 @@ class Fetcher:
         request = LeaseRequest(self._config.id, self._config.queues, names, most)
         try:  # not retried: if the reply was lost, the runs that it leased are given back first
             limit = store.retry_for / 2 or RETRY_FOR
-            leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.terms))
+            leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.statement_context))
         except SemelError as error:
             if isinstance(error, StoreUnavailable):
                 self._store.unavailable(error)
@@ -193,5 +193,5 @@ class Fetcher:
         unknown = {run: fence for run, fence in held.items() if run not in self._active}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
         if endings:
-            await self._store.write(transitions.end, endings, self._store.terms)
+            await self._store.write(transitions.end, endings, self._store.statement_context)
         self._lost_reply = False

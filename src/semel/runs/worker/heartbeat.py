@@ -115,7 +115,7 @@ class Heartbeat:
         await self._keep_leases(now)
         card = self._card()
         if card != self._shown or now - self._carded >= CARD_EVERY:
-            await self._store.write(maintenance.worker_seen, card, self._store.terms)
+            await self._store.write(maintenance.worker_seen, card, self._store.statement_context)
             self._shown, self._carded = card, now
 
     async def _keep_leases(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Heartbeat:
 
     async def _renew(self, held: list[ActiveRun], now: float) -> None:
         renewals = [each.renewal() for each in held]
-        answer = await self._store.write_once(lease.renew, renewals, self._store.terms)
+        answer = await self._store.write_once(lease.renew, renewals, self._store.statement_context)
         for each, renewal in zip(held, renewals, strict=True):
             if each.leased.id in answer:
                 each.renewed = now

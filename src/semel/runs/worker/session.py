@@ -164,13 +164,15 @@ class WorkerSession:
             self._log.log(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
 
     async def work_on(self, run_id: str) -> bool:
-        leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.terms)
+        leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.statement_context)
         for each in leased:
             if each.model in self._app.registry:
                 self._begin(each)
             else:
                 await self._store.write(
-                    transitions.end, [FinishRequest(each.id, each.fence, RETURNED, returned=True)], self._store.terms
+                    transitions.end,
+                    [FinishRequest(each.id, each.fence, RETURNED, returned=True)],
+                    self._store.statement_context,
                 )
         while len(self._active) and not self._stopping:
             self._wakeup.clear()
@@ -245,7 +247,9 @@ class WorkerSession:
 
     def _unfit(self, held: ActiveRun, reason: str) -> None:
         self._fetcher.pause_kind(held.model.isolation)
-        self._log.log(logging.ERROR, f"the run cannot be started; leasing no such runs for {COOLDOWN:g} s: {reason}", held)
+        self._log.log(
+            logging.ERROR, f"the run cannot be started; leasing no such runs for {COOLDOWN:g} s: {reason}", held
+        )
 
     def _abandon(self, held: ActiveRun, ended: AttemptResult) -> None:
         """The task ignores its cancellation: leave it behind, and let the run go on elsewhere."""

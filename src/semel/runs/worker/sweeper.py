@@ -62,9 +62,11 @@ class LeaderTask(PeriodicTask):
         if now >= self._asks_at:
             left = 0.0
             if now >= self._leads_until:
-                left = await self._store.read(maintenance.term_left, self._role, self._holder, self._store.terms)
+                left = await self._store.read(
+                    maintenance.term_left, self._role, self._holder, self._store.statement_context
+                )
             if not left and await self._store.write(
-                maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.terms
+                maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.statement_context
             ):
                 self._leads_until, self._asks_at = now + self._term, now + self._term / 2
             else:
@@ -167,7 +169,7 @@ class Sweeper(LeaderTask):
 
     async def _turn(self) -> int:
         self._turns += 1
-        await self._store.write(maintenance.repair_times, self._store.terms)
+        await self._store.write(maintenance.repair_times, self._store.statement_context)
         lost = await self._take_back()
         if self._turns % 12 == 1 and (removed := await self._remove_expired()):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
@@ -179,13 +181,13 @@ class Sweeper(LeaderTask):
         total, more = 0, True
         ends_at = time.monotonic() + CLEAN_UP_FOR
         while more and time.monotonic() < ends_at:
-            removed, more = await self._store.write(maintenance.remove_expired, self._store.terms)
+            removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
         return total
 
     async def _take_back(self) -> int:
         total = 0
-        while lost := await self._store.write(transitions.lose_expired, self._store.terms):
+        while lost := await self._store.write(transitions.lose_expired, self._store.statement_context):
             total += len(lost)
             for run in lost:
                 log_run(
@@ -215,10 +217,10 @@ class Sweeper(LeaderTask):
 
     async def _announce_again(self) -> None:
         """Announce runs that wait although they are due: their message was lost or never sent. Repeats do no harm."""
-        _, until_next = await self._store.write(lease.wake, self._store.terms)
+        _, until_next = await self._store.write(lease.wake, self._store.statement_context)
         if until_next is not None:
             self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
-        waiting = await self._store.read(lease.due, self._announce_after, 1000, self._store.terms)
+        waiting = await self._store.read(lease.due, self._announce_after, 1000, self._store.statement_context)
         now = time.monotonic()
         self._announced = {run.step: self._announced[run.step] for run in waiting if run.step in self._announced}
         new = [run for run in waiting if run.step not in self._announced]

@@ -181,7 +181,9 @@ async def cost_limits(
     """The caller's spending in this day, week, month and year (UTC), against the limits of their quota."""
     _whose(caller, user, "sees what others spend")
     whose = checked_name("user", caller.user if user is None else user, empty=False)
-    used, quota = await service.store.read(quotas.usage_and_quota, (caller.tenant, whose), service.store.terms)
+    used, quota = await service.store.read(
+        quotas.usage_and_quota, (caller.tenant, whose), service.store.statement_context
+    )
     return json(cost_status(whose, used, quota))
 
 

@@ -122,7 +122,7 @@ async def unresolved(
 ) -> KeyList:
     """Keys whose owner vanished, oldest first: they stay so until somebody resolves them."""
     whose = tenant_for(caller, tenant)
-    found = await service.store.read(_unresolved, whose, limit, service.store.terms)
+    found = await service.store.read(_unresolved, whose, limit, service.store.statement_context)
     return KeyList(keys=[_view(record, whose) for record in found])
 
 
@@ -191,7 +191,7 @@ async def show_run_keys(
     """The keys of that name, with the runs that they name."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     name = checked_name("key", key, most=255)
-    return RunKeyList(keys=await service.store.read(_run_keys, whose, name, service.store.terms))
+    return RunKeyList(keys=await service.store.read(_run_keys, whose, name, service.store.statement_context))
 
 
 @delete(

@@ -148,7 +148,7 @@ async def put_quota(
     """Set a user's quota as a whole; the user `*` stands for everybody without one. Active runs continue."""
     whose, name = tenant_for(caller, tenant), named(user)
     await service.store.write(
-        quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.terms
+        quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.statement_context
     )
     _log.info("the quota of %r, tenant %r, was set by %r", name, whose, caller.user)
     return QuotaView(tenant=whose, user=name, quota=data)
@@ -166,7 +166,7 @@ async def delete_quota(
 ) -> None:
     """Remove a user's own quota: the default one applies from now on."""
     whose, name = tenant_for(caller, tenant), named(user)
-    if not await service.store.write(_remove_quota, (whose, name), service.store.terms):
+    if not await service.store.write(_remove_quota, (whose, name), service.store.statement_context):
         raise absent("quota of that user")
     _log.info("the quota of %r, tenant %r, was taken away by %r", name, whose, caller.user)
 
@@ -207,7 +207,7 @@ async def list_reservations(
     """Held slots that have not expired, with the time left of each."""
     whose = (tenant_for(caller, tenant), None if user is None else checked_name("user", user))
     last = "" if after is None else checked_name("after", after, most=300)
-    found = await service.store.read(_live_reservations, whose, last, limit + 1, service.store.terms)
+    found = await service.store.read(_live_reservations, whose, last, limit + 1, service.store.statement_context)
     return ReservationPage(reservations=found[:limit], next=found[limit - 1].id if len(found) > limit else None)
 
 
@@ -234,7 +234,7 @@ def named(user: str) -> str:
 
 
 async def _standing(service: CurrentState, tenant: str, user: str) -> Standing:
-    used, quota, own = await service.store.read(_look, (tenant, user), service.store.terms)
+    used, quota, own = await service.store.read(_look, (tenant, user), service.store.statement_context)
     return Standing(
         tenant=tenant,
         user=user,

@@ -132,7 +132,9 @@ async def create_subscription(
     """Post events to a URL from now on, signed with the secret in this response."""
     tenant = tenant_for(caller, data.tenant)
     await check_target(data.url, service.settings)
-    made = await service.store.write(subscriptions.create, tenant, data.url, data.events, service.store.terms)
+    made = await service.store.write(
+        subscriptions.create, tenant, data.url, data.events, service.store.statement_context
+    )
     _log.info("subscription %s was made by %r", made.id, caller.user)
     assert made.secret is not None
     return Response(NewSubscription(subscription=_view(made), secret=made.secret), status_code=201, headers=_UNSTORED)
@@ -164,7 +166,9 @@ async def delete_subscription(
 ) -> None:
     """Delete the subscription, and its pending deliveries."""
     await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
-    await service.store.write(deliveries.tidy, service.store.terms)  # up to a limit; the dispatcher deletes the rest
+    await service.store.write(
+        deliveries.tidy, service.store.statement_context
+    )  # up to a limit; the dispatcher deletes the rest
     _log.info("subscription %s was ended by %r", subscription_id, caller.user)
 
 
@@ -244,7 +248,9 @@ async def resend_delivery(
     if run is None:
         raise absent("delivery of that run")
     place = (_known(subscription_id), run, version)
-    found = await service.store.write(deliveries.resend, tenant_for(caller, tenant), place, service.store.terms)
+    found = await service.store.write(
+        deliveries.resend, tenant_for(caller, tenant), place, service.store.statement_context
+    )
     return _delivery_view(found)
 
 

@@ -196,7 +196,7 @@ class Authenticator:
         """Whether the sender of a long request would still be accepted."""
         if caller.token is None:
             return not await self.guarded()
-        return await self._store.read(tokens.find, caller.token, self._store.terms) is not None
+        return await self._store.read(tokens.find, caller.token, self._store.statement_context) is not None
 
     async def _token(self, sent: list[str], scope: Scope) -> Token:
         """The token that was sent, from the cache or the database.
@@ -230,7 +230,7 @@ class Authenticator:
     async def _look_up(self, sent: str) -> tuple[Token, float | None] | None:
         scheme, _, text = sent.partition(" ")
         parsed = tokens.parse(text.strip()) if scheme.lower() == "bearer" else None
-        return None if parsed is None else await self._store.read(tokens.check, *parsed, self._store.terms)
+        return None if parsed is None else await self._store.read(tokens.check, *parsed, self._store.statement_context)
 
     def _remember(self, digest: bytes, known: CachedToken) -> None:
         if len(self._known) >= MOST_NAMES:
@@ -260,7 +260,7 @@ class Authenticator:
 
     async def _write_used(self, token_id: str) -> None:
         try:
-            await self._store.write(tokens.used, [token_id], self._store.terms)
+            await self._store.write(tokens.used, [token_id], self._store.statement_context)
         except SemelError as error:
             _log.warning("the last use of a token could not be stored: %s", error)
 

@@ -131,7 +131,7 @@ async def _find_by_key(service: ServiceState, caller: Principal, asked: JobSubmi
         return None
     try:
         entry = await service.store.write(
-            run_keys.check_key, (caller.tenant, caller.user), asked.key, service.store.terms
+            run_keys.check_key, (caller.tenant, caller.user), asked.key, service.store.statement_context
         )
     except SemelError:
         return None  # an invalid key has no job; if the database is unavailable, ``submit`` raises its first error
@@ -234,6 +234,6 @@ def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | Non
 async def cancel(service: ServiceState, caller: Principal, job_id: str) -> Any:
     """Cancel the job's run and the upload of its data; raises if the run has succeeded or failed."""
     row = await find(service, caller, job_id)
-    await service.store.write(uploads.cancel, row.run_id, "cancelled by request", service.store.terms)
+    await service.store.write(uploads.cancel, row.run_id, "cancelled by request", service.store.statement_context)
     await service.engine.cancel(row.run_id, tenant=caller.tenant)
     return await find(service, caller, job_id)

@@ -126,7 +126,7 @@ class Configs:
             raise ApiError(403, "FORBIDDEN", "only an admin says which folder of the server is a config's data")
         text = await asyncio.to_thread(self._encode, name, body)
         row = {"tenant": caller.tenant, "name": name, "body": text, "user": caller.user}
-        await self._store.write(_write, self._store.terms, **row)
+        await self._store.write(_write, self._store.statement_context, **row)
         return await self.find(caller.tenant, name)
 
     async def remove(self, tenant: str, name: str) -> None:

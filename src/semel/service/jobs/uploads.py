@@ -53,7 +53,7 @@ def upload(ctx: Context, job_id: str) -> dict[str, Any]:
         try:
             return _upload(ctx, job_id, Path(folder), work, store)
         except CannotPack as error:
-            run_sync(store.write(fail, job_id, f"the data cannot be packed: {error}", store.terms))
+            run_sync(store.write(fail, job_id, f"the data cannot be packed: {error}", store.statement_context))
             raise Fatal(str(error)) from error
 
 
@@ -77,7 +77,7 @@ def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWorker, store
         reporter.report(reporter.total, reporter.total, at_once=True)
         if not _is_there(app, ref, packed.size):
             app.results.put_file(ref, archive)
-        queue = run_sync(store.write(release_run, job_id, ref, store.terms))
+        queue = run_sync(store.write(release_run, job_id, ref, store.statement_context))
         if not _is_there(app, ref, packed.size):  # it was removed with an old run before this run referred to it
             app.results.put_file(ref, archive)
     if queue is None:
@@ -190,4 +190,4 @@ class UploadReaper(LeaderTask):
         super().__init__(store, "settler", holder, SETTLE_EVERY)
 
     async def work(self) -> None:
-        await self._store.write(settle, self._store.terms)
+        await self._store.write(settle, self._store.statement_context)

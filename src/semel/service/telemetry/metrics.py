@@ -115,8 +115,8 @@ class MetricsPage:
     async def _read(self) -> list[Metric]:
         try:
             async with asyncio.timeout(TIMEOUT):
-                backlog = await self._store.read(queries.backlog, self._store.terms)
-                workers = await self._store.read(queries.list_workers, self._store.terms)
+                backlog = await self._store.read(queries.backlog, self._store.statement_context)
+                workers = await self._store.read(queries.list_workers, self._store.statement_context)
         except (SemelError, TimeoutError):
             return [GaugeMetricFamily("semel_database_up", _MEANINGS["semel_database_up"], 0)]
         values = {

@@ -73,7 +73,7 @@ class WebhookDispatcher:
         """Start."""
         self._closing = False
         self._stream = open_stream(self._service.settings)
-        await self._store.write(subscriptions.keep_stream, self._stream is not None, self._store.terms)
+        await self._store.write(subscriptions.keep_stream, self._stream is not None, self._store.statement_context)
         self._tasks = [
             asyncio.create_task(repeat(self._dispatch, "the dispatch of events", IDLE_POLL)),
             asyncio.create_task(repeat(self._renew, "the renewal of deliveries", RENEW_EVERY)),
@@ -86,7 +86,7 @@ class WebhookDispatcher:
         await _finish(self._tasks, 0.0)
         try:
             if self._held:
-                await self._store.write(deliveries.give_back, list(self._held.values()), self._store.terms)
+                await self._store.write(deliveries.give_back, list(self._held.values()), self._store.statement_context)
         except SemelError as error:
             _log.warning("deliveries could not be given back and will be tried again later: %s", error)
         self._held.clear()
@@ -94,19 +94,19 @@ class WebhookDispatcher:
             await self._stream.close()
 
     async def _dispatch(self) -> float:
-        pending = await self._store.read(deliveries.read_pending, self._store.terms)
+        pending = await self._store.read(deliveries.read_pending, self._store.statement_context)
         if self._clock_went_back(pending.now_us):
-            await self._store.write(deliveries.shorten_waits, self._store.terms)
-            pending = await self._store.read(deliveries.read_pending, self._store.terms)
+            await self._store.write(deliveries.shorten_waits, self._store.statement_context)
+            pending = await self._store.read(deliveries.read_pending, self._store.statement_context)
         if pending.events:
-            while await self._store.write(deliveries.fan_out, self._store.terms):
+            while await self._store.write(deliveries.fan_out, self._store.statement_context):
                 pass
-            pending = await self._store.read(deliveries.read_pending, self._store.terms)
+            pending = await self._store.read(deliveries.read_pending, self._store.statement_context)
         for each in pending.due:
             self._start(each)
         if time.monotonic() - self._tidied > TIDY_EVERY:
             self._tidied = time.monotonic()
-            while await self._store.write(deliveries.tidy, self._store.terms):
+            while await self._store.write(deliveries.tidy, self._store.statement_context):
                 pass
         return POLL if pending.subscribed else IDLE_POLL
 
@@ -137,13 +137,13 @@ class WebhookDispatcher:
     async def _lease(self, subscription: Subscription, most: int) -> list[Delivery]:
         if self._closing:
             return []
-        leased = await self._store.write(deliveries.lease, subscription.id, most, LEASE, self._store.terms)
+        leased = await self._store.write(deliveries.lease, subscription.id, most, LEASE, self._store.statement_context)
         self._held |= {(each.subscription_id, each.event_id): each for each in leased}
         return leased
 
     async def _settle(self, settled: Sequence[DeliveryResult]) -> None:
         try:
-            await self._store.write(deliveries.settle, settled, self._store.terms)
+            await self._store.write(deliveries.settle, settled, self._store.statement_context)
         except SemelError as error:
             if not isinstance(error, StoreUnavailable):  # which the store has logged
                 _log.warning("the results of deliveries could not be stored, they are sent again: %s", error)
@@ -152,7 +152,9 @@ class WebhookDispatcher:
 
     async def _renew(self) -> float:
         if self._held:
-            renewed = await self._store.write(deliveries.renew, list(self._held.values()), LEASE, self._store.terms)
+            renewed = await self._store.write(
+                deliveries.renew, list(self._held.values()), LEASE, self._store.statement_context
+            )
             for key, due_us in renewed.items():
                 if key in self._held:
                     self._held[key] = msgspec.structs.replace(self._held[key], due_us=due_us)
@@ -219,7 +221,7 @@ def next_state(delivery: Delivery, answered: SendResult) -> DeliveryResult:
 async def ping(service: ServiceState, subscription: Subscription) -> tuple[str, SendResult]:
     """Send a Ping event once; returns its id and the result."""
     event_id = f"ping/{new_id()}"
-    now = await service.store.read(read_clock, service.store.terms)
+    now = await service.store.read(read_clock, service.store.statement_context)
     body = msgspec.json.encode(Ping(id=event_id, tenant=subscription.tenant, at=moment(now))).decode()
     if subscription.kind == "webhook":
         async with await sender_to(subscription, service.settings) as sender:
