@@ -230,7 +230,7 @@ def test_b9_a_zombies_file_never_becomes_the_result(app: App, hand: Hand, shop: 
     ends = {}
     for leased in (heir, zombie):
         held = ActiveRun(leased, small.registry["publish_file"], "w", time.monotonic())
-        ends[leased.fence] = execute(held.job, held.model, held, small.results, small.limits)
+        ends[leased.fence] = execute(held.attempt, held.model, held, small.results, small.limits)
     assert hand.end(heir, **_published(ends[2]))
     assert not hand.end(zombie, **_published(ends[1]))
     ended = app.get(run.id)
@@ -255,7 +255,7 @@ def test_b9_in_a_flat_folder_too_a_zombies_file_never_becomes_the_result(hand: H
     ends = {}
     for leased in (heir, zombie):
         held = ActiveRun(leased, flat.registry["add"], "w", time.monotonic())
-        kept = publish(flat.results, held.job, f"by {leased.fence}", {})
+        kept = publish(flat.results, held.attempt, f"by {leased.fence}", {})
         ends[leased.fence] = _published(kept)
     assert not named.exists()
     assert not hand.end(zombie, **ends[1])

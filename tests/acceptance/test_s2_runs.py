@@ -22,7 +22,7 @@ from semel import App, IllegalTransition, InvalidRequest, KeyReused, Run, RunNot
 from semel.demo import baseline_forecast
 from semel.runs.results import open_results
 from semel.runs.store import transitions
-from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.types import EndKind
 from semel.runs.worker import Worker
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
@@ -657,7 +657,7 @@ def _never(held: ActiveRun) -> None:
     pytest.fail(f"{held.leased.id} is neither lost nor cancelled")
 
 
-CARD = WorkerCard(id="by-hand", name="by-hand", host="host", pid=1, queues=["default"], models={}, slots={})
+CARD = WorkerRecord(id="by-hand", name="by-hand", host="host", pid=1, queues=["default"], models={}, slots={})
 
 
 # -- S2.30: the demo -----------------------------------------------------------------------------------------------

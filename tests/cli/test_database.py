@@ -21,7 +21,7 @@ from semel.cli.quotas import COSTS, COUNTS
 from semel.db.schema import REVISIONS, metadata
 from semel.runs.store import lease, maintenance
 from semel.runs.store.lease import LeaseRequest
-from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.types import INTERNAL_QUEUE
 from semel.service.auth import tokens
 from semel.testing import FakeClock
@@ -404,7 +404,7 @@ def checks(semel: Told, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]
 
 def test_the_doctor_finds_nothing_where_nothing_is_wrong(semel: Told, app: App, redis_url: str) -> None:
     app.submit("double", {"number": 2})
-    card = WorkerCard(id="w", name="w", host="here", pid=1, queues=["default"], models={}, slots={})
+    card = WorkerRecord(id="w", name="w", host="here", pid=1, queues=["default"], models={}, slots={})
     run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.statement_context))
     code, found = checks(semel, "--transport", "rq", "--redis", redis_url)
     assert {name: each["state"] for name, each in found.items() if each["state"] not in ("ok", "skipped")} == {}
@@ -432,7 +432,7 @@ def test_the_doctor_finds_nothing_where_nothing_is_wrong(semel: Told, app: App, 
 
 def test_the_doctor_does_not_count_a_servers_own_worker(semel: Told, app: App) -> None:
     queues = [INTERNAL_QUEUE]
-    card = WorkerCard(id="s", name="service", host="here", pid=1, queues=queues, models={}, slots={})
+    card = WorkerRecord(id="s", name="service", host="here", pid=1, queues=queues, models={}, slots={})
     run_sync(app._engine.store.write(maintenance.worker_seen, card, app._engine.store.statement_context))
     _, found = checks(semel)
     assert (found["workers"]["state"], found["workers"]["said"]) == ("warning", "0 alive")

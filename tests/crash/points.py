@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from crash.statements import count_statements
 from crash.wire import FAULTS, Fault, FaultProxy, fault_proxy
@@ -149,7 +149,7 @@ class Bench:
         theirs.close()
         self.happened = False
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> Self:
         self._proxy: FaultProxy | None = self._through_proxy.__enter__()
         return self
 

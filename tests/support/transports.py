@@ -101,7 +101,7 @@ class Ground:
                 os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
 
-    def over(self, app: App, run: Run) -> Run:
+    def wait_ended(self, app: App, run: Run) -> Run:
         """The run, once it has ended."""
         try:
             return app.wait(run.id, timeout=PATIENCE)

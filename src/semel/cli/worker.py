@@ -101,14 +101,14 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     rows. Every semel worker does so too: this is for deployments with only RQ or Celery workers. Several may run; one
     is elected.
     """
-    from semel.runs.worker.sweeper import sweep_until_told
+    from semel.runs.worker.sweeper import sweep_until_signalled
 
     if not 0.05 <= every <= 3600:
         raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {every}")
     app = _place_app(options)
     _set_up_log(quiet)
     _wait_for_database(app, wait_for_database)
-    lost = sweep_until_told(app, every=every, once=once)
+    lost = sweep_until_signalled(app, every=every, once=once)
     if once:
         print(f"{lost} lost runs were taken back")
 

@@ -117,7 +117,7 @@ class App:
         self.publish = publish
         self.clock = clock
         self._retry_for, self._pool = retry_for, pool
-        self._told_by = (transport, redis)
+        self._transport_settings = (transport, redis)
         self.transport = _transport(transport, redis, self)
         self._artifacts = _absolute(artifacts)
         self._opening = threading.Lock()
@@ -134,22 +134,22 @@ class App:
         redis: str | None = None,
     ) -> App:
         """Change these settings before the app is used; None leaves one as it is. Returns the app."""
-        retold = (transport, redis) not in ((None, None), self._told_by)
-        moves = url not in (None, self.url) or artifacts is not None or retold
+        transport_changed = (transport, redis) not in ((None, None), self._transport_settings)
+        moves = url not in (None, self.url) or artifacts is not None or transport_changed
         if moves and self.__dict__.keys() & {"aio", "_engine"}:
             raise InvalidRequest("the app is already in use, so its settings cannot be changed")
-        kind, broker = self._told_by
+        kind, broker = self._transport_settings
         kind = transport or kind
-        told_by = (kind, redis or (broker if kind != "database" else None))
-        new = _transport(*told_by, self) if retold else self.transport
+        settings = (kind, redis or (broker if kind != "database" else None))
+        new = _transport(*settings, self) if transport_changed else self.transport
         if url is not None:
             RunStore(url, awaited=False)
             self.url = url
         if artifacts is not None:
             self._artifacts = _absolute(artifacts)
-        if retold:
+        if transport_changed:
             self.transport.close()
-            self._told_by, self.transport = told_by, new
+            self._transport_settings, self.transport = settings, new
         return self
 
     def place_by_environment(self) -> App:

@@ -296,9 +296,9 @@ class RunEngine:
             raise RunNotFound(f"there is no run {run_id!r}")
         run, kept, exactly = found
         if run.status != "SUCCEEDED":
-            said = f": {run.last_error}" if run.status == "FAILED" else ""
-            told = f"run {run.id} is {run.status} and has no result{said}"
-            raise RunNotComplete(told, run.status, run.ask_again_in)
+            reason = f": {run.last_error}" if run.status == "FAILED" else ""
+            message = f"run {run.id} is {run.status} and has no result{reason}"
+            raise RunNotComplete(message, run.status, run.ask_again_in)
         if exact and exactly is not None:
             return exactly.encode() if kept is not None else await self.store.run_blocking(self._results().get, exactly)
         if kept is not None:
@@ -353,13 +353,13 @@ class RunEngine:
 
     async def waiting(self, run_id: str, *, tenant: str | None = None) -> Waiting | None:
         """Why the run is pending, since when, and its place in the queue; None if it is not pending."""
-        told = await self.store.read(
+        waiting = await self.store.read(
             queries.waiting, (await self.get(run_id, tenant=tenant)).id, self.store.statement_context
         )
-        if told is not None and told.place is not None and not told.workers and self._transport().announces:
+        if waiting is not None and waiting.place is not None and not waiting.workers and self._transport().announces:
             unseen = "it waits for an RQ or Celery worker; semel sees such a worker only while it executes a run"
-            return msgspec.structs.replace(told, reason=unseen)
-        return told
+            return msgspec.structs.replace(waiting, reason=unseen)
+        return waiting
 
     async def summary(self, *, tenant: str = "", grouped: bool = False, user: str | int | None = None) -> list[Summary]:
         """Counts of runs by model and status; ``grouped`` also by the parameter that each model is summarised by."""

@@ -175,8 +175,8 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
     run = there.get(answer.id)
     if run is None:
         key = submission.own_place[3]
-        told = f"the key {key!r} names the job {answer.id!r}, which is not a run of this app"
-        return KeyReused(told, idempotency_key=key)
+        message = f"the key {key!r} names the job {answer.id!r}, which is not a run of this app"
+        return KeyReused(message, idempotency_key=key)
     return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 
 

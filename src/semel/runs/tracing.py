@@ -59,7 +59,7 @@ def _traces() -> bool:
 
 @contextmanager
 def _attempt(leased: Leased, worker: str) -> Iterator[AttemptSpan]:
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "semel.run_id": leased.id,
         "semel.model": leased.model,
         "semel.attempt": leased.attempts,
@@ -69,7 +69,7 @@ def _attempt(leased: Leased, worker: str) -> Iterator[AttemptSpan]:
     tracer = trace.get_tracer("semel")
     above = _above(leased.trace)
     with tracer.start_as_current_span(
-        f"run {leased.model}", above, kind=trace.SpanKind.CONSUMER, attributes=told, record_exception=False
+        f"run {leased.model}", above, kind=trace.SpanKind.CONSUMER, attributes=attributes, record_exception=False
     ) as span:
         yield AttemptSpan(span)
 

@@ -74,7 +74,7 @@ def test_stock_workers_execute_sync_async_and_threaded_models(ground: Ground, ki
     app = ground.app(kind)
     runs = [app.submit(model, {"a": 2, "b": 3}, dedupe=False) for model in ("add", "add_in_loop", "add_in_thread")]
     for run in runs:
-        ended = ground.over(app, run)
+        ended = ground.wait_ended(app, run)
         assert (ended.status, ended.attempts, app.result(run.id)) == ("SUCCEEDED", 1, 5)
         assert len(ground.notes(run.id)) == 1
 
@@ -87,7 +87,7 @@ def test_messages_that_are_doubled_or_about_runs_that_are_over_or_unknown_change
     finished, removed, last = (app.submit("add_in_loop", ADD, dedupe=False) for _ in range(3))
     cancelled = app.submit("add_in_loop", ADD, delay=3600, dedupe=False)
     app.cancel(cancelled.id)
-    before, _ = [ground.over(app, run) for run in (finished, removed)]
+    before, _ = [ground.wait_ended(app, run) for run in (finished, removed)]
     run_sync(app._engine.store.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
     unknown = new_id()
 
@@ -95,7 +95,7 @@ def test_messages_that_are_doubled_or_about_runs_that_are_over_or_unknown_change
     app.transport.announce([(each, "default") for each in strays])
     app.transport.announce([(last.id, last.queue)] * 3)
 
-    assert ground.over(app, last).attempts == 1
+    assert ground.wait_ended(app, last).attempts == 1
     until(lambda: broker.at_rest(ground), "the end of all messages")
     assert app.get(finished.id) == before
     assert (app.get(cancelled.id).status, app.get(last.id).attempts) == ("CANCELLED", 1)
@@ -110,7 +110,7 @@ def test_a_message_that_was_lost_is_sent_again_by_the_sweeper(broker: Broker, gr
     until(lambda: broker.count(ground, "semel-apart") >= 3, "the second announcement")
     broker.consume(ground, "semel-apart")
     for run in runs:
-        ended = ground.over(app, run)
+        ended = ground.wait_ended(app, run)
         assert (ended.status, ended.attempts, len(ground.notes(run.id))) == ("SUCCEEDED", 1, 1)
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_fails_is_retried_after_its_backoff(broker: Broker, ground: G
     run = app.submit("flaky", dedupe=False)
     if broker.name != "rq":
         app.transport.close()  # and with it the sweeper of this process
-    ended = ground.over(app, run)
+    ended = ground.wait_ended(app, run)
     assert (ended.status, ended.attempts, app.result(run.id)) == ("SUCCEEDED", 2, 2)
 
 
@@ -138,7 +138,7 @@ def test_the_run_of_a_killed_process_is_executed_again_and_only_the_new_fence_co
     run = app.submit(model, {"gate": "never"}, dedupe=False)
     ((_, fence, process),) = until(lambda: ground.notes(run.id, "begun"), "the first attempt")
     os.kill(process, signal.SIGKILL)
-    ended = ground.over(app, run)
+    ended = ground.wait_ended(app, run)
     assert (ended.status, ended.attempts, ended.losts) == ("SUCCEEDED", 2, 1)
     assert app.result(run.id) == ended.fence > fence
     assert [noted[:2] for noted in ground.notes(run.id)] == [(2, ended.fence)]
@@ -171,7 +171,7 @@ def test_sigterm_lets_the_run_finish(broker: Broker, alone: Ground, options: lis
 def test_a_delayed_run_is_announced_when_it_is_due(ground: Ground) -> None:
     app = ground.app("postgres")
     run = app.submit("add_in_loop", ADD, delay=0.5)
-    ended = ground.over(app, run)
+    ended = ground.wait_ended(app, run)
     assert ended.status == "SUCCEEDED"
     assert ended.started_us is not None
     assert ended.started_us - ended.created_us >= 500_000
@@ -184,7 +184,7 @@ def test_two_workers_execute_each_of_many_runs_once(ground: Ground, kind: str, c
     asked = [{"model": "add_in_loop", "parameters": {"a": 50, "b": n}, "dedupe": False} for n in range(count)]
     runs = [run for run in app.submit_many(asked) if isinstance(run, Run)]
     assert len(runs) == count
-    ended = [ground.over(app, run) for run in runs]
+    ended = [ground.wait_ended(app, run) for run in runs]
     assert {(run.status, run.attempts) for run in ended} == {("SUCCEEDED", 1)}
     assert [app.result(run.id) for run in runs] == [50 + n for n in range(count)]
     assert {len(ground.notes(run.id)) for run in runs} == {1}

@@ -21,7 +21,7 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import LeaseRenewal, LeaseRequest
-from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.heartbeat import Heartbeat
@@ -251,12 +251,12 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
         (leased,) = await ledger.write(
             lease.lease, LeaseRequest("w", ("default",), ["noop"], 1), ledger.statement_context
         )
-        held = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
+        run = ActiveRun(leased, app.registry["noop"], "w", time.monotonic())
         active = ActiveRuns()
-        active.add(held)
-        card = WorkerCard(id="w", name="w", host="here", pid=1, queues=[], models={}, slots={})
-        heart = Heartbeat(ledger, active, WorkerLogger("w"), card=lambda: card, lost=_never, cancelled=_never)
-        held.progress(0.4, "fitting")
+        active.add(run)
+        record = WorkerRecord(id="w", name="w", host="here", pid=1, queues=[], models={}, slots={})
+        heart = Heartbeat(ledger, active, WorkerLogger("w"), record=lambda: record, lost=_never, cancelled=_never)
+        run.progress(0.4, "fitting")
         with engine.begin() as conn:
             conn.execute(text("ALTER TABLE semel_runs RENAME TO semel_elsewhere"))
         with pytest.raises(SemelError):
@@ -265,7 +265,7 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
             conn.execute(text("ALTER TABLE semel_elsewhere RENAME TO semel_runs"))
         await heart.beat()
         assert shown() == (0.4, "fitting")
-        held.progress(0.5, "fitting")
+        run.progress(0.5, "fitting")
         if "postgres" in url:
             with engine.begin() as conn:
                 conn.execute(text("SELECT 1 FROM semel_runs FOR UPDATE"))
@@ -273,7 +273,7 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
             assert shown() == (0.4, "fitting")
         await heart.beat()
         assert shown() == (0.5, "fitting")
-        assert not held.progress_changed
+        assert not run.progress_changed
         await ledger.close()
 
     def shown() -> tuple[float | None, str | None]:
@@ -286,8 +286,8 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
         engine.dispose()
 
 
-def _never(held: ActiveRun) -> None:
-    raise AssertionError(f"{held.leased.id} was neither lost nor cancelled")
+def _never(run: ActiveRun) -> None:
+    raise AssertionError(f"{run.leased.id} was neither lost nor cancelled")
 
 
 def test_a_clock_that_is_put_back_stops_neither_election_nor_sweep(url: str) -> None:

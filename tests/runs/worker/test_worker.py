@@ -130,7 +130,7 @@ def test_told_twice_a_worker_gives_back_although_the_file_is_locked_for_a_while(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else it has to write may fail in time; the runs are tried for longer."""
-    monkeypatch.setattr(session, "SILENT", 0.2)
+    monkeypatch.setattr(session, "LAST_WRITE_TIMEOUT", 0.2)
     with databases.empty("sqlite") as database, RunsHarness("sqlite", database.url, tmp_path) as harness:
         folder = harness.place("held")
         run = harness.app.submit("await_deaf", {"folder": folder})
@@ -814,7 +814,7 @@ def test_told_twice_a_worker_gives_back_although_the_database_is_silent_for_a_wh
     cut_off: tuple[RunsHarness, RunsHarness, Silent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else it has to write may fail in time; the runs are tried for longer."""
-    monkeypatch.setattr(session, "SILENT", 0.2)
+    monkeypatch.setattr(session, "LAST_WRITE_TIMEOUT", 0.2)
     here, there, line = cut_off
     folder = here.place("silent")
     run = here.app.submit("await_deaf", {"folder": folder})

@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -36,13 +36,10 @@ SMALL = 16 * 1024
 """Up to so many bytes, a result is written without a thread."""
 LONGEST_WAIT = 10 * 366 * 86400.0
 """Seconds that a model may ask to wait: ten years."""
-THREAD_GLANCE = 0.1
+CANCEL_POLL = 0.1
 """Seconds between two checks whether a run in a thread was cancelled."""
 
 _VERDICTS = (Retry, Fatal, Snooze, RunCancelled)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -56,7 +53,7 @@ DEFAULT_LIMITS = Limits()
 
 
 def execute(
-    job: Attempt,
+    attempt: Attempt,
     model: Model,
     sink: AttemptSink,
     results: ResultStore,
@@ -65,16 +62,16 @@ def execute(
     cancelled: Stop | None = None,
 ) -> AttemptResult:
     """Execute the attempt in this thread. It never raises, whatever the model does."""
-    ctx = Context(job, sink, cancelled or StopFlag())
+    ctx = Context(attempt, sink, cancelled or StopFlag())
     try:
-        return execute_attempt(ctx, job, model, results, limits)
+        return execute_attempt(ctx, attempt, model, results, limits)
     finally:
         context.close(ctx)
 
 
 def execute_attempt(
     ctx: Context,
-    job: Attempt,
+    attempt: Attempt,
     model: Model,
     results: ResultStore,
     limits: Limits,
@@ -82,32 +79,31 @@ def execute_attempt(
     fatal: frozenset[str] = frozenset(),
 ) -> AttemptResult:
     """Execute the attempt that the context belongs to. `fatal` names errors whose types are not known here."""
-    token = log_capture.begin(ctx._lines)
-    try:
+    with log_capture.LogBinding(ctx._lines):
         try:
-            if _wants_data(job, model):
+            if _wants_data(attempt, model):
                 context.fetch_data(ctx, results)
-            with tracing.continued(job.trace):
-                value = _call(ctx, job, model)
+            with tracing.continued(attempt.trace):
+                value = _call(ctx, attempt, model)
         except BaseException as error:  # noqa: BLE001 (sys.exit in a model must not end the process)
             return _failed(ctx, model, error, fatal)
-        return _early_result(ctx, value) or _store_result(ctx, job, value, results, limits)
-    finally:
-        log_capture.end(token)
+        return _early_result(ctx, value) or _store_result(ctx, attempt, value, results, limits)
 
 
-def _wants_data(job: Attempt, model: Model) -> bool:
+def _wants_data(attempt: Attempt, model: Model) -> bool:
     """Whether the data is to be unpacked: the service's own models pass it on as it is."""
-    return job.data_ref is not None and model.signature.wants_context and not job.model.startswith(INTERNAL_PREFIX)
+    return (
+        attempt.data_ref is not None and model.signature.wants_context and not attempt.model.startswith(INTERNAL_PREFIX)
+    )
 
 
-def _call(ctx: Context, job: Attempt, model: Model) -> Any:
-    arguments = model.bind(job.parameters)
+def _call(ctx: Context, attempt: Attempt, model: Model) -> Any:
+    arguments = model.bind(attempt.parameters)
     return model.function(ctx, **arguments) if model.signature.wants_context else model.function(**arguments)
 
 
 async def execute_async(
-    job: Attempt,
+    attempt: Attempt,
     model: Model,
     sink: AttemptSink,
     results: ResultStore,
@@ -116,38 +112,39 @@ async def execute_async(
     cancelled: Stop | None = None,
 ) -> AttemptResult:
     """Execute the attempt in this event loop. It raises only if the calling task is cancelled."""
-    ctx = Context(job, sink, cancelled or StopFlag())
-    token = log_capture.begin(ctx._lines)
+    import asyncio
+
+    ctx = Context(attempt, sink, cancelled or StopFlag())
     handed_over = False
     try:
-        try:
-            if _wants_data(job, model):
-                await _apart(context.fetch_data, ctx, results)
-            value = _call(ctx, job, model)
-            if hasattr(value, "__await__"):
-                value = await (value if model.timeout is None else _in_time(value, model.timeout))
-        except BaseException as error:
-            if _is_ours_to_pass(error):
-                raise
-            return _failed(ctx, model, error)
-        ended = _early_result(ctx, value)
-        if ended is not None:
-            return ended
-        if ctx._artifacts is None and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
-            return _store_result(ctx, job, value, results, limits)
-        handed_over = True
-        return await _apart(_published_and_closed, ctx, job, value, results, limits)
+        with log_capture.LogBinding(ctx._lines):
+            try:
+                if _wants_data(attempt, model):
+                    await asyncio.to_thread(context.fetch_data, ctx, results)
+                value = _call(ctx, attempt, model)
+                if hasattr(value, "__await__"):
+                    value = await (value if model.timeout is None else _in_time(value, model.timeout))
+            except BaseException as error:
+                if _is_ours_to_pass(error):
+                    raise
+                return _failed(ctx, model, error)
+            ended = _early_result(ctx, value)
+            if ended is not None:
+                return ended
+            if ctx._artifacts is None and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
+                return _store_result(ctx, attempt, value, results, limits)
+            handed_over = True
+            return await asyncio.to_thread(_store_result_and_close, ctx, attempt, value, results, limits)
     finally:
-        log_capture.end(token)
         if not handed_over:
             if ctx._artifacts is not None:
-                await _apart(context.close, ctx)
+                await asyncio.to_thread(context.close, ctx)
             else:
                 context.close(ctx)
 
 
 async def run_in_thread(
-    job: Attempt,
+    attempt: Attempt,
     model: Model,
     sink: AttemptSink,
     results: ResultStore,
@@ -165,19 +162,19 @@ async def run_in_thread(
     stop = cancelled or StopFlag()
     relay = _Relay(loop, sink)
     future: asyncio.Future[AttemptResult] = loop.create_future()
-    work = partial(execute, job, model, relay, results, limits, cancelled=stop)
+    work = partial(execute, attempt, model, relay, results, limits, cancelled=stop)
     start = partial(copy_context().run, _answer, loop, future, work)
     try:
-        Thread(target=start, name=f"semel-run-{job.run_id}", daemon=True).start()
+        Thread(target=start, name=f"semel-run-{attempt.run_id}", daemon=True).start()
     except RuntimeError as error:  # the system allows no more threads
         return AttemptResult(kind="unstarted", reason=reason_of(error))
     try:
-        return await _patiently(future, model, stop)
+        return await _wait_for_thread(future, model, stop)
     finally:
         relay.close()
 
 
-async def _patiently(future: asyncio.Future[AttemptResult], model: Model, stop: Stop) -> AttemptResult:
+async def _wait_for_thread(future: asyncio.Future[AttemptResult], model: Model, stop: Stop) -> AttemptResult:
     """Wait for the thread; after its timeout ask it to stop, and after its grace leave it behind."""
     import asyncio
 
@@ -185,7 +182,7 @@ async def _patiently(future: asyncio.Future[AttemptResult], model: Model, stop: 
     deadline = math.inf if model.timeout is None else clock() + model.timeout
     outcome = AttemptResult(kind="cancelled", reason="cancelled")
     while not stop.is_set():
-        await asyncio.wait({future}, timeout=min(THREAD_GLANCE, max(0.0, deadline - clock())))
+        await asyncio.wait({future}, timeout=min(CANCEL_POLL, max(0.0, deadline - clock())))
         if future.done():
             return future.result()
         if clock() >= deadline:
@@ -208,12 +205,12 @@ def _answer(
 ) -> None:
     ended = work()
 
-    def tell() -> None:
+    def resolve() -> None:
         if not future.done():
             future.set_result(ended)
 
     with suppress(RuntimeError):  # the loop was closed after the thread was left behind
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(resolve)
 
 
 class _Relay:
@@ -232,14 +229,14 @@ class _Relay:
     def close(self) -> None:
         self._sink = None
 
-    def _send(self, method: str, *said: object) -> None:
+    def _send(self, method: str, *arguments: object) -> None:
         if self._sink is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._arrive, method, *said)
+                self._loop.call_soon_threadsafe(self._arrive, method, *arguments)
 
-    def _arrive(self, method: str, *said: object) -> None:
+    def _arrive(self, method: str, *arguments: object) -> None:
         if self._sink is not None:
-            getattr(self._sink, method)(*said)
+            getattr(self._sink, method)(*arguments)
 
 
 async def _in_time(work: Awaitable[Any], seconds: float) -> Any:
@@ -270,25 +267,19 @@ def _is_ours_to_pass(error: BaseException) -> bool:
     return True
 
 
-async def _apart(work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    import asyncio
-
-    return await asyncio.to_thread(work, *arguments, **options)
-
-
 def _early_result(ctx: Context, value: Any) -> AttemptResult | None:
-    """The end of an attempt whose value is a verdict, or which was told to stop; None if the value is a result."""
+    """The end of an attempt whose value is a verdict, or which was asked to stop; None if the value is a result."""
     if isinstance(value, _VERDICTS):
         return _verdict(ctx, value)
-    if ctx._told_to_stop:
+    if ctx._saw_stop:
         return AttemptResult(kind="cancelled", reason="the model was asked to stop and did", cost=ctx._cost)
     return None
 
 
-def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits) -> AttemptResult:
+def _store_result(ctx: Context, attempt: Attempt, value: Any, results: ResultStore, limits: Limits) -> AttemptResult:
     try:
         files = context.files(ctx) if ctx._artifacts is not None else {}
-        kept = publish(results, job, value, files, inline_bytes=limits.inline_bytes, max_bytes=limits.max_bytes)
+        kept = publish(results, attempt, value, files, inline_bytes=limits.inline_bytes, max_bytes=limits.max_bytes)
     except Exception as error:  # noqa: BLE001 (the store's drivers raise what they like)
         kind: EndKind = "fatal" if isinstance(error, Fatal) else "retry"
         return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=ctx._cost)
@@ -305,12 +296,12 @@ def _store_result(ctx: Context, job: Attempt, value: Any, results: ResultStore, 
     )
 
 
-def _published_and_closed(
-    ctx: Context, job: Attempt, value: Any, results: ResultStore, limits: Limits
+def _store_result_and_close(
+    ctx: Context, attempt: Attempt, value: Any, results: ResultStore, limits: Limits
 ) -> AttemptResult:
     """Publish and close in one call, so that the files stay until then even if the caller is cancelled."""
     try:
-        return _store_result(ctx, job, value, results, limits)
+        return _store_result(ctx, attempt, value, results, limits)
     finally:
         context.close(ctx)
 
@@ -319,25 +310,25 @@ def _failed(ctx: Context, model: Model, error: BaseException, fatal: frozenset[s
     if isinstance(error, _VERDICTS):
         return _verdict(ctx, error)
     kind: EndKind = "retry"
-    if ctx._told_to_stop:
+    if ctx._saw_stop:
         kind = "cancelled"
     elif isinstance(error, (InvalidRequest, msgspec.ValidationError, *model.fatal)) or names_in(error, fatal):
         kind = "fatal"
     return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=ctx._cost)
 
 
-def _verdict(ctx: Context, said: Retry | Fatal | Snooze | RunCancelled) -> AttemptResult:
+def _verdict(ctx: Context, verdict: Retry | Fatal | Snooze | RunCancelled) -> AttemptResult:
     """The end that the model itself raised or returned."""
     kind: EndKind = "retry"
     after: float | None = None
-    if isinstance(said, Snooze):
-        kind, after = "snooze", _seconds(said.seconds)
-    elif isinstance(said, Retry):
-        after = _seconds(said.after)
+    if isinstance(verdict, Snooze):
+        kind, after = "snooze", _seconds(verdict.seconds)
+    elif isinstance(verdict, Retry):
+        after = _seconds(verdict.after)
     else:
-        kind = "fatal" if isinstance(said, Fatal) else "cancelled"
-    shown = "" if kind in {"snooze", "cancelled"} else traceback_of(said)
-    return AttemptResult(kind=kind, reason=reason_of(said), traceback=shown, after=after, cost=ctx._cost)
+        kind = "fatal" if isinstance(verdict, Fatal) else "cancelled"
+    shown = "" if kind in {"snooze", "cancelled"} else traceback_of(verdict)
+    return AttemptResult(kind=kind, reason=reason_of(verdict), traceback=shown, after=after, cost=ctx._cost)
 
 
 def _seconds(wish: Any) -> float | None:

@@ -65,7 +65,7 @@ class ChildConfig(msgspec.Struct, tag=True, frozen=True):
 class RunAttempt(msgspec.Struct, tag=True, frozen=True):
     """An attempt to execute."""
 
-    job: Attempt
+    attempt: Attempt
     reference: str
     main_path: str | None
     fatal: frozenset[str]
@@ -115,7 +115,7 @@ def frame(message: ToChild | FromChild) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-class ParentWire:
+class ParentSink:
     """Sends the latest progress and the lines to the parent together, at most every 50 ms or 64 lines."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -130,7 +130,7 @@ class ParentWire:
         if not self._mute:
             with self._change:
                 self._progress = (fraction, note)
-                self._hurry()
+                self._flush_or_notify()
 
     def line(self, level: str, text: str) -> None:
         if self._mute:
@@ -138,7 +138,7 @@ class ParentWire:
             return
         with self._change:
             self._lines.append((level, text))
-            self._hurry()
+            self._flush_or_notify()
 
     def send(self, message: FromChild) -> None:
         with self._change:
@@ -150,21 +150,21 @@ class ParentWire:
         """Forever send the output that came too soon after the last message."""
         while True:
             with self._change:
-                self._change.wait_for(self._has_news)
+                self._change.wait_for(self._has_output)
                 wait = self._sent_at + FLUSH_SECONDS - monotonic()
                 if wait > 0:
                     self._change.wait(wait)
                 self._flush()
 
-    def fall_silent(self) -> None:
+    def after_fork(self) -> None:
         """Send nothing more, in a process that the model forked: messages of two processes would mix."""
         self._mute = True
         self._connection.close()
 
-    def _has_news(self) -> bool:
+    def _has_output(self) -> bool:
         return bool(self._lines) or self._progress is not None
 
-    def _hurry(self) -> None:
+    def _flush_or_notify(self) -> None:
         """Send now if the last message was long ago: the model may hold the GIL for long from here on."""
         if len(self._lines) >= FLUSH_LINES or monotonic() - self._sent_at >= FLUSH_SECONDS:
             self._flush()
@@ -178,10 +178,10 @@ class ParentWire:
             _kill_group()
 
     def _flush(self) -> None:
-        if self._has_news():
-            said = Output(self._lines, self._progress)
+        if self._has_output():
+            output = Output(self._lines, self._progress)
             self._lines, self._progress = [], None
-            self._write(said)
+            self._write(output)
         self._sent_at = monotonic()
 
 
@@ -190,7 +190,7 @@ class Child:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sink = ParentWire(connection)
+        self._sink = ParentSink(connection)
         self._work: queue.SimpleQueue[tuple[RunAttempt, StopFlag] | None] = queue.SimpleQueue()
         self._now: tuple[RunAttempt, StopFlag] | None = None
         self._models: dict[tuple[str, str, str | None], Model] = {}
@@ -204,9 +204,9 @@ class Child:
         if not isinstance(config, ChildConfig):
             return
         self._config = config
-        _become_alike(config)
+        _apply_config(config)
         self._folder = Path.cwd()
-        os.register_at_fork(after_in_child=self._fall_silent)
+        os.register_at_fork(after_in_child=self._after_fork)
         Thread(target=self._listen, args=(receive,), name="semel-parent", daemon=True).start()
         Thread(target=self._sink.send_leftovers, name="semel-lines", daemon=True).start()
         self._sink.send(Ready())
@@ -214,8 +214,8 @@ class Child:
             ended = self._execute(*task)
             self._sink.send(Finished(ended, _has_children()))
 
-    def _fall_silent(self) -> None:
-        self._sink.fall_silent()
+    def _after_fork(self) -> None:
+        self._sink.after_fork()
         log_capture.forget_process()
         for stream in self._streams:
             stream.after_fork()
@@ -229,7 +229,7 @@ class Child:
                 self._work.put(None)
             elif isinstance(message, Cancel) and self._now is not None:
                 work, flag = self._now
-                if (work.job.run_id, work.job.fence) == (message.run_id, message.fence):
+                if (work.attempt.run_id, work.attempt.fence) == (message.run_id, message.fence):
                     flag.set()
         self._die()
 
@@ -241,7 +241,7 @@ class Child:
         _kill_group()
 
     def _execute(self, work: RunAttempt, stop: StopFlag) -> AttemptResult:
-        ctx = Context(work.job, self._sink, stop, Path(work.scratch))
+        ctx = Context(work.attempt, self._sink, stop, Path(work.scratch))
         lines = ctx._lines
         log_capture.bind_process(lines)
         self._tidy_up()
@@ -255,7 +255,7 @@ class Child:
             if stop.is_set():
                 return AttemptResult(kind="cancelled", reason="cancelled before it began")
             log_capture.mute_captured_handlers(self._texts)
-            return execution.execute_attempt(ctx, work.job, model, results, self._config.limits, fatal=work.fatal)
+            return execution.execute_attempt(ctx, work.attempt, model, results, self._config.limits, fatal=work.fatal)
         finally:
             for stream in self._streams:
                 stream.finish(lines)
@@ -277,14 +277,14 @@ class Child:
         return self._results
 
     def _model(self, work: RunAttempt) -> Model:
-        key = (work.job.model, work.reference, work.main_path)
+        key = (work.attempt.model, work.reference, work.main_path)
         model = self._models.get(key)
         if model is None:
             log_capture.unbind_handler()
             if work.home is not None and work.home not in sys.path:
                 sys.path.append(work.home)
             function = load(work.reference, work.main_path)
-            model = make_model(work.job.model, function, isolation="thread")  # the main thread
+            model = make_model(work.attempt.model, function, isolation="thread")  # the main thread
             model = self._models[key] = replace(model, function=_in_one_process(function))
         return model
 
@@ -331,7 +331,7 @@ def receiver(connection: socket.socket) -> Callable[[], ToChild | None]:
     return receive
 
 
-def _become_alike(config: ChildConfig) -> None:
+def _apply_config(config: ChildConfig) -> None:
     sys.path[:] = config.path
     sys.argv[:] = config.argv
     if config.pythonpath is None:

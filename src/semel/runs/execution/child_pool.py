@@ -30,9 +30,9 @@ from semel.runs.types import Attempt, AttemptResult
 
 __all__ = ["ChildPool"]
 
-LAST_WORDS = 0.5
+STACK_DUMP_TIME = 0.5
 """Seconds that a child has to print its stack before it is killed."""
-LEAVE = 5.0
+EXIT_TIME = 5.0
 """Seconds that an idle child may take to exit before it is killed."""
 
 
@@ -58,7 +58,7 @@ class ChildPool:
         self._idle: list[ChildProcess] = []
         self._processes: set[ChildProcess] = set()
         """All that were started and have not ended yet."""
-        self._attempts: set[_Attempt] = set()
+        self._executions: set[_Execution] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._closed = False
         self._quiet = asyncio.Event()
@@ -66,47 +66,47 @@ class ChildPool:
     @property
     def free(self) -> int:
         """How many more runs would start at once."""
-        return max(0, self._size - len(self._attempts))
+        return max(0, self._size - len(self._executions))
 
     async def start(self) -> None:
         """Start all children ahead of the first run. One that fails to start is tried again when it is needed."""
-        starts = [self._start_ahead() for _ in range(self._size - len(self._idle) - len(self._attempts))]
+        starts = [self._start_ahead() for _ in range(self._size - len(self._idle) - len(self._executions))]
         await asyncio.gather(*starts, return_exceptions=True)
 
     async def _start_ahead(self) -> None:
         self._put_back(await self._start())
 
-    async def run(self, job: Attempt, model: Model, sink: AttemptSink) -> AttemptResult:
+    async def run(self, attempt: Attempt, model: Model, sink: AttemptSink) -> AttemptResult:
         """Execute the attempt in a child, as soon as one is free. Cancelling this call kills the child."""
         if self._closed:
             return AttemptResult(kind="lost", reason="the worker's child processes are closed")
-        attempt = _Attempt(job, model, sink)
-        self._attempts.add(attempt)
+        execution = _Execution(attempt, model, sink)
+        self._executions.add(execution)
         try:
             async with self._places:
-                return attempt.verdict or await self._execute(attempt)
+                return execution.verdict or await self._execute(execution)
         finally:
-            self._attempts.discard(attempt)
-            if not self._attempts:
+            self._executions.discard(execution)
+            if not self._executions:
                 self._quiet.set()
 
     def cancel(self, run_id: str) -> None:
         """Ask the run to stop, and kill it if it has not stopped when its model's grace is over."""
-        for attempt in self._of(run_id):
-            attempt.ask_to_stop(AttemptResult(kind="cancelled", reason="cancelled"))
+        for execution in self._of(run_id):
+            execution.ask_to_stop(AttemptResult(kind="cancelled", reason="cancelled"))
 
     def kill(self, run_id: str) -> None:
         """Kill the run at once, because its lease was lost."""
-        for attempt in self._of(run_id):
-            attempt.end_by_force(AttemptResult(kind="lost", reason="killed, because its lease was lost"))
+        for execution in self._of(run_id):
+            execution.end_by_force(AttemptResult(kind="lost", reason="killed, because its lease was lost"))
 
     async def close(self, *, kill: bool = False) -> None:
         """End all children: at once if ``kill``, else after their runs. No new runs are accepted."""
         self._closed = True
         if kill:
-            for attempt in self._attempts:
-                attempt.end_by_force(AttemptResult(kind="lost", reason="killed, because its worker was closed"))
-        if self._attempts:
+            for execution in self._executions:
+                execution.end_by_force(AttemptResult(kind="lost", reason="killed, because its worker was closed"))
+        if self._executions:
             self._quiet.clear()
             await self._quiet.wait()
         while self._idle:
@@ -114,30 +114,30 @@ class ChildPool:
         while self._endings or self._processes:
             await asyncio.gather(*self._endings, *(process.gone for process in self._processes))
 
-    def _of(self, run_id: str) -> list[_Attempt]:
-        return [attempt for attempt in self._attempts if attempt.job.run_id == run_id]
+    def _of(self, run_id: str) -> list[_Execution]:
+        return [execution for execution in self._executions if execution.attempt.run_id == run_id]
 
-    async def _execute(self, attempt: _Attempt) -> AttemptResult:
+    async def _execute(self, execution: _Execution) -> AttemptResult:
         try:
             process = self._waiting() or await self._start()
         except ChildProcessError as error:
             return AttemptResult(kind="unstarted", reason=str(error))
         process.runs += 1
         try:
-            return attempt.verdict or await attempt.run_on(process)
+            return execution.verdict or await execution.run_on(process)
         except asyncio.CancelledError:
             process.kill()
             raise
         finally:
-            await self._settle(process, attempt)
+            await self._settle(process, execution)
 
-    async def _settle(self, process: ChildProcess, attempt: _Attempt) -> None:
+    async def _settle(self, process: ChildProcess, execution: _Execution) -> None:
         if process.has_orphans:
             process.kill()  # with the processes that the model left behind
         if not process.terminating:
             self._put_back(process)
         else:
-            cleared = self._later(_cleared(process, attempt.scratch))
+            cleared = self._later(_cleared(process, execution.scratch))
             if process.gone.done():
                 await asyncio.shield(cleared)
 
@@ -178,12 +178,12 @@ class ChildPool:
         return task
 
 
-class _Attempt:
+class _Execution:
     """One attempt in a child, and how it ends."""
 
-    def __init__(self, job: Attempt, model: Model, sink: AttemptSink) -> None:
+    def __init__(self, attempt: Attempt, model: Model, sink: AttemptSink) -> None:
         self._loop = asyncio.get_running_loop()
-        self.job = job
+        self.attempt = attempt
         self.scratch = Path(tempfile.gettempdir()) / f"semel-run-{uuid4().hex}"
         self.verdict: AttemptResult | None = None
         """How it ends, whatever the child reports."""
@@ -205,7 +205,7 @@ class _Attempt:
         fatal = frozenset(name_of(kind) for kind in self._model.fatal)
         model = self._model
         process.send(
-            RunAttempt(self.job, model.reference, model.main_path, fatal, str(self.scratch), home(model.reference))
+            RunAttempt(self.attempt, model.reference, model.main_path, fatal, str(self.scratch), home(model.reference))
         )
         try:
             return await self._ended
@@ -224,7 +224,7 @@ class _Attempt:
         first = self._stopping is None
         self._stopping = outcome
         if first:
-            self._process.send(Cancel(self.job.run_id, self.job.fence))
+            self._process.send(Cancel(self.attempt.run_id, self.attempt.fence))
             self._after(self._model.grace, self._grace_is_over)
 
     def end_by_force(self, outcome: AttemptResult) -> None:
@@ -245,7 +245,7 @@ class _Attempt:
         self.verdict = self.verdict or replace(self._stopping, reason=self._stopping.reason + how)
         if self._process is not None:
             self._process.abort()  # it prints its stack, which shows where it hangs
-        self._after(LAST_WORDS, self._end_now)
+        self._after(STACK_DUMP_TIME, self._end_now)
 
     def _end_now(self) -> None:
         if self._process is not None:
@@ -290,6 +290,6 @@ async def _dismissed(process: ChildProcess, *, polite: bool) -> None:
     process.terminating = True
     if polite:
         process.send(Quit())
-        await asyncio.wait({process.gone}, timeout=LEAVE)
+        await asyncio.wait({process.gone}, timeout=EXIT_TIME)
     process.kill()
     await process.gone

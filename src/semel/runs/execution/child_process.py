@@ -22,7 +22,7 @@ from semel.runs.execution.log_capture import MAX_LINE_BYTES
 __all__ = ["ChildProcess"]
 
 PROGRAM = "from semel.runs.execution.child_main import main; main()"
-LAST_WORDS = 20
+RECENT_LINES = 20
 """Lines of a child's output that are kept to explain its death."""
 LAST_READ = 1.0
 """Seconds for which a dead child's connection is still read, in case a process that it forked holds it open."""
@@ -49,11 +49,11 @@ class ChildProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._output = b""
-        self._recent_output: deque[str] = deque(maxlen=LAST_WORDS)
+        self._recent_output: deque[str] = deque(maxlen=RECENT_LINES)
         self._connected = True
         self._code: int | None = None
         self._lock = Lock()
-        self._buried = False
+        self._reaped = False
 
     async def start(self, config: ChildConfig, patience: float) -> None:
         """Start it and wait until it is ready for work; raise `ChildProcessError` with its last output if it fails."""
@@ -83,7 +83,7 @@ class ChildProcess(asyncio.Protocol):
     def abort(self) -> None:
         """Make it print its stack and die, by SIGABRT. That may fail, so `kill` must follow."""
         with self._lock:
-            if not self._buried:
+            if not self._reaped:
                 with suppress(ProcessLookupError):
                     os.kill(self._popen.pid, signal.SIGABRT)
 
@@ -91,7 +91,7 @@ class ChildProcess(asyncio.Protocol):
         """Kill it at once, with all processes that it started."""
         self.terminating = True
         with self._lock:
-            if not self._buried:
+            if not self._reaped:
                 self._kill_group()
 
     def read_output(self) -> None:
@@ -185,11 +185,11 @@ class ChildProcess(asyncio.Protocol):
             with self._lock:
                 self._kill_group()
                 self._popen.wait()
-                self._buried = True
+                self._reaped = True
         else:
             self._popen.wait()
             with self._lock:
-                self._buried = True
+                self._reaped = True
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._exited, self._popen.returncode)
 
@@ -213,7 +213,7 @@ class ChildProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         assert self._code is not None
-        self.gone.set_result(_how(self._code))
+        self.gone.set_result(_description(self._code))
 
     def _read_some(self) -> bool:
         """Read once from the pipe; return whether there may be more."""
@@ -254,11 +254,11 @@ def _without_our_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: without_secrets(value) if name.startswith(PREFIX) else value for name, value in kept.items()}
 
 
-def _ignore(_said: object) -> None:
+def _ignore(_: object) -> None:
     """The handler while no run uses the child."""
 
 
-def _how(code: int) -> str:
+def _description(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -33,16 +33,16 @@ class Stop(Protocol):
 class StopFlag:
     """A `Stop` that costs nothing to make."""
 
-    __slots__ = ("_up",)
+    __slots__ = ("_set",)
 
     def __init__(self) -> None:
-        self._up = False
+        self._set = False
 
     def is_set(self) -> bool:
-        return self._up
+        return self._set
 
     def set(self) -> None:
-        self._up = True
+        self._set = True
 
 
 class Context:
@@ -50,65 +50,65 @@ class Context:
 
     __slots__ = (
         "_artifacts",
+        "_attempt",
         "_closed",
         "_cost",
         "_data",
-        "_job",
         "_lines",
         "_log",
+        "_saw_stop",
         "_scratch",
         "_sink",
         "_stop",
-        "_told_to_stop",
     )
 
-    def __init__(self, job: Attempt, wire: AttemptSink, stop: Stop, scratch: Path | None = None) -> None:
-        self._job = job
-        self._sink = wire
+    def __init__(self, attempt: Attempt, sink: AttemptSink, stop: Stop, scratch: Path | None = None) -> None:
+        self._attempt = attempt
+        self._sink = sink
         self._stop = stop
-        self._lines = BoundedLog(wire)
+        self._lines = BoundedLog(sink)
         self._scratch = scratch
         self._artifacts: dict[str, Path] | None = None
         self._cost: float | None = None
         self._data: Path | None = None
         self._closed = False
         self._log: _RunLog | None = None
-        self._told_to_stop = False
+        self._saw_stop = False
         """Whether the model saw that it should stop: what it returns after that may be incomplete."""
 
     @property
     def run_id(self) -> str:
-        return self._job.run_id
+        return self._attempt.run_id
 
     @property
     def model(self) -> str:
-        return self._job.model
+        return self._attempt.model
 
     @property
     def attempt(self) -> int:
         """Which attempt this is, from 1."""
-        return self._job.attempt
+        return self._attempt.attempt
 
     @property
     def fence(self) -> int:
         """A number that only grows: what was written under a higher one must not be overwritten under this one."""
-        return self._job.fence
+        return self._attempt.fence
 
     @property
     def user(self) -> str:
-        return self._job.user
+        return self._attempt.user
 
     @property
     def tenant(self) -> str:
-        return self._job.tenant
+        return self._attempt.tenant
 
     @property
     def payload_hash(self) -> str:
-        return self._job.payload_hash
+        return self._attempt.payload_hash
 
     @property
     def worker(self) -> str:
-        return self._job.worker
+        return self._attempt.worker
 
     @property
     def data(self) -> Path | None:
@@ -118,13 +118,13 @@ class Context:
     @property
     def data_ref(self) -> str | None:
         """The ref of that data in the result store; it contains the digest of the content."""
-        return self._job.data_ref
+        return self._attempt.data_ref
 
     @property
     def cancelled(self) -> bool:
         """Whether the run should stop: it was cancelled, or its time is up."""
         if self._stop.is_set():
-            self._told_to_stop = True
+            self._saw_stop = True
             return True
         return False
 
@@ -147,7 +147,7 @@ class Context:
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
         """A logger whose lines, from INFO up, are stored with the run."""
         if self._log is None:
-            self._log = _RunLog(self._job, self._lines)
+            self._log = _RunLog(self._attempt, self._lines)
         return self._log
 
     def artifact(self, name: str) -> Path:
@@ -179,9 +179,9 @@ class Context:
 
 def fetch_data(context: Context, results: ResultStore) -> None:
     """Unpack the run's data into the scratch folder, which is removed with the attempt."""
-    assert context._job.data_ref is not None
+    assert context._attempt.data_ref is not None
     try:
-        context._data = unpack(results, context._job.data_ref, context._folder() / "data")
+        context._data = unpack(results, context._attempt.data_ref, context._folder() / "data")
     finally:
         if context._closed and context._scratch is not None:  # the attempt is over
             shutil.rmtree(context._scratch, ignore_errors=True)
@@ -212,19 +212,19 @@ def close(context: Context) -> None:
 class _RunLog(logging.LoggerAdapter[logging.Logger]):
     """The run's logger: every record has the run's fields, and belongs to the run in whatever thread it is logged."""
 
-    def __init__(self, job: Attempt, lines: BoundedLog) -> None:
+    def __init__(self, attempt: Attempt, lines: BoundedLog) -> None:
         logger = logging.getLogger(log_capture.RUN_LOGGER)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
         super().__init__(
             logger,
             {
-                "run_id": job.run_id,
-                "model": job.model,
-                "payload_hash": job.payload_hash,
-                "worker_id": job.worker,
+                "run_id": attempt.run_id,
+                "model": attempt.model,
+                "payload_hash": attempt.payload_hash,
+                "worker_id": attempt.worker,
                 "status": "RUNNING",
-                "attempt_count": job.attempt,
+                "attempt_count": attempt.attempt,
             },
         )
         self._lines = lines
@@ -235,8 +235,5 @@ class _RunLog(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # this frame is not the caller
-        token = log_capture.begin(self._lines)
-        try:
+        with log_capture.LogBinding(self._lines):
             super().log(level, msg, *args, **kwargs)
-        finally:
-            log_capture.end(token)

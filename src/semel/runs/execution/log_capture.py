@@ -13,7 +13,7 @@ from threading import Lock, get_ident, main_thread
 from threading import enumerate as enumerate_threads
 from typing import Any, Protocol
 
-__all__ = ["MAX_LINES", "MAX_LINE_BYTES", "AttemptSink", "BoundedLog", "begin", "clean", "end"]
+__all__ = ["MAX_LINES", "MAX_LINE_BYTES", "AttemptSink", "BoundedLog", "LogBinding", "clean"]
 
 MAX_LINES = 10_000
 """The most lines of an attempt; the rest is dropped, and one more line says so."""
@@ -44,7 +44,7 @@ class BoundedLog:
         self._lock = Lock()
 
     @property
-    def over(self) -> bool:
+    def closed(self) -> bool:
         return self._sink is None
 
     def add(self, level: str, text: str) -> None:
@@ -72,39 +72,44 @@ def clean(text: str, limit: int) -> str:
     return data[: limit - 3].decode("utf-8", "ignore") + "…"
 
 
-_speaker: ContextVar[BoundedLog | None] = ContextVar("semel_run_lines", default=None)
+_bound_log: ContextVar[BoundedLog | None] = ContextVar("semel_run_lines", default=None)
 
 
 class _Process:
     """The one attempt that everything in this process belongs to, in a child process."""
 
     lines: BoundedLog | None = None
-    strangers: frozenset[int | None] = frozenset()
+    leftover_threads: frozenset[int | None] = frozenset()
     """Threads that an earlier attempt left behind: their lines belong to no run."""
 
 
-def begin(lines: BoundedLog) -> Token[BoundedLog | None]:
-    """Let all that is logged in this context from now on belong to this attempt."""
-    if _handler not in logging.root.handlers:  # the user's own configuration may have removed it
-        logging.root.addHandler(_handler)
-    return _speaker.set(lines)
+class LogBinding:
+    """Within its block, all that is logged in this context belongs to this attempt."""
 
+    __slots__ = ("_lines", "_token")
 
-def end(token: Token[BoundedLog | None]) -> None:
-    """Restore the log that was bound before."""
-    _speaker.reset(token)
+    def __init__(self, lines: BoundedLog) -> None:
+        self._lines = lines
+
+    def __enter__(self) -> None:
+        if _handler not in logging.root.handlers:  # the user's own configuration may have removed it
+            logging.root.addHandler(_handler)
+        self._token: Token[BoundedLog | None] = _bound_log.set(self._lines)
+
+    def __exit__(self, *_: object) -> None:
+        _bound_log.reset(self._token)
 
 
 def bind_process(lines: BoundedLog | None) -> None:
     """Let all output of this process belong to this attempt: of every new thread, and all that is printed."""
     main = main_thread()
-    _Process.strangers = frozenset(thread.ident for thread in enumerate_threads() if thread is not main)
+    _Process.leftover_threads = frozenset(thread.ident for thread in enumerate_threads() if thread is not main)
     _Process.lines = lines
 
 
 def forget_process() -> None:
     """In a process that the model forked: send its output to the real streams, whatever locks were held."""
-    for lines in (_speaker.get(), _Process.lines):
+    for lines in (_bound_log.get(), _Process.lines):
         if lines is not None:
             lines.close()
     _Process.lines = None
@@ -117,10 +122,10 @@ def unbind_handler() -> None:
 
 def current_log() -> BoundedLog | None:
     """The log of the attempt that runs here, or None."""
-    lines = _speaker.get()
-    if lines is None and get_ident() not in _Process.strangers:
+    lines = _bound_log.get()
+    if lines is None and get_ident() not in _Process.leftover_threads:
         lines = _Process.lines
-    return None if lines is None or lines.over else lines
+    return None if lines is None or lines.closed else lines
 
 
 class _Handler(logging.Handler):
@@ -129,12 +134,12 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         lines = current_log()
         if lines is not None:
-            self._give(lines, record)
+            self._add(lines, record)
         if _Process.lines is None:
             _last_resort(record)
 
-    def _give(self, lines: BoundedLog, record: logging.LogRecord) -> None:
-        token = _speaker.set(_NOBODY)  # the sink may log, too
+    def _add(self, lines: BoundedLog, record: logging.LogRecord) -> None:
+        token = _bound_log.set(_DISCARD)  # the sink may log, too
         try:
             text = self.format(record)
             if record.name not in {RUN_LOGGER, "root"}:
@@ -143,16 +148,16 @@ class _Handler(logging.Handler):
         except Exception:  # noqa: BLE001 (as in logging itself, a log line never raises)
             self.handleError(record)
         finally:
-            _speaker.reset(token)
+            _bound_log.reset(token)
 
 
-class _Nowhere:
+class _NullSink:
     def progress(self, fraction: float, note: str) -> None: ...
 
     def line(self, level: str, text: str) -> None: ...
 
 
-_NOBODY = BoundedLog(_Nowhere())
+_DISCARD = BoundedLog(_NullSink())
 _handler = _Handler()
 
 
@@ -176,7 +181,7 @@ class CapturedStream(io.RawIOBase):
         super().__init__()
         self._level = level
         self._fd = fd
-        self._begun = b""
+        self._partial = b""
         self._lock = Lock()
 
     def writable(self) -> bool:
@@ -190,42 +195,42 @@ class CapturedStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         data = bytes(data)
-        if get_ident() in _Process.strangers:
+        if get_ident() in _Process.leftover_threads:
             return len(data)  # a thread of an earlier attempt: dropped
         with self._lock:
-            *whole, self._begun = (self._begun + data).split(b"\n")
-            if len(self._begun) > MAX_LINE_BYTES:
-                whole.append(self._begun)
-                self._begun = b""
+            *whole, self._partial = (self._partial + data).split(b"\n")
+            if len(self._partial) > MAX_LINE_BYTES:
+                whole.append(self._partial)
+                self._partial = b""
         lines = current_log()
         if lines is None and whole:
             os.write(self._fd, b"\n".join([*whole, b""]))  # whole lines, which do not mix with those of others
         elif lines is not None:
             for line in whole:
-                self._say(lines, line)
+                self._add(lines, line)
         return len(data)
 
     def flush(self) -> None:
-        if current_log() is None and self._begun:
-            os.write(self._fd, self._take_begun())
+        if current_log() is None and self._partial:
+            os.write(self._fd, self._take_partial())
 
     def finish(self, lines: BoundedLog) -> None:
         """Add what was printed without a newline at its end."""
-        begun = self._take_begun()
-        if begun:
-            self._say(lines, begun)
+        partial = self._take_partial()
+        if partial:
+            self._add(lines, partial)
 
     def after_fork(self) -> None:
         """Replace the lock, which another thread may have held."""
         self._lock = Lock()
-        self._begun = b""
+        self._partial = b""
 
-    def _take_begun(self) -> bytes:
+    def _take_partial(self) -> bytes:
         with self._lock:
-            begun, self._begun = self._begun, b""
-        return begun
+            partial, self._partial = self._partial, b""
+        return partial
 
-    def _say(self, lines: BoundedLog, line: bytes) -> None:
+    def _add(self, lines: BoundedLog, line: bytes) -> None:
         shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
         lines.add(self._level, shown.decode("utf-8", "backslashreplace"))
 
@@ -237,9 +242,9 @@ def mute_captured_handlers(streams: tuple[io.TextIOWrapper, ...]) -> None:
     """Turn off the root's handlers that print to captured streams: their records are captured as records already."""
     for handler in logging.root.handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
-            handler.setStream(_Void())
+            handler.setStream(_NullStream())
 
 
-class _Void(io.TextIOBase):
+class _NullStream(io.TextIOBase):
     def write(self, text: str) -> int:
         return len(text)

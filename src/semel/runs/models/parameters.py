@@ -144,7 +144,7 @@ class Signature:
                 try:
                     _converted(whole, hint)
                 except msgspec.ValidationError:
-                    raise ValueError(_told(name, str(error))) from error
+                    raise ValueError(_parameter_error(name, str(error))) from error
                 values[name] = msgspec.Raw(whole)
         return msgspec.json.encode(values)
 
@@ -261,7 +261,7 @@ def _schema_of(kind: Any) -> dict[str, Any]:
     return {"title": getattr(kind, "__name__", str(kind))}
 
 
-def _told(name: str, message: str) -> str:
+def _parameter_error(name: str, message: str) -> str:
     """The message of msgspec in terms of parameters."""
     reason, _, path = message.partition(" - at `$")
     place = f" at {path[:-1]}" if path else ""

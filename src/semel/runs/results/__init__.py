@@ -130,7 +130,7 @@ def check_ref(ref: str) -> str:
 
 def publish(
     store: ResultStore,
-    job: Attempt,
+    attempt: Attempt,
     value: Any,
     files: Mapping[str, Path],
     *,
@@ -144,21 +144,21 @@ def publish(
     data, exact = _written(value, max_bytes)
     artifacts = []
     if files:
-        refs = _artifact_refs(job, files)
+        refs = _artifact_refs(attempt, files)
         artifacts = [_artifact(store, name, ref, files[name]) for name, ref in refs.items()]
     ref = None
     flat = isinstance(store, FileResults) and store.flat
     if flat or len(data) > inline_bytes or strict_json.has_nul(data):  # jsonb refuses NUL, a file does not
-        ref = place(job.run_id, job.fence, "result.json")
+        ref = place(attempt.run_id, attempt.fence, "result.json")
         store.put(ref, data)
-        ref = flat_ref(job.run_id) if flat else ref
+        ref = flat_ref(attempt.run_id) if flat else ref
     return PublishedResult(
         result=data.decode() if ref is None else None,
         result_ref=ref,
         result_digest=sha256(data).hexdigest(),
         result_size=len(data),
         artifacts=artifacts,
-        result_exact=None if exact is None else _kept_exactly(store, job, exact, inline=ref is None),
+        result_exact=None if exact is None else _kept_exactly(store, attempt, exact, inline=ref is None),
         warnings=[] if exact is None else _warnings(exact),
     )
 
@@ -168,11 +168,11 @@ def flat_ref(run_id: str) -> str:
     return f"{run_id}.json"
 
 
-def _kept_exactly(store: ResultStore, job: Attempt, exact: bytes, *, inline: bool) -> str:
+def _kept_exactly(store: ResultStore, attempt: Attempt, exact: bytes, *, inline: bool) -> str:
     """The exact text of a small result, or the ref of a large one's."""
     if inline:
         return exact.decode()
-    ref = place(job.run_id, job.fence, "result.exact.json")
+    ref = place(attempt.run_id, attempt.fence, "result.exact.json")
     store.put(ref, exact)
     return ref
 
@@ -180,12 +180,12 @@ def _kept_exactly(store: ResultStore, job: Attempt, exact: bytes, *, inline: boo
 def _warnings(exact: bytes) -> list[str]:
     """A warning for each of the first numbers that are not finite, and one for the rest."""
     found = strict_json.non_finite(strict_json.read_exact(exact))
-    told = [
+    warnings = [
         f"{where[:200]} is {number}, for which JSON has no number: it is null in JSON, and exact in Python"
         for where, number in islice(found, MOST_WARNINGS)
     ]
     more = sum(1 for _ in found)
-    return [*told, f"{more:,} more numbers of the result are not finite"] if more else told
+    return [*warnings, f"{more:,} more numbers of the result are not finite"] if more else warnings
 
 
 class FileResults:
@@ -305,9 +305,9 @@ def _written(value: Any, max_bytes: int) -> tuple[bytes, bytes | None]:
     return data, exact
 
 
-def _artifact_refs(job: Attempt, files: Mapping[str, Path]) -> dict[str, str]:
+def _artifact_refs(attempt: Attempt, files: Mapping[str, Path]) -> dict[str, str]:
     try:
-        refs = {name: place(job.run_id, job.fence, f"artifacts/{name}") for name in files}
+        refs = {name: place(attempt.run_id, attempt.fence, f"artifacts/{name}") for name in files}
     except InvalidRequest as error:
         raise Fatal(str(error)) from error
     for name in files:

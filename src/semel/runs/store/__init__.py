@@ -190,13 +190,13 @@ class RunStore:
 
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
-        told: list[Answer | Failed] = []
+        answers: list[Answer | Failed] = []
         for start in range(0, len(submissions), _BULK):
-            answers = await flush_isolated(self._submit_now, submissions[start : start + _BULK], time.monotonic())
-            told.extend(answers)
-        if told and all(isinstance(each, Failed) for each in told):
-            raise next(each.error for each in told if isinstance(each, Failed))
-        return [_error_of(each) if isinstance(each, Failed) else each for each in told]
+            batch = submissions[start : start + _BULK]
+            answers += await flush_isolated(self._submit_now, batch, time.monotonic())
+        if answers and all(isinstance(each, Failed) for each in answers):
+            raise next(each.error for each in answers if isinstance(each, Failed))
+        return [_error_of(each) if isinstance(each, Failed) else each for each in answers]
 
     async def _submit_now(self, submissions: Sequence[Submission], began: float) -> list[Answer]:
         """Where the last batch had repeats, read the keys first: that is cheaper than to find repeats while writing."""

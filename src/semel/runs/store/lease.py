@@ -244,9 +244,9 @@ def due(conn: Connection, silent: float, most: int, context: StatementContext) -
     silent_us = round(silent * MICRO)
     pending = literal("PENDING", literal_execute=True)
     at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
-    told = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
+    submitter_us = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
     put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was put back since it was due
-    waited = or_(runs.c.due_us <= literal(now, BigInteger) - told, put_back)
+    waited = or_(runs.c.due_us <= literal(now, BigInteger) - submitter_us, put_back)
     query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
     query = query.where(runs.c.queue != INTERNAL_QUEUE)
     return [PendingRun(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]

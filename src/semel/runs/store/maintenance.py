@@ -44,7 +44,7 @@ BATCH = 1000
 DAY_US = 86400 * MICRO
 
 
-class WorkerCard(Struct, frozen=True, kw_only=True):
+class WorkerRecord(Struct, frozen=True, kw_only=True):
     """What a worker writes about itself."""
 
     id: str
@@ -71,17 +71,17 @@ ON CONFLICT (id) DO UPDATE SET seen_us = {w.now}, draining = excluded.draining, 
 
 
 @hot
-def worker_seen(conn: Connection, card: WorkerCard, context: StatementContext) -> None:
+def worker_seen(conn: Connection, record: WorkerRecord, context: StatementContext) -> None:
     """Write that the worker is alive."""
     values: dict[str, Any] = {
-        "id": card.id,
-        "name": card.name,
-        "host": card.host,
-        "pid": card.pid,
-        "queues": json.dumps(list(card.queues)),
-        "models": json.dumps(dict(card.models)),
-        "slots": json.dumps(dict(card.slots)),
-        "draining": card.draining,
+        "id": record.id,
+        "name": record.name,
+        "host": record.host,
+        "pid": record.pid,
+        "queues": json.dumps(list(record.queues)),
+        "models": json.dumps(dict(record.models)),
+        "slots": json.dumps(dict(record.slots)),
+        "draining": record.draining,
     }
     _SEEN.count(conn, now=context.now, **values)
 
@@ -186,13 +186,13 @@ class Removed(Struct, frozen=True):
 
 def is_old(now: int, age: float) -> ColumnElement[bool]:
     """True for a run that ended more than ``age`` seconds ago and that no live key names."""
-    over = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
+    finished = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
     named = and_(
         run_keys.c.kind == literal("key", literal_execute=True),  # so that the partial index is used
         run_keys.c.job_id == cast(runs.c.id, Text),
         run_keys.c.expires_us >= now,
     )
-    return and_(over, not_(exists().where(named)))
+    return and_(finished, not_(exists().where(named)))
 
 
 _REMOVAL_COLUMNS = {"in_prefix": "text", "in_data": "text", "in_files": "boolean"}

@@ -195,7 +195,7 @@ class Meter:
         return "" if limit else f" for user {self._user!r}; ask an admin to raise it (semel quota set)"
 
     def _cost_warning(self, cost: int) -> str | None:
-        told = None
+        warning = None
         for period, spent in self._spent.items():
             limit: float | None = getattr(self._quota, f"cost_{period}")
             if limit is None:
@@ -205,9 +205,9 @@ class Meter:
                     f"Cost limit exceeded: ${spent / MICRO:.2f} spent of ${limit:.2f} {period} limit. "
                     f"This job would cost {_dollars(cost)}."
                 )
-            if told is None and spent + cost >= self._quota.warn_at * micros(limit):
-                told = f"${(spent + cost) / MICRO:.2f} spent of ${limit:.2f} {period} limit."
-        return told
+            if warning is None and spent + cost >= self._quota.warn_at * micros(limit):
+                warning = f"${(spent + cost) / MICRO:.2f} spent of ${limit:.2f} {period} limit."
+        return warning
 
 
 def _dollars(cost: int) -> str:

@@ -461,5 +461,5 @@ def _end(row: Any) -> int | None:
 
 def _reused(each: Submission) -> KeyReused:
     key = each.own_place[3]
-    told = f"key reused with different payload: {key!r} belongs to other work; use a new key for this"
-    return KeyReused(told, idempotency_key=key)
+    message = f"key reused with different payload: {key!r} belongs to other work; use a new key for this"
+    return KeyReused(message, idempotency_key=key)

@@ -158,7 +158,7 @@ def _run_through(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> N
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
     """As asyncio.run, but does not wait for a task or thread that does not end: it is left behind."""
     loop = asyncio.new_event_loop()
-    executor = ThreadPoolExecutor(32, thread_name_prefix="semel-apart")
+    executor = ThreadPoolExecutor(32, thread_name_prefix="semel-blocking")
     loop.set_default_executor(executor)
     try:
         asyncio.set_event_loop(loop)

@@ -16,11 +16,11 @@ class ActiveRun:
     """A leased run while it is executed, and the sink of its attempt's progress and log."""
 
     __slots__ = (
+        "attempt",
         "cancelled_at",
         "finished",
         "fraction",
         "handing_back",
-        "job",
         "leased",
         "line_count",
         "lines",
@@ -37,7 +37,7 @@ class ActiveRun:
     def __init__(self, leased: Leased, model: Model, worker: str, now: float) -> None:
         self.leased = leased
         self.model = model
-        self.job = Attempt(
+        self.attempt = Attempt(
             run_id=leased.id,
             model=leased.model,
             parameters=leased.parameters,
@@ -91,26 +91,26 @@ class ActiveRuns:
     """Every run that is leased, until its end is written."""
 
     def __init__(self) -> None:
-        self._held: dict[str, ActiveRun] = {}
+        self._runs: dict[str, ActiveRun] = {}
 
-    def add(self, held: ActiveRun) -> None:
+    def add(self, run: ActiveRun) -> None:
         """Add a run, whose lease is renewed from now on."""
-        self._held[held.leased.id] = held
+        self._runs[run.leased.id] = run
 
-    def drop(self, held: ActiveRun) -> None:
+    def drop(self, run: ActiveRun) -> None:
         """Forget a run that ended, or that another worker has."""
-        if self._held.get(held.leased.id) is held:
-            del self._held[held.leased.id]
+        if self._runs.get(run.leased.id) is run:
+            del self._runs[run.leased.id]
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._runs)
 
     def __iter__(self) -> Iterator[ActiveRun]:
-        return iter(list(self._held.values()))
+        return iter(list(self._runs.values()))
 
     def __contains__(self, run_id: object) -> bool:
-        return run_id in self._held
+        return run_id in self._runs
 
     def get(self, run_id: str) -> ActiveRun | None:
-        """The run, or None if it is not held."""
-        return self._held.get(run_id)
+        """The run, or None if it is not active."""
+        return self._runs.get(run_id)

@@ -48,10 +48,10 @@ class Completer:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, held: ActiveRun, ending: FinishRequest) -> None:
+    def add(self, run: ActiveRun, ending: FinishRequest) -> None:
         """Write the end with the next batch."""
-        held.finished = True
-        self._waiting.append((held, ending))
+        run.finished = True
+        self._waiting.append((run, ending))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._write_all())
 
@@ -64,8 +64,8 @@ class Completer:
                 self._isolate = max(0, self._isolate - 1)
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
-                    await self._run_logs.write([held for held, _ in batch])  # whoever reads the end finds the whole log
-                    over = await self._store.write(
+                    await self._run_logs.write([run for run, _ in batch])  # whoever reads the end finds the whole log
+                    finished = await self._store.write(
                         transitions.end, [ending for _, ending in batch], self._store.statement_context
                     )
                 except StoreUnavailable as error:
@@ -79,15 +79,15 @@ class Completer:
                     self._refused(batch, error)
                     continue
                 failures = 0
-                await self._give_names(batch, over)
-                self._settle(batch, over)
+                await self._give_names(batch, finished)
+                self._settle(batch, finished)
         finally:
             self._task = None
             self._written()
 
-    async def _give_names(self, batch: list[tuple[ActiveRun, FinishRequest]], over: dict[str, FinishedRun]) -> None:
+    async def _give_names(self, batch: list[tuple[ActiveRun, FinishRequest]], finished: dict[str, FinishedRun]) -> None:
         """Rename results in a flat folder to their final names; whoever reads one before that renames it, too."""
-        filed = [ending for _, ending in batch if ending.ended.result_ref is not None and ending.run_id in over]
+        filed = [ending for _, ending in batch if ending.ended.result_ref is not None and ending.run_id in finished]
         for ending in filed:
             results = self._results()
             if isinstance(results, FileResults) and ending.ended.result_ref == flat_ref(ending.run_id):
@@ -104,30 +104,30 @@ class Completer:
             self._isolate = len(batch)
             self._waiting = batch + self._waiting
             return
-        held, ending = batch[0]
+        run, ending = batch[0]
         if ending.ended.kind != "fatal":
             self._log.log(
-                logging.ERROR, f"the end of the run cannot be written; marking the run as failed: {error}", held
+                logging.ERROR, f"the end of the run cannot be written; marking the run as failed: {error}", run
             )
             failed = AttemptResult(kind="fatal", reason=f"its end could not be written: {error}")
-            self._waiting.insert(0, (held, FinishRequest(ending.run_id, ending.fence, failed)))
+            self._waiting.insert(0, (run, FinishRequest(ending.run_id, ending.fence, failed)))
             return
-        self._log.log(logging.ERROR, f"the end of the run cannot be written; its lease will expire: {error}", held)
-        self._active.drop(held)
+        self._log.log(logging.ERROR, f"the end of the run cannot be written; its lease will expire: {error}", run)
+        self._active.drop(run)
 
-    def _settle(self, batch: list[tuple[ActiveRun, FinishRequest]], over: dict[str, FinishedRun]) -> None:
-        for held, ending in batch:
-            self._active.drop(held)
-            if ending.run_id in over:
-                self._report(held, ending, over[ending.run_id])
-        self._log.log_lost([held for held, ending in batch if ending.run_id not in over])
+    def _settle(self, batch: list[tuple[ActiveRun, FinishRequest]], finished: dict[str, FinishedRun]) -> None:
+        for run, ending in batch:
+            self._active.drop(run)
+            if ending.run_id in finished:
+                self._report(run, ending, finished[ending.run_id])
+        self._log.log_lost([run for run, ending in batch if ending.run_id not in finished])
         self._written()
 
-    def _report(self, held: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
-        seconds = (end.changed_us - held.leased.changed_us) / 1e6
+    def _report(self, run: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
+        seconds = (end.changed_us - run.leased.changed_us) / 1e6
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
         reason = f": {ending.ended.reason}" if ending.ended.reason else ""
-        self._log.log(level, f"run {end.step} after {seconds:.3f} s{reason}", held, end.status)
-        if self._hooks.has_hooks and not is_own_work(end.model, held.leased.user_id):
+        self._log.log(level, f"run {end.step} after {seconds:.3f} s{reason}", run, end.status)
+        if self._hooks.has_hooks and not is_own_work(end.model, run.leased.user_id):
             again = end.status == "PENDING"
             self._hooks.emit(RunEvent("retried" if again else "ended", end.model, end.status, seconds))

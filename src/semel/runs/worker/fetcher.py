@@ -189,8 +189,8 @@ class Fetcher:
 
     async def give_back_unknown(self) -> None:
         """Give back the runs that a lease with a lost reply gave to this worker, without charging an attempt."""
-        held = await self._store.read(lease.held_by, self._config.id)
-        unknown = {run: fence for run, fence in held.items() if run not in self._active}
+        leased = await self._store.read(lease.held_by, self._config.id)
+        unknown = {run: fence for run, fence in leased.items() if run not in self._active}
         endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
         if endings:
             await self._store.write(transitions.end, endings, self._store.statement_context)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from semel._concurrency.periodic import LONGEST_TRY, RENEW_AFTER, TRY_AGAIN_AFTER, time_for_renewal
 from semel.errors import StoreUnavailable
 from semel.runs.store import RunStore, lease, maintenance
-from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.run_logs import WorkerLogger
 
@@ -22,7 +22,7 @@ TICK = 1.0
 """Seconds between two beats: a request to cancel is noticed within this time."""
 BLOCKED = 1.0
 """Seconds that the event loop may be blocked before that is logged."""
-CARD_EVERY = 15.0
+RECORD_EVERY = 15.0
 """Seconds between two writes of an idle worker's row, unless something in it changed."""
 
 
@@ -35,18 +35,18 @@ class Heartbeat:
         active: ActiveRuns,
         log: WorkerLogger,
         *,
-        card: Callable[[], WorkerCard],
+        record: Callable[[], WorkerRecord],
         lost: Callable[[ActiveRun], None],
         cancelled: Callable[[ActiveRun], None],
     ) -> None:
         self._store = store
         self._active = active
         self._log = log
-        self._card = card
+        self._record = record
         self._lost = lost
         self._cancelled = cancelled
-        self._carded = 0.0
-        self._shown: WorkerCard | None = None
+        self._recorded_at = 0.0
+        self._recorded: WorkerRecord | None = None
         self._nudged = asyncio.Event()
 
     async def run(self) -> None:
@@ -100,9 +100,9 @@ class Heartbeat:
         """Seconds until the next beat: this part of the shortest lease."""
         return max(0.02, min([TICK, *(each.lease * part for each in self._active)]))
 
-    def watch(self, held: ActiveRun) -> None:
+    def watch(self, run: ActiveRun) -> None:
         """Beat sooner if the run that begins has a short lease."""
-        if held.lease * RENEW_AFTER < TICK:
+        if run.lease * RENEW_AFTER < TICK:
             self.nudge()
 
     def nudge(self) -> None:
@@ -113,40 +113,40 @@ class Heartbeat:
         """Beat once: renew the leases first, then write the worker's row."""
         now = time.monotonic()
         await self._keep_leases(now)
-        card = self._card()
-        if card != self._shown or now - self._carded >= CARD_EVERY:
-            await self._store.write(maintenance.worker_seen, card, self._store.statement_context)
-            self._shown, self._carded = card, now
+        record = self._record()
+        if record != self._recorded or now - self._recorded_at >= RECORD_EVERY:
+            await self._store.write(maintenance.worker_seen, record, self._store.statement_context)
+            self._recorded, self._recorded_at = record, now
 
     async def _keep_leases(self, now: float) -> None:
-        held = [each for each in self._active if not each.lost]
-        if not held:
+        runs = [each for each in self._active if not each.lost]
+        if not runs:
             return
         soon = now + self._tick(RENEW_AFTER) / 2  # sooner by half a beat rather than later by a whole one
-        if any(soon - each.renewed >= each.lease * RENEW_AFTER for each in held):
-            await self._renew(held, now)
+        if any(soon - each.renewed >= each.lease * RENEW_AFTER for each in runs):
+            await self._renew(runs, now)
             return
-        if changed := [each for each in held if each.progress_changed]:
+        if changed := [each for each in runs if each.progress_changed]:
             await self._renew(changed, now)
-        quiet = [each for each in held if each not in changed] if changed else held
+        quiet = [each for each in runs if each not in changed] if changed else runs
         if quiet:
             answer = await self._store.read_once(lease.watch, [(each.leased.id, each.leased.fence) for each in quiet])
             self._apply_answers(quiet, answer)
 
-    async def _renew(self, held: list[ActiveRun], now: float) -> None:
-        renewals = [each.renewal() for each in held]
+    async def _renew(self, runs: list[ActiveRun], now: float) -> None:
+        renewals = [each.renewal() for each in runs]
         answer = await self._store.write_once(lease.renew, renewals, self._store.statement_context)
-        for each, renewal in zip(held, renewals, strict=True):
+        for each, renewal in zip(runs, renewals, strict=True):
             if each.leased.id in answer:
                 each.renewed = now
                 each.on_renewed(renewal)
-        missed = [(each.leased.id, each.leased.fence) for each in held if each.leased.id not in answer]
+        missed = [(each.leased.id, each.leased.fence) for each in runs if each.leased.id not in answer]
         if missed:  # lost, or the row is locked for a moment
             answer |= await self._store.read_once(lease.watch, missed)
-        self._apply_answers(held, answer)
+        self._apply_answers(runs, answer)
 
-    def _apply_answers(self, held: list[ActiveRun], answer: dict[str, bool]) -> None:
-        ours = [each for each in held if not each.finished]  # the ends of the others were written meanwhile
+    def _apply_answers(self, runs: list[ActiveRun], answer: dict[str, bool]) -> None:
+        ours = [each for each in runs if not each.finished]  # the ends of the others were written meanwhile
         self._let_go([each for each in ours if each.leased.id not in answer])
         for each in ours:
             if answer.get(each.leased.id) and each.cancelled_at is None:
@@ -157,8 +157,8 @@ class Heartbeat:
         now = time.monotonic()
         self._let_go([each for each in self._active if not each.finished and now - each.renewed > each.lease])
 
-    def _let_go(self, held: list[ActiveRun]) -> None:
-        lost = [each for each in held if not each.lost]
+    def _let_go(self, runs: list[ActiveRun]) -> None:
+        lost = [each for each in runs if not each.lost]
         for each in lost:
             self._lost(each)
         self._log.log_lost(lost)

@@ -49,12 +49,12 @@ class WorkerLogger:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
 
-    def log(self, level: int, message: str, held: ActiveRun | None = None, status: str | None = None) -> None:
+    def log(self, level: int, message: str, run: ActiveRun | None = None, status: str | None = None) -> None:
         """Log one line. ``status`` is the run's, RUNNING unless given."""
-        if held is None:
+        if run is None:
             log_run(_log, level, message, worker_id=self._worker_id)
             return
-        leased = held.leased
+        leased = run.leased
         log_run(
             _log,
             level,
@@ -73,7 +73,7 @@ class WorkerLogger:
         if len(lost) == 1:
             self.log(logging.WARNING, f"the lease was lost: {what}", lost[0])
         elif lost:
-            ids = ", ".join(held.leased.id for held in lost[:NAMED]) + (", …" if len(lost) > NAMED else "")
+            ids = ", ".join(run.leased.id for run in lost[:NAMED]) + (", …" if len(lost) > NAMED else "")
             what = "what the attempts did is discarded, and the runs go on elsewhere or are done again"
             self.log(logging.WARNING, f"{len(lost)} leases were lost: {what}: {ids}")
 
@@ -103,22 +103,22 @@ class RunLogWriter:
             except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again
                 self._log.log(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
 
-    async def write(self, held: Iterable[ActiveRun]) -> None:
+    async def write(self, runs: Iterable[ActiveRun]) -> None:
         """Write the lines of these runs; they are stored when it returns."""
-        if not any(each.lines for each in held):
+        if not any(run.lines for run in runs):
             return
         async with self._writing:
-            for each in held:
-                while piece := _piece(each):
-                    await self._store.write(lease.log, each.lines[:piece])
-                    del each.lines[:piece]
+            for run in runs:
+                while piece := _piece(run):
+                    await self._store.write(lease.log, run.lines[:piece])
+                    del run.lines[:piece]
 
 
-def _piece(held: ActiveRun) -> int:
+def _piece(run: ActiveRun) -> int:
     """How many lines the next statement writes."""
     size = 0
-    for count, line in enumerate(held.lines[:PIECE_LINES], 1):
+    for count, line in enumerate(run.lines[:PIECE_LINES], 1):
         size += len(line.text)
         if size >= PIECE_CHARACTERS:
             return count
-    return min(len(held.lines), PIECE_LINES)
+    return min(len(run.lines), PIECE_LINES)

@@ -21,7 +21,7 @@ from semel.runs.execution.child_pool import ChildPool
 from semel.runs.hooks import RunEvent
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased
-from semel.runs.store.maintenance import WorkerCard
+from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.types import MICRO, AttemptResult, is_own_work
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
@@ -32,11 +32,11 @@ from semel.runs.worker.notifier import ChangeNotifier
 from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
 from semel.runs.worker.sweeper import ROLE, Sweeper
 
-DEAF = 1.0
+FORCED_STOP_TIMEOUT = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""
-GIVE_BACK = 10.0
+GIVE_BACK_TIMEOUT = 10.0
 """Seconds for which a worker that stops tries to give back unfinished runs; after that their leases run out."""
-SILENT = 5.0
+LAST_WRITE_TIMEOUT = 5.0
 """Seconds that the database has for each of a stopping worker's last writes."""
 
 
@@ -90,7 +90,7 @@ class WorkerSession:
         )
         self._notifier = ChangeNotifier(self._store.url, self._fetcher.on_change, poll=config.poll, database=app.outage)
         self._heartbeat = Heartbeat(
-            self._store, self._active, self._log, card=self._card, lost=self._lost, cancelled=self._cancelled
+            self._store, self._active, self._log, record=self._record, lost=self._lost, cancelled=self._cancelled
         )
 
     async def __aenter__(self) -> Self:
@@ -110,18 +110,18 @@ class WorkerSession:
         if len(self._active) and not self._database_silent:
             self.stop(at_once=True)
             await self._drain_all()
-        tasks = [held.task for held in self._active if held.task is not None]
+        tasks = [run.task for run in self._active if run.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=DEAF)
-        await self._quietly(self._fetcher.give_back_unknown())
+            await asyncio.wait(tasks, timeout=FORCED_STOP_TIMEOUT)
+        await self._best_effort(self._fetcher.give_back_unknown())
         for task in self._background:
             task.cancel()
-        await asyncio.wait(self._background, timeout=DEAF)
+        await asyncio.wait(self._background, timeout=FORCED_STOP_TIMEOUT)
         await self._children.close(kill=True)
-        await self._quietly(self._store.write(maintenance.worker_gone, self._config.id))
-        await self._quietly(self._store.close())
+        await self._best_effort(self._store.write(maintenance.worker_gone, self._config.id))
+        await self._best_effort(self._store.close())
 
     def stop(self, *, at_once: bool) -> None:
         """Begin nothing new; ``at_once`` also gives back what is not done."""
@@ -153,7 +153,7 @@ class WorkerSession:
                 warming.cancel()
             if self._config.sweep_every:
                 await self._sweeper.end()
-                await self._quietly(self._store.write(maintenance.release_leadership, ROLE, self._config.id))
+                await self._best_effort(self._store.write(maintenance.release_leadership, ROLE, self._config.id))
             self._log.log(logging.INFO, "worker stopped")
 
     def _warn_of_idle_models(self) -> None:
@@ -198,118 +198,116 @@ class WorkerSession:
 
     def _begin(self, leased: Leased) -> None:
         model = self._app.registry[leased.model]
-        held = ActiveRun(leased, model, self._config.id, time.monotonic())
-        self._active.add(held)
-        self._heartbeat.watch(held)
+        run = ActiveRun(leased, model, self._config.id, time.monotonic())
+        self._active.add(run)
+        self._heartbeat.watch(run)
         self._fetcher.busy[model.isolation] += 1
         if self._app.hooks.has_hooks and not is_own_work(leased.model, leased.user_id):
             lag = max(0.0, (leased.changed_us - leased.due_us) / MICRO)
             self._app.hooks.emit(RunEvent("started", leased.model, "RUNNING", lag))
-        self._log.log(logging.INFO, "run started", held)
+        self._log.log(logging.INFO, "run started", run)
         if model.isolation == "loop" and model.timeout is not None:
-            asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, held)
-        held.task = asyncio.get_running_loop().create_task(self._attempt(held))
+            asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, run)
+        run.task = asyncio.get_running_loop().create_task(self._attempt(run))
 
-    async def _attempt(self, held: ActiveRun) -> None:
+    async def _attempt(self, run: ActiveRun) -> None:
         try:
-            with tracing.attempt(held.leased, self._config.id) as span:
-                ended = await self._execute(held)
+            with tracing.attempt(run.leased, self._config.id) as span:
+                ended = await self._execute(run)
                 if span is not None:
                     span.ended(ended)
         except asyncio.CancelledError:
-            held.handing_back = (
-                held.handing_back or held.cancelled_at is None
-            )  # whoever did it, the run is not to blame
+            run.handing_back = run.handing_back or run.cancelled_at is None  # whoever did it, the run is not to blame
             ended = (
-                RETURNED if held.cancelled_at is None else AttemptResult(kind="cancelled", reason="cancelled by force")
+                RETURNED if run.cancelled_at is None else AttemptResult(kind="cancelled", reason="cancelled by force")
             )
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = AttemptResult(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
-        self._fetcher.busy[held.model.isolation] -= 1
-        if not held.finished:
-            self._conclude(held, ended)
+        self._fetcher.busy[run.model.isolation] -= 1
+        if not run.finished:
+            self._conclude(run, ended)
         self._wakeup.set()
 
-    def _conclude(self, held: ActiveRun, ended: AttemptResult) -> None:
+    def _conclude(self, run: ActiveRun, ended: AttemptResult) -> None:
         """Write the end, unless another worker has the run by now. Only the first end counts."""
         if ended.kind == "unstarted":
-            self._unfit(held, ended.reason)
-        held.finished = True
-        if held.lost:
-            self._active.drop(held)
+            self._on_unstarted(run, ended.reason)
+        run.finished = True
+        if run.lost:
+            self._active.drop(run)
             return  # the heartbeat has logged it
         try:
-            ending = self._ending(held, ended)
+            ending = self._ending(run, ended)
         except Exception as error:  # noqa: BLE001 -- a run must never hang for it
             failed = AttemptResult(kind="fatal", reason=f"its end could not be determined: {error!r}")
-            ending = FinishRequest(held.leased.id, held.leased.fence, failed)
-        self._completer.add(held, ending)
+            ending = FinishRequest(run.leased.id, run.leased.fence, failed)
+        self._completer.add(run, ending)
 
-    def _unfit(self, held: ActiveRun, reason: str) -> None:
-        self._fetcher.pause_kind(held.model.isolation)
+    def _on_unstarted(self, run: ActiveRun, reason: str) -> None:
+        self._fetcher.pause_kind(run.model.isolation)
         self._log.log(
-            logging.ERROR, f"the run cannot be started; leasing no such runs for {COOLDOWN:g} s: {reason}", held
+            logging.ERROR, f"the run cannot be started; leasing no such runs for {COOLDOWN:g} s: {reason}", run
         )
 
-    def _abandon(self, held: ActiveRun, ended: AttemptResult) -> None:
+    def _abandon(self, run: ActiveRun, ended: AttemptResult) -> None:
         """The task ignores its cancellation: leave it behind, and let the run go on elsewhere."""
-        if not held.finished:
-            self._log.log(logging.ERROR, "the model does not stop: it is abandoned, and keeps its slot", held)
-            self._conclude(held, ended)
+        if not run.finished:
+            self._log.log(logging.ERROR, "the model does not stop: it is abandoned, and keeps its slot", run)
+            self._conclude(run, ended)
             self._wakeup.set()
 
-    async def _execute(self, held: ActiveRun) -> AttemptResult:
-        if held.model.isolation == "process":
-            return await self._children.run(replace(held.job, trace=tracing.current()), held.model, held)
-        run = execute_async if held.model.isolation == "loop" else run_in_thread
-        return await run(held.job, held.model, held, self._results, self._app.limits, cancelled=held.stop)
+    async def _execute(self, run: ActiveRun) -> AttemptResult:
+        if run.model.isolation == "process":
+            return await self._children.run(replace(run.attempt, trace=tracing.current()), run.model, run)
+        execute = execute_async if run.model.isolation == "loop" else run_in_thread
+        return await execute(run.attempt, run.model, run, self._results, self._app.limits, cancelled=run.stop)
 
-    def _ending(self, held: ActiveRun, ended: AttemptResult) -> FinishRequest:
+    def _ending(self, run: ActiveRun, ended: AttemptResult) -> FinishRequest:
         if ended.kind == "unstarted":
-            return FinishRequest(held.leased.id, held.leased.fence, ended, round(COOLDOWN / 10 * MICRO), returned=True)
+            return FinishRequest(run.leased.id, run.leased.fence, ended, round(COOLDOWN / 10 * MICRO), returned=True)
         delay = ended.after or 0.0
         if ended.kind == "retry" and ended.after is None:
-            delay = held.model.delay(held.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
-        returned = held.handing_back and ended.kind in ("lost", "cancelled")
+            delay = run.model.delay(run.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
+        returned = run.handing_back and ended.kind in ("lost", "cancelled")
         if returned:
             ended = RETURNED
         if ended.kind not in ("retry", "snooze") or returned:
             delay = 0.0
-        return FinishRequest(held.leased.id, held.leased.fence, ended, round(delay * MICRO), returned=returned)
+        return FinishRequest(run.leased.id, run.leased.fence, ended, round(delay * MICRO), returned=returned)
 
-    def _lost(self, held: ActiveRun) -> None:
+    def _lost(self, run: ActiveRun) -> None:
         """Another worker may have the run: end the work by force, and ignore its outcome."""
-        held.lost = True
-        held.stop.set()
-        self._force(held)
+        run.lost = True
+        run.stop.set()
+        self._force(run)
 
-    def _force(self, held: ActiveRun) -> None:
-        if held.model.isolation == "process":
-            self._children.kill(held.leased.id)
-        elif held.task is not None:
-            held.task.cancel()
+    def _force(self, run: ActiveRun) -> None:
+        if run.model.isolation == "process":
+            self._children.kill(run.leased.id)
+        elif run.task is not None:
+            run.task.cancel()
             by_force = AttemptResult(kind="cancelled", reason="cancelled by force")
-            ended = RETURNED if held.cancelled_at is None else by_force
-            asyncio.get_running_loop().call_later(DEAF, self._abandon, held, ended)
+            ended = RETURNED if run.cancelled_at is None else by_force
+            asyncio.get_running_loop().call_later(FORCED_STOP_TIMEOUT, self._abandon, run, ended)
 
-    def _overdue(self, held: ActiveRun) -> None:
+    def _overdue(self, run: ActiveRun) -> None:
         """Abandon a run that was cancelled when its timeout ended, and did not stop within its grace."""
-        late = f"timed out after {held.model.timeout:g} seconds and did not stop"
-        self._abandon(held, AttemptResult(kind="retry", reason=late))
+        late = f"timed out after {run.model.timeout:g} seconds and did not stop"
+        self._abandon(run, AttemptResult(kind="retry", reason=late))
 
-    def _cancelled(self, held: ActiveRun) -> None:
+    def _cancelled(self, run: ActiveRun) -> None:
         """Ask the model to stop; after its grace period, end it by force."""
-        held.cancelled_at = time.monotonic()
-        held.stop.set()
-        self._log.log(logging.INFO, "cancellation requested", held)
-        if held.model.isolation == "process":
-            self._children.cancel(held.leased.id)
-        elif held.model.isolation == "loop":
-            asyncio.get_running_loop().call_later(held.model.grace, self._end_of_grace, held)
+        run.cancelled_at = time.monotonic()
+        run.stop.set()
+        self._log.log(logging.INFO, "cancellation requested", run)
+        if run.model.isolation == "process":
+            self._children.cancel(run.leased.id)
+        elif run.model.isolation == "loop":
+            asyncio.get_running_loop().call_later(run.model.grace, self._end_of_grace, run)
 
-    def _end_of_grace(self, held: ActiveRun) -> None:
-        if not held.finished:
-            self._force(held)
+    def _end_of_grace(self, run: ActiveRun) -> None:
+        if not run.finished:
+            self._force(run)
 
     async def _drain_all(self) -> None:
         """Wait for active runs; give back what is not finished in time, without charging an attempt."""
@@ -319,22 +317,23 @@ class WorkerSession:
         while len(self._active) and time.monotonic() < deadline and not self._at_once:
             self._wakeup.clear()
             await self._fetcher.sleep(min(0.2, deadline - time.monotonic()))
-        for held in self._active:
-            if not held.finished:
-                held.handing_back = True
-                self._force(held)
-        ends_by = time.monotonic() + GIVE_BACK
+        for run in self._active:
+            if not run.finished:
+                run.handing_back = True
+                self._force(run)
+        ends_by = time.monotonic() + GIVE_BACK_TIMEOUT
         while len(self._active) and time.monotonic() < ends_by:
             self._wakeup.clear()
             await self._fetcher.sleep(0.1)
         if left := len(self._active):
             self._database_silent = True
             self._log.log(
-                logging.ERROR, f"{left} runs could not be given back in {GIVE_BACK:g} s: their leases will expire"
+                logging.ERROR,
+                f"{left} runs could not be given back in {GIVE_BACK_TIMEOUT:g} s: their leases will expire",
             )
 
-    def _card(self) -> WorkerCard:
-        return WorkerCard(
+    def _record(self) -> WorkerRecord:
+        return WorkerRecord(
             id=self._config.id,
             name=self._config.name,
             host=socket.gethostname(),
@@ -345,15 +344,15 @@ class WorkerSession:
             draining=self._stopping,
         )
 
-    async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
+    async def _best_effort(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do work that may fail, and must not take long. After one timeout the database is not asked again."""
         if self._database_silent and self._stopping:
             work.close()
             return
         try:
-            async with asyncio.timeout(SILENT):
+            async with asyncio.timeout(LAST_WRITE_TIMEOUT):
                 await work
         except (SemelError, TimeoutError) as error:
             self._database_silent = isinstance(error, TimeoutError)
-            why = str(error) or f"no reply in {SILENT:g} seconds"
+            why = str(error) or f"no reply in {LAST_WRITE_TIMEOUT:g} seconds"
             self._log.log(logging.WARNING, f"the database did not answer: {why}")

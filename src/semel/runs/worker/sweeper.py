@@ -233,7 +233,7 @@ class Sweeper(LeaderTask):
                 self._announced |= {run.step: now for run in runs}
 
 
-def sweep_until_told(app: App, *, every: float, once: bool = False) -> int:
+def sweep_until_signalled(app: App, *, every: float, once: bool = False) -> int:
     """Sweep for an app until SIGTERM or SIGINT; if ``once``, do one turn and return how many lost runs it found."""
     return asyncio.run(_sweep(app, every, once))
 
@@ -243,15 +243,15 @@ async def _sweep(app: App, every: float, once: bool) -> int:
     store.outage = app.outage
     holder = f"sweeper-{os.getpid()}-{new_id()[-6:]}"
     sweeper = Sweeper(store, holder, transport=app.transport, hooks=app.hooks, publish=app.publish, interval=every)
-    told = asyncio.Event()
+    stop_requested = asyncio.Event()
     try:
         if once:
             return await sweeper.sweep()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told.set)
+            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
         await store.open()
         sweeper.start()
-        await told.wait()
+        await stop_requested.wait()
         await sweeper.end()
         await store.write(maintenance.release_leadership, ROLE, holder)
     finally:

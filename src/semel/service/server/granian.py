@@ -15,7 +15,7 @@ from granian.log import LogLevels
 from granian.server.embed import Server
 
 from semel.runs.app import App
-from semel.runs.worker.session import GIVE_BACK
+from semel.runs.worker.session import GIVE_BACK_TIMEOUT
 from semel.service.app import build
 from semel.service.settings import Settings
 from semel.service.state import ServiceState
@@ -34,7 +34,7 @@ def serve_requests(app: App, settings: Settings, ready: Callable[[], None]) -> i
 async def _exit_now(service: ServiceState) -> None:
     """Drop the requests in progress, and give the service's own runs back."""
     with suppress(Exception):
-        async with asyncio.timeout(GIVE_BACK):
+        async with asyncio.timeout(GIVE_BACK_TIMEOUT):
             await service.internal_worker.close()
     os._exit(0)
 

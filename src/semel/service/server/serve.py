@@ -17,7 +17,7 @@ from semel.redaction import printable, without_secrets
 from semel.runs.app import App
 from semel.runs.store import wait_for_database
 from semel.runs.worker import Worker
-from semel.runs.worker.sweeper import sweep_until_told
+from semel.runs.worker.sweeper import sweep_until_signalled
 from semel.service.auth import tokens
 from semel.service.auth.loopback import is_loopback
 from semel.service.server.granian import serve_requests
@@ -110,7 +110,7 @@ class ProcessFactory:
             ready()
             if app.transport.announces:
                 _log.info("runs are executed by RQ's or Celery's workers, which you start; this process only sweeps")
-                return sweep_until_told(app, every=5.0)
+                return sweep_until_signalled(app, every=5.0)
             settings = self._settings
             Worker(
                 app,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
-from semel.runs.worker.session import GIVE_BACK
+from semel.runs.worker.session import GIVE_BACK_TIMEOUT
 
 UNFIT = 78
 """The exit code of a child that cannot work here: it has printed why, and is not restarted."""
@@ -25,7 +25,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a dead child is restarted: twice as long each time."""
 HEALTHY_AFTER = 60.0
 """Seconds after which the pause before the next restart is the first one again."""
-LAST_GRACE = 2 * GIVE_BACK
+LAST_GRACE = 2 * GIVE_BACK_TIMEOUT
 """Seconds for a child to end after the second SIGTERM: a worker gives its runs back meanwhile."""
 ORPHAN_GRACE = 2.0
 """Seconds between the two SIGTERMs of a child whose parent died."""
