@@ -17,9 +17,10 @@ import pytest
 from semel import App, Context
 from semel._concurrency import retry
 from semel.cli import main as semel_command
+from semel.runs.leader import TERM
 from semel.runs.store import maintenance
 from semel.runs.transports import DatabaseTransport
-from semel.runs.worker.sweeper import TERM, Sweeper
+from semel.runs.worker.sweeper import Sweeper
 from semel.service import Settings
 from semel.service.webhooks import dispatcher
 from support.proxies import OutageProxy, outage_proxy

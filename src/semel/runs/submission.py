@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -64,6 +64,17 @@ class SubmitOptions(TypedDict, total=False):
     dedupe: bool | None
 
 
+class _Keys(NamedTuple):
+    """The keys of a submission, as in :class:`Submission`, with seconds."""
+
+    key: str | None
+    kind: KeyKind
+    ttl: float
+    own_key: str | None
+    own_ttl: float
+    asked: str | None
+
+
 class SubmissionBuilder:
     """Makes submissions; it stores nothing."""
 
@@ -108,15 +119,8 @@ class SubmissionBuilder:
             raise UnknownModel(f"the model {model!r} is the service's own: only the service submits its runs")
         given = registered.check(parameters)
         payload_hash = registered.payload_hash(given)
-        key, kind, ttl = self._key(options, payload_hash)
-        own_key, own_ttl, asked = None, 0.0, None
-        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._policy.dedupe_window > 0)):
-            own_key, own_ttl = key, ttl
-            key, kind, ttl = payload_hash, "payload", self._policy.dedupe_window
-        if retry_of is not None:  # a second retry finds the first; the payload alone finds neither
-            asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
-            key, ttl = f"retry:{retry_of}", RETRY_WINDOW
-        run_id, first = new_id(), None
+        keys = self._keys(options, payload_hash, retry_of)
+        run_id, first, asked = new_id(), None, keys.asked
         if job is not None:
             asked = job.digest
             if job.data is not None:
@@ -135,11 +139,11 @@ class SubmissionBuilder:
             priority=registered.priority if priority is None else checked_int("priority", priority, -MAX_INT - 1),
             parameters=given,
             payload_hash=payload_hash,
-            key=key,
-            key_kind=kind,
-            key_ttl_us=round(ttl * MICRO),
-            own_key=own_key,
-            own_ttl_us=round(own_ttl * MICRO),
+            key=keys.key,
+            key_kind=keys.kind,
+            key_ttl_us=round(keys.ttl * MICRO),
+            own_key=keys.own_key,
+            own_ttl_us=round(keys.own_ttl * MICRO),
             delay_us=round(checked_number("delay", options.get("delay", 0.0), 0, TEN_YEARS) * MICRO),
             cost=micros(checked_cost("cost", registered.cost if cost is None else cost)),
             lease_us=round(registered.lease * MICRO),
@@ -155,8 +159,20 @@ class SubmissionBuilder:
             first=first,
         )
 
+    def _keys(self, options: SubmitOptions, payload_hash: str, retry_of: str | None) -> _Keys:
+        """The keys by which a repeat is recognised."""
+        key, kind, ttl = self._key(options, payload_hash)
+        own_key, own_ttl, asked = None, 0.0, None
+        if kind == "key" and (retry_of is not None or (options.get("dedupe") and self._policy.dedupe_window > 0)):
+            own_key, own_ttl = key, ttl
+            key, kind, ttl = payload_hash, "payload", self._policy.dedupe_window
+        if retry_of is not None:  # a second retry finds the first; the payload alone finds neither
+            asked = sha256(f"retry\0{retry_of}".encode()).hexdigest()
+            key, ttl = f"retry:{retry_of}", RETRY_WINDOW
+        return _Keys(key, kind, ttl, own_key, own_ttl, asked)
+
     def _key(self, options: SubmitOptions, payload_hash: str) -> tuple[str | None, KeyKind, float]:
-        """The key by which a repeat is recognised, if any, its kind, and for how many seconds."""
+        """The caller's key, or that of the payload, if any; its kind, and for how many seconds it names its run."""
         given, ttl = options.get("idempotency_key"), options.get("key_ttl")
         if given is not None:
             key = checked_run_key("idempotency_key", given)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from sqlalchemy import URL
 
 from semel._concurrency.listener import PATIENCE, Listener
+from semel._concurrency.periodic import repeat
 from semel._concurrency.retry import Outage
 from semel.runs.store.transitions import CHANNEL
 
@@ -52,16 +53,17 @@ class ChangeNotifier:
             )
             self._listener.start(CHANNEL, lambda _: _call(loop, self._on_change))
         else:
-            self._task = loop.create_task(self._watch(f"{self._url.database}-wal"))
+            self._wal = f"{self._url.database}-wal"
+            self._last = _mark(self._wal)
+            self._task = loop.create_task(repeat(self._check_wal, "watching the WAL file", 1.0))
 
-    async def _watch(self, path: str) -> None:
-        last = _mark(path)
-        while True:
-            await asyncio.sleep(WAL_POLL)
-            mark = _mark(path)
-            if mark != last:
-                last = mark
-                self._on_change()
+    async def _check_wal(self) -> float:
+        """Call ``on_change`` if the WAL file has changed; returns after how many seconds to check again."""
+        mark = _mark(self._wal)
+        if mark != self._last:
+            self._last = mark
+            self._on_change()
+        return WAL_POLL
 
     def stop(self) -> None:
         """Stop watching."""

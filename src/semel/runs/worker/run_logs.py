@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from semel.errors import StoreUnavailable
 from semel.runs.store import RunStore, lease
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 
@@ -86,22 +85,15 @@ PIECE_LINES, PIECE_CHARACTERS = 500, 1_000_000
 class RunLogWriter:
     """Writes the runs' log lines every second, and a run's last lines before its end is written."""
 
-    def __init__(self, store: RunStore, active: ActiveRuns, log: WorkerLogger) -> None:
+    def __init__(self, store: RunStore, active: ActiveRuns) -> None:
         self._store = store
         self._active = active
-        self._log = log
         self._writing = asyncio.Lock()
 
-    async def write_forever(self) -> None:
-        """Write every second until cancelled."""
-        while True:
-            await asyncio.sleep(EVERY)
-            try:
-                await self.write(self._active)
-            except StoreUnavailable:
-                continue  # the store has logged it
-            except Exception as error:  # noqa: BLE001 -- whatever it was, it is tried again
-                self._log.log(logging.WARNING, f"lines of runs could not be kept yet: {error!r}")
+    async def write_active(self) -> float:
+        """Write the lines of all active runs; returns after how many seconds to do so again."""
+        await self.write(self._active)
+        return EVERY
 
     async def write(self, runs: Iterable[ActiveRun]) -> None:
         """Write the lines of these runs; they are stored when it returns."""

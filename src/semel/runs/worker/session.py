@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from semel._concurrency.periodic import repeat
 from semel.errors import SemelError
 from semel.runs import tracing
 from semel.runs.app import App
@@ -29,6 +30,7 @@ from semel.runs.worker.completer import Completer
 from semel.runs.worker.fetcher import COOLDOWN, RETURNED, Fetcher, WorkerConfig
 from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.notifier import ChangeNotifier
+from semel.runs.worker.run_logs import EVERY as RUN_LOGS_EVERY
 from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
 from semel.runs.worker.sweeper import ROLE, Sweeper
 
@@ -53,7 +55,7 @@ class WorkerSession:
         self._store = app.ledger(awaited=True)
         self._store.outage = app.outage
         self._results = app.results
-        self._run_logs = RunLogWriter(self._store, self._active, self._log)
+        self._run_logs = RunLogWriter(self._store, self._active)
         self._fetcher = Fetcher(
             config,
             app.registry,
@@ -101,7 +103,7 @@ class WorkerSession:
             raise
         self._background = [
             asyncio.create_task(self._heartbeat.run()),
-            asyncio.create_task(self._run_logs.write_forever()),
+            asyncio.create_task(repeat(self._run_logs.write_active, "writing the logs of runs", RUN_LOGS_EVERY)),
         ]
         return self
 

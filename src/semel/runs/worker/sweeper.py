@@ -11,15 +11,13 @@ import logging
 import os
 import signal
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from semel._concurrency.periodic import PeriodicTask
-from semel._concurrency.retry import jittered
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
+from semel.runs.leader import LeaderTask
 from semel.runs.store import RunStore, lease, maintenance, outbox, transitions
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.transitions import Lost
@@ -31,60 +29,10 @@ if TYPE_CHECKING:
     from semel.runs.app import App
 
 ROLE = "sweeper"
-TERM = 4.5
-"""Seconds of a term: if the leader dies, another takes over within this time."""
 CLEAN_UP_FOR = 5.0
 """Seconds that one turn may spend on removing expired rows; the next turn removes the rest."""
 
 _log = logging.getLogger("semel.sweeper")
-
-
-class LeaderTask(PeriodicTask):
-    """Works every ``interval`` seconds while it is elected.
-
-    The leader renews its short term at half time; the others try to take the role when the term would end.
-    """
-
-    def __init__(self, store: RunStore, role: str, holder: str, interval: float) -> None:
-        super().__init__(store.runtime, f"semel-{role}")
-        self._outage = store.outage or self._outage
-        self._store = store
-        self._role = role
-        self._holder = holder
-        self._interval = interval
-        self._term = min(TERM, 3 * interval)
-        self._asks_at = self._leads_until = 0.0
-        self._works_at = time.monotonic() + jittered(min(interval, 0.5))
-
-    async def elected(self) -> bool:
-        """Return whether this task is the leader; takes or renews the term when it is time to."""
-        now = time.monotonic()
-        if now >= self._asks_at:
-            left = 0.0
-            if now >= self._leads_until:
-                left = await self._store.read(
-                    maintenance.term_left, self._role, self._holder, self._store.statement_context
-                )
-            if not left and await self._store.write(
-                maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.statement_context
-            ):
-                self._leads_until, self._asks_at = now + self._term, now + self._term / 2
-            else:
-                self._leads_until, self._asks_at = 0.0, now + min(jittered(self._interval), left + 0.1)
-        return now < self._leads_until
-
-    def pause(self) -> float:
-        now = time.monotonic()
-        return max(0.02, min(self._asks_at, self._works_at if now < self._leads_until else self._asks_at) - now)
-
-    async def tick(self) -> None:
-        if await self.elected() and time.monotonic() >= self._works_at:
-            self._works_at = time.monotonic() + jittered(self._interval)
-            await self.work()
-
-    @abstractmethod
-    async def work(self) -> None:
-        """Do one turn."""
 
 
 class Publisher(LeaderTask):
@@ -157,17 +105,15 @@ class Sweeper(LeaderTask):
         if self._publisher is not None:
             await self._publisher.end()
 
-    async def work(self) -> None:
-        await self._turn()
-
     async def sweep(self) -> int:
         """Do one turn, and publish all events. Returns how many lost runs the turn found."""
-        lost = await self._turn()
+        lost = await self.work()
         if self._publisher is not None:
             await self._publisher.work()
         return lost
 
-    async def _turn(self) -> int:
+    async def work(self) -> int:
+        """Do one turn. Returns how many lost runs it found."""
         self._turns += 1
         await self._store.write(maintenance.repair_times, self._store.statement_context)
         lost = await self._take_back()

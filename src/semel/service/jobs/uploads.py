@@ -23,10 +23,10 @@ from semel.runs.app import App
 from semel.runs.execution.context import Context
 from semel.runs.execution.input_data import ref_of
 from semel.runs.execution.scratch import scratch
+from semel.runs.leader import LeaderTask
 from semel.runs.models.model import make_model
 from semel.runs.store import RunStore, maintenance, transitions
 from semel.runs.types import INTERNAL_QUEUE, TERMINAL
-from semel.runs.worker.sweeper import LeaderTask
 from semel.service.jobs.archive import CannotPack, pack
 from semel.service.jobs.internal_worker import InternalWorker, current_worker
 
