@@ -110,8 +110,8 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
         model: Any = SimpleNamespace(isolation="thread")
         active.add(ActiveRun(leased, model, "worker", server._loop.now))
         store: Any = Store()
-        card: Any = object()
-        beating = Heartbeat(store, active, WorkerLogger("w"), card=lambda: card, lost=_lost, cancelled=_lost)
+        record: Any = object()
+        beating = Heartbeat(store, active, WorkerLogger("w"), record=lambda: record, lost=_lost, cancelled=_lost)
         task = asyncio.ensure_future(beating.run())
         await asyncio.sleep(2.2 * server.lease)
         task.cancel()
@@ -119,8 +119,8 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
     return work()
 
 
-def _lost(held: ActiveRun) -> None:
-    raise AssertionError(f"{held.leased.id} was lost")
+def _lost(run: ActiveRun) -> None:
+    raise AssertionError(f"{run.leased.id} was lost")
 
 
 @pytest.mark.parametrize("silent", [False, True])

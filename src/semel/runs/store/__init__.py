@@ -192,8 +192,8 @@ class RunStore:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
         answers: list[Answer | Failed] = []
         for start in range(0, len(submissions), _BULK):
-            batch = submissions[start : start + _BULK]
-            answers += await flush_isolated(self._submit_now, batch, time.monotonic())
+            batch = await flush_isolated(self._submit_now, submissions[start : start + _BULK], time.monotonic())
+            answers.extend(batch)
         if answers and all(isinstance(each, Failed) for each in answers):
             raise next(each.error for each in answers if isinstance(each, Failed))
         return [_error_of(each) if isinstance(each, Failed) else each for each in answers]
