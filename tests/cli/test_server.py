@@ -93,7 +93,7 @@ def test_the_same_key_finds_the_same_run(semel: Told) -> None:
     first = semel("submit", "add", "a=1", "--key", "the-key", "--queue", UNSERVED)
     second = semel("submit", "add", "a=1", "--key", "the-key", "--queue", UNSERVED)
     assert first[:2] == second[:2]
-    assert "it was there already (PENDING)" in second[2]
+    assert "the run existed already (PENDING)" in second[2]
     code, _, err = semel("submit", "add", "a=2", "--key", "the-key")
     assert code == 1
     assert err.startswith("semel: ")
@@ -344,7 +344,7 @@ def test_a_running_run_is_asked_to_end(server: CliServer, semel: Told) -> None:
     run_id = server.submit("hold", {})
     server.until(run_id, lambda run: run.status == "RUNNING")
     code, out, _ = semel("cancel", run_id)
-    assert (code, out) == (0, f"{run_id} is asked to end\n")
+    assert (code, out) == (0, f"{run_id} will be cancelled\n")
     server.until(run_id, lambda run: run.status == "CANCELLED")
 
 
@@ -395,7 +395,7 @@ def test_a_job_is_submitted_once_shown_listed_and_cancelled(
     assert ID.fullmatch(job_id)
     again = semel("job", "submit", "sums", "--key", "job-1")
     assert again[1] == out
-    assert "it was there already" in again[2]
+    assert "the job existed already" in again[2]
     code, out, _ = semel("job", "show", job_id)
     assert code == 0
     for part in (job_id, "sums", "local", "job-1"):
@@ -467,7 +467,7 @@ def test_the_data_of_a_job_is_told_in_words(
 def test_a_run_that_nobody_serves_is_submitted_with_a_remark(server: CliServer, semel: Told) -> None:
     code, out, err = semel("submit", "add", "a=501", "--queue", "nosuch")
     assert (code, ID.fullmatch(out.strip()) is not None) == (0, True)
-    assert err == "semel: no live worker serves the queue 'nosuch'; it waits until one does\n"
+    assert err == "semel: no live worker serves the queue 'nosuch'; the run waits until one does\n"
     code, out, err = semel("submit", "add", "a=502", "--queue", "nosuch", "--json")
     assert (code, json.loads(out)["status"]) == (0, "PENDING")
     assert "no live worker" in err
@@ -506,7 +506,7 @@ def test_a_token_of_the_command_opens_the_server(
     secret = capsys.readouterr().out.strip()
     assert tokens.parse(secret) is not None
     assert main(["runs"]) == 1
-    assert "a token is needed: give one by --token, $SEMEL_TOKEN or" in capsys.readouterr().err
+    assert "a token is required: give one by --token, $SEMEL_TOKEN or" in capsys.readouterr().err
     assert main(["runs", "--token", secret]) == 0
     monkeypatch.setenv("SEMEL_TOKEN", secret)
     assert main(["submit", "add", "a=1"]) == 0

@@ -57,4 +57,4 @@ def test_a_job_goes_to_a_provider_from_another_package(service: TestServer, capl
         assert submit(client, "train", provider="broken")["error"].startswith("Unknown provider: broken")
     told = [record.getMessage() for record in caplog.get_records("setup") if record.name == "semel.service"]
     assert any("the provider 'broken' of not_installed_anywhere:Provider cannot be loaded" in line for line in told)
-    assert "the provider 'local' of acme:Acme is left out: the class has another name" in told
+    assert "the provider 'local' of acme:Acme is not used: its class has another name" in told

@@ -202,7 +202,7 @@ def test_where_it_cannot_be_told_the_run_fails_and_says_so_instead_of_asking_aga
     twin = cloud.add({"version": VERSION, "input": {"prompt": prompt}})
     cloud.faults[prompt] = ["cut"]
     run = submit(service.app, prompt)
-    failed(service.app, run, "which cannot be told", twin["id"], "replicate.com/predictions")
+    failed(service.app, run, "it is unclear which one", twin["id"], "replicate.com/predictions")
     assert len(cloud.of(prompt)) == 2
     assert row_of(service.app, run)["remote_status"] == "unknown"
 
@@ -213,7 +213,7 @@ def test_a_prediction_whose_data_was_removed_cannot_be_told(
     cloud.secretive.update((prompt, None))  # type: ignore[arg-type]
     forgotten = cloud.add({"version": VERSION, "input": {}}, data_removed=True)
     cloud.faults[prompt] = ["500 before"]
-    failed(service.app, submit(service.app, prompt), "which cannot be told", forgotten["id"])
+    failed(service.app, submit(service.app, prompt), "it is unclear which one", forgotten["id"])
     assert cloud.of(prompt) == []
     del cloud.predictions[forgotten["id"]]
     cloud.secretive.discard(None)  # type: ignore[arg-type]

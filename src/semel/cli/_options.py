@@ -265,7 +265,7 @@ def _strict_json(text: str) -> Any:
     """Parse JSON; unlike Python, refuse NaN and infinity."""
 
     def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not a valid number in JSON")
 
     def finite(text: str) -> float:
         number = float(text)

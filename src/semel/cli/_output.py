@@ -179,7 +179,7 @@ def print_page(
     shown, more = found[:limit], len(found) > limit
     print_list(as_json, {name: shown, "more": more}, headings, map(row, shown), empty=f"there are no such {name}")
     if more and not as_json:
-        note(f"and there are more; --limit {limit * 5} shows more of them")
+        note(f"there are more; --limit {limit * 5} shows more of them")
 
 
 def print_result(as_json: bool, document: Any, text: str) -> None:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from semel.cli._database import engine_of, file_of, require, without_password
 from semel.cli._options import ARTIFACTS, DATABASE, command, examples, json_option, option, place_options
@@ -54,7 +54,7 @@ class Finding(Struct, frozen=True):
 
     check: str
     state: State
-    said: str
+    message: str = field(name="said")
     advice: str | None = None
 
 
@@ -104,7 +104,7 @@ def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json
 
 def _format(finding: Finding) -> str:
     advice = f"\n{'':<25} → {finding.advice}" if finding.advice else ""
-    line = f"{_MARKS[finding.state]:<8} {finding.check:<16} {finding.said}"
+    line = f"{_MARKS[finding.state]:<8} {finding.check:<16} {finding.message}"
     return printable(without_secrets(f"{line}{advice}"))
 
 
@@ -122,8 +122,8 @@ def examine(target: Target) -> Iterator[Finding]:
 
 def _python() -> Finding:
     there = [f"{name} {metadata.version(name)}" for name in PACKAGES if importlib.util.find_spec(name)]
-    said = f"Python {platform.python_version()}; semel {metadata.version('semel')}, {', '.join(there)}"
-    return Finding("python", "ok", said)
+    message = f"Python {platform.python_version()}; semel {metadata.version('semel')}, {', '.join(there)}"
+    return Finding("python", "ok", message)
 
 
 def _is_url(url: str) -> bool:
@@ -193,11 +193,11 @@ def _migrations(conn: Connection, url: str) -> Finding:
 
     version = migrate.current(conn)
     if migrate.behind(conn):
-        said = f"the database is at {version or 'nothing'}, this release needs {REVISIONS[-1]}"
-        return Finding("migrations", "broken", said, f"run: semel migrate '{without_password(url)}'")
+        message = f"the database is at {version or 'nothing'}, this release needs {REVISIONS[-1]}"
+        return Finding("migrations", "broken", message, f"run: semel migrate '{without_password(url)}'")
     if version not in REVISIONS:
-        said = f"the database is at {version}, which this release does not know"
-        return Finding("migrations", "warning", said, "a newer semel migrated it: update this one")
+        message = f"the database is at {version}, which this release does not know"
+        return Finding("migrations", "warning", message, "a newer semel migrated it: update this one")
     return Finding("migrations", "ok", f"at {version}")
 
 
@@ -210,11 +210,11 @@ def _clock(conn: Connection) -> Finding:
     there = float(conn.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
     after = time.time()
     skew = max(before - there, there - after, 0.0)
-    said = f"this machine and the database are {skew:.3f} s apart"
+    message = f"this machine and the database are {skew:.3f} s apart"
     if skew < SKEW:
-        return Finding("clock", "ok", said)
+        return Finding("clock", "ok", message)
     advice = "set both by NTP. Leases go by the database's clock; signatures of webhooks and logs by this one"
-    return Finding("clock", "warning", said, advice)
+    return Finding("clock", "warning", message, advice)
 
 
 def _writes(conn: Connection) -> Finding:
@@ -239,16 +239,16 @@ def _runs(conn: Connection) -> Finding:
     late = runs.c.lease_until_us < now - round(LATE * MICRO)
     lost = conn.scalar(select(func.count()).where(runs.c.status == "RUNNING", late)) or 0
     backlog = queries.backlog(conn, terms)
-    said = f"{backlog.pending} pending, {backlog.running} running"
+    message = f"{backlog.pending} pending, {backlog.running} running"
     if backlog.stalled:
-        said += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
+        message += f" ({backlog.stalled} stalled: semel runs --stalled lists them)"
     if lost:
-        said += f"; {lost} lost their worker and were not recovered"
-        return Finding("runs", "broken", said, "start a worker, or semel sweep MODULE:APP")
+        message += f"; {lost} lost their worker and were not recovered"
+        return Finding("runs", "broken", message, "start a worker, or semel sweep MODULE:APP")
     if backlog.oldest_wait > STUCK:
-        said += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
-        return Finding("runs", "warning", said, "semel show RUN explains why; start more workers?")
-    return Finding("runs", "ok", said)
+        message += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
+        return Finding("runs", "warning", message, "semel show RUN explains why; start more workers?")
+    return Finding("runs", "ok", message)
 
 
 def _workers(conn: Connection) -> Finding:
@@ -259,12 +259,12 @@ def _workers(conn: Connection) -> Finding:
     there = [each for each in queries.list_workers(conn, terms) if list(each.queues) != [INTERNAL_QUEUE]]
     alive = [each for each in there if each.alive]
     silent = len(there) - len(alive)
-    said = f"{len(alive)} alive" + (f", {silent} silent" if silent else "")
+    message = f"{len(alive)} alive" + (f", {silent} silent" if silent else "")
     if alive:
-        return Finding("workers", "ok", said)
+        return Finding("workers", "ok", message)
     waits = queries.backlog(conn, terms).pending > 0
     advice = "start one with semel worker MODULE:APP; of RQ's and Celery's only those at work are seen"
-    return Finding("workers", "warning", said + (", and runs wait" if waits else ""), advice)
+    return Finding("workers", "warning", message + (", and runs wait" if waits else ""), advice)
 
 
 def _terms(conn: Connection) -> Any:
@@ -281,8 +281,8 @@ def _tokens(conn: Connection, host: str) -> Finding:
         return Finding("tokens", "ok", "there are tokens: callers need one")
     if host in ("localhost", "::1") or host.startswith("127."):
         return Finding("tokens", "ok", "there are none: the server accepts requests from this machine only")
-    said = f"there are none, so the server will refuse to listen on {host}"
-    return Finding("tokens", "broken", said, "semel token create --user NAME --role admin")
+    message = f"there are none, so the server will refuse to listen on {host}"
+    return Finding("tokens", "broken", message, "semel token create --user NAME --role admin")
 
 
 def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
@@ -292,14 +292,14 @@ def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
-    said = f"{format_size(usage.free)} of {format_size(usage.total)} free at {folder}"
+    message = f"{format_size(usage.free)} of {format_size(usage.total)} free at {folder}"
     if not os.access(folder, os.W_OK):
         return Finding(check, "broken", f"{folder} cannot be written to", "fix its permissions")
     if usage.free < FULL:
-        return Finding(check, "broken", said, "free some space: semel gc removes old runs")
+        return Finding(check, "broken", message, "free some space: semel gc removes old runs")
     if usage.free < SCARCE:
-        return Finding(check, "warning", said, "free some space soon: semel gc removes old runs")
-    return Finding(check, "ok", said)
+        return Finding(check, "warning", message, "free some space soon: semel gc removes old runs")
+    return Finding(check, "ok", message)
 
 
 def _artifacts(artifacts: str) -> Finding:
@@ -330,16 +330,16 @@ def _redis(check: str, url: str) -> Finding:
         with Once(url, collect=False, retry_for=0):
             pass
     except (SemelError, OSError, ValueError) as error:
-        said = _hide_password(str(error), url)
-        return Finding(check, "broken", said, "is it running, and is its URL right?")
+        message = _hide_password(str(error), url)
+        return Finding(check, "broken", message, "is it running, and is its URL right?")
     return Finding(check, "ok", f"Redis answers at {where}")
 
 
-def _hide_password(said: str, url: str) -> str:
+def _hide_password(message: str, url: str) -> str:
     from urllib.parse import urlsplit
 
     try:
         password = urlsplit(url).password
     except ValueError:
         return "this is not the URL of a Redis"
-    return said.replace(password, "***") if password else said
+    return message.replace(password, "***") if password else message

@@ -51,7 +51,7 @@ def submit(client: Client, config: str, key: str | None, key_ttl: float | None, 
         raise _refusal(client, config, error) from error
     note_warnings(*found.quota_warnings, found.cost_limit_warning)
     if found.idempotent_hit:
-        note(f"it was there already ({found.status})")
+        note(f"the job existed already ({found.status})")
     print_result(as_json, found, found.job_id)
     return 0
 
@@ -94,7 +94,7 @@ def print_job(job: RemoteJob, as_json: bool) -> None:
     print_fields(
         {
             "job": job.job_id,
-            "status": job.status + (", asked to end" if job.cancel_requested and not job.done else ""),
+            "status": job.status + (", cancellation requested" if job.cancel_requested and not job.done else ""),
             "config": job.config_name,
             "provider": job.provider,
             "remote": f"{job.remote_id} ({job.remote_status})" if job.remote_id else None,

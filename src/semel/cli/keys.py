@@ -189,7 +189,7 @@ def delete(key: str | None, whole_scope: bool, db: str, as_json: bool, force: bo
     if whole_scope:
         return _delete_scope(key, where["scope"], db, force, as_json)
     if key is None:
-        raise InvalidRequest("which key? name it, or give --all for every key of --scope")
+        raise InvalidRequest("give a KEY, or --all for every key of --scope")
     records, run_keys = _find(db, key, **where)
     if not records and not run_keys:
         note(f"semel: the key {key!r} is free already")
@@ -213,7 +213,7 @@ def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_j
     from semel.once.client import Once
 
     if key is not None or not scope:
-        raise InvalidRequest("--all deletes every key of a scope: name it with --scope, and no KEY")
+        raise InvalidRequest("--all deletes every key of a scope: give --scope, and no KEY")
     if not _is_redis(db):
         require(db)
     with Once(db, collect=False) as once:
@@ -237,7 +237,7 @@ def _suggesting_force(key: str) -> Iterator[None]:
 def _only(found: list[Any], narrower: str) -> Any:
     if len(found) > 1:
         places = [f"of user {each['user']!r}" if isinstance(each, dict) else f"in {each.scope!r}" for each in found]
-        raise InvalidRequest(f"there are {len(found)} such keys, {', '.join(places)}: say which with {narrower}")
+        raise InvalidRequest(f"there are {len(found)} such keys, {', '.join(places)}: choose one with {narrower}")
     return found[0]
 
 

@@ -108,13 +108,13 @@ def _submit(client: Client, idempotency_key: str, **request: Any) -> RemoteRun:
         return client.submit(request.pop("model"), {**params, **words}, idempotency_key=idempotency_key, **request)
     except SemelError as error:
         if words and "expected `str`" in str(error):
-            note("semel: n=3 is the number 3; the text is written as 'n=\"3\"'")
+            note("semel: n=3 is the number 3; write the text as 'n=\"3\"'")
         raise
 
 
 def note_interrupted(key: str) -> int:
     """Print how to find out whether a submission arrived; returns the exit code."""
-    note(f"semel: interrupted; perhaps it was submitted: the same again with --key {key} finds it")
+    note(f"semel: interrupted; it may have been submitted: the same command with --key {key} finds it")
     return INTERRUPTED
 
 
@@ -128,7 +128,7 @@ def note_warnings(*warnings: str | None) -> None:
 def _note_submitted(run: RemoteRun) -> None:
     note_warnings(*run.quota_warnings, run.cost_limit_warning)
     if run.replayed:
-        note(f"it was there already ({run.status}), submitted {format_time(run.created_at)}")
+        note(f"the run existed already ({run.status}), submitted {format_time(run.created_at)}")
 
 
 def _note_unserved(client: Client, run: RemoteRun) -> None:
@@ -138,7 +138,7 @@ def _note_unserved(client: Client, run: RemoteRun) -> None:
     with suppress(SemelError):
         waiting = client.waiting(run.run_id)
         if waiting is not None and waiting.reason.startswith("no live worker"):
-            note(f"semel: {waiting.reason}; it waits until one does")
+            note(f"semel: {waiting.reason}; the run waits until one does")
 
 
 @command
@@ -180,7 +180,7 @@ def _wait(client: Client, run: RemoteRun, timeout: float | None, as_json: bool, 
 def _note_ended(run: RemoteRun) -> None:
     took = f" after {_duration(run)}" if run.started_at and run.finished_at else ""
     why = f": {run.error}" if run.error and run.status != "SUCCEEDED" else ""
-    how = f"; semel result {run.run_id} shows what came of it" if run.status == "SUCCEEDED" else ""
+    how = f"; semel result {run.run_id} shows the result" if run.status == "SUCCEEDED" else ""
     note(f"{run.status}{took}{why}{how}")
 
 
@@ -273,7 +273,7 @@ def _fields(run: RemoteRun) -> dict[str, object]:
     return {
         "run": run.run_id,
         "model": run.model,
-        "status": run.status + (", asked to end" if run.cancel_requested and not run.done else ""),
+        "status": run.status + (", cancellation requested" if run.cancel_requested and not run.done else ""),
         "user": run.user or None,
         "parameters": json.dumps(run.parameters, ensure_ascii=False),
         "key": run.idempotency_key,
@@ -312,7 +312,7 @@ def cancel(client: Client, runs: tuple[str, ...], why: str | None, as_json: bool
     reason = {} if why is None else {"why": why}
 
     def describe(run: RemoteRun) -> str:
-        return f"{run.run_id} {run.status if run.done else 'is asked to end'}"
+        return f"{run.run_id} {run.status if run.done else 'will be cancelled'}"
 
     return _each(client, runs, lambda run_id: client.cancel(run_id, **reason), describe, as_json)
 

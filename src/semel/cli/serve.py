@@ -42,22 +42,24 @@ _COUNTERS = 32 << 20
 """Bytes of shared memory that the counters of the processes may need."""
 
 _TRY = """
-These are the models of the demo. In another terminal, submit a run and get it at once; send it again, and it is found:
+This server runs the models of the demo. In another terminal, submit a run; sent twice, the request creates one run:
 
   curl -s -w '\\n' {url}/runs -H 'Content-Type: application/json' -H 'Idempotency-Key: try-1' \\
     -d '{{"model": "baseline_forecast_v1", "parameters": {{"scenario": "high_inflation", "seconds": 5}}}}'
 
-See what has become of it, or submit another and wait for it:
+List the runs, or submit another and wait for its result:
 
   curl -s -w '\\n' {url}/runs
   {semel} submit baseline_forecast_v1 scenario=low --wait --server {url}
 
-Or watch it in a browser: {url}/
-What else can be asked is at {url}/schema/openapi.json, and how it is doing at {url}/metrics.
-Ctrl-C here ends it; the runs stay in the database.
+The dashboard: {url}/
+The HTTP API: {url}/schema/openapi.json
+Metrics for Prometheus: {url}/metrics
+
+Ctrl-C stops the server; the runs stay in the database.
 """
 
-_place = functools.partial(option, section="Where things are")
+_place = functools.partial(option, section="Storage and transport")
 _server = functools.partial(option, section="The server")
 _worker = functools.partial(option, section="The worker")
 
@@ -76,7 +78,7 @@ _worker = functools.partial(option, section="The worker")
     "--artifacts", metavar="PLACE", help="Where large results and artifacts are stored: a folder, s3://bucket/prefix, …"
 )
 @_place("--configs", metavar="FOLDER", help="The folder of config files.")
-@wait_for_database_option("Where things are")
+@wait_for_database_option("Storage and transport")
 @_server(
     "--host",
     metavar="ADDRESS",

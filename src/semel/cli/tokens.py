@@ -71,7 +71,7 @@ def list_tokens(tenant: str | None, db: str, as_json: bool) -> None:
     """List tokens, oldest first. Their secrets are not stored, so they cannot be shown."""
     from semel.service.auth import tokens
 
-    found = ask(db, lambda store: store.read(tokens.listed, tenant))
+    found = ask(db, lambda store: store.read(tokens.list_tokens, tenant))
     print_list(
         as_json,
         {"tokens": [_as_fields(each) for each in found]},

@@ -41,7 +41,7 @@ quiet_option = option("--quiet", is_flag=True, help="Log warnings only.")
 
 def _app_options(function: Function) -> Function:
     app = argument("app", required=False, metavar="[MODULE:APP]", help=f"{APP}  [default: $SEMEL_APP, or {DEMO}]")
-    return app(place_options("Where things are, instead of where the app says")(function))
+    return app(place_options("Storage and transport, instead of the app's own")(function))
 
 
 @command
@@ -104,7 +104,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     from semel.runs.worker.sweeper import sweep_until_signalled
 
     if not 0.05 <= every <= 3600:
-        raise InvalidRequest(f"--every is a number of seconds from 0.05 to 3600, not {every}")
+        raise InvalidRequest(f"--every must be a number of seconds from 0.05 to 3600, not {every}")
     app = _place_app(options)
     _set_up_log(quiet)
     _wait_for_database(app, wait_for_database)
@@ -121,7 +121,7 @@ def _place_app(options: dict[str, Any]) -> App:
         print(f"semel: no MODULE:APP was given, so this uses the demo's app, {DEMO}", file=sys.stderr, flush=True)
     transport = options.pop("transport") or os.environ.get("SEMEL_TRANSPORT") or None
     if transport not in (None, *TRANSPORTS):
-        raise InvalidRequest(f"SEMEL_TRANSPORT is one of {', '.join(TRANSPORTS)}, not {transport!r}")
+        raise InvalidRequest(f"SEMEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
     where = {name: options.pop(name) for name in ("redis", "artifacts")}
     return load_app(place).place(url=options.pop("db"), transport=transport, **where)  # type: ignore[arg-type]  # checked above
 

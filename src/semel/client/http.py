@@ -251,10 +251,10 @@ class HttpSession:
         def log(number: int, outcome: Answer | httpx.TransportError, wait: float | None) -> None:
             if wait is None and isinstance(outcome, Answer):
                 return
-            said = outcome.status if isinstance(outcome, Answer) else type(outcome).__name__
+            result = outcome.status if isinstance(outcome, Answer) else type(outcome).__name__
             then = "" if wait is None else f"; again in {wait:.2f} s"
             which = f"try {number} of {self.retry_policy.retries + 1}"
-            _log.info("%s %s%s, %s: %s%s", method, self.url, path, which, said, then)
+            _log.info("%s %s%s, %s: %s%s", method, self.url, path, which, result, then)
 
         return await send_with_retries(self.backend, self.retry_policy, attempt, log)
 
@@ -398,11 +398,13 @@ def server_url(base_url: str | None) -> httpx.URL:
     try:
         url = httpx.URL(given)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidRequest(f"base_url is no URL: {error}") from None
+        raise InvalidRequest(f"base_url is not a URL: {error}") from None
     if url.userinfo:
         raise InvalidRequest("base_url has a password in it; give a token as token=, or in SEMEL_TOKEN")
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment or " " in given:
-        raise InvalidRequest(f"base_url is http://host:port or https://host, and a path if any, not {given!r}")
+        raise InvalidRequest(
+            f"base_url must be http://host:port or https://host, optionally with a path, not {given!r}"
+        )
     return url
 
 
@@ -419,6 +421,6 @@ def _headers(token: str | None) -> httpx.Headers:
     headers = httpx.Headers({"accept": "application/json", "user-agent": "semel"})  # its repr hides the token
     if token:
         if not _TOKEN.fullmatch(token):
-            raise InvalidRequest("the token holds a space or a character that no token has")
+            raise InvalidRequest("the token contains a space or a character that no token has")
         headers["authorization"] = f"Bearer {token}"
     return headers

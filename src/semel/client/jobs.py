@@ -92,16 +92,16 @@ class JobMethods:
         answer = await self.session.request(
             "POST", SUBMIT, body=body, key=key, timeout=timeout, params={"provider": provider}
         )
-        said = self.session.decode(answer, JobAnswer, key=key)
-        if not said.success or not said.job_id:
-            raise _refused(said.error or "Unknown error", key)
+        decoded = self.session.decode(answer, JobAnswer, key=key)
+        if not decoded.success or not decoded.job_id:
+            raise _refused(decoded.error or "Unknown error", key)
         return SubmittedJob(
-            job_id=said.job_id,
-            status=said.status or "",
-            data_uploaded=bool(said.data_uploaded),
-            idempotent_hit=bool(said.idempotent_hit),
-            quota_warnings=said.quota_warnings or [],
-            cost_limit_warning=said.cost_limit_warning or None,
+            job_id=decoded.job_id,
+            status=decoded.status or "",
+            data_uploaded=bool(decoded.data_uploaded),
+            idempotent_hit=bool(decoded.idempotent_hit),
+            quota_warnings=decoded.quota_warnings or [],
+            cost_limit_warning=decoded.cost_limit_warning or None,
             idempotency_key=key,
         )
 
@@ -190,9 +190,9 @@ def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
     if isinstance(answer, httpx.TransportError):
         return {"success": False, "error": f"Connection error: {message_of(answer)}"}
     try:
-        said = msgspec.json.decode(answer.content, type=JobAnswer)
+        decoded = msgspec.json.decode(answer.content, type=JobAnswer)
     except (msgspec.DecodeError, RecursionError):
         return {"success": False, "error": str(refusal(answer))}
-    if said.success and said.job_id:
-        return {"success": True, "job_id": said.job_id, "was_duplicate": bool(said.idempotent_hit)}
-    return {"success": False, "error": said.error or "Unknown error"}
+    if decoded.success and decoded.job_id:
+        return {"success": True, "job_id": decoded.job_id, "was_duplicate": bool(decoded.idempotent_hit)}
+    return {"success": False, "error": decoded.error or "Unknown error"}

@@ -41,7 +41,7 @@ class EventReader:
         """The events that are complete with this chunk."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > LONGEST_LINE:
-            raise httpx.RemoteProtocolError("a line of the events does not end")
+            raise httpx.RemoteProtocolError("a line of the event stream is too long")
         events = (self._parse(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
         return [event for event in events if event is not None]
 
@@ -141,7 +141,9 @@ class Streams:
             await self._backend.close_response(response)
         expected = response.headers.get("etag", "").removeprefix("W/").strip('"')
         if len(expected) == len(digest.hexdigest()) and expected != digest.hexdigest():
-            raise ResultStoreError("the artifact that came differs from the one that was stored: its digest is another")
+            raise ResultStoreError(
+                "the artifact received differs from the one that was stored: the digests do not match"
+            )
         return Answer(response.status_code, response.headers, b"")
 
     async def _open(

@@ -253,10 +253,10 @@ class _KeyedSender:
         )
 
     def _log_attempt(self, request: httpx.Request, which: str, outcome: object, wait: float | None) -> None:
-        said = outcome.status_code if isinstance(outcome, httpx.Response) else type(outcome).__name__
+        result = outcome.status_code if isinstance(outcome, httpx.Response) else type(outcome).__name__
         then = "" if wait is None else f"; again in {wait:.2f} s"
         url, key = request.url, request.headers[self._header]
-        _log.info("%s %s%s with the key %r, %s: %s%s", request.method, url.host, url.path, key, which, said, then)
+        _log.info("%s %s%s with the key %r, %s: %s%s", request.method, url.host, url.path, key, which, result, then)
 
 
 def is_retryable_with_key(response: httpx.Response) -> bool:
@@ -277,9 +277,9 @@ def _refusal(response: httpx.Response) -> tuple[object, object]:
     if not isinstance(response.stream, httpx.ByteStream):
         return None, None
     try:
-        said = httpx.Response(response.status_code, headers=response.headers, stream=response.stream)
-        said.read()
-        problem = said.json()
+        whole = httpx.Response(response.status_code, headers=response.headers, stream=response.stream)
+        whole.read()
+        problem = whole.json()
     except (ValueError, RecursionError, httpx.DecodingError):
         return None, None
     if not isinstance(problem, dict):

@@ -84,7 +84,7 @@ class RunWaiter:
     async def _sleep(self, duration: float) -> None:
         left = self._end - time.monotonic()
         if left <= 0:
-            how = "not known to be over" if self._run is None else f"still {self._run.status}"
+            how = "of unknown status" if self._run is None else f"still {self._run.status}"
             raise TimeoutError(f"run {self._path.rpartition('/')[2]} is {how} after {self._seconds} seconds")
         if duration:
             await self._session.backend.pause(min(duration, left))

@@ -12,7 +12,7 @@ from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, downloads, run_list
 from semel.dashboard.templating import SECURITY_HEADERS, problem_response
 from semel.service.api import problems
-from semel.service.api.params import TheRequest
+from semel.service.api.params import AnyRequest
 from semel.service.auth.middleware import is_page, path_of
 from semel.service.state import ServiceState
 
@@ -34,7 +34,7 @@ def router(service: ServiceState) -> Router:
     """All pages. Every form is checked before its handler, and every response gets the security headers."""
     service.overview_feeds = FeedCache(service)
 
-    async def check_form(request: TheRequest) -> None:
+    async def check_form(request: AnyRequest) -> None:
         if request.method not in ("GET", "OPTIONS"):
             request.scope["state"]["form"] = await read_form(request, service.settings)
 
@@ -55,7 +55,7 @@ def add_security_headers(response: Response[Any]) -> Response[Any]:
     return response
 
 
-def handle_error(request: TheRequest, error: Exception) -> Response[bytes]:
+def handle_error(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Litestar's exception handler: an HTML page for the paths of the dashboard, a problem document for the API."""
     if is_page(path_of(request.scope)):
         return problem_response(request, error)

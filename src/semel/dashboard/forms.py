@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from semel.runs import strict_json
-from semel.service.api.params import TheRequest
+from semel.service.api.params import AnyRequest
 from semel.service.api.problems import ApiError
 from semel.service.api.request import DEEPEST, MOST_VALUES
 from semel.service.auth.cookies import cookie
@@ -68,7 +68,7 @@ def secret_of(scope: Any) -> str | None:
     return found if found is not None and _SECRET.fullmatch(found) else None
 
 
-async def read_form(request: TheRequest, settings: Settings) -> Form:
+async def read_form(request: AnyRequest, settings: Settings) -> Form:
     """The request's form. Raises ApiError unless a page of this service sent it."""
     if not _same_origin(request.scope, settings):
         raise ApiError(403, "CROSS_ORIGIN", "the form was sent by a page of another site")
@@ -87,7 +87,7 @@ async def read_form(request: TheRequest, settings: Settings) -> Form:
     return form
 
 
-def form_of(request: TheRequest) -> Form:
+def form_of(request: AnyRequest) -> Form:
     """The form that ``read_form`` checked before the handler was called."""
     form: Form = request.scope["state"]["form"]
     return form

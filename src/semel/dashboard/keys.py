@@ -15,7 +15,7 @@ from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.types import Run
 from semel.service.api import keys as api
 from semel.service.api.keys import KeyList, KeyView, Resolution, RunKeyView
-from semel.service.api.params import TheRequest, manages_all, tenant_for
+from semel.service.api.params import AnyRequest, manages_all_tenants, tenant_for
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
@@ -59,7 +59,7 @@ class KeyLookup(Struct, frozen=True, kw_only=True):
 @get(PATH, guards=[requires("operator")])
 async def show(
     *,
-    request: TheRequest,
+    request: AnyRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     key: Text = "",
@@ -74,7 +74,7 @@ async def show(
 
 
 async def _lookup_page(
-    request: TheRequest,
+    request: AnyRequest,
     service: ServiceState,
     caller: Principal,
     query: KeyQuery,
@@ -96,7 +96,7 @@ async def _lookup_page(
         found=found,
         unresolved=unresolved.keys,
         max_keys=MAX_KEYS,
-        chooses_tenant=manages_all(caller),
+        chooses_tenant=manages_all_tenants(caller),
         done="" if form is None else form.get("done"),
         value="" if form is None else form.get("value"),
         error=error,
@@ -111,10 +111,10 @@ async def _look_up(service: ServiceState, caller: Principal, query: KeyQuery) ->
     try:
         if query.scope:
             claim = await _claim(query.scope, about)
-        listed = await api.show_run_keys.fn(user=query.user, **about)
+        found = await api.show_run_keys.fn(user=query.user, **about)
     except InvalidRequest as error:
         return KeyLookup(problem=problem_of(error))
-    return KeyLookup(claim=claim, runs=[await _run_of(service, caller, each) for each in listed.keys[:MAX_KEYS]])
+    return KeyLookup(claim=claim, runs=[await _run_of(service, caller, each) for each in found.keys[:MAX_KEYS]])
 
 
 async def _claim(scope: str, about: dict[str, Any]) -> KeyView | None:
@@ -136,7 +136,7 @@ async def _run_of(service: ServiceState, caller: Principal, key: RunKeyView) -> 
 
 
 @post("/ui/keys/resolve", status_code=303, guards=[requires("admin")])
-async def resolve(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def resolve(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Record whether the work of a key with an unknown outcome was done, and with which value."""
     form = form_of(request)
     query = _query_of(form)
@@ -161,7 +161,7 @@ def _resolved_value(done: str, text: str) -> Any:
 @get("/ui/keys/delete", guards=[requires("admin")])
 async def confirm_delete(
     *,
-    request: TheRequest,
+    request: AnyRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     key: Text,
@@ -176,7 +176,7 @@ async def confirm_delete(
 
 
 async def _confirmation_page(
-    request: TheRequest, service: ServiceState, caller: Principal, query: KeyQuery, problem: Problem | None = None
+    request: AnyRequest, service: ServiceState, caller: Principal, query: KeyQuery, problem: Problem | None = None
 ) -> Response[Any]:
     found = await _look_up(service, caller, query)
     if found.problem is not None:
@@ -189,7 +189,7 @@ async def _confirmation_page(
 
 
 @post("/ui/keys/delete", status_code=303, guards=[requires("admin")])
-async def delete(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def delete(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Delete the key once that was confirmed; one that is in flight only with ``force``."""
     form = form_of(request)
     query = _query_of(form)

@@ -18,7 +18,7 @@ from semel.errors import InvalidRequest, SemelError
 from semel.runs.store import quotas as store
 from semel.runs.types import EVERYBODY, MICRO, Quota, Usage, id_at
 from semel.service.api import quotas as api
-from semel.service.api.params import TheRequest, manages_all, tenant_for
+from semel.service.api.params import AnyRequest, manages_all_tenants, tenant_for
 from semel.service.api.problems import problem_of
 from semel.service.api.quotas import QuotaBody, ReservationPage, Standing, UsageView
 from semel.service.auth.middleware import Principal, requires
@@ -181,7 +181,7 @@ def _users(conn: Connection, tenant: str, most: int, now: int, own: Sequence[str
 
 @get(PATH)
 async def show(
-    request: TheRequest,
+    request: AnyRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     user: QuotaQuery = None,
@@ -196,7 +196,7 @@ async def show(
     return await _list_page(request, service, caller, checked)
 
 
-async def _list_page(request: TheRequest, service: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
+async def _list_page(request: AnyRequest, service: ServiceState, caller: Principal, tenant: str) -> Response[Any]:
     async with service.slow_query_lock:
         usages = await service.store.read(list_usage, tenant, MAX_ROWS, service.store.statement_context)
     rows = [(each, bars_of(each.quota, each.used)) for each in usages]
@@ -209,7 +209,7 @@ async def _list_page(request: TheRequest, service: ServiceState, caller: Princip
         "quotas/list.html",
         title="Quotas and cost",
         tenant=_other_tenant(caller, tenant),
-        chooses_tenant=manages_all(caller),
+        chooses_tenant=manages_all_tenants(caller),
         rows=rows,
         max_rows=MAX_ROWS,
         default=[bar for bar in bars_of(default.quota, default.usage) if bar.limit is not None],
@@ -225,7 +225,7 @@ def _busiest_first(usage: UserUsage, bars: list[QuotaBar]) -> tuple[float, int, 
 
 
 async def _user_page(
-    request: TheRequest,
+    request: AnyRequest,
     service: ServiceState,
     caller: Principal,
     tenant: str,
@@ -255,7 +255,7 @@ async def _user_page(
 
 
 @post("/ui/quotas/set", status_code=303, guards=[requires("admin")])
-async def save(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def save(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Set a user's quota, replacing the one before; or show the form again with its errors."""
     sent = form_of(request)
     tenant = sent.optional("tenant")
@@ -269,7 +269,7 @@ async def save(request: TheRequest, service: CurrentState, caller: CurrentPrinci
 
 
 @post("/ui/quotas/remove", status_code=303, guards=[requires("admin")])
-async def remove(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def remove(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Remove a user's own quota."""
     form = form_of(request)
     user, tenant = form.get("user"), form.optional("tenant")
@@ -278,7 +278,7 @@ async def remove(request: TheRequest, service: CurrentState, caller: CurrentPrin
 
 
 @post("/ui/quotas/release", status_code=303, guards=[requires("admin")])
-async def release(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def release(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Release a reservation that has no job yet."""
     form = form_of(request)
     tenant = form.optional("tenant")

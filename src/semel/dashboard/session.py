@@ -24,7 +24,7 @@ from semel.dashboard.templating import (
     problem_page,
     redirect,
 )
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.auth.middleware import SESSION, SIGN_IN, ErrorPage, path_of
 from semel.service.state import CurrentState
@@ -44,7 +44,7 @@ def local_path(root: str, path: str) -> str:
 
 
 @get(SIGN_IN)
-async def show(request: TheRequest, service: CurrentState, onward: NextPath = "") -> Response[Any]:
+async def show(request: AnyRequest, service: CurrentState, onward: NextPath = "") -> Response[Any]:
     """The sign-in form. A service without tokens has no sign-in."""
     onward = local_path(root_of(request), onward)
     if not await service.auth.guarded():
@@ -53,7 +53,7 @@ async def show(request: TheRequest, service: CurrentState, onward: NextPath = ""
 
 
 @post(SIGN_IN, status_code=303)
-async def sign_in(request: TheRequest, service: CurrentState) -> Response[Any]:
+async def sign_in(request: AnyRequest, service: CurrentState) -> Response[Any]:
     """Check the token, and set it as the session cookie."""
     form = form_of(request)
     onward = local_path(root_of(request), form.get("next"))
@@ -69,7 +69,7 @@ async def sign_in(request: TheRequest, service: CurrentState) -> Response[Any]:
 
 
 @post("/ui/sign-out", status_code=303)
-async def sign_out(request: TheRequest, service: CurrentState) -> Response[Any]:
+async def sign_out(request: AnyRequest, service: CurrentState) -> Response[Any]:
     """Remove the token from this browser; it stays valid elsewhere."""
     return redirect(address(root_of(request), SIGN_IN), [cookie_for(request, service, SESSION, "", seconds=0)])
 

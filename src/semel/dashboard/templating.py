@@ -25,7 +25,7 @@ from msgspec import Struct
 from semel.api_types import Problem
 from semel.dashboard import static_files
 from semel.dashboard.forms import CSRF, new_secret, secret_of
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import allow_of, problem_of
 from semel.service.auth.cookies import cookie, is_https, made_cookie
 from semel.service.auth.middleware import Principal, path_of
@@ -93,7 +93,7 @@ def environment() -> Environment:
 
 
 def page(
-    request: TheRequest,
+    request: AnyRequest,
     service: ServiceState,
     caller: Principal | None,
     template: str,
@@ -123,7 +123,7 @@ def page(
     )
 
 
-def render_part(request: TheRequest, caller: Principal, template: str, **data: Any) -> str:
+def render_part(request: AnyRequest, caller: Principal, template: str, **data: Any) -> str:
     """A part of an open page: its elements replace those that have the same ids."""
     return _render(request.scope, caller, template, csrf=secret_of(request.scope) or "", **data)
 
@@ -134,7 +134,7 @@ def render_shared(root: str, template: str, **data: Any) -> str:
 
 
 def redirect_with_message(
-    request: TheRequest, service: ServiceState, path: str, message: str, **query: Any
+    request: AnyRequest, service: ServiceState, path: str, message: str, **query: Any
 ) -> Response[bytes]:
     """Redirects (303) to a path below the root; the page there shows the message once."""
     text = quote(message[:MAX_MESSAGE], safe="", errors="replace")
@@ -149,7 +149,7 @@ def redirect(location: str, cookies: list[Cookie] | None = None) -> Response[byt
 
 
 def cookie_for(
-    request: TheRequest, service: ServiceState, name: str, value: str, *, seconds: int | None = None
+    request: AnyRequest, service: ServiceState, name: str, value: str, *, seconds: int | None = None
 ) -> Cookie:
     """A cookie for the paths of this service; Secure where the browser came over HTTPS."""
     secure = is_https(request.scope, service.settings)
@@ -169,7 +169,7 @@ def problem_page(scope: Any, problem: Problem) -> bytes:
     return _render(scope, caller, "problem.html", csrf=secret_of(scope) or "", **data).encode("utf-8", "replace")
 
 
-def problem_response(request: TheRequest, error: Exception) -> Response[bytes]:
+def problem_response(request: AnyRequest, error: Exception) -> Response[bytes]:
     """The response to a request for a page that raised an error."""
     problem = problem_of(error)
     return Response(

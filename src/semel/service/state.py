@@ -21,7 +21,7 @@ from semel.service.jobs.internal_worker import InternalWorker
 from semel.service.jobs.providers import load_providers
 from semel.service.run_watch import RunWatch
 from semel.service.settings import Settings
-from semel.service.telemetry.access_log import concerns
+from semel.service.telemetry.access_log import add_run_to_access_log
 from semel.service.telemetry.health import HealthCheck
 from semel.service.telemetry.metrics import MetricsPage, run_metrics
 from semel.service.webhooks.dispatcher import WebhookDispatcher
@@ -104,7 +104,7 @@ class ServiceState:
         run = await self.engine.get(run_id, tenant=caller.tenant)
         if caller.visible_user is not None and run.user != caller.visible_user:
             raise RunNotFound(f"there is no run {run_id!r}")
-        concerns(run.id, run)
+        add_run_to_access_log(run.id, run)
         return run
 
     def _has_demo(self) -> bool:

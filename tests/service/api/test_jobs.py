@@ -148,7 +148,7 @@ def test_what_cannot_be_had_is_said_with_a_status_below_400(client: httpx.Client
     assert said == {"success": False, "error": "Unknown provider: aws"}
     assert submit(client, "nowhere") == {"success": False, "error": "Unknown config: nowhere"}
     assert "token" in submit(client, "modelless", provider="replicate")["error"].lower()
-    assert "names no model" in submit(client, "modelless")["error"]
+    assert "has no model" in submit(client, "modelless")["error"]
     assert client.get("/api/cloud/jobs").json()["jobs"] == []
 
 
@@ -257,7 +257,7 @@ def test_nobody_submits_the_services_own_models(client: httpx.Client, app: App, 
     write_config(configs, "sly", model="semel.upload", parameters=parameters)
     write_config(configs, "slyer", model="add", queue="semel-service")
     for config in ("sly", "slyer"):
-        assert "the service's own" in submit(client, config)["error"]
+        assert "reserved for the service" in submit(client, config)["error"]
 
 
 def test_what_is_purged_is_no_job_any_more(client: httpx.Client, app: App) -> None:

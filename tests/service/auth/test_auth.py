@@ -34,7 +34,7 @@ REFUSED = {
     "type": "urn:semel:unauthenticated",
     "title": "Unauthorized",
     "status": 401,
-    "detail": "the token is not valid, or no longer",
+    "detail": "the token is invalid or has expired",
     "error_code": "UNAUTHENTICATED",
     "retryable": False,
 }
@@ -242,10 +242,10 @@ def test_tokens_that_expired_a_month_ago_are_forgotten(tmp_path: Path, sqlite_ur
     now += 29 * 86400 * 1_000_000
     issue_token(app, "kept")
     ledger = app.ledger(awaited=False)
-    assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["old", "kept"]
+    assert [each.user for each in run_sync(ledger.read(tokens.list_tokens, None))] == ["old", "kept"]
     now += 2 * 86400 * 1_000_000
     issue_token(app, "new")
-    assert [each.user for each in run_sync(ledger.read(tokens.listed, None))] == ["kept", "new"]
+    assert [each.user for each in run_sync(ledger.read(tokens.list_tokens, None))] == ["kept", "new"]
     run_sync(ledger.close())
     app.close()
 

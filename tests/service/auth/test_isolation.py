@@ -191,7 +191,7 @@ def test_without_a_token_only_what_is_open_to_anybody_answers(world: World) -> N
             answer = asked(who, route)
             if least != ANYBODY and answer.status_code != 401:
                 wrong.append((route, answer.status_code))
-            if least == ANYBODY and answer.json().get("detail") == "the token is not valid, or no longer":
+            if least == ANYBODY and answer.json().get("detail") == "the token is invalid or has expired":
                 wrong.append((route, answer.status_code))
     assert wrong == []
     assert world.server.nobody.get("/schema/openapi.json").status_code == 401

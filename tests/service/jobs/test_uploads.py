@@ -110,7 +110,7 @@ def test_links_inside_stay_links_and_those_that_lead_out_are_refused(tmp_path: P
     assert (out / "images/link").read_text() == (out / "absolute").read_text() == "a boat"
     assert os.access(out / "script", os.X_OK)
     (folder / "images/out").symlink_to(tmp_path)
-    with pytest.raises(CannotPack, match="'images/out' leads out of the folder"):
+    with pytest.raises(CannotPack, match="'images/out' points outside the folder"):
         packed(folder, tmp_path / "2")
     (folder / "images/out").unlink()
     (folder / "ring").symlink_to("ring")
@@ -297,7 +297,7 @@ def test_what_can_never_be_packed_fails_the_job_and_says_why(
     said = submit(client, "reading", "k")
     assert said["status"] == "uploading"
     failed = job_in(client, said["job_id"], "failed")
-    assert failed["error"] == "the data cannot be packed: the link 'out' leads out of the folder"
+    assert failed["error"] == "the data cannot be packed: the link 'out' points outside the folder"
     assert failed["upload"]["state"] == "failed"
     assert str(tmp_path) not in failed["error"]
     run = app.get(said["job_id"])
@@ -311,7 +311,7 @@ def test_what_can_never_be_packed_fails_the_job_and_says_why(
 def test_a_config_whose_data_is_missing_makes_no_job(client: httpx.Client, configs: Path) -> None:
     write_config(configs, "poor", model="read", data="nowhere")
     said = submit(client, "poor")
-    assert said == {"success": False, "error": "the config 'poor' has data, and its folder is not there"}
+    assert said == {"success": False, "error": "the config 'poor' has data, but its folder does not exist"}
     assert client.get("/api/cloud/jobs").json()["jobs"] == []
 
 

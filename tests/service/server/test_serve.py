@@ -335,7 +335,7 @@ def _answers(serving: ServeProcess) -> bool:
 
 def test_the_demo_says_what_to_try_and_that_works_when_it_is_pasted(tmp_path: Path) -> None:
     with ServeProcess(tmp_path) as serving:
-        eventually(lambda: "Ctrl-C here ends it" in serving.said, "it has said everything")
+        eventually(lambda: "Ctrl-C stops the server" in serving.said, "it has said everything")
         assert serving.said.startswith("semel serves semel.demo:app on http://127.0.0.1:")
         assert (tmp_path / "semel.db").exists()
         submit, look, wait = re.findall(r"^  ((?:curl|semel) .*(?:\n    .*)?)", serving.said, re.MULTILINE)

@@ -13,7 +13,7 @@ from semel.dashboard.overview.chart import WINDOWS
 from semel.dashboard.overview.feed import OverviewFeed
 from semel.dashboard.sse import NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import address, page, redirect
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.sse import longest_wait
 from semel.service.state import CurrentPrincipal, CurrentState
 
@@ -22,7 +22,7 @@ WindowName: TypeAlias = Annotated[Literal["hour", "day", "week"], QueryParameter
 
 @get("/")
 async def show(
-    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
+    request: AnyRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Response[Any]:
     """The page, at most two seconds old."""
     view = await service.overview_feeds.of(caller, WINDOWS[window]).view()
@@ -31,14 +31,14 @@ async def show(
 
 
 @get("/ui", status_code=303)
-async def redirect_home(request: TheRequest) -> Response[Any]:
+async def redirect_home(request: AnyRequest) -> Response[Any]:
     """Redirects to the overview."""
     return redirect(address(root_of(request), "/"))
 
 
 @get("/ui/live")
 async def live(
-    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
+    request: AnyRequest, service: CurrentState, caller: CurrentPrincipal, window: WindowName = "hour"
 ) -> Stream:
     """The parts of the page: first all of them, then each that changes."""
     feed = service.overview_feeds.of(caller, WINDOWS[window])

@@ -17,7 +17,7 @@ from semel.dashboard.runs.timeline import Timeline, draw_timeline
 from semel.dashboard.templating import DASH, duration, number, page, plain_time, short, size, utc
 from semel.errors import ResultStoreError, RunNotComplete
 from semel.runs.types import MICRO, Run
-from semel.service.api.params import TheRequest
+from semel.service.api.params import AnyRequest
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
@@ -70,7 +70,7 @@ class Side(Struct, frozen=True):
 
 @get("/ui/compare")
 async def show(
-    request: TheRequest, service: CurrentState, caller: CurrentPrincipal, a: RunQuery = "", b: RunQuery = ""
+    request: AnyRequest, service: CurrentState, caller: CurrentPrincipal, a: RunQuery = "", b: RunQuery = ""
 ) -> Response[Any]:
     """The two runs; without them, a form that asks for their ids."""
     a, b = a.strip(), b.strip()

@@ -20,7 +20,7 @@ from semel.dashboard.sse import END_EVENT, NO_UPDATE, live_response, replace_eve
 from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
 from semel.errors import ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
-from semel.service.api.params import RunId, TheRequest
+from semel.service.api.params import AnyRequest, RunId
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.sse import longest_wait, to_completion
@@ -76,7 +76,7 @@ class RunDetail(Struct, frozen=True, kw_only=True):
 
 
 @get("/ui/runs/{run_id:str}")
-async def show(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def show(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The page of a run."""
     run = await service.run(run_id, caller)
     data = template_context(await _read_detail(service, caller, run))
@@ -85,14 +85,14 @@ async def show(run_id: RunId, request: TheRequest, service: CurrentState, caller
 
 
 @get("/ui/live/runs/{run_id:str}")
-async def live(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
+async def live(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
     """The parts of the page that change, until the run ends."""
     run = await service.run(run_id, caller)
     return live_response(service, caller, _updates(request, service, caller, run))
 
 
 async def _updates(
-    request: TheRequest, service: ServiceState, caller: Principal, run: Run
+    request: AnyRequest, service: ServiceState, caller: Principal, run: Run
 ) -> AsyncGenerator[bytes, None]:
     detail = await to_completion(_read_detail(service, caller, run))
     sent: dict[str, str] = {}
@@ -235,7 +235,7 @@ def template_context(detail: RunDetail) -> dict[str, Any]:
 
 
 @post("/ui/runs/{run_id:str}/cancel", status_code=303)
-async def cancel(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def cancel(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Cancel the run, or request it where the run is running."""
     run = await service.run(run_id, caller)
     ended = await service.engine.cancel(run.id, tenant=caller.tenant)
@@ -244,7 +244,7 @@ async def cancel(run_id: RunId, request: TheRequest, service: CurrentState, call
 
 
 @post("/ui/runs/{run_id:str}/retry", status_code=303)
-async def retry(run_id: RunId, request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def retry(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit the run again, and redirect to the new run."""
     run = await service.run(run_id, caller)
     again = await service.engine.retry(run.id, tenant=caller.tenant)

@@ -20,7 +20,7 @@ from semel.dashboard.templating import address, page, redirect, redirect_with_me
 from semel.errors import InvalidRequest, SemelError, StoreUnavailable
 from semel.runs.store.queries import Filter
 from semel.runs.types import INTERNAL_PREFIX, STATUSES, Run, checked_id
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import problem_of
 from semel.service.auth.middleware import Principal
 from semel.service.sse import pause, to_completion
@@ -79,10 +79,10 @@ def _page_of(
 
 
 @get(PATH)
-async def show(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def show(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The list of runs, newest first."""
     filters = _filters_of(request)
-    listed = await service.store.read(_read_page, filters, filters.as_filter(caller), caller.visible_user)
+    run_page = await service.store.read(_read_page, filters, filters.as_filter(caller), caller.visible_user)
     return page(
         request,
         service,
@@ -90,8 +90,8 @@ async def show(request: TheRequest, service: CurrentState, caller: CurrentPrinci
         "runs/list.html",
         title="Runs",
         filters=filters,
-        listed=listed,
-        rows=listed.rows,
+        run_page=run_page,
+        rows=run_page.rows,
         newer_runs=0,
         statuses=STATUSES,
         spans=list(SPANS),
@@ -101,7 +101,7 @@ async def show(request: TheRequest, service: CurrentState, caller: CurrentPrinci
 
 
 @get("/ui/live/runs")
-async def live(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
+async def live(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Stream:
     """The rows of an open list whenever one of them changes, and the number of newer runs."""
     ids = [known for each in request.query_params.getall("run", []) if (known := checked_id(each)) is not None]
     if len(ids) > MAX_WATCHED:
@@ -119,7 +119,7 @@ class OpenList(Struct, frozen=True):
 
 
 async def _updates(
-    request: TheRequest,
+    request: AnyRequest,
     service: ServiceState,
     caller: Principal,
     filters: RunFilters,
@@ -168,7 +168,7 @@ Action = Callable[[Run], Awaitable[ActionResult]]
 
 
 @post("/ui/runs/cancel", status_code=200)
-async def cancel(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def cancel(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Cancel the selected runs, and show the result for each."""
 
     async def cancel_run(run: Run) -> ActionResult:
@@ -180,7 +180,7 @@ async def cancel(request: TheRequest, service: CurrentState, caller: CurrentPrin
 
 
 @post("/ui/runs/retry", status_code=200)
-async def retry(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def retry(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Retry the selected runs that failed or were cancelled, and show the result for each."""
 
     async def retry_run(run: Run) -> ActionResult:
@@ -192,7 +192,7 @@ async def retry(request: TheRequest, service: CurrentState, caller: CurrentPrinc
 
 
 @post("/ui/runs/compare", status_code=303)
-async def compare(request: TheRequest, service: CurrentState) -> Response[Any]:
+async def compare(request: AnyRequest, service: CurrentState) -> Response[Any]:
     """Redirect to the comparison of the two selected runs."""
     form = form_of(request)
     selected = form.every("run")
@@ -202,7 +202,7 @@ async def compare(request: TheRequest, service: CurrentState) -> Response[Any]:
 
 
 async def _for_selected(
-    request: TheRequest, service: ServiceState, caller: Principal, label: str, action: Action
+    request: AnyRequest, service: ServiceState, caller: Principal, label: str, action: Action
 ) -> Response[Any]:
     form = form_of(request)
     selected = list(dict.fromkeys(form.every("run")))
@@ -231,7 +231,7 @@ async def _act(service: ServiceState, caller: Principal, run_ids: Sequence[str],
     return results
 
 
-def _filters_of(request: TheRequest) -> RunFilters:
+def _filters_of(request: AnyRequest) -> RunFilters:
     query = request.query_params
     return parse_filters(query.getall("status", []), lambda name: query.get(name, ""))
 

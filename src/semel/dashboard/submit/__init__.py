@@ -22,7 +22,7 @@ from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.runs.models.model import Model
 from semel.runs.types import INTERNAL_PREFIX
 from semel.service.api import quotas, runs
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import problem_of
 from semel.service.auth.cookies import is_https
 from semel.service.auth.middleware import Principal
@@ -40,7 +40,7 @@ ModelName = Annotated[str, QueryParameter(max_length=1000)]
 @get(PATH)
 async def show(
     *,
-    request: TheRequest,
+    request: AnyRequest,
     service: CurrentState,
     caller: CurrentPrincipal,
     model: ModelName = "",
@@ -56,7 +56,7 @@ async def show(
 
 
 @post(PATH, status_code=303)
-async def submit(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def submit(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit the run and redirect to it; or show the form again with its errors."""
     sent = form_of(request)
     form = posted_form(_model(service, sent.get("model")), sent)
@@ -77,7 +77,7 @@ async def submit(request: TheRequest, service: CurrentState, caller: CurrentPrin
 
 
 @post("/ui/submit/form", status_code=200)
-async def redraw(request: TheRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+async def redraw(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The same form with the commands for what was typed, or with its parameters as JSON or as fields."""
     sent = form_of(request)
     form = posted_form(_model(service, sent.get("model")), sent)
@@ -92,7 +92,7 @@ async def redraw(request: TheRequest, service: CurrentState, caller: CurrentPrin
 
 
 async def _form_page(
-    request: TheRequest, service: ServiceState, caller: Principal, form: SubmitForm, *, origin: str
+    request: AnyRequest, service: ServiceState, caller: Principal, form: SubmitForm, *, origin: str
 ) -> Response[Any]:
     body, _ = form.read()
     base = _base_url(request, service.settings)
@@ -115,8 +115,8 @@ async def _form_page(
 
 
 async def _models(service: ServiceState) -> list[RemoteModel]:
-    listed = await runs.models.fn(service=service)
-    return msgspec.json.decode(listed.content, type=list[RemoteModel])
+    response = await runs.models.fn(service=service)
+    return msgspec.json.decode(response.content, type=list[RemoteModel])
 
 
 def _model(service: ServiceState, name: str) -> Model:
@@ -131,7 +131,7 @@ def _confirmation(run: RemoteRun) -> str:
     return " ".join([done, *(f"Quota warning: {each}" for each in warnings)])
 
 
-def _base_url(request: TheRequest, settings: Settings) -> str:
+def _base_url(request: AnyRequest, settings: Settings) -> str:
     """The URL of this service, as its users reach it."""
     if settings.public_url and urlsplit(settings.public_url).netloc:
         return settings.public_url.rstrip("/")

@@ -50,7 +50,7 @@ class ReplicateOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     input: dict[str, Any] | None = None
     """By default the parameters of the config."""
     retry: bool = False
-    """Whether a prediction that failed is tried again."""
+    """Whether a failed prediction is retried."""
     price_per_second: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     token_input: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     """An input of the model that takes any text: it is set to the job's token, which identifies its prediction."""

@@ -69,31 +69,33 @@ class ReplicateApi:
         except _BEFORE_SENDING as error:
             raise Unavailable(f"Replicate cannot be reached ({type(error).__name__})", perhaps_done=False) from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise Unavailable(f"Replicate's answer was lost ({type(error).__name__})", perhaps_done=True) from None
+            raise Unavailable(f"Replicate's response was lost ({type(error).__name__})", perhaps_done=True) from None
         if answer.is_success:
             return answer
         raise self._error_of(answer)
 
     def _error_of(self, answer: httpx.Response) -> Unavailable | ReplicateRefusal:
-        status, said = answer.status_code, self._reason(answer)
+        status, reason = answer.status_code, self._reason(answer)
         if status == 429:
             return Unavailable(
-                f"Replicate asks for patience: {said}", perhaps_done=False, after=_retry_after(answer, said)
+                f"Replicate limits the rate of requests (429): {reason}",
+                perhaps_done=False,
+                after=_retry_after(answer, reason),
             )
         if status >= 500 or status == 408 or answer.is_redirect:
             return Unavailable(
-                f"Replicate answered {status}: {said}", perhaps_done=True, after=_retry_after(answer, "")
+                f"Replicate responded with {status}: {reason}", perhaps_done=True, after=_retry_after(answer, "")
             )
         match status:
             case 401 | 403:
                 return ReplicateRefusal(
-                    status, f"Replicate does not accept the token ({status}): {said}; see REPLICATE_API_TOKEN"
+                    status, f"Replicate does not accept the token ({status}): {reason}; see REPLICATE_API_TOKEN"
                 )
             case 402:
                 return ReplicateRefusal(
-                    status, f"Replicate asks for payment (402): {said}; see replicate.com/account/billing"
+                    status, f"Replicate asks for payment (402): {reason}; see replicate.com/account/billing"
                 )
-        return ReplicateRefusal(status, f"Replicate refused ({status}): {said}")
+        return ReplicateRefusal(status, f"Replicate refused ({status}): {reason}")
 
     def _reason(self, answer: httpx.Response) -> str:
         """The reason that an error's body states, without our token, should it be repeated there."""
@@ -109,17 +111,17 @@ class ReplicateApi:
         try:
             found = msgspec.convert(answer.json(), Prediction)
         except (json.JSONDecodeError, UnicodeDecodeError, msgspec.ValidationError):
-            raise Unavailable("Replicate's answer cannot be read", perhaps_done=True) from None
+            raise Unavailable("Replicate's response cannot be read", perhaps_done=True) from None
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", found.id):
-            raise Unavailable("Replicate's answer has no id that can be used", perhaps_done=True)
+            raise Unavailable("Replicate's response has no valid id", perhaps_done=True)
         return found
 
 
-def _retry_after(answer: httpx.Response, said: str) -> float | None:
+def _retry_after(answer: httpx.Response, reason: str) -> float | None:
     sent = answer.headers.get("retry-after", "")
     if sent.isdigit():
         return min(float(sent), 3600.0)
-    found = _RESETS_IN.search(said)
+    found = _RESETS_IN.search(reason)
     return min(float(found[1]), 3600.0) if found else None
 
 

@@ -55,7 +55,7 @@ def judge(found: Prediction, query: PredictionQuery, token: str, since: float) -
     return "alike" if same_input and same_model else "unclear"
 
 
-def sort_out(judged: Iterable[tuple[Prediction, Verdict]], claimed: Iterable[str]) -> Candidates:
+def group_by_verdict(judged: Iterable[tuple[Prediction, Verdict]], claimed: Iterable[str]) -> Candidates:
     """The judged predictions by verdict, without those ``claimed`` by other jobs."""
     left_out = set(claimed)
     by_age = sorted(judged, key=lambda each: (each[0].created or 0.0, each[0].id))

@@ -59,7 +59,7 @@ class PredictionRun:
                 return known.id
             if self._ctx.cancelled and await self._is_cancelled():
                 await self._set_status("absent")
-                raise RunCancelled("cancelled before Replicate was asked for anything")
+                raise RunCancelled("cancelled before a prediction was created at Replicate")
             try:
                 return await asyncio.shield(self._replicate.spawn(self._create()))
             except Unavailable as error:
@@ -134,8 +134,8 @@ class PredictionRun:
         await self._set_status("unknown")
         since = iso(self._remote.intended_us / MICRO)
         raise Fatal(
-            f"a prediction may have been made at Replicate for this job, and which cannot be told: {why}. Look at"
-            f" replicate.com/predictions for one created since {since}, then submit the job anew if there is none"
+            f"Replicate may have created a prediction for this job, but it is unclear which one: {why}. Look at"
+            f" replicate.com/predictions for one created since {since}, and submit the job again if there is none"
         )
 
     async def _follow(self, prediction_id: str) -> Prediction:
@@ -170,8 +170,10 @@ class PredictionRun:
     async def _fail_as_refused(self, prediction_id: str, refusal: ReplicateRefusal) -> NoReturn:
         if refusal.status == 404:
             await self._set_status("unknown")
-            raise Fatal(f"Replicate does not know the prediction {prediction_id} (any more): its outcome is unknown")
-        raise Fatal(f"{refusal}; the prediction {prediction_id} may still be at work there")
+            raise Fatal(
+                f"Replicate does not know the prediction {prediction_id}, or has deleted it: its outcome is unknown"
+            )
+        raise Fatal(f"{refusal}; the prediction {prediction_id} may still be running there")
 
     async def _report(self, found: Prediction) -> None:
         """Store the prediction's status and progress if they have changed."""
@@ -231,7 +233,7 @@ class PredictionRun:
         """Log that Replicate is unavailable, once, and wait longer each time."""
         if str(error) != self._warned:
             self._warned = str(error)
-            self._ctx.log.warning("%s; trying again", error)
+            self._ctx.log.warning("%s; retrying", error)
         await self._sleep(error.after if error.after is not None else self._pause)
         self._pause = min(self._pause * 2, self._timing.poll_most)
 

@@ -20,7 +20,7 @@ from semel._concurrency.retry import Backoff
 from semel.errors import StoreBroken, StoreUnavailable
 from semel.once.client import AsyncOnce
 from semel.providers.replicate import store as rows
-from semel.providers.replicate.matching import Candidates, PredictionQuery, Verdict, judge, sort_out
+from semel.providers.replicate.matching import Candidates, PredictionQuery, Verdict, group_by_verdict, judge
 from semel.providers.replicate.types import Prediction, ReplicateRefusal, Unavailable
 from semel.runs.types import MICRO
 
@@ -184,9 +184,9 @@ class ReplicateService:
         near = await self._in_detail([each for each in judged if each[1] != "other"], query, remote.token, since)
         ids = [each.id for each, _ in near]
         claimed = await self.store.read(rows.claimed_by_others, ids, remote.token) if ids else []
-        candidates = sort_out(near, claimed)
+        candidates = group_by_verdict(near, claimed)
         if not reached:
-            candidates.unclear.append("those that are too many to look through")
+            candidates.unclear.append("more predictions than can be searched")
         return candidates
 
     def _since(self, remote: rows.Remote, now: float | None) -> float:
@@ -212,7 +212,7 @@ class ReplicateService:
 
     async def cancel_duplicate(self, prediction_id: str, run_id: str) -> None:
         """Cancel a second prediction of a run."""
-        _log.error("run %s has a second prediction at Replicate, %s: it is cancelled there", run_id, prediction_id)
+        _log.error("run %s has a second prediction at Replicate, %s: cancelling it", run_id, prediction_id)
         backoff = Backoff(self.timing.poll)
         for tries in range(1, 6):
             try:

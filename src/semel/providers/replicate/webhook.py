@@ -51,7 +51,7 @@ def signed(secret: str, webhook_id: str, timestamp: str, body: bytes) -> str:
     except (binascii.Error, ValueError):
         key = b""
     if not key:
-        raise ApiError(503, "WEBHOOK_SECRET_UNUSABLE", "SEMEL_REPLICATE_WEBHOOK_SECRET is not of the form whsec_…")
+        raise ApiError(503, "WEBHOOK_SECRET_UNUSABLE", "SEMEL_REPLICATE_WEBHOOK_SECRET must have the form whsec_…")
     content = f"{webhook_id}.{timestamp}.".encode() + body
     return "v1," + base64.b64encode(hmac.digest(key, content, "sha256")).decode()
 
@@ -73,24 +73,24 @@ def is_genuine(secret: str, headers: dict[str, str], body: bytes, now: float) ->
     status_code=200,
     tags=["jobs"],
     operation_id="hearFromReplicate",
-    summary="Hear from Replicate",
+    summary="Receive a webhook from Replicate",
     responses=refusals(400, 404, body=True),
     security=[{}],
 )
-async def hear(token: FromPath[str], service: CurrentState, request: Request[Any, Any, Any]) -> Received:
-    """Take a webhook of Replicate, signed with the account's secret."""
+async def receive_webhook(token: FromPath[str], service: CurrentState, request: Request[Any, Any, Any]) -> Received:
+    """Receive a webhook from Replicate, signed with the account's secret."""
     provider, secret = service.providers.get("replicate"), service.settings.replicate_webhook_secret
     replicate = provider.service if isinstance(provider, Replicate) else None
     if replicate is None or not secret or not replicate.webhooks:
-        raise ApiError(404, "NOT_FOUND", "this server takes no webhooks of Replicate")
+        raise ApiError(404, "NOT_FOUND", "this server does not accept webhooks from Replicate")
     body = await request.body()
     headers = {name: value for name, value in request.headers.items() if name.startswith("webhook-")}
     if not is_genuine(secret, headers, body, time.time()):
-        raise ApiError(403, "FORBIDDEN", "the webhook's signature or time is not right")
+        raise ApiError(403, "FORBIDDEN", "the webhook's signature or timestamp is not valid")
     try:
         sent = msgspec.json.decode(body, type=WebhookBody)
     except msgspec.MsgspecError:
-        raise ApiError(400, "INVALID_REQUEST", "the webhook's body is no prediction") from None
+        raise ApiError(400, "INVALID_REQUEST", "the webhook's body is not a prediction") from None
     if await replicate.seen.check_and_mark(SCOPE, headers["webhook-id"], ttl=REMEMBERED) == "seen":
         return Received("ignored")
     return await _accept(replicate, token, sent)
@@ -114,4 +114,4 @@ async def _accept(replicate: ReplicateService, token: str, body: WebhookBody) ->
     return Received("heard")
 
 
-HANDLERS: tuple[Any, ...] = (hear,)
+HANDLERS: tuple[Any, ...] = (receive_webhook,)

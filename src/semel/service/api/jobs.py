@@ -18,7 +18,7 @@ from semel.errors import InvalidRequest, NotMigrated, ResultStoreError, SemelErr
 from semel.runs.store import quotas
 from semel.runs.types import checked_id
 from semel.service import jobs
-from semel.service.api.params import TheRequest, root_of
+from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import json, refusals
 from semel.service.api.runs import ABOUT_KEY, Key, key_headers, one_key
@@ -86,7 +86,7 @@ def _key_ttl(hours: float | None, key: str | None) -> float | None:
     if hours is None:
         return None
     if key is None:
-        raise InvalidRequest("ttl_hours says how long a key is kept, and there is none; send an idempotency_key, too")
+        raise InvalidRequest("ttl_hours sets how long a key is kept, but there is no key; send an idempotency_key, too")
     return checked_retention("ttl_hours", hours, unit=3600) * 3600
 
 
@@ -104,26 +104,26 @@ def _tracker_name(name: str | None) -> str | None:
 async def list_jobs(
     service: CurrentState,
     caller: CurrentPrincipal,
-    request: TheRequest,
+    request: AnyRequest,
     *,
     status: Annotated[JobStatus | None, QueryParameter(description="In this state.")] = None,
     config: Annotated[str | None, QueryParameter(description="Of this config.", max_length=1000)] = None,
     provider: Annotated[str | None, QueryParameter(description="Of this provider.", max_length=1000)] = None,
     user: Annotated[str | None, QueryParameter(description="Of this user; for operators.", max_length=1000)] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Jobs on a page.")] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
+    cursor: Annotated[str | None, QueryParameter(description="The `next` of the previous page.")] = None,
 ) -> Response[JobPage]:
     """Submitters see their own jobs, operators those of everybody in their tenant."""
     wanted = JobFilter(
         tenant=caller.tenant,
-        user=_whose(caller, user, "lists the jobs of others"),
+        user=_whose(caller, user, "list the jobs of others"),
         status=status,
         config=None if config is None else checked_name("config", config, most=1000),
         provider=None if provider is None else checked_name("provider", provider, most=1000),
     )
     start = None if cursor is None else checked_id(cursor)
     if cursor is not None and start is None:
-        raise InvalidRequest("cursor is what the page before called next")
+        raise InvalidRequest("cursor must be the `next` of the previous page")
     rows, after = await service.store.read(jobs.list_jobs, wanted, limit, start)
     root = root_of(request)
     return json(JobPage([job_view(row, root) for row in rows], after))
@@ -131,7 +131,7 @@ async def list_jobs(
 
 def _whose(caller: Principal, user: str | None, what: str) -> str | None:
     if caller.visible_user is not None and user not in (None, caller.visible_user):
-        raise ApiError(403, "FORBIDDEN", f"only an operator {what}")
+        raise ApiError(403, "FORBIDDEN", f"only operators may {what}")
     if user is not None:
         checked_name("user", user, most=1000)
     return user if caller.visible_user is None else caller.visible_user
@@ -145,7 +145,7 @@ def _whose(caller: Principal, user: str | None, what: str) -> str | None:
     responses=refusals(400, 404),
 )
 async def show(
-    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
+    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: AnyRequest
 ) -> Response[RemoteJob]:
     """The job as it stands, with the progress of its run and of its upload."""
     return json(job_view(await jobs.find(service, caller, job_id), root_of(request)))
@@ -160,7 +160,7 @@ async def show(
     responses=refusals(400, 404, 408, 409, 413),
 )
 async def cancel(
-    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest
+    job_id: JobId, service: CurrentState, caller: CurrentPrincipal, request: AnyRequest
 ) -> Response[RemoteJob]:
     """End a job that waits or uploads, or ask one that runs to end. Again changes nothing; 409 for one that is over."""
     return json(job_view(await jobs.cancel(service, caller, job_id), root_of(request)))
@@ -170,7 +170,7 @@ async def cancel(
     "/api/cloud/cost-limit/status",
     tags=_JOBS,
     operation_id="getCostLimitStatus",
-    summary="What was spent, and what may be",
+    summary="The cost so far, and its limits",
     responses=refusals(400),
 )
 async def cost_limits(
@@ -179,7 +179,7 @@ async def cost_limits(
     user: Annotated[str | None, QueryParameter(description="Of this user; for operators.", max_length=200)] = None,
 ) -> Response[RemoteCosts]:
     """The caller's spending in this day, week, month and year (UTC), against the limits of their quota."""
-    _whose(caller, user, "sees what others spend")
+    _whose(caller, user, "see what others spend")
     whose = checked_name("user", caller.user if user is None else user, empty=False)
     used, quota = await service.store.read(
         quotas.usage_and_quota, (caller.tenant, whose), service.store.statement_context
@@ -235,7 +235,7 @@ async def delete_config(name: ConfigName, service: CurrentState, caller: Current
 
 def _operates(caller: Principal) -> None:
     if not caller.may("operator"):
-        raise ApiError(403, "FORBIDDEN", "only an operator changes configs")
+        raise ApiError(403, "FORBIDDEN", "only operators may change configs")
 
 
 HANDLERS: tuple[Any, ...] = (

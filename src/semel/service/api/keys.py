@@ -171,8 +171,8 @@ async def delete_key(
         forgotten = await service.once.forget(checked_key("key", key), scope=full, force=force)
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
-        said = f"an owner holds the key for at least {left}; force=true deletes it all the same"
-        raise ApiError(409, "KEY_IN_FLIGHT", said) from error
+        detail = f"an owner holds the key for at least {left}; force=true deletes it anyway"
+        raise ApiError(409, "KEY_IN_FLIGHT", detail) from error
     if not forgotten:
         raise absent("such key")
     _log.info("the key %r in %r was deleted by %r", key, full, caller.user)

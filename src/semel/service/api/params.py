@@ -25,16 +25,16 @@ IfNoneMatch: TypeAlias = Annotated[
 ]
 PAGE_BYTES = 4 * MEBIBYTE
 """About how large a page of a list may be."""
-TheRequest: TypeAlias = Request[Any, Any, Any]
+AnyRequest: TypeAlias = Request[Any, Any, Any]
 Tenant = Annotated[
     str | None,
     QueryParameter(description="Another tenant; for admins of the main tenant (the empty one).", max_length=200),
 ]
 Limit = Annotated[int, QueryParameter(ge=1, le=1000, description="The largest number of items.")]
-After = Annotated[str | None, QueryParameter(max_length=300, description="The `next` of the last page.")]
+After = Annotated[str | None, QueryParameter(max_length=300, description="The `next` of the previous page.")]
 
 
-def root_of(request: TheRequest) -> str:
+def root_of(request: AnyRequest) -> str:
     """The mount point of the service, with which links begin."""
     root: str = request.scope.get("root_path", "")
     return root
@@ -44,12 +44,12 @@ def tenant_for(caller: Principal, asked: str | None) -> str:
     """The tenant of a request: the caller's own, or another for admins of the main tenant."""
     if asked is None or asked == caller.tenant:
         return caller.tenant
-    if not manages_all(caller):
-        raise ApiError(403, "FORBIDDEN", "only admins of the main tenant manage other tenants")
+    if not manages_all_tenants(caller):
+        raise ApiError(403, "FORBIDDEN", "only admins of the main tenant may manage other tenants")
     return checked_name("tenant", asked)
 
 
-def manages_all(caller: Principal) -> bool:
+def manages_all_tenants(caller: Principal) -> bool:
     """Whether they manage every tenant."""
     return caller.tenant == MAIN and caller.may("admin")
 

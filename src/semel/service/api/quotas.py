@@ -44,7 +44,7 @@ class QuotaBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cost_yearly: _Money | None = None
     action: Annotated[Action, Meta(description="`warn` accepts everything, with a warning.")] = "block"
     warn_at: Annotated[
-        float, Meta(gt=0, le=1, description="The share of a limit from which on responses have a warning.")
+        float, Meta(gt=0, le=1, description="The fraction of a limit from which responses carry a warning.")
     ] = 0.8
 
 
@@ -168,7 +168,7 @@ async def delete_quota(
     whose, name = tenant_for(caller, tenant), named(user)
     if not await service.store.write(_remove_quota, (whose, name), service.store.statement_context):
         raise absent("quota of that user")
-    _log.info("the quota of %r, tenant %r, was taken away by %r", name, whose, caller.user)
+    _log.info("the quota of %r, tenant %r, was removed by %r", name, whose, caller.user)
 
 
 @get("/usage", tags=_TAG, summary="Your own usage", responses=refusals(400))
@@ -184,7 +184,7 @@ async def show_usage(
     """A user's usage: operators see everybody's, others their own."""
     name = named(user)
     if caller.visible_user not in (None, name):
-        raise ApiError(403, "FORBIDDEN", "only operators see the usage of others")
+        raise ApiError(403, "FORBIDDEN", "only operators may see the usage of others")
     return await _standing(service, tenant_for(caller, tenant), name)
 
 
@@ -224,7 +224,7 @@ async def release_reservation(
     """Free a slot whose job was not created yet. Otherwise the slot is freed when the job ends."""
     whose = tenant_for(caller, tenant)
     if not await service.store.write(quotas.release, checked_name("reservation", reservation), (whose, None)):
-        raise absent("reservation of that id to be released")
+        raise absent("reservation of that id that can be released")
     _log.info("reservation %r, tenant %r, was released by %r", reservation, whose, caller.user)
 
 

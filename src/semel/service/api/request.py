@@ -36,8 +36,8 @@ class JsonRequest(Request[Any, Any, Any]):
         """The body, as the type of the handler's ``data``."""
         if self._json is Empty:
             if not _is_json(self.headers.get("content-type", "")):
-                said = "the body must be JSON, with the header Content-Type: application/json"
-                raise ApiError(415, "UNSUPPORTED_MEDIA_TYPE", said)
+                detail = "the body must be JSON, with the header Content-Type: application/json"
+                raise ApiError(415, "UNSUPPORTED_MEDIA_TYPE", detail)
             field = self.route_handler.parsed_data_field
             kind = Any if field is None else field.annotation
             body = await self.body()
@@ -108,8 +108,8 @@ def _is_json(content_type: str) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _refused(said: str) -> ApiError:
-    return ApiError(400, "INVALID_REQUEST", said)
+def _refused(detail: str) -> ApiError:
+    return ApiError(400, "INVALID_REQUEST", detail)
 
 
 def _too_deep() -> ApiError:

@@ -18,7 +18,7 @@ ALWAYS = (401, 403, 429, 500, 503)
 """Statuses that any request may get: by authentication, or because the database is unavailable."""
 _MEANINGS = {
     400: "The request is invalid: something is missing, of the wrong type, or out of bounds.",
-    401: "There is no token, or it is not valid (any more).",
+    401: "The token is missing, invalid or expired.",
     403: "The token's role does not allow this; or there are no tokens, and the request is not local.",
     404: "It does not exist, or the caller may not see it.",
     408: "The body took too long to arrive.",
@@ -43,8 +43,8 @@ def refusals(*statuses: int, body: bool = False) -> dict[int, ResponseSpec]:
 
 def refusal(status: int) -> ResponseSpec:
     """An error response, for the schema."""
-    said = _MEANINGS.get(status, HTTPStatus(status).phrase)
-    return ResponseSpec(Problem, media_type=MEDIA_TYPE, generate_examples=False, description=said)
+    description = _MEANINGS.get(status, HTTPStatus(status).phrase)
+    return ResponseSpec(Problem, media_type=MEDIA_TYPE, generate_examples=False, description=description)
 
 
 def answered(kind: Any, description: str, *, media_type: str = "application/json") -> ResponseSpec:

@@ -31,7 +31,10 @@ LINES = 1000
 
 _CURSOR = re.compile(r"([0-9]{1,9})-([0-9]{1,18})-([0-9]{1,9})")
 LastEventId = Annotated[
-    str | None, HeaderParameter(name="Last-Event-ID", description="The id of the last event seen: go on from there.")
+    str | None,
+    HeaderParameter(
+        name="Last-Event-ID", description="The id of the last event received; the stream continues after it."
+    ),
 ]
 
 
@@ -58,7 +61,7 @@ class EventCursor:
     "/runs/{run_id:str}/events",
     tags=["runs"],
     operation_id="watchRun",
-    summary="A run's life as it happens",
+    summary="The events of a run as they happen",
     responses={
         200: answered(EventView, "The events.", media_type=sse.MEDIA_TYPE),
         204: answered(None, "The run is over, and the client has seen it all."),
@@ -70,7 +73,7 @@ async def events(
 ) -> Response[Any]:
     """Server-sent events: ``state``, ``progress`` and ``log``, from the beginning or from ``Last-Event-ID`` on.
 
-    The stream ends after the run has ended. Whoever comes back then is told by 204 that there is nothing more.
+    The stream ends after the run has ended. A client that reconnects then gets 204: there are no more events.
     """
     run = await service.run(run_id, caller)
     cursor = EventCursor(last)

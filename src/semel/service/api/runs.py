@@ -34,14 +34,14 @@ from semel.http.refusals import PROTOCOL_VERSION
 from semel.runs.store import queries
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Status
 from semel.service.api import run_events, run_files
-from semel.service.api.params import PAGE_BYTES, IfNoneMatch, RunId, TheRequest, root_of
+from semel.service.api.params import PAGE_BYTES, AnyRequest, IfNoneMatch, RunId, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
 from semel.service.api.views import log_view, model_view, run_view, step_view, summary_view, waiting_view, worker_view
 from semel.service.auth.limits import wait_for_disconnect
 from semel.service.auth.middleware import Principal, requires
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
-from semel.service.telemetry.access_log import concerns
+from semel.service.telemetry.access_log import add_run_to_access_log
 
 __all__ = ["HANDLERS", "one_key", "refusals", "user_of"]
 
@@ -55,7 +55,7 @@ Key = Annotated[
     str | None,
     HeaderParameter(
         name="Idempotency-Key",
-        description="Names the run: sent again, it is found, and nothing is created. "
+        description="Identifies the run: another request with the same key finds it and creates nothing. "
         f"Version {PROTOCOL_VERSION} of the protocol: 1 to 255 characters, none of them a control character.",
         examples=[Example(summary="a CI job", value="ci-42")],
     ),
@@ -66,13 +66,11 @@ Wait = Annotated[
 ]
 Exact = Annotated[
     bool,
-    QueryParameter(
-        description="With NaN, Infinity and -Infinity as they are, as Python's json reads them, instead of null."
-    ),
+    QueryParameter(description="Write NaN, Infinity and -Infinity as such, as Python's json does, instead of null."),
 ]
 _TAG = ["runs"]
 ABOUT_KEY = [
-    header("Idempotent-Replayed", "true: it was there already"),
+    header("Idempotent-Replayed", "true: the run existed already"),
     header("Idempotency-Expires", "Until when the key names it, as HTTP writes a time"),
 ]
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~\x80-\xff]|\\["\\])*)"[ \t]*(?:;(?:[^"]|"(?:[^"\\]|\\.)*")*)?')
@@ -84,8 +82,8 @@ def one_key(header: str | None, field: str | None) -> str | None:
     """The key of a request, from the header (bare or quoted) or the body; raises InvalidRequest if the two differ."""
     key = field if header is None else _unquoted(header)
     if header is not None and field is not None and key != field:
-        said = f"the Idempotency-Key of the header, {key!r:.300}, and that of the body, {field!r:.300}, differ"
-        raise InvalidRequest(said, idempotency_key=key)
+        detail = f"the Idempotency-Key of the header, {key!r:.300}, and that of the body, {field!r:.300}, differ"
+        raise InvalidRequest(detail, idempotency_key=key)
     return key
 
 
@@ -95,8 +93,8 @@ def _unquoted(header: str) -> str:
         return header
     quoted = _QUOTED.fullmatch(header)
     if quoted is None:
-        said = f"the header Idempotency-Key begins with a quote and is no string of RFC 8941: {header[:300]!r}"
-        raise InvalidRequest(said, idempotency_key=header[:300])
+        detail = f"the header Idempotency-Key begins with a quote and is not a string of RFC 8941: {header[:300]!r}"
+        raise InvalidRequest(detail, idempotency_key=header[:300])
     return _ESCAPED.sub(r"\1", quoted[1])
 
 
@@ -107,14 +105,14 @@ def user_of(caller: Principal, asked: str | None) -> str:
     if asked is None or asked == caller.user:
         return caller.user
     if not caller.may("operator"):
-        raise ApiError(403, "FORBIDDEN", "only an operator submits for others")
+        raise ApiError(403, "FORBIDDEN", "only operators may submit runs for others")
     return asked
 
 
 def _cost(data: RunRequest, service: ServiceState, caller: Principal) -> float | None:
     """The cost of the run. Only operators may set less than the model's: others could evade every cost limit."""
     if data.cost is not None and not caller.may("operator") and data.cost < service.app.registry[data.model].cost:
-        raise ApiError(403, "FORBIDDEN", f"only an operator submits {data.model} for less than it costs")
+        raise ApiError(403, "FORBIDDEN", f"only operators may submit {data.model} at a lower cost")
     return data.cost
 
 
@@ -146,7 +144,7 @@ def key_headers(expires_us: int | None, *, replayed: bool) -> dict[str, str]:
 
 
 def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RemoteRun]:
-    concerns(run.id, run)
+    add_run_to_access_log(run.id, run)
     view = run_view(run, root_of(request))
     headers = {"Location": view.links["self"], **key_headers(run.key_expires_us, replayed=run.replayed)}
     return json(view, 200 if run.replayed else 201, headers)
@@ -164,7 +162,7 @@ def _submitted(run: Run, request: Request[Any, Any, Any]) -> Response[RemoteRun]
     },
 )
 async def submit(
-    data: JSONBody[RunRequest], service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    data: JSONBody[RunRequest], service: CurrentState, caller: CurrentPrincipal, request: AnyRequest, key: Key = None
 ) -> Response[RemoteRun]:
     """Store a run and answer at once: 201 with the new run, or 200 with the one that was there already."""
     run = await service.engine.submit(**_arguments(data, service, caller, one_key(key, data.idempotency_key)))
@@ -183,7 +181,7 @@ async def submit(
     },
 )
 async def submit_many(
-    data: ManyRequests, service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    data: ManyRequests, service: CurrentState, caller: CurrentPrincipal, request: AnyRequest, key: Key = None
 ) -> Response[list[BulkAnswer]]:
     """Store up to 1,000 runs with few statements, and answer in their order.
 
@@ -205,8 +203,8 @@ async def submit_many(
     stored = iter(await service.engine.submit_many(asked, strict=False))
     answers = [refused[place] if place in refused else next(stored) for place in range(len(data))]
     root = root_of(request)
-    said = [_one_of_many(place, answer, root) for place, answer in enumerate(answers)]
-    return json(said, 207 if any(each.problem for each in said) else 200)
+    views = [_one_of_many(place, answer, root) for place, answer in enumerate(answers)]
+    return json(views, 207 if any(each.problem for each in views) else 200)
 
 
 def _one_of_many(place: int, answer: Run | SemelError, root: str) -> BulkAnswer:
@@ -229,7 +227,7 @@ async def show(
     run_id: RunId,
     service: CurrentState,
     caller: CurrentPrincipal,
-    request: TheRequest,
+    request: AnyRequest,
     wait: Wait = 0.0,
     known: IfNoneMatch = None,
 ) -> Response[RemoteRun]:
@@ -247,7 +245,7 @@ async def show(
         with service.wait_slots.hold(caller.name):
             changed = await _unless_gone(change, request)
         if not await service.auth.is_still_valid(caller):
-            raise ApiError(401, "UNAUTHENTICATED", "the token is not valid any more")
+            raise ApiError(401, "UNAUTHENTICATED", "the token is no longer valid")
         run = await service.run(run_id, caller)
         answer = tagged(run_view(run, root_of(request)), known)
         if not changed:
@@ -255,14 +253,14 @@ async def show(
     return answer
 
 
-async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -> bool:
+async def _unless_gone(change: Coroutine[Any, Any, bool], request: AnyRequest) -> bool:
     """Wait for the change, or until the client disconnects."""
     waiting = asyncio.create_task(change)
     leaving = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
-            raise ApiError(400, "INVALID_REQUEST", "the client has hung up")
+            raise ApiError(400, "INVALID_REQUEST", "the client has disconnected")
         return waiting.result()
     finally:
         waiting.cancel()
@@ -273,7 +271,7 @@ async def _unless_gone(change: Coroutine[Any, Any, bool], request: TheRequest) -
     "/runs/{run_id:str}/result",
     tags=_TAG,
     operation_id="getResult",
-    summary="What a run returned",
+    summary="The result of a run",
     responses=refusals(400, 404, 409),
 )
 async def result(run_id: RunId, service: CurrentState, caller: CurrentPrincipal, exact: Exact = False) -> Response[Any]:
@@ -288,7 +286,7 @@ async def result(run_id: RunId, service: CurrentState, caller: CurrentPrincipal,
     "/runs/{run_id:str}/{fence:int}/result.json/result",
     tags=_TAG,
     operation_id="getResultByRef",
-    summary="What a run returned, by its result_ref",
+    summary="The result of a run, by its result_ref",
     responses=refusals(400, 404, 409),
 )
 async def result_by_ref(
@@ -321,7 +319,7 @@ async def cancel(
     run_id: RunId,
     service: CurrentState,
     caller: CurrentPrincipal,
-    request: TheRequest,
+    request: AnyRequest,
     data: JSONBody[CancelRequest | None] = None,
 ) -> Response[RemoteRun]:
     """End a run that is pending, or ask a running one to end: ``cancel_requested`` is true while it cleans up.
@@ -331,7 +329,7 @@ async def cancel(
     run = await service.run(run_id, caller)
     why = {} if data is None or data.why is None else {"why": data.why}
     run = await service.engine.cancel(run.id, tenant=caller.tenant, **why)
-    concerns(run.id, run)
+    add_run_to_access_log(run.id, run)
     return json(run_view(run, root_of(request)))
 
 
@@ -347,7 +345,7 @@ async def cancel(
     },
 )
 async def retry(
-    run_id: RunId, service: CurrentState, caller: CurrentPrincipal, request: TheRequest, key: Key = None
+    run_id: RunId, service: CurrentState, caller: CurrentPrincipal, request: AnyRequest, key: Key = None
 ) -> Response[RemoteRun]:
     """Submit a failed or cancelled run again, as a new run with ``retry_of``.
 
@@ -375,22 +373,22 @@ async def list_runs(
     *,
     service: CurrentState,
     caller: CurrentPrincipal,
-    request: TheRequest,
+    request: AnyRequest,
     status: Annotated[list[Status] | None, QueryParameter(description="Any of these; may be repeated.")] = None,
     model: Annotated[str | None, _filter("model", "Of this model.")] = None,
     user: Annotated[str | None, _filter("user", "Of this user; others than oneself for operators.")] = None,
     queue: Annotated[str | None, _filter("queue", "In this queue.")] = None,
     key: Annotated[str | None, _filter("idempotency_key", "Submitted with this key.")] = None,
     payload_hash: Annotated[str | None, _filter("payload_hash", "With this payload.")] = None,
-    since: Annotated[datetime | None, QueryParameter(description="Submitted then or later.")] = None,
-    until: Annotated[datetime | None, QueryParameter(description="Submitted before that.")] = None,
-    stalled: Annotated[bool, QueryParameter(description="Only those whose worker lives and that make no progress.")] = (
-        False
-    ),
+    since: Annotated[datetime | None, QueryParameter(description="Submitted at this time or later.")] = None,
+    until: Annotated[datetime | None, QueryParameter(description="Submitted before this time.")] = None,
+    stalled: Annotated[
+        bool, QueryParameter(description="Only runs that make no progress although their worker is alive.")
+    ] = (False),
     limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
-    cursor: Annotated[str | None, QueryParameter(description="``next`` of the page before.")] = None,
+    cursor: Annotated[str | None, QueryParameter(description="The `next` of the previous page.")] = None,
     include: Annotated[
-        list[Literal["parameters"]] | None, QueryParameter(description="What a list leaves out otherwise.")
+        list[Literal["parameters"]] | None, QueryParameter(description="Fields that the list omits by default.")
     ] = None,
 ) -> Response[RunPage]:
     """Submitters see their own runs, operators those of everybody in their tenant.
@@ -398,7 +396,7 @@ async def list_runs(
     A page ends after ``limit`` runs, or after some megabytes: as long as there is a ``next``, there is more.
     """
     if caller.visible_user is not None and user not in (None, caller.visible_user):
-        raise ApiError(403, "FORBIDDEN", "only an operator lists the runs of others")
+        raise ApiError(403, "FORBIDDEN", "only operators may list the runs of others")
     page = await service.engine.runs(
         status=status,
         model=model,
@@ -449,23 +447,23 @@ async def timeline(run_id: RunId, service: CurrentState, caller: CurrentPrincipa
 async def waiting(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[WaitingAnswer]:
     """Why it is pending, since when, which place it has; ``waiting`` is null when it is not pending."""
     run = await service.run(run_id, caller)
-    told = await service.engine.waiting(run.id, tenant=caller.tenant)
-    return json(WaitingAnswer(status=run.status, waiting=None if told is None else waiting_view(told)))
+    found = await service.engine.waiting(run.id, tenant=caller.tenant)
+    return json(WaitingAnswer(status=run.status, waiting=None if found is None else waiting_view(found)))
 
 
 @get(
     "/runs/{run_id:str}/logs",
     tags=_TAG,
     operation_id="getLogs",
-    summary="What a run logged",
+    summary="The log of a run",
     responses=refusals(400, 404),
 )
 async def logs(
     run_id: RunId,
     service: CurrentState,
     caller: CurrentPrincipal,
-    after: Annotated[str | None, QueryParameter(description="``next`` of the answer before.")] = None,
-    limit: Annotated[int, QueryParameter(ge=1, le=10_000, description="Lines at the most.")] = 1000,
+    after: Annotated[str | None, QueryParameter(description="The `next` of the previous page.")] = None,
+    limit: Annotated[int, QueryParameter(ge=1, le=10_000, description="The largest number of lines.")] = 1000,
 ) -> Response[LogPage]:
     """Lines, oldest first. ``next`` is where to go on, now or later.
 
@@ -492,7 +490,7 @@ def line_of(cursor: str | None) -> tuple[int, int]:
         return 0, 0
     found = _LOG_CURSOR.fullmatch(cursor)
     if found is None:
-        raise InvalidRequest("after is what next said, such as 1-42")
+        raise InvalidRequest("after must be the `next` of the previous page, such as 1-42")
     return int(found[1]), int(found[2])
 
 
@@ -500,7 +498,7 @@ def line_of(cursor: str | None) -> tuple[int, int]:
     "/summary",
     tags=_TAG,
     operation_id="getSummary",
-    summary="How the runs of each model stand",
+    summary="Number of runs by model and status",
     responses=refusals(400),
 )
 async def summary(
@@ -515,7 +513,7 @@ async def summary(
     return json([summary_view(each) for each in found])
 
 
-@get("/models", tags=_TAG, operation_id="listModels", summary="What can be submitted", responses=refusals())
+@get("/models", tags=_TAG, operation_id="listModels", summary="List models", responses=refusals())
 async def models(service: CurrentState) -> Response[list[RemoteModel]]:
     """The models of this server, with the JSON Schema of their parameters and how they are run."""
     registry = service.app.registry
@@ -526,7 +524,7 @@ async def models(service: CurrentState) -> Response[list[RemoteModel]]:
     "/workers",
     tags=["operations"],
     operation_id="listWorkers",
-    summary="Who works",
+    summary="List workers",
     guards=[requires("operator")],
     responses=refusals(),
 )

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from semel.db.dialect import StatementContext
 from semel.errors import InvalidRequest
-from semel.service.api.params import After, Limit, Tenant, absent, manages_all, tenant_for
+from semel.service.api.params import After, Limit, Tenant, absent, manages_all_tenants, tenant_for
 from semel.service.api.problems import ApiError
 from semel.service.api.responses import refusals
 from semel.service.auth import tokens
@@ -89,8 +89,8 @@ async def list_tokens(
     service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None, limit: Limit = 100, after: After = None
 ) -> TokenPage:
     """The tokens of the tenant; for admins of the main tenant who name none, those of every tenant."""
-    whose = None if tenant is None and manages_all(caller) else tenant_for(caller, tenant)
-    found = await service.store.read(tokens.listed, whose, after=_cursor(after), limit=limit + 1)
+    whose = None if tenant is None and manages_all_tenants(caller) else tenant_for(caller, tenant)
+    found = await service.store.read(tokens.list_tokens, whose, after=_cursor(after), limit=limit + 1)
     last = found[limit - 1] if len(found) > limit else None
     more = None if last is None else f"{last.created_us}-{last.id}"
     return TokenPage(tokens=[_view(each) for each in found[:limit]], next=more)
@@ -108,8 +108,8 @@ async def create_token(
 ) -> Response[IssuedView]:
     """Create a token. Its secret is in this response only.
 
-    The first one must be an admin's of the main tenant: it ends the time in which whoever is on the server's machine
-    may do everything.
+    The first token must have the role admin in the main tenant. Until it exists, everybody on the server's machine has
+    full access without a token.
     """
     request = tokens.NewToken(
         user=data.user, role=data.role, tenant=tenant_for(caller, data.tenant), name=data.name, ttl=data.ttl
@@ -120,9 +120,9 @@ async def create_token(
 
 def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) -> Issued:
     issued = tokens.issue(conn, request, terms)
-    if (request.role, request.tenant) != ("admin", MAIN) and len(tokens.listed(conn, None, limit=2)) == 1:
-        said = "the first token must have the role admin in the main tenant, or nobody could create another"
-        raise ApiError(409, "ADMIN_FIRST", said)
+    if (request.role, request.tenant) != ("admin", MAIN) and len(tokens.list_tokens(conn, None, limit=2)) == 1:
+        detail = "the first token must have the role admin in the main tenant, or nobody could create another"
+        raise ApiError(409, "ADMIN_FIRST", detail)
     return issued
 
 
@@ -162,8 +162,10 @@ async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: C
     if done == "absent":
         raise absent("token of that id")
     if done == "last":
-        said = "this is the last admin token: create another first, or use `semel token revoke` on the server's machine"
-        raise ApiError(409, "LAST_ADMIN", said)
+        detail = (
+            "this is the last admin token: create another first, or use `semel token revoke` on the server's machine"
+        )
+        raise ApiError(409, "LAST_ADMIN", detail)
     service.auth.clear_cache()
     _log.info("token %s was revoked by %s", token_id, _signed(caller))
 
@@ -189,7 +191,7 @@ def _signed(caller: Principal) -> str:
 
 def _reach(caller: Principal) -> str | None:
     """The tenant whose tokens they may change; None for all."""
-    return None if manages_all(caller) else caller.tenant
+    return None if manages_all_tenants(caller) else caller.tenant
 
 
 def _known(token_id: str) -> str:
@@ -204,7 +206,7 @@ def _cursor(after: str | None) -> tuple[int, str]:
         return (-1, "")
     made, _, token_id = after.partition("-")
     if not (made.isascii() and made.isdigit() and len(made) < 19 and tokens.is_id(token_id)):
-        raise InvalidRequest("after must be the `next` of an earlier page")
+        raise InvalidRequest("after must be the `next` of the previous page")
     return int(made), token_id
 
 

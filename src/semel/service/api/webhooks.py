@@ -115,7 +115,7 @@ async def list_subscriptions(
     service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> list[SubscriptionView]:
     """The subscriptions of the tenant, oldest first."""
-    found = await service.store.read(subscriptions.listed, tenant_for(caller, tenant))
+    found = await service.store.read(subscriptions.list_subscriptions, tenant_for(caller, tenant))
     return [_view(each) for each in found]
 
 
@@ -135,7 +135,7 @@ async def create_subscription(
     made = await service.store.write(
         subscriptions.create, tenant, data.url, data.events, service.store.statement_context
     )
-    _log.info("subscription %s was made by %r", made.id, caller.user)
+    _log.info("subscription %s was created by %r", made.id, caller.user)
     assert made.secret is not None
     return Response(NewSubscription(subscription=_view(made), secret=made.secret), status_code=201, headers=_UNSTORED)
 
@@ -169,7 +169,7 @@ async def delete_subscription(
     await service.store.write(
         deliveries.tidy, service.store.statement_context
     )  # up to a limit; the dispatcher deletes the rest
-    _log.info("subscription %s was ended by %r", subscription_id, caller.user)
+    _log.info("subscription %s was deleted by %r", subscription_id, caller.user)
 
 
 @post(
@@ -215,7 +215,7 @@ async def list_deliveries(
     if of_one is None and subscription is not None:
         return DeliveryPage(deliveries=[], next=None)
     page = await service.store.read(
-        deliveries.listed,
+        deliveries.list_deliveries,
         tenant_for(caller, tenant),
         state=in_state,
         subscription_id=of_one,
@@ -275,7 +275,7 @@ def _cursor(after: str | None) -> tuple[int, str, int, str] | None:
             run, of_one = checked_id(run_id), _id_of(subscription_id)
             if run is not None and of_one is not None:
                 return int(due), run, int(version), of_one
-    raise InvalidRequest("after must be the `next` of an earlier page")
+    raise InvalidRequest("after must be the `next` of the previous page")
 
 
 def _is_number(text: str, digits: int) -> bool:

@@ -84,8 +84,8 @@ class ConcurrencyLimit:
     def check(self, name: str) -> None:
         """Raise 429 if the name has no slot left."""
         if self._held[name] >= self._most:
-            said = f"{self._most} of your requests are waiting or streaming already, which is the limit"
-            raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=1.0)
+            detail = f"{self._most} of your requests are waiting or streaming already, which is the limit"
+            raise ApiError(429, "TOO_MANY_REQUESTS", detail, retry_after=1.0)
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
@@ -155,8 +155,8 @@ class BodyReader:
             return self._receive
         for name in _SINGLE:
             if len(headers(self._scope, name)) > 1:
-                said = f"the request has two {name.decode().title()} headers"
-                raise ApiError(400, "INVALID_REQUEST", said)
+                detail = f"the request has two {name.decode().title()} headers"
+                raise ApiError(400, "INVALID_REQUEST", detail)
         if (header(self._scope, b"content-encoding") or "identity").strip().lower() != "identity":
             raise ApiError(415, "UNSUPPORTED_MEDIA_TYPE", "the body must not have a Content-Encoding")
         try:

@@ -40,12 +40,14 @@ def require_local(scope: Any) -> None:
             "while there are no tokens, this server accepts only requests from the machine it runs on",
         )
     if any(_PROXY_HEADER.fullmatch(name) for name, _ in scope["headers"]):
-        said = "while there are no tokens, this server accepts no requests through a proxy: create a token, and send it"
-        raise ApiError(403, "LOOPBACK_ONLY", said)
+        detail = (
+            "while there are no tokens, this server accepts no requests through a proxy: create a token, and send it"
+        )
+        raise ApiError(403, "LOOPBACK_ONLY", detail)
     hosts = headers(scope, b"host")
     if not hosts or not all(_names_loopback(f"//{host}") for host in hosts):
-        said = "while there are no tokens, this server accepts requests only for localhost, 127.0.0.1 or [::1]"
-        raise ApiError(403, "LOOPBACK_ONLY", said)
+        detail = "while there are no tokens, this server accepts requests only for localhost, 127.0.0.1 or [::1]"
+        raise ApiError(403, "LOOPBACK_ONLY", detail)
     if not all(_names_loopback(origin) for origin in headers(scope, b"origin")) or _is_cross_site(scope):
         raise ApiError(
             403, "CROSS_ORIGIN", "while there are no tokens, this server accepts no requests from pages of other sites"

@@ -115,7 +115,7 @@ def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRo
         if caller is None:
             raise ApiError(401, "UNAUTHENTICATED", "a token is required here")
         if not caller.may(role):
-            raise ApiError(403, "FORBIDDEN", f"this needs the role {role}, and the token has {caller.role}")
+            raise ApiError(403, "FORBIDDEN", f"this requires the role {role}, but the token has {caller.role}")
 
     return guard
 
@@ -123,7 +123,7 @@ def requires(role: Role) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRo
 def forbid_cookie_on_api(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
     """A guard of every handler: a cookie is accepted for pages only, however the path was spelt."""
     if connection.scope["state"].get("by_cookie") and not handler.opt.get("page"):
-        raise ApiError(401, "UNAUTHENTICATED", "a token is needed: Authorization: Bearer semel_…")
+        raise ApiError(401, "UNAUTHENTICATED", "a token is required: Authorization: Bearer semel_…")
 
 
 def is_page(path: str) -> bool:
@@ -179,7 +179,7 @@ class Authenticator:
 
     async def _nobody(self, scope: Scope) -> Principal:
         if await self.guarded():
-            raise ApiError(401, "UNAUTHENTICATED", "a token is needed: Authorization: Bearer semel_…")
+            raise ApiError(401, "UNAUTHENTICATED", "a token is required: Authorization: Bearer semel_…")
         require_local(scope)
         return Principal(user=LOCAL_USER, role="admin")
 
@@ -223,9 +223,9 @@ class Authenticator:
     def _invalid(self, address: str) -> ApiError:
         """The error for an invalid token: 401, or 429 after many from one address."""
         if wait := self._failures.take(address):
-            said = "too many invalid tokens came from this address"
-            return ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=wait)
-        return ApiError(401, "UNAUTHENTICATED", "the token is not valid, or no longer")
+            detail = "too many invalid tokens came from this address"
+            return ApiError(429, "TOO_MANY_REQUESTS", detail, retry_after=wait)
+        return ApiError(401, "UNAUTHENTICATED", "the token is invalid or has expired")
 
     async def _look_up(self, sent: str) -> tuple[Token, float | None] | None:
         scheme, _, text = sent.partition(" ")
@@ -244,8 +244,8 @@ class Authenticator:
 
     def _check_rate(self, token_id: str) -> None:
         if self._rate and (wait := self._uses.take(token_id)):
-            said = f"this token may send {self._rate:g} requests a second"
-            raise ApiError(429, "TOO_MANY_REQUESTS", said, retry_after=wait)
+            detail = f"this token may send {self._rate:g} requests a second"
+            raise ApiError(429, "TOO_MANY_REQUESTS", detail, retry_after=wait)
 
     def _mark_used(self, token_id: str) -> None:
         now = time.monotonic()
@@ -361,8 +361,8 @@ def _require_one_key(scope: Scope) -> None:
     if len(keys) > 1:
         raise ApiError(400, "INVALID_REQUEST", "the request has two different Idempotency-Key headers")
     if not all(key.isascii() for key in keys):
-        said = "the header Idempotency-Key must be ASCII; other keys go into the body, as idempotency_key"
-        raise ApiError(400, "INVALID_REQUEST", said)
+        detail = "the header Idempotency-Key must be ASCII; other keys go into the body, as idempotency_key"
+        raise ApiError(400, "INVALID_REQUEST", detail)
 
 
 def path_of(scope: Scope) -> str:

@@ -152,7 +152,7 @@ def any_there(conn: Connection) -> bool:
     return conn.execute(select(func.count()).select_from(select(tokens.c.id).limit(1).subquery())).scalar_one() > 0
 
 
-def listed(
+def list_tokens(
     conn: Connection, tenant: str | None, *, after: tuple[int, str] = (-1, ""), limit: int | None = None
 ) -> list[Token]:
     """The tokens of a tenant, or all, oldest first; ``after``: the time and the id of the last page's last one."""

@@ -19,7 +19,7 @@ from semel.runs.submission import SubmitOptions
 from semel.runs.types import checked_id
 from semel.service.jobs import uploads
 from semel.service.jobs.providers import RunSpec
-from semel.service.telemetry.access_log import concerns
+from semel.service.telemetry.access_log import add_run_to_access_log
 
 if TYPE_CHECKING:
     from semel.service.auth.middleware import Principal
@@ -92,7 +92,7 @@ async def submit(service: ServiceState, caller: Principal, asked: JobSubmission)
         return found
     if run.replayed:
         return _replayed(await find(service, caller, run.id), run.key_expires_us)
-    concerns(run.id, run)
+    add_run_to_access_log(run.id, run)
     return SubmissionOutcome(
         job_id=run.id,
         status="queued" if job.data is None else "uploading",
@@ -112,7 +112,7 @@ async def _resolve(service: ServiceState, caller: Principal, asked: JobSubmissio
     simulated = config.providers.get(asked.provider, {}).get("simulate") is True
     spec = (service.providers["local"] if simulated else provider).order(config)
     if config.data is not None and not await service.store.run_blocking(Path(config.data).is_dir):
-        raise InvalidRequest(f"the config {config.name!r} has data, and its folder is not there")
+        raise InvalidRequest(f"the config {config.name!r} has data, but its folder does not exist")
     job = JobDetails(
         provider=asked.provider,
         config=config.name,
@@ -206,7 +206,7 @@ async def find(service: ServiceState, caller: Principal, job_id: str) -> Any:
     row = await service.store.read(_find, known, caller.tenant) if known else None
     if row is None or (caller.visible_user is not None and row.user_id != caller.visible_user):
         raise RunNotFound(f"there is no job {job_id[:200]!r}")
-    concerns(row.run_id, row)
+    add_run_to_access_log(row.run_id, row)
     return row
 
 

@@ -67,7 +67,7 @@ def pack(folder: Path, target: Path, on_progress: Callable[[int, int], None]) ->
 
 def _walk(root: Path, folder: Path) -> Iterator[Item]:
     if not folder.is_dir():
-        raise CannotPack("the data is not there: it is not a folder, or was removed")
+        raise CannotPack("the data does not exist or is not a folder")
     for entry in sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name)):
         path = Path(entry.path)
         name = path.relative_to(root).as_posix()
@@ -88,9 +88,9 @@ def _inside(root: Path, link: Path, name: str) -> str:
     try:
         aim = link.resolve()
     except (OSError, RuntimeError) as error:
-        raise CannotPack(f"the link {name!r} leads in a circle") from error
+        raise CannotPack(f"the link {name!r} is part of a loop") from error
     if not aim.is_relative_to(root):
-        raise CannotPack(f"the link {name!r} leads out of the folder")
+        raise CannotPack(f"the link {name!r} points outside the folder")
     return os.path.relpath(aim, link.parent)
 
 
@@ -129,8 +129,8 @@ def _require_end(file: IO[bytes]) -> None:
 def _classify(error: OSError, path: Path, folder: Path) -> Exception:
     """A permanent or a transient error, whose message names no folder of the server."""
     name = path.name if path == folder else path.resolve().name
-    said = f"{name!r} cannot be read: {error.strerror or error}"
-    return CannotPack(said) if error.errno in _PERMANENT else OSError(error.errno, said)
+    message = f"{name!r} cannot be read: {error.strerror or error}"
+    return CannotPack(message) if error.errno in _PERMANENT else OSError(error.errno, message)
 
 
 class _Count:
@@ -174,7 +174,7 @@ class _Digesting:
         try:
             return self._file.write(data)
         except OSError as error:
-            raise ResultStoreError(f"there is no room to pack the data: {error.strerror}") from error
+            raise ResultStoreError(f"there is no space to pack the data: {error.strerror}") from error
 
     def flush(self) -> None:
         self._file.flush()

@@ -89,8 +89,8 @@ class UnknownConfig(ApiError):
 class BrokenConfig(ApiError):
     """The config exists and cannot be used."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(422, "CONFIG_BROKEN", said)
+    def __init__(self, message: str) -> None:
+        super().__init__(422, "CONFIG_BROKEN", message)
 
 
 class Configs:
@@ -121,9 +121,11 @@ class Configs:
     async def put(self, caller: Principal, name: str, body: ConfigBody) -> Config:
         """Write a row. Only admins set ``data``, and only to folders inside the folder of configs."""
         if not _is_name(name):
-            raise ApiError(400, "INVALID_REQUEST", "a config's name has letters, digits, '.', '_' and '-', up to 100")
+            raise ApiError(
+                400, "INVALID_REQUEST", "a config's name must have 1 to 100 letters, digits, '.', '_' or '-'"
+            )
         if body.data is not None and not caller.may("admin"):
-            raise ApiError(403, "FORBIDDEN", "only an admin says which folder of the server is a config's data")
+            raise ApiError(403, "FORBIDDEN", "only admins may set a folder of the server as a config's data")
         text = await asyncio.to_thread(self._encode, name, body)
         row = {"tenant": caller.tenant, "name": name, "body": text, "user": caller.user}
         await self._store.write(_write, self._store.statement_context, **row)
@@ -134,8 +136,10 @@ class Configs:
         if _is_name(name) and await self._store.write(_remove, tenant, name):
             return
         there = await self.find(tenant, name)
-        said = f"the config {name!r} is a file of this server" if there.source == "file" else f"{name!r} is the demo's"
-        raise ApiError(409, "CONFIG_NOT_REMOVABLE", f"{said}; only what was put here can be removed here")
+        message = (
+            f"the config {name!r} is a file of this server" if there.source == "file" else f"{name!r} is the demo's"
+        )
+        raise ApiError(409, "CONFIG_NOT_REMOVABLE", f"{message}; only configs created through the API can be removed")
 
     def _encode(self, name: str, body: ConfigBody) -> str:
         """Check the body and encode it. It may be large: call this in a thread."""
@@ -237,7 +241,7 @@ def checked_body(value: Any) -> ConfigBody:
         raise ValueError(with_valid_values(str(error), ConfigBody)) from error
     data = strict_json.write([body.parameters, body.providers])  # raises for what could not be stored
     if strict_json.has_nul(data):
-        raise ValueError("a text in it holds the character NUL")
+        raise ValueError("a text in it contains the character NUL")
     if strict_json.depth(data) > strict_json.MAX_DEPTH:
         raise ValueError(f"it is nested more than {strict_json.MAX_DEPTH} levels deep")
     return body
@@ -263,15 +267,15 @@ def _parse_file(path: Path) -> ConfigBody:
         raise BrokenConfig(f"{path.name}, line {_line_of(str(error), text)}: {error}") from None
 
 
-def _toml_line(said: str, text: str) -> int:
-    found = re.search(r"at line (\d+)", said)
+def _toml_line(message: str, text: str) -> int:
+    found = re.search(r"at line (\d+)", message)
     return int(found[1]) if found else text.count("\n") + 1
 
 
-def _line_of(said: str, text: str) -> int:
+def _line_of(message: str, text: str) -> int:
     """The line of the field that an error names, if it can be found; else the first."""
-    unknown = re.search(r"unknown field `([^`]+)`", said)
-    path = _PATH.search(said)
+    unknown = re.search(r"unknown field `([^`]+)`", message)
+    path = _PATH.search(message)
     named = unknown[1] if unknown else path["path"] if path else ""
     name = re.sub(r"\[.*?\]", "", named).split(".")[-1]
     if name:

@@ -64,9 +64,11 @@ class LocalProvider:
 
     def order(self, config: Config) -> RunSpec:
         if config.model is None:
-            raise InvalidRequest(f"the config {config.name!r} names no model, which the provider 'local' needs")
+            raise InvalidRequest(f"the config {config.name!r} has no model, which the provider 'local' requires")
         if config.model.startswith(INTERNAL_PREFIX) or config.queue == INTERNAL_QUEUE:
-            raise InvalidRequest(f"the config {config.name!r} names a model or a queue that is the service's own")
+            raise InvalidRequest(
+                f"the config {config.name!r} names a model or a queue that is reserved for the service"
+            )
         return RunSpec(
             model=config.model,
             parameters=config.parameters,
@@ -103,6 +105,6 @@ def _load(entry: EntryPoint) -> Any:
         _log.error("the provider %r of %s cannot be loaded: %s", entry.name, entry.value, error)
         return None
     if getattr(kind, "name", None) != entry.name:
-        _log.error("the provider %r of %s is left out: the class has another name", entry.name, entry.value)
+        _log.error("the provider %r of %s is not used: its class has another name", entry.name, entry.value)
         return None
     return kind

@@ -109,7 +109,7 @@ class ProcessFactory:
             app.hooks.add(run_metrics())
             ready()
             if app.transport.announces:
-                _log.info("runs are executed by RQ's or Celery's workers, which you start; this process only sweeps")
+                _log.info("runs are executed by the RQ or Celery workers that you start; this process only sweeps")
                 return sweep_until_signalled(app, every=5.0)
             settings = self._settings
             Worker(
@@ -152,8 +152,8 @@ def require_tokens_or_loopback(app: App, settings: Settings) -> None:
         run_sync(store.close())
     if not there:
         raise InvalidRequest(
-            f"there are no tokens yet, so the server does not listen on {settings.host}, where others could reach it; "
-            f"make one first: semel token create --user admin --role admin --db {_url_without_password(app)}"
+            f"there are no tokens yet, so the server refuses to listen on {settings.host}, where anyone could use it; "
+            f"create one first: semel token create --user admin --role admin --db {_url_without_password(app)}"
         )
 
 

@@ -138,12 +138,12 @@ class Supervisor:
             return
         late = time.monotonic() - self._stopped_at
         if self._stops == 1 and late > self._drain:
-            _log.warning("some processes have not ended in time: they are ended at once")
+            _log.warning("some processes did not stop in time: stopping them at once")
             self._stop(0)
         elif self._stops > 1 and late > LAST_GRACE:
             for child in self._children:
                 if child.pid is not None:
-                    _log.error("the %s does not end: sending SIGKILL", child.name)
+                    _log.error("the %s does not stop: sending SIGKILL", child.name)
                     os.kill(child.pid, signal.SIGKILL)
             self._stopped_at = time.monotonic()
 
@@ -182,7 +182,7 @@ class Supervisor:
                 self._stop(1)
             else:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                _log.error("the %s has died (%s); it is restarted in %g s", child.name, how, pause)
+                _log.error("the %s has died (%s); restarting it in %g s", child.name, how, pause)
 
     def _fork(self, child: SupervisedProcess) -> None:
         """Signals are blocked meanwhile: a child without handlers would miss one, or run the parent's."""
@@ -238,7 +238,7 @@ def end_with_parent(lifeline: int) -> None:
 
     def watch() -> None:
         os.read(lifeline, 1)
-        _log.error("the supervisor of this process has died: ending")
+        _log.error("the supervisor of this process has died: stopping")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE)
         os.kill(os.getpid(), signal.SIGTERM)

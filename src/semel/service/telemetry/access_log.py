@@ -36,7 +36,7 @@ _log = logging.getLogger("semel.access")
 _current: ContextVar[_RequestRecord | None] = ContextVar("semel_current_request", default=None)
 
 
-def concerns(run_id: str, run: Any) -> None:
+def add_run_to_access_log(run_id: str, run: Any) -> None:
     """Add a run to the log line of the current request; ``run`` is a Run, or a row with its columns."""
     seen = _current.get()
     if seen is not None:

@@ -308,7 +308,7 @@ class DeliveryRows(Struct, frozen=True):
 _ORDER = (deliveries.c.due_us, deliveries.c.run_id, deliveries.c.version, deliveries.c.subscription_id)
 
 
-def listed(
+def list_deliveries(
     conn: Connection,
     tenant: str,
     *,

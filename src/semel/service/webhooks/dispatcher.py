@@ -88,7 +88,7 @@ class WebhookDispatcher:
             if self._held:
                 await self._store.write(deliveries.give_back, list(self._held.values()), self._store.statement_context)
         except SemelError as error:
-            _log.warning("deliveries could not be given back and will be tried again later: %s", error)
+            _log.warning("deliveries could not be released and will be retried later: %s", error)
         self._held.clear()
         if self._stream is not None:
             await self._stream.close()
@@ -132,7 +132,7 @@ class WebhookDispatcher:
         except StoreUnavailable:
             pass  # the store has logged it
         except Exception:  # noqa: BLE001 -- whatever it is, the next try may succeed
-            _log.exception("events for %s could not be sent and will be tried again", subscription.id)
+            _log.exception("events for %s could not be sent and will be retried", subscription.id)
 
     async def _lease(self, subscription: Subscription, most: int) -> list[Delivery]:
         if self._closing:
@@ -146,7 +146,7 @@ class WebhookDispatcher:
             await self._store.write(deliveries.settle, settled, self._store.statement_context)
         except SemelError as error:
             if not isinstance(error, StoreUnavailable):  # which the store has logged
-                _log.warning("the results of deliveries could not be stored, they are sent again: %s", error)
+                _log.warning("the results of deliveries could not be stored; the events will be sent again: %s", error)
         for each in settled:
             self._held.pop((each.delivery.subscription_id, each.delivery.event_id), None)
 
@@ -194,7 +194,7 @@ class WebhookDispatcher:
                 continue
             delay = STREAM_BACKOFF.after(leased[0].attempts)
             self._stream_paused_until = time.monotonic() + delay
-            _log.warning("events could not be added to the stream and will be tried again: %s", error)
+            _log.warning("events could not be added to the stream and will be retried: %s", error)
             await self._settle(
                 [DeliveryResult(delivery=each, state="waiting", delay=delay, error=error) for each in leased]
             )
@@ -207,7 +207,7 @@ def next_state(delivery: Delivery, answered: SendResult) -> DeliveryResult:
     given_up = answered.status == GONE or delivery.attempts > len(DELAYS)
     delay = 0.0 if given_up else jittered(DELAYS[delivery.attempts - 1], 0.9, 1.3)
     if given_up:
-        _log.warning("event %s for %s is given up: %s", delivery.event_id, delivery.subscription_id, answered.error)
+        _log.warning("giving up on event %s for %s: %s", delivery.event_id, delivery.subscription_id, answered.error)
     return DeliveryResult(
         delivery=delivery,
         state="dead" if given_up else "waiting",

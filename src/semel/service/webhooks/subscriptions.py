@@ -98,7 +98,7 @@ def create(conn: Connection, tenant: str, target: str, names: Sequence[str], ter
     return made
 
 
-def listed(conn: Connection, tenant: str) -> list[Subscription]:
+def list_subscriptions(conn: Connection, tenant: str) -> list[Subscription]:
     """The subscriptions of a tenant, oldest first."""
     query = select(subscriptions).where(subscriptions.c.tenant == tenant)
     rows = conn.execute(query.order_by(subscriptions.c.created_us, subscriptions.c.id)).mappings()
