@@ -247,7 +247,7 @@ def test_sweep_takes_back_what_a_dead_worker_held(tmp_path: Path, sqlite_url: st
     )
     command = [sys.executable, "-m", "semel.cli", "sweep", "shop:app"]
     once = subprocess.run([*command, "--once"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
-    assert once.stdout == "1 lost runs were taken back\n"
+    assert once.stdout == "1 lost runs were recovered\n"
     assert (app.get(run.id).status, app.get(run.id).losts) == ("PENDING", 1)
     run_sync(
         app._engine.store.write(

@@ -19,11 +19,10 @@ from support.pages import Browser, Node, Page, browser
 from support.service import (
     TestServer,
     TokenServer,
-    add_models,
     host_asgi,
     issue_token,
+    local_server,
     make_app,
-    serve,
     shared_server,
     token_server,
 )
@@ -39,22 +38,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
+def _no_failed_logins(request: pytest.FixtureRequest) -> None:
     if "server" in request.fixturenames:
-        request.getfixturevalue("server").state.auth._failures = middleware.RateLimits(
-            middleware.FAILURES_REFILLED, middleware.FAILURES
-        )
+        request.getfixturevalue("server").forget_failed_logins()
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service without tokens; which database it is on plays no part in who is let in."""
     folder = tmp_path_factory.mktemp("local")
-    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
-    add_models(app)
-    with serve(app) as service:
-        yield service
-    app.close()
+    with local_server(f"sqlite:///{folder / 'semel.db'}", folder) as server:
+        yield server
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ def environment(**more: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("PYTHONDONTWRITEBYTECODE", "PROMETHEUS_MULTIPROC_DIR") and not name.startswith("SEMEL_")
+        if name not in ("PYTHONDONTWRITEBYTECODE", "PROMETHEUS_MULTIPROC_DIR")
+        and not name.startswith(("SEMEL_", "REPLICATE_"))
     }
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)]))
     return {**kept, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(_BYTECODE), **more}

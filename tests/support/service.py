@@ -18,7 +18,7 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.service import Settings
 from semel.service.app import build
-from semel.service.auth import tokens
+from semel.service.auth import middleware, tokens
 from semel.service.state import ServiceState
 from support.databases import database_url
 from support.waiting import eventually
@@ -79,6 +79,10 @@ class TokenServer(TestServer):
     def admit(self, user: str, role: Any = "submitter", tenant: str = "", ttl: float | None = None) -> TokenClient:
         """A client with a new token of that user."""
         return self.sending(issue_token(self.app, user, role, tenant, ttl))
+
+    def forget_failed_logins(self) -> None:
+        """Lift the limit on invalid tokens from one address."""
+        self.state.auth._failures = middleware.RateLimits(middleware.FAILURES_REFILLED, middleware.FAILURES)
 
     def sending(self, secret: str | None, **headers: str) -> TokenClient:
         return TokenClient(self.http, secret, **headers)
@@ -147,6 +151,18 @@ def shared_server(
         token_server(url, factory.mktemp("server"), settings) as server,
     ):
         yield server
+
+
+@contextmanager
+def local_server(url: str, folder: Path, **options: Any) -> Iterator[TestServer]:
+    """A server without tokens, with the models `add` and `train`."""
+    app = make_app(url, folder, **options)
+    add_models(app)
+    try:
+        with serve(app) as server:
+            yield server
+    finally:
+        app.close()
 
 
 def add_models(app: App) -> None:

@@ -37,11 +37,13 @@ def migrate(url: str | None, db: str, as_json: bool) -> None:
 
 def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
     """Migrate, and wait while another process does. Returns the versions before and after."""
+    from semel._concurrency.retry import Backoff
     from semel.db import migrate
     from semel.db.errors import translate_errors
 
-    started = time.monotonic()
+    started, backoff, tries = time.monotonic(), Backoff(0.05, 1.0), 0
     while True:
+        tries += 1
         try:
             with translate_errors(), engine.begin() as conn:
                 return migrate.upgrade(conn)
@@ -50,3 +52,4 @@ def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
         except StoreUnavailable:
             if engine.dialect.name != "sqlite" or time.monotonic() > started + PATIENCE:
                 raise
+            time.sleep(backoff.after(tries))

@@ -103,25 +103,26 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     """
     from semel.runs.worker.sweeper import sweep_until_signalled
 
-    if not 0.05 <= every <= 3600:
-        raise InvalidRequest(f"--every must be a number of seconds from 0.05 to 3600, not {every}")
+    checked_number("--every", every, 0.05, 3600)
     app = _place_app(options)
     _set_up_log(quiet)
     _wait_for_database(app, wait_for_database)
     lost = sweep_until_signalled(app, every=every, once=once)
     if once:
-        print(f"{lost} lost runs were taken back")
+        print(f"{lost} lost runs were recovered")
 
 
 def _place_app(options: dict[str, Any]) -> App:
     """Load the app that the options name, and pop those options."""
+    from semel._validation import checked_choice
+
     place = options.pop("app") or os.environ.get("SEMEL_APP")
     if not place:
         place = DEMO
         print(f"semel: no MODULE:APP was given, so this uses the demo's app, {DEMO}", file=sys.stderr, flush=True)
     transport = options.pop("transport") or os.environ.get("SEMEL_TRANSPORT") or None
-    if transport not in (None, *TRANSPORTS):
-        raise InvalidRequest(f"SEMEL_TRANSPORT must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
+    if transport is not None:
+        checked_choice("SEMEL_TRANSPORT", transport, TRANSPORTS)
     where = {name: options.pop(name) for name in ("redis", "artifacts")}
     return load_app(place).place(url=options.pop("db"), transport=transport, **where)  # type: ignore[arg-type]  # checked above
 

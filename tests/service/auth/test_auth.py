@@ -19,11 +19,10 @@ from support.service import (
     PATIENCE,
     TestServer,
     TokenServer,
-    add_models,
     issue_token,
+    local_server,
     make_app,
     send_raw,
-    serve,
     shared_server,
     status_of,
     token_server,
@@ -47,11 +46,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def _attempts_begin_anew(request: pytest.FixtureRequest) -> None:
+def _no_failed_logins(request: pytest.FixtureRequest) -> None:
     if "server" in request.fixturenames:
-        request.getfixturevalue("server").state.auth._failures = middleware.RateLimits(
-            middleware.FAILURES_REFILLED, middleware.FAILURES
-        )
+        request.getfixturevalue("server").forget_failed_logins()
 
 
 @pytest.fixture(params=DATABASES)
@@ -64,22 +61,16 @@ def new_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Token
 @pytest.fixture
 def service(sqlite_url: str, tmp_path: Path) -> Iterator[TestServer]:
     """A service without tokens."""
-    app = make_app(sqlite_url, tmp_path, dedupe_window=0)
-    add_models(app)
-    with serve(app) as service:
+    with local_server(sqlite_url, tmp_path, dedupe_window=0) as service:
         yield service
-    app.close()
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
     """A service without tokens; which database it is on plays no part in where a request comes from."""
     folder = tmp_path_factory.mktemp("local")
-    app = make_app(f"sqlite:///{folder / 'semel.db'}", folder)
-    add_models(app)
-    with serve(app) as service:
-        yield service
-    app.close()
+    with local_server(f"sqlite:///{folder / 'semel.db'}", folder) as server:
+        yield server
 
 
 def revoke_elsewhere(app: App, token_id: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from semel._concurrency.retry import Backoff
 from semel.errors import Fatal, LeaseLost, Retry, RunCancelled
 from semel.providers.replicate import store as rows
 from semel.providers.replicate.matching import Candidates, PredictionQuery
@@ -37,7 +38,8 @@ class PredictionRun:
         self._query = query
         self._retry = retry
         self._price = price
-        self._pause = self._timing.poll
+        self._backoff = Backoff(self._timing.poll, self._timing.poll_most, factor=1.5)
+        self._quiet_polls = 0
         self._warned = ""
         self._progress: tuple[float, str] | None = None
         self._wake_up = asyncio.Event()
@@ -155,8 +157,7 @@ class PredictionRun:
             await self._report(found)
             if found.ended:
                 return found
-            await self._sleep(self._pause)
-            self._pause = min(self._pause * 1.5, self._timing.poll_most)
+            await self._sleep(self._next_pause())
 
     async def _cancel(self, prediction_id: str) -> bool:
         try:
@@ -164,7 +165,7 @@ class PredictionRun:
         except ReplicateRefusal as refusal:
             if refusal.status in (401, 402, 403):
                 raise
-        self._pause = self._timing.poll
+        self._quiet_polls = 0
         return True
 
     async def _fail_as_refused(self, prediction_id: str, refusal: ReplicateRefusal) -> NoReturn:
@@ -187,7 +188,7 @@ class PredictionRun:
             progress = (before if share is None else share, f"at Replicate: {shown}")
             if progress != self._progress:
                 self._progress = progress
-                self._pause = self._timing.poll
+                self._quiet_polls = 0
                 self._ctx.progress(*progress)
 
     async def _outcome(self, ended: Prediction) -> dict[str, Any]:
@@ -234,8 +235,13 @@ class PredictionRun:
         if str(error) != self._warned:
             self._warned = str(error)
             self._ctx.log.warning("%s; retrying", error)
-        await self._sleep(error.after if error.after is not None else self._pause)
-        self._pause = min(self._pause * 2, self._timing.poll_most)
+        pause = self._next_pause()
+        await self._sleep(pause if error.after is None else error.after)
+
+    def _next_pause(self) -> float:
+        """Seconds until the next poll: longer each time, until something has changed."""
+        self._quiet_polls += 1
+        return self._backoff.after(self._quiet_polls)
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep until there is news of the prediction, or the run is cancelled."""
