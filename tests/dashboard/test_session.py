@@ -130,7 +130,7 @@ def test_a_token_that_is_not_good_opens_nothing_and_says_so(server: TokenServer,
     for wrong in ("", "nonsense", f"{server.root.secret}x", "semel_" + "0" * 16 + "_" + "x" * 43, "semel_é\x00"):
         page = stranger.sign_in(wrong)
         assert page.status == 401
-        assert "not valid" in page.one(role="alert").text
+        assert "invalid" in page.one(role="alert").text
         assert "semel_session" not in cookies_of(page.answer)
     assert stranger.open("/").path == "/ui/sign-in"
 

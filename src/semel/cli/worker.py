@@ -101,6 +101,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
     rows. Every semel worker does so too: this is for deployments with only RQ or Celery workers. Several may run; one
     is elected.
     """
+    from semel._validation import checked_number
     from semel.runs.worker.sweeper import sweep_until_signalled
 
     checked_number("--every", every, 0.05, 3600)

@@ -343,7 +343,7 @@ def test_what_admins_do_is_in_the_log_without_secrets(server: TokenServer, caplo
     server.root.put("/admin/quotas/olaf", json={"per_day": 1})
     server.root.delete(f"/admin/tokens/{made['token']['id']}")
     eventually(lambda: "revoked" in caplog.text)
-    assert f"token {made['token']['id']} (submitter of 'olaf', tenant '') was made by 'root'" in caplog.text
+    assert f"token {made['token']['id']} (submitter of 'olaf', tenant '') was created by 'root'" in caplog.text
     assert "the quota of 'olaf', tenant '', was set by 'root'" in caplog.text
     assert made["secret"] not in caplog.text
     assert made["secret"].split("_", 2)[2] not in caplog.text

@@ -190,7 +190,7 @@ JOBS = [
             with_config(unknown=1): "",
             with_config(ttl_hours=0, idempotency_key="k"): "ttl_hours is 0, so the key would expire at once",
             with_config(ttl_hours=-1, idempotency_key="k"): "ttl_hours must be a number from 0 to 87,840, not -1",
-            with_config(ttl_hours=24): "ttl_hours says how long a key is kept, and there is none",
+            with_config(ttl_hours=24): "ttl_hours sets how long a key is kept, but there is no key",
             with_config(ttl_hour=24): "unknown field `ttl_hour`; did you mean 'ttl_hours'?",
             with_config(config="adding"): "unknown field `config`; there are: config_name_to_load, idempotency_key,",
         },

@@ -84,7 +84,7 @@ def test_a_broken_file_names_its_line_and_spoils_no_other(client: httpx.Client, 
         ("a.toml", 'model = "add"\n\ncost = -1', "a.toml, line 3: Expected `float` >= 0"),
         ("a.json", "[" * 100_000, "a.json, line 1: "),
         ("a.json", '{"parameters": ' + '{"x":' * 200 + "1" + "}" * 201, "a.json, line 1: it is nested"),
-        ("a.json", '{"parameters": {"x": "\\u0000"}}', "a.json, line 1: a text in it holds"),
+        ("a.json", '{"parameters": {"x": "\\u0000"}}', "a.json, line 1: a text in it contains"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, text: str, said: str) -> None:

@@ -115,7 +115,7 @@ async def create_token(
         user=data.user, role=data.role, tenant=tenant_for(caller, data.tenant), name=data.name, ttl=data.ttl
     )
     issued = await service.store.write(_issue, request, service.store.statement_context)
-    return _handed_out(service, caller, issued, "made")
+    return _issued_response(service, caller, issued, "created")
 
 
 def _issue(conn: Connection, request: tokens.NewToken, terms: StatementContext) -> Issued:
@@ -141,7 +141,7 @@ async def rotate_token(
     issued = await service.store.write(tokens.rotate, _known(token_id), data.grace, terms, _reach(caller))
     if issued is None:
         raise absent("token of that id")
-    return _handed_out(service, caller, issued, f"made in place of {token_id}")
+    return _issued_response(service, caller, issued, f"created in place of {token_id}")
 
 
 @delete(
@@ -170,7 +170,7 @@ async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: C
     _log.info("token %s was revoked by %s", token_id, _signed(caller))
 
 
-def _handed_out(service: CurrentState, caller: Principal, issued: Issued, how: str) -> Response[IssuedView]:
+def _issued_response(service: CurrentState, caller: Principal, issued: Issued, how: str) -> Response[IssuedView]:
     service.auth.clear_cache()
     token = issued.token
     _log.info(
