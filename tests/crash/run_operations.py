@@ -12,7 +12,7 @@ from crash.points import Ended, Place
 from semel import Quota, Run
 from semel.runs.store.lease import Leased
 from semel.runs.types import EndKind
-from semel.runs.worker.sweeper import sweep_until_told
+from semel.runs.worker.sweeper import sweep_until_signalled
 from support.databases import LEASE, TestDatabase
 
 COST = 1.5
@@ -247,7 +247,7 @@ class Sweep(OfRunningRun):
 
     def act(self, place: Place, given: Leased) -> Any:
         with opened(place, LEASE + 1) as database:
-            return sweep_until_told(database.app, every=1, once=True)
+            return sweep_until_signalled(database.app, every=1, once=True)
 
     def check(self, place: Place, given: Leased, ended: Ended) -> None:
         before = Ledger(place, place.name).check()
