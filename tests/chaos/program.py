@@ -1,0 +1,164 @@
+"""What the processes of a scenario do: workers, submitters and callers. Each runs until SIGTERM.
+
+Effects and acknowledgements are lines in append-only files, each written at once, which nothing of semel reads.
+"""
+
+import asyncio
+import datetime as dt
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
+
+LEASE = 1.5
+PAUSE = 0.05
+"""Seconds that a run takes: workers wait more than they compute, so the machine's speed is not what is measured."""
+
+
+CALL = Policy(lease=30, wait=10)
+
+
+def append(file: Path, *words: object) -> None:
+    """Append a line in one write, which is whole even if the process is killed."""
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, (" ".join(map(str, words)) + "\n").encode())
+    os.close(handle)
+
+
+def lines(file: Path) -> list[list[str]]:
+    """The lines, each as its words."""
+    return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def make_app(url: str, folder: Path, **options: Any) -> App:
+    """The app of all processes: its model records its fence, and writes an artifact, a log line and a cost."""
+    app = App(url, artifacts=folder / "artifacts", dedupe_window=0, **options)
+
+    @app.model("work", lease=LEASE, max_lost=100, max_attempts=100, backoff=(0.05,))
+    async def work(ctx: Context, number: int) -> dict[str, int]:
+        await asyncio.sleep(PAUSE)
+        if number % 50 == 7:
+            ctx.artifact("fence.txt").write_text(str(ctx.fence))
+            ctx.log.info("at work", extra={"number": number})
+            ctx.cost(0.01)
+        append(folder / "effects", ctx.run_id, ctx.fence)
+        return {"number": number, "fence": ctx.fence}
+
+    return app
+
+
+def work(url: str, folder: Path, name: str, clock_error: float = 0.0) -> None:
+    """A worker; its host's clock may be wrong by some seconds."""
+    log_to(folder)
+    if clock_error:
+        shift_clock(clock_error)
+    Worker(make_app(url, folder), name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
+
+
+def log_to(folder: Path) -> None:
+    """Log to a file, so that the table can be read."""
+    logging.basicConfig(filename=folder / "log", level=logging.WARNING)
+
+
+class Stopped:
+    """True once SIGTERM came."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self._stopped = True
+
+    def __bool__(self) -> bool:
+        return self._stopped
+
+
+def paced(rate: float) -> Iterator[int]:
+    """Numbers at this rate; after a pause of the caller, as fast as it can until it has caught up."""
+    start = time.monotonic()
+    number = 0
+    while True:
+        time.sleep(max(0.0, start + number / rate - time.monotonic()))
+        yield number
+        number += 1
+
+
+def submit(url: str, folder: Path, name: str, rate: float, clock_error: float = 0.0) -> None:
+    """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged."""
+    log_to(folder)
+    if clock_error:
+        shift_clock(clock_error)
+    stopped = Stopped()
+    target: App | Client = Client(url) if url.startswith("http") else make_app(url, folder)
+    for number in paced(rate):
+        if stopped:
+            return
+        key = f"{name}-{number}"
+        append(folder / "asked", key)
+        if (run := _acknowledged(target, key, number, stopped)) is not None:
+            append(folder / "acknowledged", key, run)
+
+
+def _acknowledged(target: App | Client, key: str, number: int, stopped: Stopped) -> str | None:
+    ends_at = float("inf")
+    while time.monotonic() < ends_at:
+        try:
+            return str(target.submit("work", {"number": number}, idempotency_key=key, user="chaos").id)
+        except (SemelError, OSError):  # the store or the server is away
+            if stopped:
+                ends_at = min(ends_at, time.monotonic() + 20)
+            time.sleep(0.05)
+    return None
+
+
+def call(url: str, folder: Path, name: str, rate: float) -> None:
+    """Calls guarded work under keys that all callers share, and repeats each until it has its value."""
+    log_to(folder)
+    stopped = Stopped()
+    once = Once(url, retry_for=5)
+    for number in paced(rate):
+        if stopped:
+            once.close()
+            return
+        key = f"key-{number}"
+        append(folder / "asked", key)
+        while True:
+            try:
+                value = once.call(key, lambda key=key: _effect(folder, key), scope="chaos", policy=CALL)
+            except SemelError:
+                if stopped:
+                    break
+                time.sleep(0.05)
+            else:
+                append(folder / "acknowledged", key, value.value["fence"], name)
+                break
+
+
+def _effect(folder: Path, key: str) -> dict[str, int]:
+    fence = current_claim().fence
+    append(folder / "effects", key, fence)
+    return {"fence": fence}
+
+
+def shift_clock(seconds: float) -> None:
+    """Let this process believe that it is earlier or later: every clock of Python that tells the time of day."""
+    real, real_ns = time.time, time.time_ns
+
+    class Shifted(dt.datetime):
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> Any:
+            return cls.fromtimestamp(time.time(), tz)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return cls.fromtimestamp(time.time(), dt.UTC).replace(tzinfo=None)
+
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+    dt.datetime = Shifted  # type: ignore[misc]

@@ -1,0 +1,317 @@
+"""The scenarios: each is a fault, by name, and what it acts on."""
+
+import os
+import resource
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psycopg
+import redis as redis_client
+
+from chaos.brokers import play_broker
+from chaos.network import Trouble, TroubledProxy
+from chaos.program import LEASE
+from chaos.stage import Account, Stage, callers, fleet, migrated, play, play_calls
+from support import servers
+from support.serve_command import ServeProcess
+
+FaultFunction = Callable[[Stage], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault, and where it happens."""
+
+    name: str
+    what: str
+    store: Literal["postgres", "sqlite", "redis"]
+    fault: FaultFunction
+    through: Literal["direct", "proxy", "server"] = "direct"
+    clock_error: float = 0.0
+    broker: str | None = None
+    """The broker of the runs, which is flushed or killed."""
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    name: str, what: str, store: Literal["postgres", "sqlite", "redis"], **options: Any
+) -> Callable[[FaultFunction], FaultFunction]:
+    """Register a fault under its name."""
+
+    def register(fault: FaultFunction) -> FaultFunction:
+        SCENARIOS[name] = Scenario(name, what, store, fault, **options)
+        return fault
+
+    return register
+
+
+# -- PostgreSQL --------------------------------------------------------------------------------------------------------
+
+
+@scenario("postgres-restart", "PostgreSQL is killed and started again", "postgres")
+def restart_postgres(stage: Stage) -> None:
+    assert stage.postgres is not None
+    stage.postgres.stop(crash=True)
+    time.sleep(stage.seconds / 2)  # the outage
+    stage.postgres.start()
+
+
+@scenario("backend-kill", "single backends are terminated at random", "postgres")
+def terminate_backends(stage: Stage) -> None:
+    ends_at = stage.ends_at()
+    while time.monotonic() < ends_at:
+        found = stage.sql("SELECT pid FROM pg_stat_activity WHERE application_name = 'semel'")
+        if found:
+            stage.sql("SELECT pg_terminate_backend(:pid)", pid=stage.random.choice(found)[0])
+        time.sleep(stage.random.uniform(0, 0.2))  # the moment is random
+
+
+@scenario("connections-used-up", "others hold all connections of the server but a few", "postgres")
+def use_up_connections(stage: Stage) -> None:
+    with ExitStack() as stack:
+        ends_at = stage.ends_at()
+        with suppress(psycopg.OperationalError):  # there are no more
+            while time.monotonic() < ends_at:
+                stack.enter_context(psycopg.connect(stage.url))
+        time.sleep(max(0.0, ends_at - time.monotonic()))  # the fault lasts
+
+
+@scenario("table-lock", "the table of runs is locked", "postgres")
+def lock_table(stage: Stage) -> None:
+    with psycopg.connect(stage.url) as connection:
+        connection.execute("LOCK TABLE semel_runs IN ACCESS EXCLUSIVE MODE")
+        time.sleep(stage.seconds)  # the fault lasts
+
+
+@scenario("old-snapshot", "a transaction stays open with an old snapshot", "postgres")
+def keep_snapshot(stage: Stage) -> None:
+    with psycopg.connect(stage.url) as connection:
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        connection.execute("SELECT count(*) FROM semel_runs")
+        time.sleep(stage.seconds)  # the fault lasts
+
+
+@scenario("postgres-disk-full", "PostgreSQL's files cannot grow", "postgres")
+def fill_postgres_disk(stage: Stage) -> None:
+    ends_at = stage.ends_at()
+    while time.monotonic() < ends_at:
+        with suppress(Exception):
+            for (pid,) in stage.sql("SELECT pid FROM pg_stat_activity WHERE application_name = 'semel'"):
+                limit_files(pid, 100_000)
+        time.sleep(0.1)  # new backends are limited, too
+    with suppress(Exception):
+        stage.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'semel'")
+
+
+def limit_files(pid: int, room: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, hard))
+
+
+# -- workers and servers -----------------------------------------------------------------------------------------------
+
+
+@scenario("worker-kill", "a worker is killed and replaced", "postgres")
+def kill_worker(stage: Stage) -> None:
+    victim = stage.random.choice(stage.workers)
+    victim.kill()
+    victim.restart()
+    time.sleep(LEASE)  # until its leases end
+
+
+@scenario("worker-kills", "workers are killed again and again", "postgres")
+def kill_workers(stage: Stage) -> None:
+    ends_at = stage.ends_at()
+    while time.monotonic() < ends_at:
+        victim = stage.random.choice(stage.workers)
+        victim.kill()
+        victim.restart()
+        time.sleep(stage.random.uniform(0.2, 0.8))  # the moment is random
+    time.sleep(LEASE)  # until the last leases end
+
+
+@scenario("zombies", "workers are stopped past their lease, and woken with results in hand", "postgres")
+def stop_and_wake(stage: Stage) -> None:
+    victim = stage.random.choice(stage.workers)
+    victim.send(signal.SIGSTOP)
+    time.sleep(max(stage.seconds, 2 * LEASE))  # longer than the lease
+    victim.send(signal.SIGCONT)
+
+
+@scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clock_error=3600.0)
+def wait(stage: Stage) -> None:
+    time.sleep(stage.seconds)  # the fault lasts all the time
+
+
+@scenario("server-kill", "the server is killed under clients that retry", "postgres", through="server")
+def kill_server(stage: Stage) -> None:
+    assert stage.server is not None
+    os.kill(stage.random.choice(stage.server.children()), signal.SIGKILL)
+    time.sleep(stage.seconds)  # its supervisor starts it again
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def _trouble(kind: Trouble) -> FaultFunction:
+    def fault(stage: Stage) -> None:
+        stage.proxy.trouble = kind
+        time.sleep(stage.seconds)  # the fault lasts
+        stage.proxy.trouble = None
+
+    return fault
+
+
+for _kind in ("cut", "delay", "truncate", "reset"):
+    scenario(f"network-{_kind}", f"the network to the database: {_kind}", "postgres", through="proxy")(_trouble(_kind))
+
+
+# -- keys in Redis -----------------------------------------------------------------------------------------------------
+
+
+@scenario("redis-kill", "Redis is killed and started again", "redis")
+def kill_redis(stage: Stage) -> None:
+    assert stage.redis is not None
+    stage.redis.stop(crash=True)
+    time.sleep(stage.seconds / 2)  # the outage
+    stage.redis.start()
+
+
+@scenario("redis-pause", "Redis does not reply", "redis")
+def pause_redis(stage: Stage) -> None:
+    with redis_client.Redis.from_url(stage.url) as client:
+        client.execute_command("CLIENT", "PAUSE", int(stage.seconds * 1000), "ALL")
+        time.sleep(stage.seconds)  # the fault lasts
+
+
+@scenario("redis-script-flush", "Redis forgets its scripts again and again", "redis")
+def flush_scripts(stage: Stage) -> None:
+    ends_at = stage.ends_at()
+    with redis_client.Redis.from_url(stage.url) as client:
+        while time.monotonic() < ends_at:
+            client.script_flush()
+            time.sleep(stage.random.uniform(0, 0.1))  # the moment is random
+
+
+# -- SQLite ------------------------------------------------------------------------------------------------------------
+
+
+def _file(stage: Stage) -> Path:
+    return Path(stage.url.removeprefix("sqlite:///"))
+
+
+@scenario("sqlite-worker-kills", "workers on one file are killed again and again", "sqlite")
+def kill_file_workers(stage: Stage) -> None:
+    kill_workers(stage)
+
+
+@scenario("sqlite-locked", "another program holds the file's lock", "sqlite")
+def lock_file(stage: Stage) -> None:
+    connection = sqlite3.connect(_file(stage), isolation_level=None, timeout=30)
+    connection.execute("BEGIN EXCLUSIVE")
+    time.sleep(stage.seconds)  # the fault lasts
+    connection.execute("ROLLBACK")
+    connection.close()
+
+
+@scenario("sqlite-disk-full", "the file cannot grow", "sqlite")
+def fill_disk(stage: Stage) -> None:
+    members = [*stage.workers, *stage.askers]
+    for member in members:
+        limit_files(member.pid, 100_000)
+    time.sleep(stage.seconds)  # the fault lasts
+    for member in members:
+        limit_files(member.pid, resource.RLIM_INFINITY)
+
+
+# -- brokers -----------------------------------------------------------------------------------------------------------
+
+
+@scenario("rq-flush", "the broker of RQ forgets everything", "postgres", broker="rq")
+@scenario("celery-flush", "the broker of Celery forgets everything", "postgres", broker="celery")
+def flush_broker(stage: Stage) -> None:
+    """See brokers.py."""
+
+
+@scenario("rq-kill", "the broker of RQ is killed and started again", "postgres", broker="rq")
+@scenario("celery-kill", "the broker of Celery is killed and started again", "postgres", broker="celery")
+def kill_broker(stage: Stage) -> None:
+    """See brokers.py."""
+
+
+# -- running one -------------------------------------------------------------------------------------------------------
+
+
+class Theatre:
+    """The servers that all scenarios of a run share."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._postgres: servers.Postgres | None = None
+        self._redis: servers.Redis | None = None
+
+    def run(self, scenario: Scenario, *, seconds: float, seed: int) -> Account:
+        """Play the scenario; returns its account."""
+        folder = self._folder / f"{scenario.name}-{seed}"
+        folder.mkdir()
+        account = Account(scenario.name, seed)
+        with self._stage(scenario, folder, seconds, seed) as stage:
+            if scenario.broker is not None:
+                stage.redis = self._redis_server()
+                play_broker(stage, scenario.broker, kill=scenario.fault is kill_broker, account=account)
+                return account
+            if scenario.store == "redis":
+                with callers(stage, stage.url):
+                    play_calls(stage, scenario.fault, account)
+                return account
+            with self._targets(scenario, stage, seed) as (workers, askers), ExitStack() as stack:
+                stack.enter_context(fleet(stage, workers, askers, scenario.clock_error))
+                play(stage, scenario.fault, account)
+        return account
+
+    def _redis_server(self) -> servers.Redis:
+        if self._redis is None:
+            self._redis = self._stack.enter_context(servers.redis(durable=True))
+        return self._redis
+
+    @contextmanager
+    def _stage(self, scenario: Scenario, folder: Path, seconds: float, seed: int) -> Iterator[Stage]:
+        if scenario.store == "redis":
+            server = self._redis_server()
+            stage = Stage("redis", server.database(), folder, seconds, seed)
+            stage.redis = server
+            yield stage
+            return
+        if scenario.store == "postgres" and self._postgres is None:
+            self._postgres = self._stack.enter_context(servers.postgres(durable=True))
+        database = self._postgres if scenario.store == "postgres" else None
+        stage = Stage(scenario.store, migrated(scenario.store, database, folder), folder, seconds, seed)
+        stage.postgres = database
+        yield stage
+
+    @contextmanager
+    def _targets(self, scenario: Scenario, stage: Stage, seed: int) -> Iterator[tuple[str, str]]:
+        """The URLs that workers and submitters are given."""
+        if scenario.through == "proxy":
+            stage.proxy = TroubledProxy(stage.url, seed)
+            try:
+                yield stage.proxy.url, stage.proxy.url
+            finally:
+                stage.proxy.close()
+        elif scenario.through == "server":
+            more = {"SEMEL_CHAOS_DB": stage.url, "SEMEL_CHAOS_FOLDER": str(stage.folder)}
+            with ServeProcess(stage.folder, "chaos.served:app", "--db", stage.url, "--no-worker", **more) as server:
+                stage.server = server
+                yield stage.url, server.address
+        else:
+            yield stage.url, stage.url

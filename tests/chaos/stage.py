@@ -1,0 +1,272 @@
+"""A scenario's processes, its phases, and the account of what became of everything that was asked for.
+
+Each scenario has three phases of equal length: before the fault, in the fault, after it. Then nothing more is
+submitted, and what is left must end.
+"""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import text
+
+from chaos import program
+from chaos.program import lines
+from crash.ledger import Ledger
+from crash.points import Place
+from semel.cli import main as semel_command
+from support import servers
+from support.programs import processes
+from support.serve_command import ServeProcess
+
+DRAIN = 60.0
+"""Seconds in which everything must end after the last submission."""
+WORKERS = SUBMITTERS = 2
+RATE = 40.0
+"""Submissions a second of each submitter, well below what the workers can do."""
+
+
+@dataclass
+class Account:
+    """What became of what was asked for; ``after`` and ``during`` are parts of the throughput before the fault."""
+
+    scenario: str
+    seed: int
+    submitted: int = 0
+    acknowledged: int = 0
+    finished: int = 0
+    lost: int = 0
+    doubled: int = 0
+    stuck: int = 0
+    before: float = 0.0
+    during: float = 0.0
+    after: float = 0.0
+    recovery: float | None = None
+    note: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be: lost, doubled or stuck work."""
+        return [f"{many} {name}" for name in ("lost", "doubled", "stuck") if (many := getattr(self, name))]
+
+
+class Member:
+    """One process of the fleet."""
+
+    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        self.name = name
+        self._target = target
+        self._arguments = arguments
+        self.restart()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self.process.kill()
+        self.process.join()
+
+    def restart(self) -> None:
+        """Start it, also after it was killed."""
+        self.process = processes.Process(target=self._target, args=self._arguments, name=self.name)
+        self.process.start()
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, patience: float) -> bool:
+        """SIGTERM; returns False if it had to be killed."""
+        self.process.terminate()
+        self.process.join(patience)
+        ended = not self.process.is_alive()
+        if not ended:
+            self.kill()
+        return ended
+
+
+class Stage:
+    """What a fault can act on."""
+
+    def __init__(self, kind: str, url: str, folder: Path, seconds: float, seed: int) -> None:
+        self.kind = kind
+        self.url = url
+        self.seconds = seconds
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.workers: list[Member] = []
+        self.askers: list[Member] = []
+        self.postgres: servers.Postgres | None = None
+        self.redis: servers.Redis | None = None
+        self.proxy: Any = None
+        self.server: ServeProcess | None = None
+
+    def ends_at(self) -> float:
+        """When the fault that begins now is to end."""
+        return time.monotonic() + self.seconds
+
+    def sql(self, statement: str, **values: Any) -> list[Any]:
+        """Execute a statement as a client of the database, not through the proxy."""
+        url = sqlalchemy.make_url(self.url)
+        if self.kind == "postgres":
+            url = url.set(drivername="postgresql+psycopg")
+        engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
+        with engine.begin() as conn:
+            answer = conn.execute(text(statement), values)
+            return list(answer.all()) if answer.returns_rows else []
+
+
+def migrated(kind: str, server: servers.Postgres | None, folder: Path) -> str:
+    """The URL of a new database with its tables."""
+    url = f"sqlite:///{folder / 'semel.db'}" if server is None else server.database()
+    if kind != "redis":
+        assert semel_command(["migrate", url]) == 0
+    return url
+
+
+@contextmanager
+def fleet(stage: Stage, workers: str, askers: str, clock_error: float) -> Iterator[None]:
+    """The workers and submitters, with the URLs that they are given."""
+    for number in range(WORKERS):
+        error = clock_error * (1 if number % 2 else -1)
+        stage.workers.append(Member(f"worker-{number}", program.work, workers, stage.folder, f"w{number}", error))
+    for number in range(SUBMITTERS):
+        arguments = (askers, stage.folder, f"s{number}", RATE, clock_error)
+        stage.askers.append(Member(f"submitter-{number}", program.submit, *arguments))
+    try:
+        yield
+    finally:
+        for member in (*stage.askers, *stage.workers):
+            with suppress(ProcessLookupError):
+                member.send(signal.SIGCONT)
+            member.end(30)
+
+
+@contextmanager
+def callers(stage: Stage, target: str) -> Iterator[None]:
+    """Processes that call guarded work under the same keys."""
+    for number in range(3):
+        stage.askers.append(Member(f"caller-{number}", program.call, target, stage.folder, f"c{number}", RATE))
+    try:
+        yield
+    finally:
+        for member in stage.askers:
+            member.end(30)
+
+
+def play(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None:
+    """The three phases and the drain; fills the account of a fleet of workers."""
+    wait_until_working(stage)
+    marks = [time.time()]
+    time.sleep(stage.seconds)  # the phase before the fault
+    marks.append(time.time())
+    fault(stage)
+    marks.append(time.time())
+    time.sleep(stage.seconds)  # the phase after it
+    marks.append(time.time())
+    for member in stage.askers:
+        if not member.end(30):
+            account.note = f"{member.name} had to be killed"
+    drain(stage)
+    judge_runs(stage, account, marks)
+
+
+def play_calls(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None:
+    """The three phases for callers of guarded work; there is nothing to drain."""
+    wait_until_working(stage)
+    counts = [len(lines(stage.folder / "acknowledged"))]
+    seconds = []
+    for phase in (None, fault, None):
+        start = time.monotonic()
+        if phase is None:
+            time.sleep(stage.seconds)  # the phases before and after the fault
+        else:
+            phase(stage)
+        seconds.append(time.monotonic() - start)
+        counts.append(len(lines(stage.folder / "acknowledged")))
+    for member in stage.askers:
+        member.end(30)
+    rates = [(end - start) / length for start, end, length in zip(counts, counts[1:], seconds, strict=False)]
+    account.before = rates[0]
+    account.during, account.after = (rate / max(rates[0], 1.0) for rate in rates[1:])
+    judge_calls(stage, account)
+
+
+def wait_until_working(stage: Stage) -> None:
+    deadline = time.monotonic() + DRAIN
+    while not (stage.folder / "effects").exists():
+        assert time.monotonic() < deadline, "the fleet did not begin to work"
+        time.sleep(0.05)  # other processes send no signal
+    time.sleep(1)  # until submitters have caught up with their pace
+
+
+def drain(stage: Stage) -> None:
+    """Wait until no run is left to do."""
+    deadline = time.monotonic() + DRAIN
+    active = "SELECT count(*) FROM semel_runs WHERE status IN ('PENDING', 'RUNNING') AND user_id = 'chaos'"
+    while time.monotonic() < deadline and stage.sql(active)[0][0]:
+        time.sleep(0.1)  # other processes send no signal
+
+
+def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
+    """Compare the files of the oracle with the tables."""
+    runs = stage.sql("SELECT * FROM semel_runs WHERE user_id = 'chaos'")
+    Ledger(Place(stage.kind, stage.url, stage.folder, "chaos", 0), "chaos").check()
+    ends = stage.sql(
+        "SELECT run_id, count(*) AS many FROM semel_run_events"
+        " WHERE status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') GROUP BY run_id"
+    )
+    stored = {str(run.id) for run in runs}
+    acknowledged = [words[1] for words in lines(stage.folder / "acknowledged")]
+    effects = Counter(tuple(words) for words in lines(stage.folder / "effects"))
+    done = {str(run.id): str(run.fence) for run in runs if run.status == "SUCCEEDED"}
+    account.submitted = len({words[0] for words in lines(stage.folder / "asked")})
+    account.acknowledged = len(acknowledged)
+    account.finished = len(done)
+    account.stuck = sum(run.status in ("PENDING", "RUNNING") for run in runs)
+    account.lost = len(set(acknowledged) - stored)
+    account.lost += sum(effects[run_id, fence] == 0 for run_id, fence in done.items())
+    account.lost += sum(run.status in ("FAILED", "CANCELLED") for run in runs)
+    account.doubled = sum(each.many > 1 for each in ends) + sum(many > 1 for many in effects.values())
+    account.doubled += len(runs) - len({run.idempotency_key for run in runs})
+    measure(account, sorted(run.finished_us / 1e6 for run in runs if run.finished_us), marks)
+
+
+def measure(account: Account, finished: list[float], marks: list[float]) -> None:
+    """Throughput in the fault and after it, and how long after the fault it was back at 98 %."""
+
+    def rate(start: float, end: float) -> float:
+        return sum(start <= at < end for at in finished) / max(end - start, 1e-9)
+
+    account.before = rate(marks[0], marks[1])
+    usual = max(account.before, 1.0)
+    account.during, account.after = rate(marks[1], marks[2]) / usual, rate(marks[2], marks[3]) / usual
+    for tenth in range(int((marks[3] - marks[2]) * 10)):
+        start = marks[2] + tenth / 10
+        if rate(start, start + 1) >= 0.98 * usual:
+            account.recovery = tenth / 10
+            return
+
+
+def judge_calls(stage: Stage, account: Account) -> None:
+    """Every key was executed once, and all who heard a value heard the same."""
+    heard = lines(stage.folder / "acknowledged")
+    effects = Counter(words[0] for words in lines(stage.folder / "effects"))
+    values: dict[str, set[str]] = {}
+    for key, fence, *_ in heard:
+        values.setdefault(key, set()).add(fence)
+    account.submitted = len({words[0] for words in lines(stage.folder / "asked")})
+    account.acknowledged = account.finished = len(values)
+    account.doubled = sum(many > 1 for many in effects.values()) + sum(len(each) > 1 for each in values.values())
+    account.lost = sum(effects[key] == 0 for key in values)
+    account.recovery = 0.0 if account.after >= 0.98 else None
