@@ -236,7 +236,7 @@ class BrokerTransport(ABC):
             self._away_until = time.monotonic() + BROKER_COOLDOWN
             what = f"{len(runs)} runs" if len(runs) != 1 else f"run {runs[0][0]}"
             _log.warning(
-                "%s could not be announced to workers: %s: %s. They are stored, and the sweeper will announce them",
+                "%s could not be announced to workers, and will be announced by the sweeper: %s: %s",
                 what,
                 type(error).__name__,
                 error,
