@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable, Verdict
+from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable, Unknown, Verdict
 from semel._concurrency.batching import LARGEST
 from semel.once.store import ClaimRequest, Complete
 from semel.once.stores.memory import MemoryStore
+from semel.testing import FakeClock
 from support.waiting import eventually
 
 PATIENCE = 60
@@ -436,6 +437,39 @@ def test_a_cancelled_task_takes_nobody_with_it_and_its_claim_is_given_back(who: 
             assert granted(await task).key == name
         await asyncio.wait_for(freed(once, key), PATIENCE)
         granted(await once.claim(key))
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_cancelled_task_that_resolves_a_key_leaves_it_unknown(alone: bool) -> None:
+    """Were its claim given back like any other, the key would be free, and the lost work would be done again."""
+
+    async def scenario() -> None:
+        store, clock = LoopGate(), FakeClock()
+        store._memory = MemoryStore(clock)
+        once = AsyncOnce(store, collect=False)
+        store.let_pass()
+        granted(await once.claim("lost", lease=60, on_crash="unknown"))
+        await store.wait_for_a_batch()
+        clock.advance(61)
+        if not alone:
+            beside = asyncio.create_task(once.claim("beside"))
+            await store.wait_for_a_batch()
+        resolver = asyncio.create_task(once.resolve("lost", done=True))
+        await turns()
+        if not alone:
+            store.let_pass()
+            granted(await beside)
+        await store.wait_for_a_batch()  # the resolver's claim is on its way
+        resolver.cancel()
+        store.let_pass(10)
+        with pytest.raises(asyncio.CancelledError):
+            await resolver
+        await turns(20)  # for what a cancelled task leaves to the background
+        clock.advance(3600)  # longer than the lease of the claim that resolves
+        assert isinstance(await once.claim("lost"), Unknown)
         await once.close()
 
     asyncio.run(scenario())

@@ -91,9 +91,12 @@ class Unbatched(Generic[A, B]):
 
 
 class AsyncioBatcher(Generic[A, B]):
-    """Batches the calls of tasks, per event loop; ``on_abandoned`` is called with answers that nobody waits for."""
+    """Batches the calls of tasks, per event loop.
 
-    def __init__(self, flush: Flush[A, B], on_abandoned: Callable[[B], Awaitable[None]] | None = None) -> None:
+    ``on_abandoned`` is called with a request and its answer if nobody waits for the answer any more.
+    """
+
+    def __init__(self, flush: Flush[A, B], on_abandoned: Callable[[A, B], Awaitable[None]] | None = None) -> None:
         self.flush = flush
         self.on_abandoned = on_abandoned
         self._queues = PerLoop(lambda: _AsyncioQueue(self))
@@ -138,8 +141,9 @@ class _AsyncioQueue(Generic[A, B]):
         try:
             return await answer
         except asyncio.CancelledError:
+            # Perhaps it was answered and cancelled in the same iteration of the loop.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                await self._abandon(answer.result())  # answered and cancelled in the same iteration of the loop
+                await self._abandon(request, answer.result())
             raise
 
     def _send_next(self) -> None:
@@ -162,17 +166,17 @@ class _AsyncioQueue(Generic[A, B]):
                 future.cancel()
             raise
         else:
-            abandoned: list[B] = []
-            for (_, future, _), answer in zip(batch, answers, strict=True):
+            abandoned: list[tuple[A, B]] = []
+            for (request, future, _), answer in zip(batch, answers, strict=True):
                 if isinstance(answer, Failed):
                     if not future.done():
                         future.set_exception(answer.error)
                 elif not future.done():
                     future.set_result(answer)
                 else:
-                    abandoned.append(answer)
-            for answer in abandoned:
-                await self._abandon(answer)
+                    abandoned.append((request, answer))
+            for request, answer in abandoned:
+                await self._abandon(request, answer)
         finally:
             self._send_next()
 
@@ -180,13 +184,13 @@ class _AsyncioQueue(Generic[A, B]):
         """Send a cancelled request again, for a second at most, as it may have arrived; then abandon its answer."""
         try:
             async with asyncio.timeout(1):
-                await self._abandon((await self._batcher.flush((request,), time.monotonic()))[0])
+                await self._abandon(request, (await self._batcher.flush((request,), time.monotonic()))[0])
         except (SemelError, TimeoutError) as error:
             _log.warning("a cancelled call could not be completed: %s", str(error) or "no reply within a second")
 
-    async def _abandon(self, answer: B) -> None:
+    async def _abandon(self, request: A, answer: B) -> None:
         if self._batcher.on_abandoned is not None:
-            await self._batcher.on_abandoned(answer)
+            await self._batcher.on_abandoned(request, answer)
 
 
 class _Call(Generic[A, B]):

@@ -40,6 +40,7 @@ from semel.once.store import (
     ForgetScope,
     KeyRef,
     OutcomeData,
+    Owned,
     Release,
     Renew,
     Store,
@@ -140,9 +141,10 @@ class KeyEngine:
         renewer = Renewer(self._runtime, self.store.renew, self.policy.lease * RENEW_AFTER)
         return _Background(renewer, PendingWrites(self._runtime, self.store, renewer, self._waiters.notify))
 
-    async def _give_back(self, verdict: Verdict) -> None:
-        """Release an abandoned claim, in the event loop that made it."""
-        await self._background.here().pending.give_back(verdict)
+    async def _give_back(self, request: ClaimRequest | Owned, verdict: Verdict) -> None:
+        """Release what a cancelled caller was granted, except a claim that resolves: its key must stay unknown."""
+        if not (isinstance(request, ClaimRequest) and request.resolving):
+            await self._background.here().pending.give_back(verdict)
 
     def _inherit(self, closed: _Background) -> None:
         """An event loop was closed before everything was written to the store: the current one writes it."""
