@@ -1,4 +1,4 @@
-"""A database that an earlier release wrote (schema 0003), with keys and runs in every state, goes on under the present code.
+"""A database that an earlier release wrote (schema 0003), with keys and runs in every state, goes on under this code.
 
 ``data/`` has its rows as that release's own code wrote them.
 """
