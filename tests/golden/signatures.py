@@ -30,6 +30,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "semel.runs.rq": ("look",),
     "semel.service": (),
     "semel.testing": (),
+    "semel.testing.history": (),
 }
 """Every module that users import, and its public names besides those in its ``__all__``."""
 

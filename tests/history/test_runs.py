@@ -1,0 +1,150 @@
+"""Real workers, one of which is killed and one stopped past its lease, and users with quotas: nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from history.working import Oracle, nothing, open_app
+from semel import JobStore, Quota
+from semel.errors import QuotaExceeded
+from semel.testing.history import RecordedApp, RecordedJobStore, Recorder, check, read
+from support.databases import DATABASES, Databases, database_url
+from support.programs import Program
+from support.waiting import eventually
+
+WORK = "from history.working import work; work(url, oracle, folder, name)"
+LIMIT = 3
+
+
+class Site:
+    """A database with workers, a user who submits, and an oracle in another database."""
+
+    def __init__(self, url: str, oracle_url: str, folder: Path, stack: ExitStack) -> None:
+        self.url, self.folder = url, folder
+        self.oracle = Oracle(oracle_url)
+        self.oracle.create()
+        recorder = Recorder(folder / "history", "user")
+        app = open_app(url, folder, nothing)
+        stack.callback(app.close)
+        self.app = RecordedApp(app, recorder, {"limited": LIMIT})
+        self._stack = stack
+        self.runs: list[str] = []
+        self.workers: dict[int, Program] = {}
+
+    def start(self, name: str) -> None:
+        given = {"url": self.url, "oracle": self.oracle.url, "folder": str(self.folder), "name": name}
+        worker = self._stack.enter_context(Program(WORK, **given))
+        assert worker._process.pid is not None
+        self.workers[worker._process.pid] = worker
+
+    def submit(self, name: str, *, user: str = "") -> str:
+        run = self.app.submit("work", {"name": name}, user=user, idempotency_key=name)
+        self.runs.append(run.id)
+        return run.id
+
+    def waits(self, name: str) -> int:
+        """The process in which the run waits."""
+        place = self.folder / f"{name} pid"
+        return int(eventually(lambda: place.exists() and place.read_text(), f"{name} waits"))
+
+    def finish(self) -> None:
+        """Wait until everything has ended, and look at it; then stop the workers."""
+        for run in dict.fromkeys(self.runs):
+            self.app.app.wait(run, timeout=60)
+            self.app.get(run)
+        self.app.usage("limited")
+        for pid, worker in self.workers.items():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            worker._process.join()
+
+
+@pytest.fixture(params=DATABASES)
+def site(request: pytest.FixtureRequest, databases: Databases, tmp_path: Path) -> Any:
+    with ExitStack() as stack:
+        database = stack.enter_context(databases.empty(request.param))
+        other = stack.enter_context(database_url(request, request.param))
+        yield Site(database.url, other, tmp_path, stack)
+
+
+def test_workers_that_are_killed_and_stopped(site: Site) -> None:
+    (site.folder / "killed").touch()
+    killed = site.submit("killed")
+    site.start("first")
+    os.kill(site.waits("killed"), signal.SIGKILL)
+    site.app.app.set_quota("limited", Quota(max_concurrent=LIMIT))
+
+    (site.folder / "stopped").touch()
+    stopped = site.submit("stopped")
+    site.start("second")
+    sleeper = site.waits("stopped")
+    os.kill(sleeper, signal.SIGSTOP)
+    site.start("third")
+    for number in range(6):
+        with suppress(QuotaExceeded):
+            site.submit(f"limited {number}", user="limited")
+        site.submit(f"fails {number}")
+        site.submit(f"fails {number}")
+    assert site.app.app.wait(stopped, timeout=60).fence > 1
+    (site.folder / "stopped").unlink()
+    os.kill(sleeper, signal.SIGCONT)
+    site.finish()
+
+    history = read(site.folder / "history").plus(site.oracle.effects())
+    assert check(history) == []
+    ends = [each for each in history.operations if each.verb == "finish" and each.subject == (stopped,)]
+    assert (1, True) not in [(each.asked("fence"), each.told("accepted")) for each in ends]
+    effects = [
+        each.asked("fence") for each in history.operations if each.verb == "effect" and each.subject == (killed,)
+    ]
+    assert effects == sorted(set(effects))
+    assert len(effects) > 1
+
+
+def test_reservations_of_many_processes(site: Site) -> None:
+    """Processes reserve, consume and release at random; one is killed while it has a slot, which expires."""
+    with ExitStack() as stack:
+        given = {"url": site.url, "folder": str(site.folder / "history")}
+        users = [stack.enter_context(Program(RESERVE, name=f"r{number}", **given)) for number in range(3)]
+        assert [user.hear() for user in users] == ["ready"] * 3
+        for user in users:
+            user.tell("go")
+        assert users[0].hear() == "holds a slot"
+        os.kill(users[0]._process.pid or 0, signal.SIGKILL)
+        assert [user.hear() for user in users[1:]] == ["done"] * 2
+    jobs = RecordedJobStore(JobStore(site.url), Recorder(site.folder / "history", "last"))
+    eventually(lambda: site.app.usage("reserving") == 0, "all slots are free again")
+    assert jobs.reserve_job_slot("reserving", 2, 60)
+    jobs.jobs.close()
+    assert check(read(site.folder / "history")) == []
+
+
+RESERVE = """
+import random
+from semel import JobStore
+from semel.testing.history import RecordedJobStore, Recorder
+
+store = JobStore(url)
+store.release_reservation("warm up")
+jobs = RecordedJobStore(store, Recorder(folder, name))
+chance = random.Random(name)
+tell("ready")
+hear()
+for number in range(30):
+    reservation = jobs.reserve_job_slot("reserving", 2, 0.5)
+    if reservation is None:
+        continue
+    if name == "r0" and number > 5:
+        tell("holds a slot")
+        hear()
+    verb = chance.choice([jobs.consume_reservation, jobs.release_reservation])
+    for _ in range(chance.choice([1, 2])):
+        verb(reservation, user_id="reserving")
+tell("done")
+"""
