@@ -87,7 +87,7 @@ def wander(actor: Actor, seed: object, stopped: Callable[[], bool]) -> int:
     """Work on keys at random until the end; the keys change with the time, so that all meet at the same ones."""
     chance = random.Random(f"{seed} {actor.name}")
     rounds = 0
-    while not stopped():
+    while rounds == 0 or not stopped():
         rounds += 1
         with suppress(StoreUnavailable):
             once(actor, chance, f"{int(time.monotonic() / (3 * LEASE))}")

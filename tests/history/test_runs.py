@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack, suppress
+import sqlite3
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 
 from history.working import Oracle, nothing, open_app
 from semel import JobStore, Quota
-from semel.errors import QuotaExceeded
-from semel.testing.history import RecordedApp, RecordedJobStore, Recorder, check, read
+from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, UnknownModel
+from semel.testing.history import RecordedApp, RecordedJobStore, Recorder, attempt, check, read
 from support.databases import DATABASES, Databases, database_url
 from support.programs import Program
 from support.waiting import eventually
@@ -53,6 +56,26 @@ class Site:
         place = self.folder / f"{name} pid"
         return int(eventually(lambda: place.exists() and place.read_text(), f"{name} waits"))
 
+    def stop(self, pid: int) -> None:
+        """Stop a process between two transactions: within one it would hold up everybody."""
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            if not self._in_transaction():
+                return
+            os.kill(pid, signal.SIGCONT)
+
+    def _in_transaction(self) -> bool:
+        if not self.url.startswith("sqlite"):
+            with psycopg.connect(self.url) as connection:
+                busy = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in %'"
+                return connection.execute(busy).fetchone() is not None
+        with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"), timeout=0.1)) as file:
+            try:
+                file.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                return True
+        return False
+
     def finish(self) -> None:
         """Wait until everything has ended, and look at it; then stop the workers."""
         for run in dict.fromkeys(self.runs):
@@ -78,13 +101,15 @@ def test_workers_that_are_killed_and_stopped(site: Site) -> None:
     killed = site.submit("killed")
     site.start("first")
     os.kill(site.waits("killed"), signal.SIGKILL)
+    (site.folder / "killed").unlink()
     site.app.app.set_quota("limited", Quota(max_concurrent=LIMIT))
 
     (site.folder / "stopped").touch()
     stopped = site.submit("stopped")
     site.start("second")
     sleeper = site.waits("stopped")
-    os.kill(sleeper, signal.SIGSTOP)
+    site.stop(sleeper)
+    (site.folder / "stopped").unlink()
     site.start("third")
     for number in range(6):
         with suppress(QuotaExceeded):
@@ -92,7 +117,6 @@ def test_workers_that_are_killed_and_stopped(site: Site) -> None:
         site.submit(f"fails {number}")
         site.submit(f"fails {number}")
     assert site.app.app.wait(stopped, timeout=60).fence > 1
-    (site.folder / "stopped").unlink()
     os.kill(sleeper, signal.SIGCONT)
     site.finish()
 
@@ -138,6 +162,8 @@ tell("ready")
 hear()
 for number in range(30):
     reservation = jobs.reserve_job_slot("reserving", 2, 0.5)
+    while reservation is None and name == "r0":  # the others end sometime
+        reservation = jobs.reserve_job_slot("reserving", 2, 0.5)
     if reservation is None:
         continue
     if name == "r0" and number > 5:
@@ -148,3 +174,33 @@ for number in range(30):
         verb(reservation, user_id="reserving")
 tell("done")
 """
+
+
+def test_every_operation_of_an_app_is_recorded(databases: Databases, tmp_path: Path) -> None:
+    with databases.empty("sqlite") as database:
+        recorder = Recorder(tmp_path)
+        app = RecordedApp(database.app, recorder, {"limited": 0})
+        database.app.set_quota("limited", Quota(max_concurrent=0))
+        with pytest.raises(QuotaExceeded):
+            app.submit("train", {"number": 1}, user="limited")
+        with pytest.raises(UnknownModel):
+            app.submit("nothing")
+        run = app.submit("train", {"number": 2}, idempotency_key="k")
+        assert app.cancel(run.id).status == "CANCELLED"
+        again = app.retry(run.id)
+        database.finish(again)
+        with pytest.raises(IllegalTransition):
+            app.cancel(again.id)
+        with pytest.raises(RunNotFound):
+            app.get("nothing")
+        assert app.get(run.id).status == "CANCELLED"
+        assert app.get(again.id).status == "SUCCEEDED"
+        with attempt(recorder, SimpleNamespace(run_id=run.id, fence=1)):  # type: ignore[arg-type]
+            pass
+    history = read(tmp_path)
+    assert [(each.verb, each.answered) for each in history.operations] == [
+        (verb, True)
+        for verb in ["submit", "submit", "submit", "cancel", "submit", "cancel", "get", "get", "get", "attempt"]
+    ]
+    assert [each.told("refused") for each in history.operations[:2]] == [True, False]
+    assert check(history) == []
