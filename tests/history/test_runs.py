@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-from contextlib import ExitStack, closing, suppress
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ import psycopg
 import pytest
 
 from history.working import Oracle, nothing, open_app
-from semel import JobStore, Quota
-from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, UnknownModel
+from semel import App, JobStore, Quota
+from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, StoreUnavailable, UnknownModel
 from semel.testing.history import RecordedApp, RecordedJobStore, Recorder, attempt, check, read
-from support.databases import DATABASES, Databases, database_url
+from support.databases import DATABASES, Databases, StoreUrls, database_url
 from support.programs import Program
+from support.proxies import OutageProxy, outage_proxy
 from support.waiting import eventually
 
 WORK = "from history.working import work; work(url, oracle, folder, name)"
@@ -204,3 +207,63 @@ def test_every_operation_of_an_app_is_recorded(databases: Databases, tmp_path: P
     ]
     assert [each.told("refused") for each in history.operations[:2]] == [True, False]
     assert check(history) == []
+
+
+def test_submissions_whose_connections_are_cut(urls: StoreUrls, tmp_path: Path) -> None:
+    """Whoever does not know whether a run was stored submits it again with its key: each key has one run."""
+    recorder = Recorder(tmp_path)
+    with (
+        outage_proxy(urls["postgres"]) as (proxy, url),
+        cutting(proxy),
+        closing_app(url, tmp_path, retry_for=0) as app,
+    ):
+        user = RecordedApp(app, recorder)
+        count = failures = 0
+        while failures < 5:  # calls that failed, whether or not their run was stored
+            count += 1
+            while True:
+                try:
+                    user.submit("work", {"name": str(count)}, idempotency_key=f"cut {count}")
+                except StoreUnavailable:
+                    failures += 1
+                else:
+                    break
+    with closing_app(urls["postgres"], tmp_path) as app:
+        user = RecordedApp(app, recorder)
+        for run in app.runs(limit=1000).runs:
+            user.cancel(run.id)
+            user.get(run.id)
+        assert len(app.runs(limit=1000).runs) == count
+    history = read(tmp_path)
+    assert sum(not each.answered for each in history.operations) == failures
+    assert check(history) == []
+
+
+@contextmanager
+def cutting(proxy: OutageProxy) -> Iterator[None]:
+    """Cut all connections again and again until the end of the block, ever more seldom: a slow machine gets on, too."""
+    over = threading.Event()
+    proxy.up()
+
+    def cut() -> None:
+        pause = 0.03
+        while not over.wait(pause):
+            pause = min(1.0, 1.3 * pause)
+            proxy.down()
+            proxy.up()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def closing_app(url: str, folder: Path, **options: Any) -> Iterator[App]:
+    app = App(url, artifacts=folder, **options)
+    app.model("work")(nothing)
+    yield app
+    app.close()
