@@ -106,6 +106,16 @@ def test_the_slack_is_by_how_much_the_wall_clock_moved(tmp_path: Path, monkeypat
     assert 3_599_000_000 < read(tmp_path).slack_us < 3_601_000_000
 
 
+def test_a_clock_that_a_test_sets_back_gives_slack_too(tmp_path: Path) -> None:
+    """A store then shortens leases that would last too long."""
+    clock = FakeClock(1000)
+    recorder = Recorder(tmp_path, clock=clock)
+    for seconds in (0, 60, -50, 10):
+        clock.advance(seconds)
+        recorder.begin("key", "get", KEY).answer(status="absent")
+    assert 50_000_000 <= read(tmp_path).slack_us < 51_000_000
+
+
 def change(folder: Path, line: int, **fields: object) -> None:
     (file,) = folder.glob("*.jsonl")
     lines = [json.loads(each) for each in file.read_text().splitlines()]

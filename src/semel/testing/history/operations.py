@@ -90,7 +90,7 @@ class Violation(Struct, frozen=True):
 
 
 class History(Struct):
-    """Operations in the order of their calls. ``slack_us`` is by how much the wall clock moved while they happened."""
+    """Operations in the order of their calls. ``slack_us`` is by how much a clock was set meanwhile."""
 
     operations: list[Operation]
     slack_us: int = 0

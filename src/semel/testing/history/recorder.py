@@ -182,7 +182,17 @@ def read(folder: str | Path, *, complete: bool = True) -> History:
     if len(machines) > 1:
         raise HistoryError("this history was recorded on several machines, whose clocks give no common order")
     operations = sorted(calls.values(), key=lambda each: each.began)
-    return History(operations, slack_us=max(offsets, default=0) - min(offsets, default=0), complete=complete)
+    moved = max(offsets, default=0) - min(offsets, default=0)
+    return History(operations, slack_us=moved + _set_back(operations), complete=complete)
+
+
+def _set_back(operations: Iterable[Operation]) -> int:
+    """By how many microseconds the clock of leases was set back: leases may end as much earlier."""
+    latest = most = 0
+    for each in operations:
+        latest = max(latest, each.began_us)
+        most = max(most, latest - each.began_us)
+    return most
 
 
 def _lines(file: Path) -> Iterable[tuple[int, Line]]:
