@@ -24,12 +24,12 @@ BOTH = ("retry", "unknown")
 DOCS = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 
 MODELS: dict[str, Callable[[], Model[Any]]] = {
-    "claims, 3 owners, 1 key": lambda: Claims(on_crash=BOTH),
-    "the same with delayed requests": lambda: Claims(delays=True),
+    "claims, 3 owners, `on_crash` of both kinds": lambda: Claims(on_crash=BOTH),
+    "claims, 3 owners, delayed requests": lambda: Claims(delays=True),
     "runs, 3 workers, 2 runs": Runs,
 }
 LARGE_MODELS: dict[str, Callable[[], Model[Any]]] = {
-    "claims, delayed requests, `on_crash` of both kinds": lambda: Claims(on_crash=BOTH, delays=True),
+    "claims, 3 owners, delayed requests, `on_crash` of both kinds": lambda: Claims(on_crash=BOTH, delays=True),
     "runs, every repeated write told apart": lambda: Runs(exact=True),
     "runs, 4 workers, 2 runs": lambda: Runs(workers=4),
 }
