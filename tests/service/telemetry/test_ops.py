@@ -183,6 +183,21 @@ def test_redis_is_looked_at_where_it_is_used(app: App, redis_url: str, closed_po
             assert client.get("/readyz").status_code == 200
 
 
+def test_the_redis_of_the_events_is_looked_at_too(app: App, redis_url: str, closed_port: int) -> None:
+    """Whether it is the only one, or another one responds."""
+    app.backlog()  # as above
+    closed = f"redis://127.0.0.1:{closed_port}/0"
+    for settings, status, word in (
+        (Settings(events=redis_url), 200, "ok"),
+        (Settings(events=closed), 503, "unavailable"),
+        (Settings(redis=redis_url, events=closed), 503, "unavailable"),
+        (Settings(redis=closed, events=redis_url), 503, "unavailable"),
+    ):
+        with host_without_lifespan(app, settings) as client:
+            answer = client.get("/healthz")
+        assert (answer.status_code, answer.json()["checks"]) == (status, {"database": "ok", "redis": word})
+
+
 def test_a_server_that_is_about_to_end_is_not_ready(service: TestServer) -> None:
     service.state.watch.dismiss()
     with service.client() as client:
