@@ -3,18 +3,21 @@
 import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta, tzinfo
+from functools import partial
 from typing import Any, LiteralString
 
 import psycopg
 import pytest
 from sqlalchemy import create_engine, inspect, make_url
 
+from acceptance.together import in_threads
 from semel import AsyncJobStore, CostLimitExceeded, InvalidRequest, KeyReused, Quota, QuotaExceeded, Run
 from support.databases import DATABASES as KINDS
 from support.databases import Databases as Grounds
 from support.databases import TestDatabase as Ground
+from support.gates import meet_at_gate
 from support.programs import Program
 from support.quota_race import killed, last_words, race
 
@@ -237,46 +240,24 @@ def test_s0_12_an_expired_key_is_cleaned_when_it_is_looked_up(ground: Ground) ->
 # -- reservations --------------------------------------------------------------------------------------------------
 
 
-MEET = """
-CREATE FUNCTION meet() RETURNS trigger LANGUAGE plpgsql AS $$
-DECLARE
-  began timestamptz := clock_timestamp();
-BEGIN
-  PERFORM pg_advisory_lock_shared(7301, 13);
-  LOOP
-    EXIT WHEN clock_timestamp() > began + interval '10 s' OR (
-      SELECT count(*) FILTER (WHERE NOT granted) > 0 OR count(*) FILTER (WHERE classid = 7301 AND objid = 13) > 1
-      FROM pg_locks
-      WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database()));
-    PERFORM pg_sleep(0.01);
-  END LOOP;
-  PERFORM pg_advisory_unlock_shared(7301, 13);
-  RETURN NEW;
-END $$
-"""
-"""Whoever has counted waits before the insert until another has counted, too, or waits for the lock to do so."""
-
-
-@contextmanager
-def held_between_count_and_insert(ground: Ground) -> Iterator[None]:
-    """SQLite has one writer from the start of its transaction, so nobody can be between the two with another."""
-    if ground.kind == "sqlite":
-        yield
-        return
-    ground.write(MEET)
-    ground.write("CREATE TRIGGER meet BEFORE INSERT ON semel_reservations FOR EACH ROW EXECUTE FUNCTION meet()")
-    try:
-        yield
-    finally:
-        ground.write("DROP FUNCTION meet CASCADE")
-
-
 def test_s0_13_of_two_concurrent_requests_at_4_of_5_exactly_one_is_granted(ground: Ground) -> None:
+    """On PostgreSQL both have counted before one commits, unless the lock of the user keeps the second from it."""
+    stores = [ground.open_jobs() for _ in range(2)]
+    assert None not in [stores[number % 2].reserve_job_slot(42, 5) for number in range(4)]
+    asks = [partial(store.reserve_job_slot, 42, 5) for store in stores]
+    if ground.kind == "postgres":
+        granted = meet_at_gate(ground.url, *asks)
+    else:
+        granted = in_threads(2, lambda number: asks[number]())
+    assert [each is None for each in granted].count(True) == 1
+    assert ground.count("job_reservations") == 5
+
+
+def test_s0_13_of_processes_that_reserve_at_once_at_4_of_5_exactly_one_is_granted(ground: Ground) -> None:
     users = tuple(range(1, 4))
     jobs = ground.open_jobs(clock=None)  # the processes go by the real clock
     assert None not in [jobs.reserve_job_slot(user, 5) for user in users for _ in range(4)]
-    with held_between_count_and_insert(ground):
-        granted = race(ground.url, [("reserve",)] * 2, tries=1, limit=5, users=users)
+    granted = race(ground.url, [("reserve",)] * 2, tries=1, limit=5, users=users)
     assert sorted(user for user, _ in granted) == list(users), "one each"
 
 
