@@ -16,6 +16,16 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
     from support.browser import Visitor
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many points tests/crash has tried; the counts of all processes come with the tests' reports."""
+    reports = [
+        each for found in terminalreporter.stats.values() for each in found if getattr(each, "when", "") == "call"
+    ]
+    points = sum(value for each in reports for name, value in each.user_properties if name == "crash points")
+    if points:
+        terminalreporter.write_line(f"{points} crash points were tried")
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[servers.Postgres]:
     with servers.postgres() as server:

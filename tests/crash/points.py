@@ -9,15 +9,14 @@ operation's invariants are checked. The clock is injected, so nothing waits for 
 import os
 import pickle
 import signal
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from crash.statements import count_statements
 from crash.wire import FAULTS, Fault, FaultProxy, fault_proxy
@@ -41,6 +40,8 @@ class Place:
     folder: Path
     name: str
     now_us: int
+    direct: str
+    """The database's URL as others reach it: what is sent there is not counted."""
 
     @property
     def clock(self) -> FakeClock:
@@ -57,7 +58,7 @@ class Place:
 
     def at(self, url: str) -> "Place":
         """The same, with its database reached by another URL."""
-        return Place(self.kind, url, self.folder, self.name, self.now_us)
+        return replace(self, url=url)
 
     def record(self, effect: object) -> None:
         """Append an effect to the file of effects, which nothing of semel reads or writes."""
@@ -109,17 +110,16 @@ class Tried:
         return f"{self.points.total()} points ({kinds}); processes: {ends}"
 
 
-def report(tried: Tried) -> None:
-    """Print what was tried: pytest shows it with ``-s``, or if the test fails."""
-    sys.stdout.write(f"{tried}\n")
+Report: TypeAlias = Callable[[Tried], None]
+"""The fixture ``report``: it notes what was tried."""
 
 
 def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> Tried:
     """Try the operation once for each point; returns what was tried."""
     tried = Tried()
     with Bench(kind, url) as bench:
-        for fault in bench.faults(getattr(operation, "stride", 1)):
-            place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6))
+        for fault in bench.faults(getattr(operation, "stride", 1), in_turn=getattr(operation, "in_turn", False)):
+            place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
             ended = bench.run(fault, operation, place, given)
             if bench.happened:
@@ -135,34 +135,53 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
     return tried
 
 
-class Bench:
-    """Runs an operation in a process of its own, with a fault.
+class Forker:
+    """Forks the processes: one that has done the imports, and has neither threads nor connections."""
 
-    The processes are forked from one that has done the imports, and has neither threads nor connections.
-    """
+    def __init__(self) -> None:
+        self.pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_fork_processes, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.pipe.close()
+        self._process.kill()
+        self._process.join(PATIENCE)
+
+
+_forkers: dict[int, Forker] = {}
+
+
+class Bench:
+    """Runs an operation in a process of its own, with a fault."""
 
     def __init__(self, kind: str, url: str) -> None:
         self._through_proxy = fault_proxy(url) if kind != "sqlite" else nullcontext(None)
-        self._pipe, theirs = processes.Pipe()
-        self._forker = processes.Process(target=_fork_processes, args=(theirs,))
-        self._forker.start()
-        theirs.close()
+        if os.getpid() not in _forkers:  # the same one for all tests of this process, for its imports
+            _forkers[os.getpid()] = Forker()
+        self._pipe = _forkers[os.getpid()].pipe
         self.happened = False
 
     def __enter__(self) -> Self:
         self._proxy: FaultProxy | None = self._through_proxy.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._pipe.close()
-        self._forker.join(PATIENCE)
-        self._forker.kill()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:  # a process may still be at work
+            _forkers.pop(os.getpid()).end()
         self._through_proxy.__exit__(None, None, None)
 
-    def faults(self, stride: int) -> Iterator[Fault]:
-        """Every kind of fault at each statement, or every few of them, until there is no such statement."""
-        for number in range(1, MOST_STATEMENTS, stride):
-            for kind in FAULTS:
+    def faults(self, stride: int, *, in_turn: bool) -> Iterator[Fault]:
+        """Every kind of fault at each statement, or every few of them, until there is no such statement.
+
+        ``in_turn``: one kind at each statement, the next kind at the next. To die after a statement and to die before
+        the next one leave the same rows. ``SEMEL_CRASH=all``: always every kind at every statement.
+        """
+        if os.environ.get("SEMEL_CRASH") == "all":
+            stride, in_turn = 1, False
+        for place, number in enumerate(range(1, MOST_STATEMENTS, stride)):
+            for kind in (FAULTS[place % len(FAULTS)],) if in_turn else FAULTS:
                 yield Fault(kind, number)
                 if not self.happened:
                     return

@@ -239,6 +239,8 @@ class Finish(OfRunningRun):
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 
+    in_turn = True
+
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
             database.submit(place.name, idempotency_key="key", key_ttl=1)
@@ -324,6 +326,8 @@ class Retry(OfRunningRun):
 
 class Purge(OfRunningRun):
     """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
+
+    in_turn = True
 
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)

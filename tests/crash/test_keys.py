@@ -20,7 +20,7 @@ from crash.key_operations import (
     Resolve,
     kept_open,
 )
-from crash.points import Operation, report, try_every_point
+from crash.points import Operation, Report, try_every_point
 from support.databases import DATABASES, SHARED_KINDS, StoreUrls
 
 OPERATIONS: dict[str, Operation] = {
@@ -38,26 +38,28 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def crash(operation: Operation, kind: str, urls: StoreUrls, folder: Path) -> None:
+def crash(operation: Operation, kind: str, urls: StoreUrls, folder: Path, report: Report) -> None:
     with kept_open(urls[kind]):
         tried = try_every_point(operation, kind, urls[kind], folder)
     report(tried)
-    assert tried.points.total() >= 3, "the operation has at least one statement"
-    assert tried.ends["killed"] >= 2
 
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_key_outlives_a_process_that_dies_at_any_statement(
-    name: str, kind: str, urls: StoreUrls, tmp_path: Path
+    name: str, kind: str, urls: StoreUrls, tmp_path: Path, report: Report
 ) -> None:
-    crash(OPERATIONS[name], kind, urls, tmp_path)
+    crash(OPERATIONS[name], kind, urls, tmp_path, report)
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_a_completion_in_the_users_transaction_is_whole_or_nothing(kind: str, urls: StoreUrls, tmp_path: Path) -> None:
-    crash(InTransaction(), kind, urls, tmp_path)
+def test_a_completion_in_the_users_transaction_is_whole_or_nothing(
+    kind: str, urls: StoreUrls, tmp_path: Path, report: Report
+) -> None:
+    crash(InTransaction(), kind, urls, tmp_path, report)
 
 
-def test_a_file_whose_tables_are_being_made_can_be_opened_by_the_next(urls: StoreUrls, tmp_path: Path) -> None:
-    crash(OpenEmpty(), "sqlite", urls, tmp_path)
+def test_a_file_whose_tables_are_being_made_can_be_opened_by_the_next(
+    urls: StoreUrls, tmp_path: Path, report: Report
+) -> None:
+    crash(OpenEmpty(), "sqlite", urls, tmp_path, report)

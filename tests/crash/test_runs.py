@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from crash.points import Operation, report, try_every_point
+from crash.points import Operation, Report, try_every_point
 from crash.run_operations import (
     CancelPending,
     CancelRunning,
@@ -51,10 +51,8 @@ OPERATIONS: dict[str, Operation] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_runs_and_quotas_outlive_a_process_that_dies_at_any_statement(
-    name: str, database: TestDatabase, tmp_path: Path
+    name: str, database: TestDatabase, tmp_path: Path, report: Report
 ) -> None:
     with kept_open(database.kind, database.url):
         tried = try_every_point(OPERATIONS[name], database.kind, database.url, tmp_path)
     report(tried)
-    assert tried.points.total() >= 3, "the operation has at least one statement"
-    assert tried.ends["killed"] >= 2

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from sqlalchemy import URL, make_url
 
+from support.programs import PATIENCE
 from support.proxies import at_port, connect, hang_up
 
 FaultKind = Literal["dies before", "dies after", "loses the reply of"]
@@ -101,10 +102,22 @@ class Link:
         self.sent = 0
         self.answered = 0
         self.withheld: int | None = None
+        self.gone = threading.Event()
+        """Set when the server has ended the connection, and so has executed or undone what was sent to it."""
 
-    def hang_up(self) -> None:
+    def end_requests(self) -> None:
+        """Tell the server that the client is gone."""
+        with suppress(OSError):
+            self.server.shutdown(socket.SHUT_WR)
+
+    def drain(self) -> None:
+        """Wait until the server ends the connection, too."""
+        with suppress(OSError):
+            while self.server.recv(65536):
+                pass
         hang_up(self.client)
         hang_up(self.server)
+        self.gone.set()
 
 
 class FaultProxy:
@@ -133,11 +146,13 @@ class FaultProxy:
             self._count, self.happened = 0, False
 
     def disconnect(self) -> None:
-        """End the connections of a process that is gone."""
+        """End the connections of a process that is gone, and wait until the server has noticed it."""
         with self._lock:
             links, self._links = self._links, []
         for link in links:
-            link.hang_up()
+            hang_up(link.client)
+        for link in links:
+            assert link.gone.wait(PATIENCE), "the server does not end a connection"
 
     def close(self) -> None:
         hang_up(self._listener)
@@ -155,6 +170,12 @@ class FaultProxy:
                     threading.Thread(target=work, args=(link,), daemon=True).start()
 
     def _requests(self, link: Link) -> None:
+        try:
+            self._forward_requests(link)
+        finally:
+            link.end_requests()
+
+    def _forward_requests(self, link: Link) -> None:
         data = ready = b""
         with suppress(OSError):
             while more := link.client.recv(65536):
@@ -169,7 +190,6 @@ class FaultProxy:
                         ready = b""
                 link.server.sendall(ready)
                 ready = b""
-        link.hang_up()
 
     def _is_fatal(self, link: Link) -> bool:
         """Count a statement. True if the process dies before it."""
@@ -183,6 +203,12 @@ class FaultProxy:
             return self._fault.kind == "dies before"
 
     def _replies(self, link: Link) -> None:
+        try:
+            self._forward_replies(link)
+        finally:
+            link.drain()
+
+    def _forward_replies(self, link: Link) -> None:
         data = b""
         with suppress(OSError):
             while more := link.server.recv(65536):
@@ -197,14 +223,13 @@ class FaultProxy:
                         return
         if link.withheld is not None:  # a request without a reply, such as to cancel
             self._happen(link)
-        link.hang_up()
 
     def _happen(self, link: Link) -> None:
         if self._fault.kind == "dies after":
             self._die()
         else:
             self.happened = True
-            link.hang_up()
+            hang_up(link.client)
 
     def _die(self) -> None:
         self.happened = True

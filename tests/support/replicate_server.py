@@ -229,7 +229,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         length = int(self.headers.get("content-length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
+        content = self.rfile.read(length)
+        if len(content) < length:  # the client died before it had sent everything
+            self.close_connection = True
+            return
+        body = json.loads(content) if length else None
         sent = {name.lower(): value for name, value in self.headers.items()}
         try:
             status, answer, headers = self.server_of.answer(self.command, self.path, body, sent)
