@@ -479,3 +479,30 @@ def test_brokers_hear_of_the_job_when_its_data_is_there_and_never_of_the_upload(
         queues = {name.decode() for name in redis.smembers("rq:queues")}
         assert queues == {"rq:queue:semel"}
     app.close()
+
+
+def test_a_job_is_announced_although_the_attempt_that_released_it_died(
+    url: str, redis_url: str, configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from redis import Redis
+
+    app = make_app(url, tmp_path, transport="rq", redis=redis_url)
+    add_models(app)
+    announce, died = app.transport.announce, []
+
+    def die_first(runs: Any, *, again: bool = False) -> bool:
+        if runs and not died:
+            died.append(runs)
+            raise RuntimeError("the attempt ends here")
+        return announce(runs, again=again)
+
+    monkeypatch.setattr(app.transport, "announce", die_first)
+    with (
+        serve(app, Settings(configs=str(configs))) as service,
+        service.client() as client,
+        Redis.from_url(redis_url) as redis,
+    ):
+        job = submit(client, "reading")["job_id"]
+        eventually(lambda: redis.llen("rq:queue:semel"), "the next attempt announces the job")
+        assert [run_id for run_id, _ in died[0]] == [job]
+    app.close()

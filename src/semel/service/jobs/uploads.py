@@ -49,6 +49,7 @@ def upload(ctx: Context, job_id: str) -> dict[str, Any]:
     with _blocking_store(work.service.app) as store:
         folder = run_sync(store.read(folder_of, job_id))
         if folder is None:
+            _announce(work.service.app, store, job_id)
             return {"uploaded": False}
         try:
             return _upload(ctx, job_id, Path(folder), work, store)
@@ -80,11 +81,17 @@ def _upload(ctx: Context, job_id: str, folder: Path, work: InternalWorker, store
         queue = run_sync(store.write(release_run, job_id, ref, store.statement_context))
         if not _is_there(app, ref, packed.size):  # it was removed with an old run before this run referred to it
             app.results.put_file(ref, archive)
+    _announce(app, store, job_id)
     if queue is None:
         return {"uploaded": False}
-    if app.transport.announces and queue != INTERNAL_QUEUE:
-        app.transport.announce([(job_id, queue)])
     return {"uploaded": True, "data_ref": ref, "bytes": packed.size}
+
+
+def _announce(app: App, store: RunStore, job_id: str) -> None:
+    """Announce the job's run, even if an earlier attempt released it: that attempt may have died before it did so."""
+    run = run_sync(store.find(job_id)) if app.transport.announces else None
+    if run is not None and run.status == "PENDING" and run.queue != INTERNAL_QUEUE:
+        app.transport.announce([(job_id, run.queue)])
 
 
 def _is_there(app: App, ref: str, size: int) -> bool:
