@@ -37,7 +37,7 @@ from history.written import (
 )
 from semel.testing.history import History, Operation, check, effect, linearize
 from semel.testing.history.keys import KeyModel, KeyState
-from semel.testing.history.linearize import Refusal, Search
+from semel.testing.history.linearize import IllegalStep, Search
 from semel.testing.history.operations import FOREVER
 
 GOOD_KEYS: dict[str, list[Operation]] = {
@@ -488,7 +488,7 @@ def test_every_rule_has_a_history_that_breaks_it() -> None:
     """A rule that nothing breaks proves nothing."""
     folder = Path(semel.testing.history.__file__).parent
     text = "".join((folder / name).read_text() for name in ("keys.py", "runs.py", "quotas.py"))
-    named = set(re.findall(r'(?:Refusal|Violation)\(\s*"([a-z-]+)"', text))
+    named = set(re.findall(r'(?:IllegalStep|Violation)\(\s*"([a-z-]+)"', text))
     others = {"outcome-forgotten", "claim-forgotten", "two-ends", "stale-write"}  # named by an expression
     assert named | others == {rule for rule, _ in BAD.values()} | {"undecided"}
 
@@ -558,7 +558,7 @@ def _possible(model: KeyModel, states: list[KeyState], order: Sequence[Operation
         after: list[KeyState] = []
         for state in states:
             found = model.step(state, each) if each.answered else model.guess(state, each)
-            after += [] if isinstance(found, Refusal) else found
+            after += [] if isinstance(found, IllegalStep) else found
         states = after
     return bool(states)
 

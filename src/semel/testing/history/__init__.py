@@ -18,9 +18,9 @@ from __future__ import annotations
 from semel.testing.history.keys import check_keys
 from semel.testing.history.operations import History, Operation, Violation, effect
 from semel.testing.history.quotas import check_quotas
-from semel.testing.history.recorded import RecordedApp, RecordedJobStore, RecordedOnce, RecordedStore, attempt
 from semel.testing.history.recorder import HistoryError, PendingOperation, Recorder, read
 from semel.testing.history.runs import check_runs
+from semel.testing.history.wrappers import RecordedApp, RecordedJobStore, RecordedOnce, RecordedStore, attempt
 
 __all__ = [
     "History",

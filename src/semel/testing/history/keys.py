@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
-from semel.testing.history.linearize import Refusal, Search
+from semel.testing.history.linearize import IllegalStep, Search
 from semel.testing.history.operations import FOREVER, History, Operation, Violation
 
 Status = Literal["absent", "claimed", "completed"]
@@ -73,16 +73,16 @@ class KeyModel:
         """No record."""
         return KeyState()
 
-    def step(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def step(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         """What the answer makes of the state. A record whose time may be over may also be absent."""
         verb = _VERBS[operation.verb]
         after = verb(self, state, operation)
         if state.status == "absent" or not self._may_be_gone(state, operation):
             return after
         gone = verb(self, state.absent(operation), operation)
-        if isinstance(gone, Refusal):
+        if isinstance(gone, IllegalStep):
             return after
-        return gone if isinstance(after, Refusal) else after + [each for each in gone if each not in after]
+        return gone if isinstance(after, IllegalStep) else after + [each for each in gone if each not in after]
 
     def reads(self, operation: Operation) -> bool:
         """Whether its answer says that it only looked, or was refused."""
@@ -95,7 +95,7 @@ class KeyModel:
         found: list[KeyState] = []
         for answer in self._possible(operation):
             after = self.step(state, _with_answer(operation, answer))
-            if not isinstance(after, Refusal):
+            if not isinstance(after, IllegalStep):
                 found += [each for each in after if each != state and each not in found]
         return found
 
@@ -105,23 +105,23 @@ class KeyModel:
         fences = self._unclaimed | self._granted.get(operation.asked("attempt"), set())
         return [{"verdict": "granted", "fence": fence} for fence in (0, *sorted(fences))]
 
-    def _claim(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _claim(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         verdict = operation.told("verdict")
         if verdict == "granted":
             return self._grant(state, operation)
         if state.status != "absent" and state.attempt == operation.asked("attempt") and verdict != "mismatch":
             said = f"the attempt that holds it as fence {state.fence} was told {verdict!r} when it asked again"
-            return Refusal("owner-refused", said, state.proof)
+            return IllegalStep("owner-refused", said, state.proof)
         return _VERDICTS[verdict](self, state, operation)
 
-    def _grant(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _grant(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         fence = operation.told("fence")
         ours = state.status != "absent" and state.attempt == operation.asked("attempt")
         if ours and fence == state.fence:
             return [state]
         if fence and fence <= state.top:
             said = f"fence {fence} was granted, although fence {state.top} was there before"
-            return Refusal("fences-grow", said, state.proof, weak=True)
+            return IllegalStep("fences-grow", said, state.proof, weak=True)
         refusal = self._not_free(state, operation)
         return refusal if refusal is not None else [self._taken(state, operation, fence)]
 
@@ -139,11 +139,11 @@ class KeyModel:
             operation,
         )
 
-    def _not_free(self, state: KeyState, operation: Operation) -> Refusal | None:
+    def _not_free(self, state: KeyState, operation: Operation) -> IllegalStep | None:
         fence = operation.told("fence")
         if state.status == "completed":
             left = (state.kept_until - operation.ended_us) / 1e6
-            return Refusal(
+            return IllegalStep(
                 "outcome-forgotten",
                 f"its work was done under fence {state.fence}, and is granted again as fence {fence}, although the "
                 f"outcome is to be kept for {left:.3f} more seconds at least",
@@ -153,7 +153,7 @@ class KeyModel:
             return None
         if not self._may_have_lapsed(state, operation):
             left = (state.lease_until - operation.ended_us) / 1e6
-            return Refusal(
+            return IllegalStep(
                 "two-owners",
                 f"fence {fence} was granted while fence {state.fence} held the key, for {left:.3f} more seconds at "
                 "least",
@@ -164,7 +164,7 @@ class KeyModel:
             return None if ours else _unknown_repeated(state, operation)
         return None
 
-    def _replay(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _replay(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         fence, value = operation.told("fence"), operation.told("value", "")
         if state.status != "completed":
             return _unfounded(state, operation, f"replays an outcome of fence {fence}, which nobody recorded")
@@ -172,36 +172,36 @@ class KeyModel:
             return _changed(state, operation)
         return [state]
 
-    def _in_flight(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _in_flight(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         fence = operation.told("fence")
         if state.status == "completed":
-            return Refusal(
+            return IllegalStep(
                 "outcome-lost", f"it is said to be in flight, but fence {state.fence} has completed it", state.proof
             )
         if state.status == "absent" or fence not in (0, state.fence):
             return _unfounded(state, operation, f"says that fence {fence} works on it, which does not hold it")
         return [state]
 
-    def _mismatch(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _mismatch(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         if state.status == "absent":
             return _unfounded(state, operation, "says that it was used with other content, but nobody holds it")
         return [state]
 
-    def _unknown(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _unknown(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         if state.status != "claimed" or operation.told("fence") not in (0, state.fence):
             return _unfounded(state, operation, f"says that the owner of fence {operation.told('fence')} vanished")
         if not self._may_have_lapsed(state, operation):
             return _unfounded(state, operation, f"says that fence {state.fence} vanished, but its lease still lasts")
         return [state]
 
-    def _renew(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _renew(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         holds = state.status == "claimed" and state.fence == operation.asked("fence")
         if operation.told("accepted"):
             until = operation.began_us + operation.asked("lease_us")
             return [replace(state, lease_until=until, by=operation)] if holds else _stale(state, operation)
         return _refused(state, operation) if holds else [state]
 
-    def _complete(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _complete(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         holds = state.status != "absent" and state.fence == operation.asked("fence")
         if not operation.told("accepted"):
             return _refused(state, operation) if holds else [state]
@@ -211,7 +211,7 @@ class KeyModel:
             return [state]
         return [replace(state, status="completed", value=operation.asked("value"), by=operation)]
 
-    def _release(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _release(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         holds = state.status != "absent" and state.fence == operation.asked("fence")
         if not operation.told("accepted"):
             return _refused(state, operation) if holds or state.status == "absent" else [state]
@@ -219,7 +219,7 @@ class KeyModel:
             return [state.absent(operation)]
         return [state] if holds or state.status == "absent" else _stale(state, operation)
 
-    def _forget(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _forget(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         if state.status == "absent":
             return [state] if operation.told("accepted") else _refused(state, operation)
         own = state.fence == operation.asked("fence")
@@ -229,22 +229,22 @@ class KeyModel:
         if not own:
             return _stale(state, operation)
         if live and not self._may_have_lapsed(state, operation):
-            return Refusal("two-owners", f"it was forgotten while fence {state.fence} held it", state.proof)
+            return IllegalStep("two-owners", f"it was forgotten while fence {state.fence} held it", state.proof)
         return [state.absent(operation)]
 
-    def _forgotten(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _forgotten(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         live = state.status == "claimed" and not operation.asked("force")
         if state.status == "absent" or (live and not self._may_have_lapsed(state, operation)):
             return [state]
         return [state, state.absent(operation)]
 
-    def _get(self, state: KeyState, operation: Operation) -> list[KeyState] | Refusal:
+    def _get(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         status = operation.told("status")
         if status == "absent" == state.status:
             return [state]
         if status == "absent":
             rule = "outcome-forgotten" if state.status == "completed" else "claim-forgotten"
-            return Refusal(rule, f"it is absent, although fence {state.fence} has {state.status} it", state.proof)
+            return IllegalStep(rule, f"it is absent, although fence {state.fence} has {state.status} it", state.proof)
         if status == "completed":
             return self._replay(state, operation)
         return self._in_flight(state, operation)
@@ -257,7 +257,7 @@ class KeyModel:
         return until < operation.ended_us + self._slack
 
 
-_Verb = Callable[[KeyModel, KeyState, Operation], list[KeyState] | Refusal]
+_Verb = Callable[[KeyModel, KeyState, Operation], list[KeyState] | IllegalStep]
 _VERBS: dict[str, _Verb] = {
     "claim": KeyModel._claim,
     "renew": KeyModel._renew,
@@ -286,23 +286,25 @@ def _with_answer(operation: Operation, answer: dict[str, Any]) -> Operation:
     return operation.about(*operation.subject, answer=answer)
 
 
-def _stale(state: KeyState, operation: Operation) -> Refusal:
+def _stale(state: KeyState, operation: Operation) -> IllegalStep:
     holder = {
         "absent": "nobody holds it",
         "claimed": f"fence {state.fence} holds it",
         "completed": f"fence {state.fence} has completed it",
     }[state.status]
     fence = operation.asked("fence")
-    return Refusal("stale-write", f"{operation.verb} under fence {fence} was accepted, although {holder}", state.proof)
+    return IllegalStep(
+        "stale-write", f"{operation.verb} under fence {fence} was accepted, although {holder}", state.proof
+    )
 
 
-def _refused(state: KeyState, operation: Operation) -> Refusal:
+def _refused(state: KeyState, operation: Operation) -> IllegalStep:
     said = f"{operation.verb} under fence {operation.asked('fence')} was refused, although no other fence has the key"
-    return Refusal("owner-refused", said, state.proof)
+    return IllegalStep("owner-refused", said, state.proof)
 
 
-def _changed(state: KeyState, operation: Operation) -> Refusal:
-    return Refusal(
+def _changed(state: KeyState, operation: Operation) -> IllegalStep:
+    return IllegalStep(
         "outcome-changed",
         f"its outcome is {operation.told('value')!r} of fence {operation.told('fence')}, but "
         f"{state.value!r} of fence {state.fence} was recorded before",
@@ -310,14 +312,14 @@ def _changed(state: KeyState, operation: Operation) -> Refusal:
     )
 
 
-def _unfounded(state: KeyState, operation: Operation, said: str) -> Refusal:
-    return Refusal(
+def _unfounded(state: KeyState, operation: Operation, said: str) -> IllegalStep:
+    return IllegalStep(
         "unfounded-answer", f"the answer to {operation.verb} {said}; it is {state.status}", state.proof, True
     )
 
 
-def _unknown_repeated(state: KeyState, operation: Operation) -> Refusal:
-    return Refusal(
+def _unknown_repeated(state: KeyState, operation: Operation) -> IllegalStep:
+    return IllegalStep(
         "unknown-repeated",
         f"the owner of fence {state.fence} vanished, and whether its work happened is not known; it was granted again "
         f"as fence {operation.told('fence')}, although the caller asked to be told",

@@ -20,7 +20,7 @@ MOST_STATES = 20_000
 """The most states that a search looks at before it gives up."""
 
 
-class Refusal(Struct, frozen=True):
+class IllegalStep(Struct, frozen=True):
     """Why an answer is impossible in a state: the rule, the words, and the operations that led to the state.
 
     ``weak`` if rather the state is wrong than the answer: such a reason is given only if there is no other.
@@ -32,13 +32,13 @@ class Refusal(Struct, frozen=True):
     weak: bool = False
 
 
-class Model(Protocol[S]):
+class Specification(Protocol[S]):
     """How one key or one run behaves."""
 
     def start(self) -> S:
         """The state before the first operation. States can be compared and hashed."""
 
-    def step(self, state: S, operation: Operation) -> list[S] | Refusal:
+    def step(self, state: S, operation: Operation) -> list[S] | IllegalStep:
         """The states in which its answer may leave the state; or why this answer is impossible."""
 
     def reads(self, operation: Operation) -> bool:
@@ -52,19 +52,19 @@ class Stuck(Struct):
     """The most that could be explained, and the answer that could not: None if the search gave up."""
 
     operation: Operation | None
-    refusal: Refusal | None
+    refusal: IllegalStep | None
 
 
 class Search(Generic[S]):
     """One search over the operations of one subject."""
 
-    def __init__(self, operations: Sequence[Operation], model: Model[S], most: int | None = None) -> None:
+    def __init__(self, operations: Sequence[Operation], model: Specification[S], most: int | None = None) -> None:
         self._operations = sorted(operations, key=lambda each: (each.began, each.ended))
         self._model = model
         self._most = MOST_STATES if most is None else most
         self._answers = sum(each.answered for each in operations)
         self._deepest = -1
-        self._stuck: list[tuple[Operation, Refusal]] = []
+        self._stuck: list[tuple[Operation, IllegalStep]] = []
 
     def run(self) -> Stuck | None:
         """None if some order explains every answer."""
@@ -85,13 +85,13 @@ class Search(Generic[S]):
 
     def _next(self, done: int, answers: int, state: S) -> list[tuple[int, int, S]]:
         found: list[tuple[int, int, S]] = []
-        refused: list[tuple[Operation, Refusal]] = []
+        refused: list[tuple[Operation, IllegalStep]] = []
         for bit, operation in self._first(done):
             if not operation.answered:
                 found += [(done | bit, answers, after) for after in self._model.guess(state, operation)]
                 continue
             after = self._model.step(state, operation)
-            if isinstance(after, Refusal):
+            if isinstance(after, IllegalStep):
                 refused.append((operation, after))
             elif after == [state] and self._model.reads(operation):
                 return [(done | bit, answers + 1, state)]  # nothing is lost by taking it at once

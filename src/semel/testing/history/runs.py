@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from semel.testing.history.linearize import Refusal, Search
+from semel.testing.history.linearize import IllegalStep, Search
 from semel.testing.history.operations import FOREVER, History, Operation, Violation
 
 ENDS = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -66,15 +66,15 @@ class RunModel:
         """It was submitted."""
         return RunState()
 
-    def step(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def step(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         """What the answer makes of the state. A run whose lease may have ended may have been taken back unseen."""
         after = _VERBS[operation.verb](self, state, operation)
-        if not isinstance(after, Refusal) or not self._may_be_lost(state, operation):
+        if not isinstance(after, IllegalStep) or not self._may_be_lost(state, operation):
             return after
         for status in ("PENDING", "FAILED"):
             lost = replace(state, status=status, by=operation)
             again = _VERBS[operation.verb](self, lost, operation)
-            if not isinstance(again, Refusal):
+            if not isinstance(again, IllegalStep):
                 return again
         return after
 
@@ -87,7 +87,7 @@ class RunModel:
         found: list[RunState] = []
         for answer in self._possible(operation):
             after = self.step(state, operation.about(*operation.subject, answer=answer))
-            if not isinstance(after, Refusal):
+            if not isinstance(after, IllegalStep):
                 found += [each for each in after if each != state and each not in found]
         return found
 
@@ -103,28 +103,28 @@ class RunModel:
                 return [{"status": "CANCELLED"}]
         return [{"accepted": True}]
 
-    def _lease(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _lease(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         fence = operation.told("fence")
         if fence and fence <= state.top:
             said = f"fence {fence} was leased, although fence {state.top} was there before"
-            return Refusal("fences-grow", said, state.proof, weak=True)
+            return IllegalStep("fences-grow", said, state.proof, weak=True)
         if state.over:
             said = f"it was leased as fence {fence}, although it is {state.status}"
-            return Refusal("run-after-its-end", said, state.proof)
+            return IllegalStep("run-after-its-end", said, state.proof)
         if state.status == "RUNNING":
             said = f"it was leased as fence {fence} while fence {state.fence} held it"
-            return Refusal("two-workers", said, state.proof)
+            return IllegalStep("two-workers", said, state.proof)
         until = operation.began_us + operation.told("lease_us", 0)
         return [RunState("RUNNING", fence, "", max(fence, state.top), until, operation)]
 
-    def _renew(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _renew(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         holds = state.status == "RUNNING" and state.fence == operation.asked("fence")
         if not operation.told("accepted"):
             return [state]  # its row may have been locked
         until = operation.began_us + operation.asked("lease_us", 0)
         return [replace(state, lease_until=until, by=operation)] if holds else _stale(state, operation)
 
-    def _finish(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _finish(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         holds = state.status == "RUNNING" and state.fence == operation.asked("fence")
         status, value = operation.told("status"), operation.asked("value", "")
         if not operation.told("accepted"):
@@ -134,36 +134,36 @@ class RunModel:
         again = state.status == status == "SUCCEEDED" and state.fence == operation.asked("fence")
         return [state] if again and state.value == value else _stale(state, operation)
 
-    def _lose(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _lose(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         fence = operation.told("fence")
         if state.status != "RUNNING" or fence not in (None, state.fence):
             said = f"the worker of fence {fence} was given up, but the run is {state.status} under fence {state.fence}"
-            return Refusal("stale-write", said, state.proof)
+            return IllegalStep("stale-write", said, state.proof)
         if not self._may_have_lapsed(state, operation):
             left = (state.lease_until - operation.ended_us) / 1e6
             said = f"the worker of fence {state.fence} was given up {left:.3f} seconds or more before its lease ends"
-            return Refusal("two-workers", said, state.proof)
+            return IllegalStep("two-workers", said, state.proof)
         return [replace(state, status=operation.told("status"), by=operation)]
 
-    def _cancel(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _cancel(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         if operation.told("refused"):
             return [state]
         if operation.told("status") == "CANCELLED" and state.status == "PENDING":
             return [replace(state, status="CANCELLED", by=operation)]
         return self._get(state, operation)
 
-    def _get(self, state: RunState, operation: Operation) -> list[RunState] | Refusal:
+    def _get(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         status, value = operation.told("status"), operation.told("value", "")
         fence = operation.told("fence", state.fence)
         if status == "absent":
-            return Refusal("run-lost", f"there is no such run, but it is {state.status}", state.proof)
+            return IllegalStep("run-lost", f"there is no such run, but it is {state.status}", state.proof)
         if state.over and status != state.status:
-            return Refusal("end-changed", f"it is {status}, but it had ended as {state.status}", state.proof)
+            return IllegalStep("end-changed", f"it is {status}, but it had ended as {state.status}", state.proof)
         if state.over and value not in ("", state.value):
-            return Refusal("end-changed", f"its result is {value!r}, but {state.value!r} was recorded", state.proof)
+            return IllegalStep("end-changed", f"its result is {value!r}, but {state.value!r} was recorded", state.proof)
         if status != state.status or (status == "RUNNING" and fence != state.fence):
             said = f"it is said to be {status} under fence {fence}, but it is {state.status} under fence {state.fence}"
-            return Refusal("unfounded-answer", said, state.proof, weak=True)
+            return IllegalStep("unfounded-answer", said, state.proof, weak=True)
         return [state]
 
     def _may_have_lapsed(self, state: RunState, operation: Operation) -> bool:
@@ -173,7 +173,7 @@ class RunModel:
         return state.status == "RUNNING" and self._may_have_lapsed(state, operation)
 
 
-_VERBS: dict[str, Callable[[RunModel, RunState, Operation], list[RunState] | Refusal]] = {
+_VERBS: dict[str, Callable[[RunModel, RunState, Operation], list[RunState] | IllegalStep]] = {
     "lease": RunModel._lease,
     "renew": RunModel._renew,
     "finish": RunModel._finish,
@@ -183,15 +183,15 @@ _VERBS: dict[str, Callable[[RunModel, RunState, Operation], list[RunState] | Ref
 }
 
 
-def _stale(state: RunState, operation: Operation) -> Refusal:
+def _stale(state: RunState, operation: Operation) -> IllegalStep:
     fence = operation.asked("fence")
     said = f"{operation.verb} under fence {fence} was accepted, but the run is {state.status} under fence {state.fence}"
-    return Refusal("two-ends" if state.over and operation.verb == "finish" else "stale-write", said, state.proof)
+    return IllegalStep("two-ends" if state.over and operation.verb == "finish" else "stale-write", said, state.proof)
 
 
-def _refused(state: RunState, operation: Operation) -> Refusal:
+def _refused(state: RunState, operation: Operation) -> IllegalStep:
     said = f"finish under fence {operation.asked('fence')} was refused, although it holds the run"
-    return Refusal("owner-refused", said, state.proof)
+    return IllegalStep("owner-refused", said, state.proof)
 
 
 def check_runs(history: History) -> Iterator[Violation]:
