@@ -23,9 +23,11 @@ from semel.http.protocol import (
     BadKey,
     add_credentials,
     codings_for_app,
+    differ_by_credentials,
     expires_header,
     fingerprint_of_bytes,
     fingerprint_of_json,
+    is_visible_to,
     key_of,
     operation_of,
     replay,
@@ -155,6 +157,17 @@ def test_a_very_long_header_is_refused_at_once() -> None:
         assert bad.value.shown == value[:255]
 
 
+@pytest.mark.parametrize(("length", "taken"), [(2048, True), (2049, False)])
+def test_a_header_may_have_2048_characters(length: int, taken: bool) -> None:
+    header = '"abc";p="'.ljust(length - 1, "x") + '"'
+    assert len(header) == length
+    if taken:
+        assert key_of([header], IETF) == "abc"
+        return
+    with pytest.raises(BadKey):
+        key_of([header], IETF)
+
+
 # -- scopes ------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +263,22 @@ def test_every_body_and_query_has_a_fingerprint(body: bytes, query: bytes) -> No
         assert checked_fingerprint(each) == each
 
 
+def test_only_the_callers_own_credentials_show_a_key() -> None:
+    print_ = fingerprint_of_bytes(b"body", b"")
+    mine, theirs = (add_credentials(print_, name, "POST /items", "k") for name in (b"ann", b"bob"))
+    assert is_visible_to(mine, b"ann", "POST /items", "k")
+    assert not is_visible_to(mine, b"bob", "POST /items", "k")
+    assert not is_visible_to(mine, b"", "POST /items", "k")
+    assert not is_visible_to(mine, b"ann", "POST /items", "another")
+    assert is_visible_to(print_, b"ann", "POST /items", "k"), "nobody's own"
+    assert differ_by_credentials(mine, theirs)
+    assert differ_by_credentials(mine, print_)
+    assert not differ_by_credentials(mine, mine)
+    other = add_credentials(fingerprint_of_bytes(b"another body", b""), b"ann", "POST /items", "k")
+    assert not differ_by_credentials(mine, other), "they differ by more"
+    assert not differ_by_credentials(print_, other)
+
+
 # -- what is kept and replayed -----------------------------------------------------------------------------------------
 
 
@@ -323,6 +352,12 @@ def test_every_value_that_can_be_recorded_can_be_replayed_as_json(value: Any) ->
 
 def test_a_message_that_was_seen_is_replayed_as_204() -> None:
     assert replay(outcome("seen", codec.encode({"x": 1})), None) == Response(204, MARKS, b"")
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_a_status_without_a_body_is_replayed_without_a_length(status: int) -> None:
+    recorded = packed("response", Response(status, [(b"etag", b"1")], b""))
+    assert replay(outcome(*recorded), None) == Response(status, [(b"etag", b"1"), *MARKS], b"")
 
 
 def answer(found: Outcome, policy: Policy, accept_encoding: str | None = None) -> Response:

@@ -1,0 +1,72 @@
+"""`./dev mutants` finds the changes that matter, and each of them is still Python."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "tools" / "mutants.py"
+
+SOURCE = '''
+"""A docstring: 1 < 2."""
+QUERY = "SELECT 1 FROM runs WHERE a = {a < 1} AND b < 2"
+LIMIT = 3
+
+def admit(counts: dict[str, int], most: int | None = None) -> bool:
+    lock(counts)
+    if not (most is None or counts["ä"] + 1 <= most):
+        raise ValueError("2 > 1")
+    return counts["ä"] > 0 and bool(most)
+'''
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mutants", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_change_is_found_once_and_is_python(mutants: ModuleType) -> None:
+    source = SOURCE.encode()
+    mutator = mutants.Mutator(Path("example.py"), source)
+    mutator.visit(ast.parse(source))
+    for each in mutator.found:
+        assert ast.dump(ast.parse(each.applied(source))) != ast.dump(ast.parse(source))
+    shown = [(each.line, source[each.start : each.end].decode(), each.new) for each in mutator.found]
+    assert sorted(shown) == sorted(
+        [
+            (3, " AND ", " OR "),
+            (3, " < ", " <= "),
+            (4, "3", "4"),
+            (7, "lock(counts)", "pass"),
+            (8, "not ", ""),
+            (8, "is", "is not"),
+            (8, "or", "and"),
+            (8, "+", "-"),
+            (8, "1", "2"),
+            (8, "<=", "<"),
+            (9, 'raise ValueError("2 > 1")', "pass"),
+            (10, 'return counts["ä"] > 0 and bool(most)', "return None"),
+            (10, ">", ">="),
+            (10, "0", "1"),
+            (10, "and", "or"),
+        ]
+    )
+
+
+def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_fastest_first(mutants: ModuleType) -> None:
+    lines = {"slow": {7}, "quick": {7, 8}, "elsewhere": {10}, "none": set[int]()}
+    baseline = mutants.Baseline({"slow": 9.0, "quick": 0.1, "elsewhere": 1.0, "none": 0.0}, lines)
+    mutant = mutants.Mutant(Path("example.py"), 7, 7, 0, 0, "")
+    at_load = mutants.Mutant(Path("example.py"), 3, 3, 0, 0, "", at_load=True)
+    assert baseline.tests_for(mutant, 20) == ["quick", "slow"]
+    assert baseline.tests_for(mutant, 5) == ["quick"]
+    assert baseline.tests_for(at_load, 20) == ["quick", "elsewhere", "slow"]
