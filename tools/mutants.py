@@ -135,6 +135,11 @@ class Mutator(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 -- ast's name
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Only the body: whether a struct is frozen is for mypy to check."""
+        for each in node.body:
+            self.visit(each)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
