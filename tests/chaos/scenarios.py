@@ -233,6 +233,19 @@ def fill_disk(stage: Stage) -> None:
         limit_files(member.pid, resource.RLIM_INFINITY)
 
 
+@scenario("sqlite-moved", "the file is moved away, and back", "sqlite")
+def move_file(stage: Stage) -> None:
+    away = stage.folder / "away"
+    away.mkdir()
+    files = [Path(f"{_file(stage)}{ending}") for ending in ("", "-wal", "-shm")]
+    for file in files:
+        file.rename(away / file.name)
+    time.sleep(stage.seconds)  # the fault lasts
+    for file in files:
+        if not file.exists():
+            (away / file.name).rename(file)
+
+
 # -- brokers -----------------------------------------------------------------------------------------------------------
 
 

@@ -221,7 +221,7 @@ def drain(stage: Stage) -> None:
 def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
     """Compare the files of the oracle with the tables."""
     runs = stage.sql("SELECT * FROM semel_runs WHERE user_id = 'chaos'")
-    Ledger(Place(stage.kind, stage.url, stage.folder, "chaos", 0), "chaos").check()
+    Ledger(Place(stage.kind, stage.url, stage.folder, "chaos", 0, stage.url), "chaos").check()
     ends = stage.sql(
         "SELECT run_id, count(*) AS many FROM semel_run_events"
         " WHERE status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') GROUP BY run_id"
