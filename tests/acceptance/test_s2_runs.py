@@ -635,7 +635,7 @@ def test_s2_29_every_twenty_seconds_or_sooner_a_heartbeat_extends_the_lease_to_a
         ledger = app.ledger(awaited=True)
         holdings = ActiveRuns()
         holdings.add(ActiveRun(leased, app.registry["add"], "by-hand", asyncio.get_running_loop().time() - seconds_ago))
-        heart = Heartbeat(ledger, holdings, WorkerLogger("by-hand"), card=lambda: CARD, lost=_never, cancelled=_never)
+        heart = Heartbeat(ledger, holdings, WorkerLogger("by-hand"), record=lambda: CARD, lost=_never, cancelled=_never)
         await heart.beat()
         await ledger.close()
         held = await app.aio.get(run.id)

@@ -242,7 +242,7 @@ def test_a_broker_that_is_away_at_submit_delays_the_message_and_loses_nothing(
         assert time.monotonic() - began < 6
         assert app.get(run.id).status == "PENDING"
         assert f"run {run.id} could not be announced" in caplog.text
-        assert "the sweeper will announce" in caplog.text
+        assert "will be announced by the sweeper" in caplog.text
         server.start()
         broker.empty(ground)
         until(lambda: broker.count(ground) >= 2, "the announcement")
