@@ -118,7 +118,7 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
     """Try the operation once for each point; returns what was tried."""
     tried = Tried()
     with Bench(kind, url) as bench:
-        for fault in bench.faults(getattr(operation, "stride", 1), in_turn=getattr(operation, "in_turn", False)):
+        for fault in bench.faults(operation):
             place = Place(kind, url, folder, f"try-{next(numbers)}", round(START * 1e6), url)
             given = operation.prepare(place)
             ended = bench.run(fault, operation, place, given)
@@ -172,16 +172,18 @@ class Bench:
             _forkers.pop(os.getpid()).end()
         self._through_proxy.__exit__(None, None, None)
 
-    def faults(self, stride: int, *, in_turn: bool) -> Iterator[Fault]:
-        """Every kind of fault at each statement, or every few of them, until there is no such statement.
+    def faults(self, operation: Operation) -> Iterator[Fault]:
+        """Every kind of fault at each statement, until there is no such statement.
 
-        ``in_turn``: one kind at each statement, the next kind at the next. To die after a statement and to die before
-        the next one leave the same rows. ``SEMEL_CRASH=all``: always every kind at every statement.
+        An operation may be content with less: a ``stride``, some ``kinds``, or one kind at each statement ``in_turn``
+        (to die after a statement and before the next one leave the same rows). ``SEMEL_CRASH=all`` tries all of them.
         """
-        if os.environ.get("SEMEL_CRASH") == "all":
-            stride, in_turn = 1, False
+        every = os.environ.get("SEMEL_CRASH") == "all"
+        stride = 1 if every else getattr(operation, "stride", 1)
+        kinds = FAULTS if every else getattr(operation, "kinds", FAULTS)
+        in_turn = not every and getattr(operation, "in_turn", False)
         for place, number in enumerate(range(1, MOST_STATEMENTS, stride)):
-            for kind in (FAULTS[place % len(FAULTS)],) if in_turn else FAULTS:
+            for kind in (kinds[place % len(kinds)],) if in_turn else kinds:
                 yield Fault(kind, number)
                 if not self.happened:
                     return

@@ -260,6 +260,9 @@ class Sweep(OfRunningRun):
         if before.statuses == ["PENDING"]:
             with opened(place, LEASE + 1) as database:
                 assert not database.end(given), "a lost attempt could end the run"
+                (taken,) = database.lease()
+                assert not database.end(given), "a lost attempt could end the run of another"
+                assert database.end(taken)
         (run,) = go_on(place, later=LEASE + 1).runs
         assert (run.status, run.losts, run.fence) == ("SUCCEEDED", 1, 2)
 

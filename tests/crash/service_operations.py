@@ -20,6 +20,7 @@ import semel.service.webhooks.sender  # noqa: F401 -- imported before processes 
 from crash.ledger import Ledger
 from crash.points import Ended, Place
 from crash.run_operations import opened
+from crash.wire import FAULTS, FaultKind
 from semel import App, Context, Worker
 from semel.providers.replicate import MODEL, Replicate
 from semel.runs.store.submit import JobDetails
@@ -29,7 +30,8 @@ from semel.service.app import build
 from semel.service.auth import tokens
 from semel.service.auth.middleware import Principal
 from semel.service.auth.tokens import NewToken
-from semel.service.jobs import JobSubmission, uploads
+from semel.service.jobs import JobSubmission, internal_worker, uploads
+from semel.service.jobs.internal_worker import QUEUE
 from semel.service.state import ServiceState
 from semel.service.webhooks.dispatcher import WebhookDispatcher
 from support.jobs import SUBMIT, write_config
@@ -209,6 +211,10 @@ async def submit_job(place: Place) -> Any:
 class Upload(InLoop):
     """The upload of a job's data: the job's run is released once, and never before its data is stored."""
 
+    stride = 1
+    kinds: tuple[FaultKind, ...] = ("dies after",)
+    """A file is stored between two statements: what must come after it is seen by whoever dies before it."""
+
     def prepare(self, place: Place) -> str:
         write_job(place)
         submitted: str = asyncio.run(submit_job(place)).job_id
@@ -216,11 +222,11 @@ class Upload(InLoop):
 
     async def work(self, place: Place, given: str) -> None:
         site = Site(place)
-        await site.state.store.open()
-        await site.state.internal_worker.open()
+        uploads.install(site.app)
         with looking(place) as look:
-            await until(lambda: upload_status(look, given) in OVER)
-        await site.state.internal_worker.close()
+            ((upload_id,),) = look("SELECT upload_id FROM semel_jobs WHERE run_id = ?", given)
+        internal_worker._current.set(site.state.internal_worker)
+        await Worker(site.app, queues=[QUEUE], processes=0, threads=1, sweep_every=None).perform(str(upload_id))
 
     def check(self, place: Place, given: str, ended: Ended) -> None:
         (before,) = Ledger(place, place.name).check().runs
@@ -262,13 +268,14 @@ def upload_status(look: Callable[..., list[Any]], run_id: str) -> str:
 
 
 def is_stored(place: Place, ref: str) -> bool:
-    return (place.folder / "artifacts" / ref).stat().st_size > 0
+    return (place.folder / "artifacts" / ref).is_file()
 
 
 class SubmitJob(Upload):
     """The submission of a job with config and data through the service's API, with a key."""
 
     stride = 7
+    kinds = FAULTS
     survives_lost_replies = True
 
     def prepare(self, place: Place) -> str:
