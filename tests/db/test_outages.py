@@ -147,7 +147,7 @@ def test_a_worker_logs_an_outage_when_it_begins_and_when_it_ends(
         eventually(lambda: app.get(run.id).status == "SUCCEEDED", "what ended meanwhile is written")
     app.close()
     begins, *lasts, ends = _about(caplog)
-    assert re.match(r"the database is unavailable; runs under way go on while their leases last", begins)
+    assert re.match(r"the database is unavailable; active runs continue while their leases last", begins)
     assert all(re.match(r"the database has been unavailable for \d+ s;", each) for each in lasts)
     assert re.fullmatch(r"the database is available again after \d+ s", ends)
     told = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
