@@ -99,16 +99,18 @@ def keep_snapshot(stage: Stage) -> None:
         time.sleep(stage.seconds)  # the fault lasts
 
 
-@scenario("postgres-disk-full", "PostgreSQL's files cannot grow", "postgres")
+@scenario("postgres-disk-full", "PostgreSQL refuses writes, as with a full disk (53100)", "postgres")
 def fill_postgres_disk(stage: Stage) -> None:
-    ends_at = stage.ends_at()
-    while time.monotonic() < ends_at:
-        with suppress(Exception):
-            for (pid,) in stage.sql("SELECT pid FROM pg_stat_activity WHERE application_name = 'semel'"):
-                limit_files(pid, 100_000)
-        time.sleep(0.1)  # new backends are limited, too
-    with suppress(Exception):
-        stage.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'semel'")
+    tables = ("semel_runs", "semel_run_events", "semel_run_keys")
+    stage.sql(
+        "CREATE FUNCTION no_room() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$"
+    )
+    for table in tables:
+        stage.sql(f"CREATE TRIGGER no_room BEFORE INSERT OR UPDATE ON {table} EXECUTE FUNCTION no_room()")
+    time.sleep(stage.seconds)  # the fault lasts
+    for table in tables:
+        stage.sql(f"DROP TRIGGER no_room ON {table}")
 
 
 def limit_files(pid: int, room: int) -> None:
