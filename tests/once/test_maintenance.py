@@ -20,7 +20,7 @@ from semel.once.maintenance import BATCH, Collector
 from semel.once.stats import StatsCounter
 from semel.once.store import Renew
 from semel.once.stores.memory import MemoryStore
-from semel.testing import FakeClock
+from semel.testing import FakeClock, FaultyStore
 from support.databases import KINDS, StoreUrls
 from support.waiting import eventually
 
@@ -330,6 +330,25 @@ def test_the_renewer_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixt
 
         assert once.call("key", work, lease=0.03).value == 7
     assert "the store of semel-renewer is unavailable; retrying" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_claim_without_a_reply_is_released_and_never_made_again(
+    urls: StoreUrls, kind: str, key: str, applied: bool
+) -> None:
+    """Made again and then released, it would refuse a caller in between as a duplicate."""
+    with Once(urls[kind]) as plain:
+        store = FaultyStore(plain._engine.store)
+        with Once(store, retry_for=0) as once:
+            (store.lose_reply if applied else store.lose_request)("claim")
+            with pytest.raises(StoreUnavailable):
+                once.claim(key, lease=600)
+            pending = once._engine._background.here().pending
+            eventually(lambda: not pending.writes)
+            assert store.calls["claim"] == 1
+            assert store.calls["release"] == applied
+            assert plain.get(key) is None
 
 
 def test_all_leases_are_renewed_in_one_batch() -> None:

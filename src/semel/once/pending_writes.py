@@ -17,7 +17,7 @@ from semel._concurrency.retry import Backoff
 from semel._concurrency.runtime import Runtime
 from semel.errors import SemelError, StoreUnavailable
 from semel.once.maintenance import Renewer
-from semel.once.store import ClaimRequest, Complete, OnReleased, OutcomeData, Release, Store
+from semel.once.store import ClaimRequest, Complete, KeyRef, OnReleased, OutcomeData, Release, Store
 from semel.types import Claim, Granted
 
 _BACKOFF = Backoff(0.02, 5.0)
@@ -107,9 +107,11 @@ class PendingWrites(PeriodicTask):
         self._on_released(claim.scope, claim.key)
 
     async def _unclaim(self, request: ClaimRequest) -> None:
-        # The same attempt is granted the same claim again.
-        (verdict,) = await self._store.claim([request])
-        await self.give_back(verdict)
+        # Not by claiming it again: until it is released, a new claim of another caller would find the key in flight.
+        (record,) = await self._store.get([KeyRef(request.scope, request.key)])
+        if record is not None and record.state == "claimed" and record.attempt == request.attempt:
+            await self._store.release([Release(record.scope, record.key, record.fence)])
+            self._on_released(record.scope, record.key)
 
     async def give_back(self, verdict: object) -> None:
         """Release a claim whose caller was cancelled before it was granted."""
