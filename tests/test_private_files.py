@@ -2,14 +2,18 @@
 
 import os
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from semel import App, Once
 from semel.cli import main as semel_command
+from semel.errors import StoreBroken
 from semel.runs.execution.context import Context
 from semel.runs.results import open_results
+from support.file_modes import respect_file_modes
+from support.programs import processes
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +70,43 @@ def test_what_is_put_as_a_file_is_its_owners_alone_although_the_original_was_not
     original.chmod(0o666)
     open_results(tmp_path / "results").put_file("data/abc/data.tar.gz", original)
     assert modes(tmp_path / "results") == {"data": 0o700, "data/abc": 0o700, "data/abc/data.tar.gz": 0o600}
+
+
+def submit_meanwhile(file: str, given: Connection) -> None:
+    """A process that may not write the file at first: says what its submissions came to."""
+    respect_file_modes()
+    app = App(f"sqlite:///{file}", artifacts=Path(file).parent, retry_for=0, dedupe_window=0)
+    app.model("nothing", isolation="thread")(lambda: None)
+    for _ in range(2):
+        given.recv()
+        try:
+            given.send(app.submit("nothing").status)
+        except StoreBroken as error:
+            given.send(str(error))
+    app.close()
+
+
+def test_a_process_writes_again_when_the_file_is_writable_again(tmp_path: Path) -> None:
+    """A connection that SQLite opened while the file was read-only stays read-only for ever."""
+    file = tmp_path / "semel.db"
+    assert semel_command(["migrate", f"sqlite:///{file}"]) == 0
+    once = Once(f"sqlite:///{file}")
+    once.check_and_mark("ack_id", "1")  # SQLite's log exists as long as a connection is open
+    for path in tmp_path.iterdir():
+        path.chmod(0o400)
+    tmp_path.chmod(0o500)
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=submit_meanwhile, args=(str(file), theirs))
+    process.start()
+    said = []
+    for _ in range(2):
+        ours.send("go on")
+        assert ours.poll(60)
+        said.append(ours.recv())
+        tmp_path.chmod(0o700)
+        for path in tmp_path.iterdir():
+            path.chmod(0o600)
+    process.join(60)
+    once.close()
+    assert "attempt to write a readonly database" in said[0]
+    assert said[1] == "PENDING"

@@ -4,7 +4,6 @@ Effects and acknowledgements are lines in append-only files, each written at onc
 """
 
 import asyncio
-import datetime as dt
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
+from support.file_modes import respect_file_modes
 
 LEASE = 1.5
 PAUSE = 0.05
@@ -52,16 +52,15 @@ def make_app(url: str, folder: Path, **options: Any) -> App:
     return app
 
 
-def work(url: str, folder: Path, name: str, clock_error: float = 0.0) -> None:
-    """A worker; its host's clock may be wrong by some seconds."""
+def work(url: str, folder: Path, name: str) -> None:
+    """A worker."""
     log_to(folder)
-    if clock_error:
-        shift_clock(clock_error)
     Worker(make_app(url, folder), name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
 
 
 def log_to(folder: Path) -> None:
-    """Log to a file, so that the table can be read."""
+    """Log to a file, so that the table can be read; and respect the modes of files even as root."""
+    respect_file_modes()
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
 
 
@@ -89,11 +88,9 @@ def paced(rate: float) -> Iterator[int]:
         number += 1
 
 
-def submit(url: str, folder: Path, name: str, rate: float, clock_error: float = 0.0) -> None:
+def submit(url: str, folder: Path, name: str, rate: float) -> None:
     """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged."""
     log_to(folder)
-    if clock_error:
-        shift_clock(clock_error)
     stopped = Stopped()
     target: App | Client = Client(url) if url.startswith("http") else make_app(url, folder)
     for number in paced(rate):
@@ -144,21 +141,3 @@ def _effect(folder: Path, key: str) -> dict[str, int]:
     fence = current_claim().fence
     append(folder / "effects", key, fence)
     return {"fence": fence}
-
-
-def shift_clock(seconds: float) -> None:
-    """Let this process believe that it is earlier or later: every clock of Python that tells the time of day."""
-    real, real_ns = time.time, time.time_ns
-
-    class Shifted(dt.datetime):
-        @classmethod
-        def now(cls, tz: dt.tzinfo | None = None) -> Any:
-            return cls.fromtimestamp(time.time(), tz)
-
-        @classmethod
-        def utcnow(cls) -> Any:
-            return cls.fromtimestamp(time.time(), dt.UTC).replace(tzinfo=None)
-
-    time.time = lambda: real() + seconds
-    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
-    dt.datetime = Shifted  # type: ignore[misc]

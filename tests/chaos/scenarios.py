@@ -33,7 +33,8 @@ class Scenario:
     store: Literal["postgres", "sqlite", "redis"]
     fault: FaultFunction
     through: Literal["direct", "proxy", "server"] = "direct"
-    clock_error: float = 0.0
+    clocks: tuple[float, ...] | None = None
+    """The errors of the hosts' clocks, in seconds; None for the machine's clock."""
     broker: str | None = None
     """The broker of the runs, which is flushed or killed."""
 
@@ -149,9 +150,22 @@ def stop_and_wake(stage: Stage) -> None:
     victim.send(signal.SIGCONT)
 
 
-@scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clock_error=3600.0)
+@scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clocks=(-3600.0, 3600.0))
 def wait(stage: Stage) -> None:
     time.sleep(stage.seconds)  # the fault lasts all the time
+
+
+@scenario("clocks-jump", "the clocks of the hosts jump by an hour, forward and back", "postgres", clocks=(0.0,))
+def jump(stage: Stage) -> None:
+    members = [*stage.workers, *stage.askers]
+    for step in range(4):
+        for number, member in enumerate(members):
+            assert member.clock is not None
+            member.clock.set(3600.0 if (step + number) % 2 else -3600.0)
+        time.sleep(max(stage.seconds / 4, 1.1))  # libfaketime reads the file once a second
+    for member in members:
+        assert member.clock is not None
+        member.clock.set(0.0)
 
 
 @scenario("server-kill", "the server is killed under clients that retry", "postgres", through="server")
@@ -235,6 +249,21 @@ def fill_disk(stage: Stage) -> None:
         limit_files(member.pid, resource.RLIM_INFINITY)
 
 
+@scenario("sqlite-read-only", "the file and its folder cannot be written, and processes start", "sqlite")
+def make_read_only(stage: Stage) -> None:
+    folder = _file(stage).parent
+    files = [Path(f"{_file(stage)}{ending}") for ending in ("", "-wal", "-shm")]
+    modes = [(path, path.stat().st_mode) for path in (folder, *files)]
+    for path, mode in modes:
+        path.chmod(mode & ~0o222)
+    for member in (*stage.workers, *stage.askers):  # who has the file open may go on writing
+        member.kill()
+        member.restart()
+    time.sleep(stage.seconds)  # the fault lasts
+    for path, mode in modes:
+        path.chmod(mode)
+
+
 @scenario("sqlite-moved", "the file is moved away, and back", "sqlite")
 def move_file(stage: Stage) -> None:
     away = stage.folder / "away"
@@ -290,7 +319,7 @@ class Theatre:
                     play_calls(stage, scenario.fault, account)
                 return account
             with self._targets(scenario, stage, seed) as (workers, askers), ExitStack() as stack:
-                stack.enter_context(fleet(stage, workers, askers, scenario.clock_error))
+                stack.enter_context(fleet(stage, workers, askers, scenario.clocks))
                 play(stage, scenario.fault, account)
         return account
 

@@ -4,16 +4,20 @@ Each scenario has three phases of equal length: before the fault, in the fault, 
 submitted, and what is left must end.
 """
 
+import importlib.util
+import multiprocessing
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import sqlalchemy
 from sqlalchemy import text
@@ -58,11 +62,46 @@ class Account:
         return [f"{many} {name}" for name in ("lost", "doubled", "stuck") if (many := getattr(self, name))]
 
 
+class HostClock:
+    """The clock of a member's host, by libfaketime: the time of day of the whole process, C code included."""
+
+    def __init__(self, folder: Path, name: str, seconds: float) -> None:
+        self._file = folder / f"clock-{name}"
+        self.set(seconds)
+
+    def set(self, seconds: float) -> None:
+        """Let the clock be that many seconds ahead of the machine's, or behind it."""
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{seconds:+.0f}\n")
+        new.rename(self._file)
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to have this clock."""
+        if (library := clock_library()) is None:
+            raise RuntimeError("clocks are set by libfaketime, whose wheel is for Linux on x86-64 only")
+        return {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+
+def clock_library() -> Path | None:
+    """The library of libfaketime; None where there is no wheel of it."""
+    spec = importlib.util.find_spec("libfaketime")
+    if spec is None or spec.origin is None:
+        return None
+    return next(Path(spec.origin).parent.rglob("libfaketime.so.1"), None)
+
+
 class Member:
     """One process of the fleet."""
 
-    def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, name: str, target: Callable[..., None], *arguments: Any, clock: HostClock | None = None) -> None:
         self.name = name
+        self.clock = clock
+        self.process: BaseProcess
         self._target = target
         self._arguments = arguments
         self.restart()
@@ -79,8 +118,15 @@ class Member:
 
     def restart(self) -> None:
         """Start it, also after it was killed."""
-        self.process = processes.Process(target=self._target, args=self._arguments, name=self.name)
-        self.process.start()
+        if self.clock is None:
+            self.process = processes.Process(target=self._target, args=self._arguments, name=self.name)
+            self.process.start()
+            return
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=self._target, args=self._arguments, name=self.name
+        )
+        with patch.dict(os.environ, self.clock.environment()):  # libraries are loaded before a program starts
+            self.process.start()
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -135,14 +181,20 @@ def migrated(kind: str, server: servers.Postgres | None, folder: Path) -> str:
 
 
 @contextmanager
-def fleet(stage: Stage, workers: str, askers: str, clock_error: float) -> Iterator[None]:
-    """The workers and submitters, with the URLs that they are given."""
+def fleet(stage: Stage, workers: str, askers: str, clocks: Sequence[float] | None) -> Iterator[None]:
+    """The workers and submitters, with the URLs that they are given, and the errors of their hosts' clocks."""
+
+    def clock(name: str, number: int) -> HostClock | None:
+        return None if clocks is None else HostClock(stage.folder, name, clocks[number % len(clocks)])
+
     for number in range(WORKERS):
-        error = clock_error * (1 if number % 2 else -1)
-        stage.workers.append(Member(f"worker-{number}", program.work, workers, stage.folder, f"w{number}", error))
+        name = f"w{number}"
+        member = Member(f"worker-{number}", program.work, workers, stage.folder, name, clock=clock(name, number))
+        stage.workers.append(member)
     for number in range(SUBMITTERS):
-        arguments = (askers, stage.folder, f"s{number}", RATE, clock_error)
-        stage.askers.append(Member(f"submitter-{number}", program.submit, *arguments))
+        name = f"s{number}"
+        arguments = (askers, stage.folder, name, RATE)
+        stage.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock(name, number + 1)))
     try:
         yield
     finally:
@@ -227,18 +279,21 @@ def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
         " WHERE status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') GROUP BY run_id"
     )
     stored = {str(run.id) for run in runs}
-    acknowledged = [words[1] for words in lines(stage.folder / "acknowledged")]
+    acknowledged: dict[str, set[str]] = {}  # a submitter that was killed begins anew, with the same keys
+    for key, run_id in lines(stage.folder / "acknowledged"):
+        acknowledged.setdefault(key, set()).add(run_id)
     effects = Counter(tuple(words) for words in lines(stage.folder / "effects"))
     done = {str(run.id): str(run.fence) for run in runs if run.status == "SUCCEEDED"}
     account.submitted = len({words[0] for words in lines(stage.folder / "asked")})
     account.acknowledged = len(acknowledged)
     account.finished = len(done)
     account.stuck = sum(run.status in ("PENDING", "RUNNING") for run in runs)
-    account.lost = len(set(acknowledged) - stored)
+    account.lost = len(set().union(*acknowledged.values()) - stored)
     account.lost += sum(effects[run_id, fence] == 0 for run_id, fence in done.items())
     account.lost += sum(run.status in ("FAILED", "CANCELLED") for run in runs)
     account.doubled = sum(each.many > 1 for each in ends) + sum(many > 1 for many in effects.values())
     account.doubled += len(runs) - len({run.idempotency_key for run in runs})
+    account.doubled += sum(len(each) > 1 for each in acknowledged.values())
     measure(account, sorted(run.finished_us / 1e6 for run in runs if run.finished_us), marks)
 
 

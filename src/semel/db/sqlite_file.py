@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, event
 
 from semel.errors import StoreBroken
 
@@ -33,6 +33,7 @@ class KnownFile:
     def __init__(self, path: str, identity: Identity) -> None:
         self.path = path
         self.identity = identity
+        self.engines: WeakSet[Engine] = WeakSet()
 
     def check(self) -> None:
         """Raise `FileReplaced` if the file was deleted or replaced."""
@@ -71,8 +72,10 @@ class WatchedFile:
 
     def __init__(self, engine: Engine) -> None:
         self._known: KnownFile | None = None
+        self._engine = ref(engine)
         event.listen(engine, "connect", self._connected)
         event.listen(engine, "begin", self._before_begin, insert=True)
+        event.listen(engine, "handle_error", self._on_error)
 
     def forget(self) -> None:
         """Forget the file when the engine is closed: when it is used again, it may find another one."""
@@ -88,8 +91,23 @@ class WatchedFile:
             return
         if self._known is None:
             self._known = know(path)
+        if self._known is not None and (engine := self._engine()) is not None:
+            self._known.engines.add(engine)
         found = {each: _identity(each) for each in (f"{path}-wal", f"{path}-shm")}
         record.info[_FILES] = [(each, identity) for each, identity in found.items() if identity is not None]
+
+    def _on_error(self, context: ExceptionContext) -> None:
+        """Close every connection of this process to a file that was opened read-only.
+
+        SQLite opens a file that it may not write for reading, and shares what it knows of the log between the
+        connections of a process: while one of them is open, none can write, even when the file is writable again.
+        """
+        if "readonly" in str(context.original_exception):
+            context.is_disconnect = True
+            if context.execution_context is not None:  # until its cursor is closed, the connection stays open
+                context.execution_context.cursor.close()
+            for engine in [] if self._known is None else list(self._known.engines):
+                engine.dispose()
 
     def _before_begin(self, conn: Connection) -> None:
         if self._known is not None:
