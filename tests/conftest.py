@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from semel.cli import main as semel_command
 from support import servers
 from support.databases import DATABASES, Databases, StoreUrls, TestDatabase
 
@@ -49,6 +50,23 @@ def postgres_url(postgres_server: servers.Postgres) -> Iterator[str]:
     url = postgres_server.database()
     yield url
     postgres_server.drop(url)
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: servers.Postgres) -> Iterator[str]:
+    """A database with all tables, to be copied: a migration takes longer than most tests."""
+    url = postgres_server.database()
+    assert semel_command(["migrate", url]) == 0
+    yield url
+    postgres_server.drop(url)
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with all tables, to be copied."""
+    file = tmp_path_factory.mktemp("template") / "semel.db"
+    assert semel_command(["migrate", f"sqlite:///{file}"]) == 0
+    return file
 
 
 @pytest.fixture

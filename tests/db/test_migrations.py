@@ -1,8 +1,10 @@
 """The schema is brought up by migrations: to what the code expects, once, however many ask for it at once."""
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -242,3 +244,20 @@ def test_a_schema_chosen_in_the_url_is_where_the_tables_go(postgres_url: str) ->
         assert once.call("key", lambda: 7).value == 7
     with pytest.raises(SemelError), Once(postgres_url):
         pass
+
+
+def test_every_new_file_of_a_process_is_what_the_migrations_make(tmp_path: Path) -> None:
+    """The first file of a process is migrated, the others are made from what that gave."""
+    files = [tmp_path / f"{name}.db" for name in ("migrated", "first", "second")]
+    assert semel_command(["migrate", f"sqlite:///{files[0]}"]) == 0
+    for file in files[1:]:
+        with Once(f"sqlite:///{file}", collect=False) as once:
+            once.get("a key")
+
+    def contents(file: Path) -> list[Any]:
+        with closing(sqlite3.connect(file)) as connection:
+            made = connection.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+            tables = [name for kind, name, _ in made if kind == "table"]
+            return [made, *(connection.execute(f"SELECT * FROM {name}").fetchall() for name in tables)]
+
+    assert contents(files[1]) == contents(files[2]) == contents(files[0])

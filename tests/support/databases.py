@@ -18,7 +18,6 @@ from psycopg import sql
 
 from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
-from semel.cli import main as semel_command
 from semel.runs.store import lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
@@ -160,7 +159,7 @@ class TestDatabase:
 
 
 class Databases:
-    """Creates empty databases. Each kind is migrated once, because a migration takes longer than most tests."""
+    """Creates databases with all tables, and without rows."""
 
     def __init__(self, request: pytest.FixtureRequest, stack: ExitStack) -> None:
         self._request = request
@@ -171,16 +170,8 @@ class Databases:
         with ExitStack() as stack:
             yield TestDatabase(kind, self._sqlite() if kind == "sqlite" else self._postgres(), stack)
 
-    @cached_property
-    def _template(self) -> Any:
-        file = self._request.getfixturevalue("tmp_path_factory").mktemp("template") / "jobs.db"
-        assert semel_command(["migrate", f"sqlite:///{file}"]) == 0
-        return file
-
     def _sqlite(self) -> str:
-        file = self._request.getfixturevalue("tmp_path_factory").mktemp("jobs") / "jobs.db"
-        shutil.copyfile(self._template, file)
-        return f"sqlite:///{file}"
+        return self._stack.enter_context(database_url(self._request, "sqlite"))
 
     @cached_property
     def _migrated(self) -> str:
@@ -195,17 +186,19 @@ class Databases:
 
 @contextmanager
 def database_url(request: pytest.FixtureRequest, kind: str) -> Iterator[str]:
-    """The URL of a new database of the kind, which is removed at the end; PostgreSQL's is migrated."""
+    """The URL of a new database of the kind, with all tables; it is removed at the end."""
     if kind == "sqlite":
-        yield f"sqlite:///{request.getfixturevalue('tmp_path_factory').mktemp('database') / 'semel.db'}"
+        file = request.getfixturevalue("tmp_path_factory").mktemp("database") / "semel.db"
+        shutil.copyfile(request.getfixturevalue("migrated_sqlite"), file)
+        file.chmod(0o600)  # as semel creates it
+        yield f"sqlite:///{file}"
         return
     server = request.getfixturevalue(f"{kind}_server")
-    url: str = server.database()
     if kind == "redis":
-        yield url
+        yield server.database()
         return
+    url: str = server.database(request.getfixturevalue("migrated_postgres"))
     try:
-        assert semel_command(["migrate", url]) == 0
         yield url
     finally:
         server.drop(url)

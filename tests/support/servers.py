@@ -157,18 +157,20 @@ class Postgres(Server):
     stop_signal = signal.SIGINT
     crash_signal = signal.SIGQUIT
 
-    def database(self) -> str:
+    def database(self, template: str | None = None) -> str:
+        """The URL of an empty database, or of a copy of the one with the URL ``template``, which nobody may use now."""
         name = f"semel_{uuid.uuid4().hex}"
-        self._execute("CREATE DATABASE {} TEMPLATE template0 STRATEGY file_copy", name)
+        source = "template0" if template is None else make_url(template).database or ""
+        self._execute("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy", name, source)
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
 
     def drop(self, url: str) -> None:
         """Drop a database that `database` created, even with open connections."""
         self._execute("DROP DATABASE IF EXISTS {} WITH (FORCE)", make_url(url).database or "")
 
-    def _execute(self, statement: LiteralString, name: str) -> None:
+    def _execute(self, statement: LiteralString, *names: str) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(sql.SQL(statement).format(sql.Identifier(name)))
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
     def _answers(self) -> bool:
         with psycopg.connect(self.url):

@@ -109,7 +109,7 @@ def make_app(url: str, folder: Path, **options: Any) -> App:
 def app_on(request: pytest.FixtureRequest, folder: Path, kind: str | None = None, **options: Any) -> Iterator[App]:
     """An app on a new database of the kind: the parameter of the fixture, unless given."""
     with database_url(request, kind or request.param) as url:
-        app = make_app(url, folder, **{"dedupe_window": 0, **options})
+        app = App(url, artifacts=folder / "artifacts", **{"dedupe_window": 0, **options})
         try:
             yield app
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from sqlalchemy import Connection, inspect, text
 
@@ -39,8 +40,30 @@ def upgrade(conn: Connection) -> tuple[str | None, str | None]:
 
 def bring_up(conn: Connection) -> None:
     """Run the missing migrations, if any. For an embedded file, which has no operator."""
-    if behind(conn):
+    if not behind(conn):
+        return
+    if conn.scalar(text("SELECT count(*) FROM sqlite_master")):
         upgrade(conn)
+    elif _new_file:
+        for statement, rows in _new_file:
+            conn.exec_driver_sql(statement, rows)
+    else:
+        upgrade(conn)
+        _new_file[:] = _contents(conn)
+
+
+_new_file: list[tuple[str, list[tuple[object, ...]] | None]] = []
+"""The statements that make of an empty file what the migrations made of the first one, in a tenth of the time."""
+
+
+def _contents(conn: Connection) -> Iterator[tuple[str, list[tuple[object, ...]] | None]]:
+    """The statements that create every table, index, view, trigger and row of a file."""
+    made = conn.execute(text("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")).all()
+    yield from ((statement, None) for _, _, statement in made)
+    for name in [name for kind, name, _ in made if kind == "table"]:
+        rows = [tuple(row) for row in conn.execute(text(f"SELECT * FROM {name}"))]
+        if rows:
+            yield f"INSERT INTO {name} VALUES ({', '.join('?' * len(rows[0]))})", rows
 
 
 class _Alembic:
