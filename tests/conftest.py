@@ -1,5 +1,6 @@
 """Fixtures for every test: servers for the whole session, empty databases, a browser."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     points = sum(value for each in reports for name, value in each.user_properties if name == "crash points")
     if points:
         terminalreporter.write_line(f"{points} crash points were tried")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests themselves out of every later garbage collection: they are many, and stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

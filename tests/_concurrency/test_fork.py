@@ -24,7 +24,7 @@ def in_child(work):
     answers, tells = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(30)
+        signal.alarm(100)
         try:
             os.write(tells, json.dumps(work()).encode())
         finally:
@@ -162,7 +162,7 @@ def test_what_the_child_does_stays_done_when_the_parent_has_closed(urls: StoreUr
         worked, tells_worked = os.pipe()
         child = os.fork()
         if not child:
-            signal.alarm(30)
+            signal.alarm(100)
             once.call(key("while open"), lambda: "child")
             os.write(tells_worked, b".")
             os.read(closed, 1)

@@ -119,8 +119,9 @@ def test_s2_49_healthz_asks_the_redis_of_the_apps_own_transport(
     for url, status, word in ((redis_url, 200, "ok"), (f"redis://127.0.0.1:{port}/0", 503, "unavailable")):
         app = made_app(sqlite_url, tmp_path, transport=transport, redis=url)
         with unannounced(app) as client:
-            answer = client.get("/healthz")
-        assert (answer.status_code, answer.json()["checks"]) == (status, {"database": "ok", "redis": word})
+            # On a busy machine, a reply may come too late for one check.
+            until(lambda client=client, status=status: client.get("/healthz").status_code == status)
+            assert client.get("/healthz").json()["checks"] == {"database": "ok", "redis": word}
         app.close()
 
 

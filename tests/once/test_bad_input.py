@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -772,7 +773,7 @@ def test_a_file_that_is_no_database_is_left_as_it_was(tmp_path: Path, opens: Cal
 def test_a_database_opened_for_reading_only_grants_nothing(sqlite_url: str, opens: Callable[..., None]) -> None:
     with Once(sqlite_url) as once:
         once.call("key", lambda: 7)
-    with sqlite3.connect(make_url(sqlite_url).database or "") as connection:
+    with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection, connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     connection.close()
     with pytest.raises(StoreBroken, match="readonly"):

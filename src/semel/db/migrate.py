@@ -5,13 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, text
 
 from semel._concurrency.fork import survive_fork
 from semel.db.schema import REVISIONS, VERSION_TABLE
 from semel.errors import NotMigrated
 
 _LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrations wait for each other
+
+
+_IS_TABLE = {  # every process asks when it starts: reflection takes ten times as long
+    "sqlite": "SELECT count(*) FROM sqlite_master WHERE name = :name",
+    "postgresql": "SELECT to_regclass(:name) IS NOT NULL",
+}
 
 
 def upgrade(conn: Connection) -> tuple[str | None, str | None]:
@@ -83,7 +89,7 @@ _alembic = _Alembic()
 
 def current(conn: Connection) -> str | None:
     """The newest migration that was run on the database, or None."""
-    if not inspect(conn).has_table(VERSION_TABLE):
+    if not conn.scalar(text(_IS_TABLE[conn.dialect.name]), {"name": VERSION_TABLE}):
         return None
     version: str | None = conn.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
     return version

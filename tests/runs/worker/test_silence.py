@@ -23,7 +23,7 @@ def line(postgres_url: str) -> Iterator[tuple[SilentProxy, str]]:
         yield line
 
 
-@pytest.mark.parametrize(("lease", "outage"), [(6.0, 0.0), (8.0, 0.5)])
+@pytest.mark.parametrize(("lease", "outage"), [(12.0, 0.0), (16.0, 0.5)])
 def test_a_lease_outlives_connections_that_fell_silent(
     line: tuple[SilentProxy, str], postgres_url: str, tmp_path: Path, lease: float, outage: float
 ) -> None:
