@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,9 +55,12 @@ def test_s2_41_every_line_of_the_servers_worker_carries_the_five_fields(service:
         ),
         "the worker tells of start and end",
     )
-    requests = [line for line in service.lines() if line["logger"] == "semel.access" and line.get("run_id")]
-    assert {line["route"] for line in requests} >= {"/runs", "/runs/{run_id}"}
-    assert all(line.keys() >= FIELDS for line in requests)
+
+    def requests() -> list[Any]:
+        return [line for line in service.lines() if line["logger"] == "semel.access" and line.get("run_id")]
+
+    until(lambda: {line["route"] for line in requests()} >= {"/runs", "/runs/{run_id}"}, "both requests are logged")
+    assert all(line.keys() >= FIELDS for line in requests())
     assert all(line.keys() >= FIELDS for line in service.lines() if line["logger"] == "semel.worker")
     assert [(line["status"], line["attempt_count"]) for line in lines] == [("RUNNING", 1), ("SUCCEEDED", 1)]
     assert {line["payload_hash"] for line in lines} == {run["payload_hash"]}

@@ -61,6 +61,8 @@ class TroubledProxy:
             for end in (source, target):
                 if end.family == socket.AF_INET:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RD)  # wakes the other thread, whose call would keep the socket open
                 end.close()
             return
         hang_up(source)

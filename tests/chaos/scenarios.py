@@ -6,7 +6,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,8 @@ class Scenario:
     what: str
     store: Literal["postgres", "sqlite", "redis"]
     fault: FaultFunction
-    through: Literal["direct", "proxy", "server"] = "direct"
+    through: Literal["direct", "proxy", "server", "server-proxy"] = "direct"
+    """What is between submitters and the database; a proxy is also between workers and the database."""
     clocks: tuple[float, ...] | None = None
     """The errors of the hosts' clocks, in seconds; None for the machine's clock."""
     broker: str | None = None
@@ -191,6 +192,13 @@ for _kind in ("cut", "delay", "truncate", "reset"):
     scenario(f"network-{_kind}", f"the network to the database: {_kind}", "postgres", through="proxy")(_trouble(_kind))
 
 
+for _kind in ("truncate", "reset"):
+    scenario(f"http-{_kind}", f"the network to the server: {_kind}", "postgres", through="server-proxy")(
+        _trouble(_kind)
+    )
+scenario("redis-cut", "the network to Redis: cut", "redis", through="proxy")(_trouble("cut"))
+
+
 # -- keys in Redis -----------------------------------------------------------------------------------------------------
 
 
@@ -314,13 +322,13 @@ class Theatre:
                 stage.redis = self._redis_server()
                 play_broker(stage, scenario.broker, kill=scenario.fault is kill_broker, account=account)
                 return account
-            if scenario.store == "redis":
-                with callers(stage, stage.url):
-                    play_calls(stage, scenario.fault, account)
-                return account
             with self._targets(scenario, stage, seed) as (workers, askers), ExitStack() as stack:
-                stack.enter_context(fleet(stage, workers, askers, scenario.clocks))
-                play(stage, scenario.fault, account)
+                if scenario.store == "redis":
+                    stack.enter_context(callers(stage, askers))
+                    play_calls(stage, scenario.fault, account)
+                else:
+                    stack.enter_context(fleet(stage, workers, askers, scenario.clocks))
+                    play(stage, scenario.fault, account)
         return account
 
     def _redis_server(self) -> servers.Redis:
@@ -346,16 +354,15 @@ class Theatre:
     @contextmanager
     def _targets(self, scenario: Scenario, stage: Stage, seed: int) -> Iterator[tuple[str, str]]:
         """The URLs that workers and submitters are given."""
-        if scenario.through == "proxy":
-            stage.proxy = TroubledProxy(stage.url, seed)
-            try:
-                yield stage.proxy.url, stage.proxy.url
-            finally:
-                stage.proxy.close()
-        elif scenario.through == "server":
-            more = {"SEMEL_CHAOS_DB": stage.url, "SEMEL_CHAOS_FOLDER": str(stage.folder)}
-            with ServeProcess(stage.folder, "chaos.served:app", "--db", stage.url, "--no-worker", **more) as server:
-                stage.server = server
-                yield stage.url, server.address
-        else:
-            yield stage.url, stage.url
+        with ExitStack() as stack:
+            workers = askers = stage.url
+            if scenario.through.startswith("server"):
+                more = {"SEMEL_CHAOS_DB": stage.url, "SEMEL_CHAOS_FOLDER": str(stage.folder)}
+                stage.server = stack.enter_context(
+                    ServeProcess(stage.folder, "chaos.served:app", "--db", stage.url, "--no-worker", **more)
+                )
+                askers = stage.server.address
+            if scenario.through.endswith("proxy"):
+                stage.proxy = stack.enter_context(closing(TroubledProxy(askers, seed)))
+                workers, askers = (stage.proxy.url if each == askers else each for each in (workers, askers))
+            yield workers, askers
