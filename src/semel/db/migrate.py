@@ -64,7 +64,8 @@ _new_file: list[tuple[str, list[tuple[object, ...]] | None]] = []
 
 def _contents(conn: Connection) -> Iterator[tuple[str, list[tuple[object, ...]] | None]]:
     """The statements that create every table, index, view, trigger and row of a file."""
-    made = conn.execute(text("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")).all()
+    own = "sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"  # SQLite makes its own tables and indexes itself
+    made = conn.execute(text(f"SELECT type, name, sql FROM sqlite_master WHERE {own} ORDER BY rowid")).all()
     yield from ((statement, None) for _, _, statement in made)
     for name in [name for kind, name, _ in made if kind == "table"]:
         rows = [tuple(row) for row in conn.execute(text(f"SELECT * FROM {name}"))]
