@@ -20,6 +20,7 @@ from chaos.program import LEASE
 from chaos.stage import Account, Stage, callers, fleet, migrated, play, play_calls
 from support import servers
 from support.serve_command import ServeProcess
+from support.waiting import eventually
 
 FaultFunction = Callable[[Stage], None]
 
@@ -33,7 +34,7 @@ class Scenario:
     store: Literal["postgres", "sqlite", "redis"]
     fault: FaultFunction
     through: Literal["direct", "proxy", "server", "server-proxy"] = "direct"
-    """What is between submitters and the database; a proxy is also between workers and the database."""
+    """What submitters talk to: the database, the server, or a proxy before either."""
     clocks: tuple[float, ...] | None = None
     """The errors of the hosts' clocks, in seconds; None for the machine's clock."""
     broker: str | None = None
@@ -267,6 +268,7 @@ def make_read_only(stage: Stage) -> None:
     for member in (*stage.workers, *stage.askers):  # who has the file open may go on writing
         member.kill()
         member.restart()
+    eventually(lambda: "readonly" in (stage.folder / "log").read_text(), "a worker meets the read-only file")
     time.sleep(stage.seconds)  # the fault lasts
     for path, mode in modes:
         path.chmod(mode)
