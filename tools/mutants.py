@@ -282,17 +282,23 @@ class Sandbox:
             text=True,
         )
 
-    def baseline(self, path: Path, arguments: list[str]) -> Baseline:
-        """Run the tests of a file without a change."""
+    def baselines(self, paths: list[Path], arguments: list[str]) -> dict[Path, Baseline]:
+        """Run the tests that these files share, without a change."""
         report = self.folder / "baseline.json"
-        traced = {"SEMEL_MUTANTS_FILE": str(self.folder / path), "SEMEL_MUTANTS_REPORT": str(report)}
-        with self.start("--serve", **traced) as server:
+        files = os.pathsep.join(str(self.folder / path) for path in paths)
+        with self.start("--serve", SEMEL_MUTANTS_FILES=files, SEMEL_MUTANTS_REPORT=str(report)) as server:
             code = _ask(server, [], ["-p", "mutants", *arguments], 1e6)
         if code != 0:
-            sys.exit(f"the tests of {path} fail without any change (exit code {code}): {' '.join(arguments)}")
+            sys.exit(f"the tests of {paths[0]} fail without any change (exit code {code}): {' '.join(arguments)}")
         told = json.loads(report.read_text())
-        lines = {test: set(hit) for test, hit in told["lines"].items()}
-        return Baseline(told["seconds"], lines, told["modules"])
+        return {
+            path: Baseline(
+                told["seconds"],
+                {test: set(hit.get(str(self.folder / path), ())) for test, hit in told["lines"].items()},
+                told["modules"],
+            )
+            for path in paths
+        }
 
     @contextmanager
     def server(self, baseline: Baseline, path: Path) -> Iterator[subprocess.Popen[str]]:
@@ -395,11 +401,12 @@ class Result:
         return f"{tried} tried, {self.killed} killed ({rate}), {len(self.survivors)} survived, {self.known} judged"
 
 
-def try_file(sandbox: Sandbox, path: Path, options: argparse.Namespace, rng: random.Random) -> Result:
+def try_file(
+    sandbox: Sandbox, path: Path, baseline: Baseline, options: argparse.Namespace, rng: random.Random
+) -> Result:
     """Try mutants of a file until the time is over."""
     mutants = mutants_of(path)
     rng.shuffle(mutants)
-    baseline = sandbox.baseline(path, options.tests or tests_of(path))
     ends = time.monotonic() + options.minutes * 60
     print(f"{path}: {len(mutants)} mutants, {len(baseline.lines)} tests", flush=True)
     result, known, source = Result(), judged(), (ROOT / path).read_bytes()
@@ -451,7 +458,15 @@ def main(arguments: list[str]) -> int:
         sandbox = Sandbox(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-mutants-"))))
         if "SEMEL_TEST_POSTGRES_URL" not in os.environ:  # one server for all: to start one takes longer than most tests
             os.environ["SEMEL_TEST_POSTGRES_URL"] = stack.enter_context(servers.postgres()).database()
-        results = [try_file(sandbox, path, options, rng) for path in files_of(options.paths)]
+        groups: dict[tuple[str, ...], list[Path]] = {}
+        for path in files_of(options.paths):
+            if mutants_of(path):
+                groups.setdefault(tuple(options.tests or tests_of(path)), []).append(path)
+        results = [
+            try_file(sandbox, path, baseline, options, rng)
+            for tests, paths in groups.items()
+            for path, baseline in sandbox.baselines(paths, list(tests)).items()
+        ]
     total = Result(
         sum(each.killed for each in results),
         [shown for each in results for shown in each.survivors],
@@ -465,34 +480,33 @@ def main(arguments: list[str]) -> int:
 
 
 class _Recorder:
-    """Records which lines of a file each test executes, in all threads of the process."""
+    """Records which lines of some files each test executes, in all threads of the process."""
 
-    def __init__(self, file: str, report: str) -> None:
-        self._file = file
+    def __init__(self, files: str, report: str) -> None:
+        self._hit: dict[str, set[int]] = {file: set() for file in files.split(os.pathsep)}
         self._report = report
-        self._hit: set[int] = set()
         self.told: dict[str, dict[str, Any]] = {"seconds": {}, "lines": {}}
 
     def start(self) -> None:
         threading.settrace(self._on_call)
         sys.settrace(self._on_call)
 
-    def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:  # noqa: ARG002 -- as settrace calls it
-        if frame.f_code.co_filename != self._file:
+    def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:  # as settrace calls it
+        if frame.f_code.co_filename not in self._hit:
             return None
-        self._hit.add(frame.f_lineno)
-        return self._on_line
+        return self._on_line(frame, event, argument)
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:  # noqa: ARG002
-        self._hit.add(frame.f_lineno)
+        self._hit[frame.f_code.co_filename].add(frame.f_lineno)
         return self._on_line
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         seconds = self.told["seconds"]
         seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
         if report.when == "teardown":
-            self.told["lines"][report.nodeid] = sorted(self._hit)
-            self._hit.clear()
+            self.told["lines"][report.nodeid] = {file: sorted(hit) for file, hit in self._hit.items() if hit}
+            for hit in self._hit.values():
+                hit.clear()
 
     def pytest_sessionfinish(self) -> None:
         sys.settrace(None)
@@ -506,7 +520,7 @@ def _file_of(module: object) -> str | None:
 
 def pytest_configure(config: Any) -> None:
     """As pytest calls a plugin."""
-    recorder = _Recorder(os.environ["SEMEL_MUTANTS_FILE"], os.environ["SEMEL_MUTANTS_REPORT"])
+    recorder = _Recorder(os.environ["SEMEL_MUTANTS_FILES"], os.environ["SEMEL_MUTANTS_REPORT"])
     config.pluginmanager.register(recorder)
     recorder.start()
 
