@@ -128,7 +128,7 @@ class Site:
         self.name, self.framework, self.store = name, framework, store
         self.protocol = SERVERS[name].protocol
         self.client = httpx.Client(
-            base_url=server.url, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=server.url, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0), verify=False
         )
 
     def close(self) -> None:

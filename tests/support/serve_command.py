@@ -100,7 +100,7 @@ class ServeProcess:
         return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.address, timeout=PATIENCE)
+        return httpx.Client(base_url=self.address, timeout=PATIENCE, verify=False)
 
     def children(self) -> list[int]:
         """Its running child processes, oldest first."""

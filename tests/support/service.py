@@ -39,7 +39,7 @@ class TestServer:
     def client(self, token: str | None = None, **options: Any) -> httpx.Client:
         """A client of the server, which the caller closes; with a token where one is given."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        return httpx.Client(base_url=self.address, headers=headers, timeout=PATIENCE, **options)
+        return httpx.Client(base_url=self.address, headers=headers, timeout=PATIENCE, **{"verify": False, **options})
 
 
 class TokenClient:
@@ -174,10 +174,15 @@ def add_models(app: App) -> None:
     async def train() -> None: ...
 
 
+def _plain_client(address: str) -> httpx.Client:
+    """A client that loads no certificates, which takes longer than most tests."""
+    return httpx.Client(base_url=address, timeout=PATIENCE, verify=False)
+
+
 @contextmanager
 def host_asgi(application: Any, lifespan: Any = "on") -> Iterator[httpx.Client]:
     """A client of the ASGI application, which uvicorn serves."""
-    with _running(application, lifespan) as address, httpx.Client(base_url=address, timeout=PATIENCE) as client:
+    with _running(application, lifespan) as address, _plain_client(address) as client:
         yield client
 
 
@@ -208,7 +213,7 @@ def host_wsgi(application: Any) -> Iterator[httpx.Client]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}", timeout=PATIENCE) as client:
+        with _plain_client(f"http://127.0.0.1:{server.server_port}") as client:
             yield client
     finally:
         server.shutdown()
