@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import httpx
 import pytest
 import uvicorn
-from litestar.utils.signature import ParsedSignature
 from werkzeug.serving import ThreadedWSGIServer
 
 from semel import App
@@ -26,19 +24,6 @@ from support.databases import database_url
 from support.waiting import eventually
 
 PATIENCE = 30.0
-
-_parse = ParsedSignature.from_fn
-_parsed: WeakKeyDictionary[Any, ParsedSignature] = WeakKeyDictionary()
-
-
-def _parse_once(function: Any, names: dict[str, Any]) -> ParsedSignature:
-    """Litestar parses each of our 100 handlers for each application again: half of what it takes to build one."""
-    if function not in _parsed:
-        _parsed[function] = _parse(function, names)
-    return _parsed[function]
-
-
-ParsedSignature.from_fn = staticmethod(_parse_once)  # type: ignore[method-assign, assignment]
 
 
 class TestServer:

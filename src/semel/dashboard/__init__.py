@@ -8,13 +8,11 @@ from litestar import Response, Router
 
 from semel.dashboard import keys, overview, quotas, session, static_files, submit
 from semel.dashboard.forms import read_form
-from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, downloads, run_list
 from semel.dashboard.templating import SECURITY_HEADERS, problem_response
 from semel.service.api import problems
 from semel.service.api.params import AnyRequest
 from semel.service.auth.middleware import is_page, path_of
-from semel.service.state import ServiceState
 
 HANDLERS = (
     *overview.HANDLERS,
@@ -30,14 +28,8 @@ HANDLERS = (
 )
 
 
-def router(service: ServiceState) -> Router:
+def router() -> Router:
     """All pages. Every form is checked before its handler, and every response gets the security headers."""
-    service.overview_feeds = FeedCache(service)
-
-    async def check_form(request: AnyRequest) -> None:
-        if request.method not in ("GET", "OPTIONS"):
-            request.scope["state"]["form"] = await read_form(request, service.settings)
-
     return Router(
         path="/",
         route_handlers=HANDLERS,
@@ -46,6 +38,13 @@ def router(service: ServiceState) -> Router:
         opt={"page": True},
         include_in_schema=False,
     )
+
+
+async def check_form(request: AnyRequest) -> None:
+    """Reads the form of a request that has one."""
+    if request.method not in ("GET", "OPTIONS"):
+        state = request.scope["state"]
+        state["form"] = await read_form(request, state["service"].settings)
 
 
 def add_security_headers(response: Response[Any]) -> Response[Any]:

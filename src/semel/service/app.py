@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
+from traceback import format_exc
 from typing import Any
 
 import msgspec
@@ -22,8 +23,10 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.plugins.core import MsgspecDIPlugin
 from litestar.routes import HTTPRoute
+from litestar.types import ControllerRouterHandler
 
 from semel import dashboard
+from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.session import error_page
 from semel.runs.app import App
 from semel.service.api import jobs, keys, ops, quotas, runs, tokens, webhooks
@@ -90,44 +93,84 @@ def asgi(app: App, settings: Settings | None = None) -> Any:
 
 def build(service: ServiceState) -> Any:
     """The service as an ASGI application."""
+    service.overview_feeds = FeedCache(service)
+    litestar = _litestar(tuple(handlers_of(service.providers.values())))
+    inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, error_page)
+    return _Application(AccessLogMiddleware(inner), service)
 
-    def get_service() -> ServiceState:
-        return service
 
-    def get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Principal:  # noqa: ARG001 -- Litestar resolves it after the service
-        caller: Principal = request.scope["state"]["caller"]
-        return caller
+class _Application:
+    """One service: it is opened and closed by the server, and is in the scope of each request."""
+
+    def __init__(self, inner: Any, service: ServiceState) -> None:
+        self._inner = inner
+        self._service = service
 
     @asynccontextmanager
-    async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        await service.ensure_open()
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Open the service for the duration of the block; for applications that mount it without lifespan events."""
+        await self._service.ensure_open()
         try:
             yield
         finally:
-            await service.close()
+            await self._service.close()
 
-    litestar = _Litestar(
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        state = {**scope.get("state", {}), "service": self._service}  # a server may share its dict between requests
+        await self._inner({**scope, "state": state}, receive, send)
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        """From the server's first event to its last."""
+        event = "startup"
+        try:
+            await receive()
+            async with self.lifespan():
+                await send({"type": "lifespan.startup.complete"})
+                event = "shutdown"
+                await receive()
+        except BaseException:
+            await send({"type": f"lifespan.{event}.failed", "message": format_exc()})
+            raise
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _get_service(request: Request[Any, Any, Any]) -> ServiceState:
+    service: ServiceState = request.scope["state"]["service"]
+    return service
+
+
+def _get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Principal:  # noqa: ARG001 -- Litestar resolves it after the service
+    caller: Principal = request.scope["state"]["caller"]
+    return caller
+
+
+@lru_cache(maxsize=8)
+def _litestar(provided: tuple[ControllerRouterHandler, ...]) -> Litestar:
+    """All routes, with those of the providers; the same for every service of the process, which is in the scope."""
+    return _Litestar(
         route_handlers=[
             *runs.HANDLERS,
             *jobs.HANDLERS,
-            *handlers_of(service.providers.values()),
+            *provided,
             *tokens.HANDLERS,
             *quotas.HANDLERS,
             *keys.HANDLERS,
             *webhooks.HANDLERS,
             *ops.HANDLERS,
-            dashboard.router(service),
+            dashboard.router(),
         ],
         dependencies={
-            "service": Provide(get_service, sync_to_thread=False),
-            "caller": Provide(get_caller, sync_to_thread=False),
+            "service": Provide(_get_service, sync_to_thread=False),
+            "caller": Provide(_get_caller, sync_to_thread=False),
         },
         guards=[forbid_cookie_on_api],
         exception_handlers={Exception: dashboard.handle_error},
         after_exception=[log_unexpected],
         request_class=JsonRequest,
         before_request=require_known_query,
-        lifespan=[lifespan],
         logging_config=None,
         plugins=[ResponseSchemas()],
         openapi_config=OpenAPIConfig(
@@ -146,5 +189,3 @@ def build(service: ServiceState) -> Any:
         ),
         request_max_body_size=None,  # AuthMiddleware limits it
     )
-    inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, error_page)
-    return AccessLogMiddleware(inner, service)

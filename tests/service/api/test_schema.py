@@ -49,7 +49,7 @@ class Described:
         self.address = service.address
         self.headers = headers
         self.run_id = run_id
-        self.site_app = build(service.state)._inner._inner
+        self.site_app = build(service.state)._inner._inner._inner
         answer = httpx.get(f"{service.address}/schema/openapi.json", headers=headers)
         assert answer.status_code == 200, answer.text
         self.schema: dict[str, Any] = answer.json()

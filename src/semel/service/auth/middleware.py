@@ -316,8 +316,7 @@ class AuthMiddleware:
 
     async def _authenticate(self, path: str, scope: Scope) -> None:
         """Put the sender into the scope; there is none yet for the sign-in page."""
-        state = {**scope.get("state", {})}  # a server may share its dict between requests
-        scope["state"] = state
+        state = scope["state"]
         if not is_page(path):
             state["caller"] = await self._auth.caller(scope)
         elif path != SIGN_IN or not await self._auth.guarded():

@@ -10,10 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 from structlog.contextvars import bound_contextvars
@@ -21,9 +19,6 @@ from structlog.contextvars import bound_contextvars
 from semel.service.api.problems import problem_of
 from semel.service.telemetry import tracing
 from semel.service.telemetry.metrics import http_meters
-
-if TYPE_CHECKING:
-    from semel.service.state import ServiceState
 
 REQUEST_ID = b"x-request-id"
 UNROUTED = "(none)"
@@ -53,19 +48,9 @@ def add_run_to_access_log(run_id: str, run: Any) -> None:
 class AccessLogMiddleware:
     """Logs and counts the requests of a service."""
 
-    def __init__(self, inner: Any, service: ServiceState) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._service = service
         self._meters = http_meters()
-
-    @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[None]:
-        """Open the service for the duration of the block; for applications that mount it without lifespan events."""
-        await self._service.ensure_open()
-        try:
-            yield
-        finally:
-            await self._service.close()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
