@@ -95,7 +95,7 @@ class TestPostgres(Opened):
     @pytest.fixture(autouse=True)
     def empty_tables(self, migrated: sa.Engine) -> None:
         with migrated.connect() as connection:
-            connection.execute(sa.text("TRUNCATE semel_keys"))
+            connection.execute(sa.text("DELETE FROM semel_keys"))
         self.url = migrated.url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
