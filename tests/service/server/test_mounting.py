@@ -73,6 +73,27 @@ def test_mounted_under_a_prefix_it_answers_with_links_that_lead_back(mount: Any,
     app.close()
 
 
+def test_two_services_of_one_process_share_their_routes_and_nothing_else(tmp_path: Path) -> None:
+    def add(a: int) -> int:
+        return a
+
+    apps = [make_app(f"sqlite:///{tmp_path / name}.db", tmp_path / name) for name in ("one", "two")]
+    for number, app in enumerate(apps):
+        app.model(f"add{number}", isolation="thread")(add)
+    mounts = [Mount(f"/{number}", asgi(app)) for number, app in enumerate(apps)]
+    with host_asgi(Starlette(routes=mounts)) as client:
+        for number in range(2):
+            made = client.post(f"/{number}/runs", json={"model": f"add{number}", "parameters": {"a": number}})
+            assert made.status_code == 201, made.text
+            assert made.headers["Location"].startswith(f"/{number}/runs/")
+            assert client.post(f"/{1 - number}/runs", json={"model": f"add{number}"}).status_code != 201
+            assert client.get(f"/{1 - number}/runs/{made.json()['run_id']}").status_code == 404
+            assert [run["model"] for run in client.get(f"/{number}/runs").json()["runs"]] == [f"add{number}"]
+            assert f"add{number}" in client.get(f"/{number}/ui/runs").text
+    for app in apps:
+        app.close()
+
+
 def assert_answers(client: httpx.Client) -> None:
     """Everything that a client does first works below the prefix."""
     eventually(lambda: client.get("/semel/healthz").json()["status"] == "ok", "it is well")
