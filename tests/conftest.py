@@ -1,6 +1,7 @@
 """Fixtures for every test: servers for the whole session, empty databases, a browser."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,11 +12,20 @@ import pytest
 from semel.cli import main as semel_command
 from support import servers
 from support.databases import DATABASES, Databases, StoreUrls, TestDatabase
+from support.load import load
 
 if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
     from playwright.sync_api import Browser
 
     from support.browser import Visitor
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compute beside the tests, if that is asked for; no process that is started from here does it, too."""
+    if processes := int(os.environ.pop("SEMEL_TEST_LOAD", "0")):
+        computing = load(processes)
+        computing.__enter__()
+        config.add_cleanup(lambda: computing.__exit__(None, None, None))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

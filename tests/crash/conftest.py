@@ -1,11 +1,18 @@
 """Counts the points that are tried; conftest.py of all tests prints how many they were."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from crash.key_operations import disconnect
 from crash.points import Report, Tried
+
+
+@pytest.fixture(autouse=True)
+def _disconnected() -> Iterator[None]:
+    yield
+    disconnect()
 
 
 @pytest.fixture

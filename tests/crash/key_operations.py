@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import sqlalchemy
@@ -371,9 +370,20 @@ def connected(place: Place) -> sqlalchemy.Connection:
     return _engine(place.kind, place.url).connect()
 
 
-@lru_cache
+_engines: dict[str, sqlalchemy.Engine] = {}
+
+
 def _engine(kind: str, address: str) -> sqlalchemy.Engine:
-    url = sqlalchemy.make_url(address)
-    if kind == "postgres":
-        url = url.set(drivername="postgresql+psycopg")
-    return sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
+    if address not in _engines:
+        url = sqlalchemy.make_url(address)
+        if kind == "postgres":
+            url = url.set(drivername="postgresql+psycopg")
+        _engines[address] = sqlalchemy.create_engine(url, pool_size=1)
+    return _engines[address]
+
+
+def disconnect() -> None:
+    """Close the connections that were kept open between two tries."""
+    for engine in _engines.values():
+        engine.dispose()
+    _engines.clear()

@@ -136,8 +136,7 @@ class TestDatabase:
         if self.kind == "sqlite":
             with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as connection:
                 return connection.execute(query).fetchall()
-        with psycopg.connect(self.url) as connection:
-            return connection.execute(query).fetchall()
+        return self._client.execute(query).fetchall()
 
     def write(self, statement: LiteralString) -> None:
         """Execute a statement, as a database client does."""
@@ -145,8 +144,12 @@ class TestDatabase:
             with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"))) as file, file:
                 file.execute(statement)
             return
-        with psycopg.connect(self.url) as connection:
-            connection.execute(statement)
+        self._client.execute(statement)
+
+    @cached_property
+    def _client(self) -> psycopg.Connection[Any]:
+        """A client's connection to PostgreSQL, which stays open: to connect takes longer than most queries."""
+        return self._stack.enter_context(closing(psycopg.connect(self.url, autocommit=True)))
 
     def count(self, relation: LiteralString, where: LiteralString = "1 = 1") -> int:
         """The number of rows of a relation."""
