@@ -44,7 +44,8 @@ TESTS = {
     "once/stores": ["tests/conformance/test_stores.py"],
     "http": ["tests/http/test_protocol.py", "tests/http/test_middleware.py", "tests/acceptance/test_s1_http.py"],
     "http/protocol.py": ["tests/http/test_protocol.py", "tests/http/test_bad_input.py"],
-    "runs/store": ["tests/runs/store", "tests/runs/test_listing.py", "tests/acceptance/test_s2_runs.py"],
+    "runs/store": ["tests/runs/store", "tests/runs/test_listing.py", "tests/runs/worker/test_clock_steps.py",
+                   "tests/acceptance/test_b_runs.py", "-k", "not quota and not anywhere and not b12 and not b9"],
     "runs/store/quotas.py": ["tests/runs/store/test_quotas.py", "tests/runs/store/test_quota_locks.py",
                              "tests/acceptance/test_s0_jobs.py"],
 }  # fmt: skip
