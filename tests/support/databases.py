@@ -180,13 +180,13 @@ class TestDatabase:
         return self.app.usage(user).concurrent
 
 
-def held(database: TestDatabase, user: str | int = 42) -> Run:
-    """A run that cannot be leased until its data is uploaded, by a run of the service's own."""
+def held(database: TestDatabase, data: str | None = "/data") -> Run:
+    """A job whose run cannot be leased until its data is uploaded, by a run of the service's own."""
     app = database.app
     if "semel.upload" not in app.registry.names:
         app.registry.add(make_model("semel.upload", _upload, isolation="thread", queue=INTERNAL_QUEUE))
-    job = JobDetails(provider="local", config="config", data="/data", upload_model="semel.upload")
-    options = SubmitOptions(user=user, dedupe=False)
+    job = JobDetails(provider="local", config="config", data=data, upload_model="semel.upload")
+    options = SubmitOptions(user=42, dedupe=False)
     return run_sync(app._engine.submit_run("train", {}, options, job=job))
 
 
