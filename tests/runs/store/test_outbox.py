@@ -113,6 +113,13 @@ def test_only_the_events_that_were_marked_are_sent(database: TestDatabase) -> No
     assert database.ask(outbox.unsent, 1) == [events[1]]
 
 
+def test_a_turn_publishes_a_hundred_events_and_sends_twice_as_many(database: TestDatabase) -> None:
+    database.app = database.open_app(publish=lambda event: None)
+    subscribe(database)
+    database.app.submit_many([{"model": "train", "dedupe": False}] * 201)
+    assert (len(database.ask(outbox.unpublished)), len(database.ask(outbox.unsent))) == (100, 200)
+
+
 def test_two_processes_send_no_event_together_and_neither_waits(databases: Databases, tmp_path: Path) -> None:
     with databases.empty("postgres") as database, RunsHarness("postgres", database.url, tmp_path) as harness:
         subscribe(database)

@@ -193,7 +193,9 @@ def test_a_delayed_run_waits_for_its_time_and_then_for_a_worker(database: TestDa
     assert database.app.waiting(database.submit().id) is not None
     (taken,) = database.lease()
     assert database.app.waiting(taken.id) is None
-    assert database.ask(queries.waiting, "01900000-0000-7000-8000-000000000000", database.store.statement_context) is None
+    assert (
+        database.ask(queries.waiting, "01900000-0000-7000-8000-000000000000", database.store.statement_context) is None
+    )
 
 
 def test_places_follow_priority_then_the_time_then_the_id_among_what_is_ready_in_the_queue(

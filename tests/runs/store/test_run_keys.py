@@ -1,11 +1,12 @@
 """The keys of jobs, on a clock that the test sets: which job a key names, for whom, and until when."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from semel import JobStore, StoreUnavailable
-from semel.runs.store import run_keys, submit
+from semel import JobStore, Run, StoreUnavailable
+from semel.runs.store import lease, run_keys, submit
 from support.databases import Databases, TestDatabase
 
 MOMENT = 0.000001
@@ -43,6 +44,9 @@ def test_a_key_is_found_under_its_own_name_user_tenant_and_kind(database: TestDa
     assert [jobs.check_idempotency_key("key", user) for user in (42, 43, 44)] == ["job-42", "job-43", None]
     assert other_tenant.check_idempotency_key("key", 42) == "job-acme"
     assert other_tenant.check_idempotency_key("other", 42) is None
+    taken = [(jobs, "key", 42), (jobs, "key", 43), (jobs, "other", 42), (other_tenant, "key", 42)]
+    named = [store.store_idempotency_key(key, "job-late", user) for store, key, user in taken]
+    assert named == ["job-42", "job-43", "job-other", "job-acme"]
     assert jobs.check_idempotency_key(payload.payload_hash, 42) is None, "the hash of a payload is no key"
     assert jobs.store_idempotency_key(payload.payload_hash, "job-hash", 42) == "job-hash"
 
@@ -56,6 +60,33 @@ def test_without_a_user_the_oldest_live_key_of_any_user_is_found(database: TestD
     database.clock.advance(HOUR)
     assert jobs.check_idempotency_key("key") == "job-42"
     assert database.tidy() == 0, "what was over was removed when it was looked up"
+
+
+def test_a_look_removes_no_key_that_lives_to_the_end_of_this_microsecond(database: TestDatabase) -> None:
+    jobs = database.jobs
+    jobs.store_idempotency_key("key", "job-41", 41, ttl_hours=1)
+    database.clock.advance(MOMENT)
+    jobs.store_idempotency_key("key", "job-42", 42, ttl_hours=1)
+    database.clock.advance(HOUR)
+    assert [jobs.check_idempotency_key("key") for _ in range(2)] == ["job-42"] * 2
+
+
+def test_a_payload_finds_its_run_while_that_is_under_way_and_a_key_whatever_became_of_it(
+    database: TestDatabase,
+) -> None:
+    def submit(**options: Any) -> Run:
+        return database.app.submit("train", **options)
+
+    run, keyed = submit(), submit(idempotency_key="key")
+    other = submit(user=7)
+    assert (submit().id, submit(idempotency_key="key").id) == (run.id, keyed.id)
+    (leased,) = database.do(lease.lease_these, "worker", [run.id])
+    assert submit().id == run.id
+    database.end(leased)
+    database.app.cancel(keyed.id)
+    assert submit().id not in (run.id, other.id), "the other's run is still under way"
+    assert submit(idempotency_key="key").id == keyed.id
+    assert database.jobs.check_idempotency_key("key") == keyed.id
 
 
 def test_a_look_at_a_key_removes_no_other(database: TestDatabase) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a run's life, verb by verb, on a clock that the test sets: what each changes, and what it leaves alone."""
+"""The steps of a run's life, verb by verb, on a clock that the test sets: what each changes, and what it leaves."""
 
 from collections.abc import Iterator
 from typing import Any
