@@ -2,18 +2,22 @@
 last batch had repeats, and in it, and both judge alike."""
 
 from collections.abc import Iterator
+from contextvars import copy_context
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from semel import App, KeyReused, Run, RunNotFound, SemelError
+from semel import App, KeyReused, Quota, QuotaExceeded, Run, RunNotFound, SemelError
 from semel._concurrency.sync import run_sync
+from semel.errors import ReservationLost
+from semel.runs.job_store import close_reservation
 from semel.runs.store import lease
 from semel.runs.store.lease import LeaseRequest
 from semel.runs.store.submit import Created, Existing, Submission
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import INTERNAL_QUEUE
-from support.databases import Databases, TestDatabase, held
+from support.databases import Databases, TestDatabase, held, refused
 
 DAY = 86400
 WINDOW = 600
@@ -40,6 +44,12 @@ def test_a_key_with_another_payload_is_refused_on_the_slow_path(database: TestDa
     with pytest.raises(KeyReused, match="warm"):
         database.open_app().submit("train", {"number": 1}, idempotency_key="warm", user=42)
     assert database.count("semel_runs") == 1
+
+
+def test_after_repeats_a_run_without_a_key_is_new(database: TestDatabase) -> None:
+    app = warmed(database)
+    assert not any(app.submit("train", dedupe=False).replayed for _ in range(2))
+    assert database.count("semel_runs") == 3
 
 
 @pytest.mark.parametrize("how", [{"idempotency_key": "k"}, {"idempotency_key": "k", "dedupe": True}, {}], ids=str)
@@ -209,6 +219,61 @@ def test_a_repeat_gives_its_reservation_back_on_either_path(sqlite: TestDatabase
     used = sqlite.concurrent()
     again = app.submit("train", idempotency_key="key", user=42, reservation=sqlite.reserve())
     assert (again.replayed, sqlite.concurrent()) == (True, used)
+
+
+def test_a_run_takes_the_slot_that_was_reserved_just_before_it(sqlite: TestDatabase) -> None:
+    """In the same thread, without a word: the second finds no slot, and one that has ended gives none."""
+
+    def flow() -> None:
+        sqlite.app.set_quota(42, Quota(max_concurrent=1))
+        reservation = sqlite.jobs.reserve_job_slot(42, 1)
+        assert reservation is not None
+        run = sqlite.submit()
+        assert sqlite.concurrent() == 1
+        refused(sqlite)
+        assert sqlite.jobs.consume_reservation(reservation, job_id=run.id) is True
+        assert sqlite.concurrent() == 1
+        sqlite.app.cancel(run.id)
+        assert sqlite.jobs.reserve_job_slot(42, 1, ttl_seconds=10) is not None
+        sqlite.clock.advance(11)
+        other = sqlite.open_jobs().reserve_job_slot(42, 1)
+        close_reservation(other or "")
+        refused(sqlite)
+
+    copy_context().run(flow)
+
+
+def test_a_batch_takes_a_reserved_slot_once(sqlite: TestDatabase) -> None:
+    """Tasks that began after the reservation all know of it."""
+    sqlite.app.set_quota(42, Quota(max_concurrent=1))
+    slot = sqlite.reserve(limit=1)
+    asked = [replace(submission(sqlite, number, user=42), slot=slot) for number in range(2)]
+    assert [type(each) for each in send(sqlite, *asked)] == [Created, QuotaExceeded]
+    assert sqlite.concurrent() == 1
+
+
+@pytest.mark.parametrize("quota", [None, Quota(max_concurrent=1)], ids=["no quota", "quota"])
+def test_a_reservation_that_ends_while_the_lock_is_waited_for_is_lost(
+    sqlite: TestDatabase, quota: Quota | None
+) -> None:
+    sqlite.app.set_quota(42, quota)
+    reservation = sqlite.reserve(limit=1, ttl=10)
+    times = [sqlite.clock.us + seconds * 1_000_000 for seconds in (11, 9)]
+    app = sqlite.open_app(clock=lambda: times.pop() if len(times) > 1 else times[0])
+    with pytest.raises(ReservationLost, match="has expired"):
+        app.submit("train", user=42, reservation=reservation)
+
+
+def test_a_repeat_is_the_job_of_the_slot_that_was_reserved_just_before_it(sqlite: TestDatabase) -> None:
+    def flow() -> None:
+        run = sqlite.submit(idempotency_key="key", number=1)
+        reservation = sqlite.jobs.reserve_job_slot(42, 5)
+        assert reservation is not None
+        assert sqlite.concurrent() == 2
+        assert sqlite.submit(idempotency_key="key", number=1).id == run.id
+        assert sqlite.concurrent() == 1, "both are the same job"
+
+    copy_context().run(flow)
 
 
 def test_a_retry_of_a_run_that_was_removed_is_refused_beside_others(sqlite: TestDatabase) -> None:
