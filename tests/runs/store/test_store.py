@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
 from semel import InvalidRequest, KeyReused, SemelError, StoreUnavailable
@@ -23,6 +24,7 @@ from semel.once.stores.sqlite import SqliteStore
 from semel.runs.store import LONG_DEADLINE, RunStore, queries, wait_for_database
 from semel.runs.submission import SubmitOptions
 from support.databases import Databases, TestDatabase
+from support.waiting import eventually
 
 POSTGRES = "postgresql://ann:secret@db.example.org/runs"
 """Nobody connects to it."""
@@ -153,6 +155,16 @@ def test_a_function_that_goes_through_many_rows_has_more_time_for_a_try(sqlite_u
     run_sync(store.close())
 
 
+def test_a_closed_store_has_given_its_connections_back(databases: Databases) -> None:
+    with databases.empty("postgres") as database:
+        store = RunStore(database.url, awaited=False)
+        run_sync(store.read(names))
+        mine = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        assert database.rows(mine) != [(0,)]
+        run_sync(store.close())
+        eventually(lambda: database.rows(mine) == [(0,)], "the server has noticed")
+
+
 def test_blocking_work_is_done_in_a_thread_only_where_the_store_is_awaited(store: RunStore) -> None:
     assert run_sync(store.run_blocking(threading.get_ident)) == threading.get_ident()
     awaited = RunStore(POSTGRES, awaited=True)
@@ -198,10 +210,19 @@ def test_what_the_database_refuses_has_its_error_in_its_place(database: TestData
     asked = submissions(database, SubmitOptions(), bad, SubmitOptions(), bad)
     first, wrong, second, too = run_sync(database.store.submit_many(asked))
     assert {first.id, second.id} == {run.id for run in database.app.runs().runs}  # type: ignore[union-attr]
-    assert isinstance(wrong, SemelError)
-    assert isinstance(too, SemelError)
+    for error in (wrong, too):
+        assert isinstance(error, SemelError)
+        assert str(error).startswith("the database reported an error")
     with pytest.raises(SemelError, match="refused"):
         run_sync(database.store.submit_many(submissions(database, bad, bad)))
+
+
+def test_a_fault_of_our_own_is_an_error_in_its_place_too(database: TestDatabase) -> None:
+    good, bad = submissions(database, SubmitOptions(), SubmitOptions())
+    answers = run_sync(database.store.submit_many([good, replace(bad, priority=object())]))
+    assert answers[0].id == good.id  # type: ignore[union-attr]
+    assert isinstance(answers[1], SemelError)
+    assert str(answers[1]).startswith("it could not be stored: TypeError")
 
 
 def test_none_are_none(database: TestDatabase) -> None:
