@@ -11,6 +11,8 @@ import pytest
 from semel import AsyncOnce, StoreUnavailable
 from semel.http import body as http_body
 from semel.http.asgi import IdempotencyMiddleware
+from semel.once.stores.memory import MemoryStore
+from semel.testing import FaultyStore
 
 START = {"type": "http.response.start", "status": 201, "headers": [(b"content-type", b"text/plain")]}
 BODY = {"type": "http.response.body", "body": b"done"}
@@ -347,3 +349,17 @@ def test_half_a_response_is_sent_as_far_as_it_came_and_the_key_is_free() -> None
     assert len(app.scopes) == 2
     started = Recorded(START)
     assert len(serve(IdempotencyMiddleware(started, "memory://"))) == 1
+
+
+def test_what_the_app_sends_after_its_response_was_withheld_is_dropped() -> None:
+    """It was too large to be kept, and the store could not be told so."""
+    store = FaultyStore(MemoryStore())
+    parts = [{**BODY, "body": b"x" * 12, "more_body": more} for more in (True, True, False)]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        store.lose_request("complete")
+        await Recorded(START, *parts, reads=0)(scope, receive, send)
+
+    middleware = IdempotencyMiddleware(app, AsyncOnce(store, retry_for=0), max_response_bytes=10)
+    sent = serve(middleware)
+    assert (status_of(sent), len(sent)) == (503, 2)
