@@ -181,6 +181,26 @@ def test_a_length_that_is_too_large_or_no_length_is_refused_before_the_body_is_r
     assert (len(app.environs), stream.tell()) == ((1, 10) if status.startswith("201") else (0, 0))
 
 
+def test_a_request_without_a_length_has_no_body(once: Once) -> None:
+    app = Recorded()
+    assert served(IdempotencyMiddleware(app, once), environ_of(CONTENT_LENGTH=""))[0] == "201 Created"
+    assert app.bodies == [b""]
+
+
+def test_a_request_that_fails_before_the_app_leaves_no_file_open(once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_file(**options: Any) -> Any:
+        opened.append(TemporaryFile(**options))  # noqa: SIM115 -- closed by the body
+        return opened[-1]
+
+    monkeypatch.setattr(http_body, "TemporaryFile", open_file)
+    middleware = IdempotencyMiddleware(Recorded(), once, body_in_memory=0, tenant=lambda _: fail())
+    with pytest.raises(ValueError, match="broken"):
+        served(middleware)
+    assert [file.closed for file in opened] == [True]
+
+
 def test_a_request_without_a_limit_is_read_to_its_length(once: Once) -> None:
     app = Recorded()
     served(IdempotencyMiddleware(app, once, max_request_bytes=None), environ_of(b"x" * 300_000))
@@ -311,7 +331,19 @@ def test_a_failed_response_that_is_too_large_is_not_read_on_when_the_server_clos
     next(response.chunks)
     response.close()
     assert len(read) < 5
-    assert served(middleware)[2] is False
+    assert served(middleware)[0] == "500 Internal Server Error"
+    assert len(app.environs) == 2, "the key was released"
+
+
+def test_a_response_is_known_to_be_too_large_with_the_first_byte_over_the_limit(once: Once) -> None:
+    middleware = IdempotencyMiddleware(Recorded(lambda: iter([b"x" * 8] * 3)), once, max_response_bytes=10)
+    response = Served(middleware)
+    assert next(response.chunks) == b"x" * 8
+    assert once.get("k", scope="POST /orders").status == "in_flight"  # type: ignore[union-attr]
+    assert next(response.chunks) == b"x" * 8
+    assert served(middleware)[0] == "409 Conflict"
+    assert once.get("k", scope="POST /orders").kind == "oversized"  # type: ignore[union-attr]
+    assert response.read() == b"x" * 8
 
 
 def fail() -> None:
@@ -351,10 +383,24 @@ def test_an_error_after_the_start_was_sent_ends_the_response(once: Once) -> None
     assert once.get("k", scope="POST /orders") is None
 
 
-def test_an_exception_that_is_kept_is_answered_before_it_is_raised(once: Once) -> None:
-    def app(environ: Any, start: Any) -> list[bytes]:
-        raise ValueError("broken")
+def failing(environ: Any, start: Any) -> list[bytes]:
+    raise ValueError("broken")
 
+
+def failing_first(environ: Any, start: Any) -> Iterator[bytes]:
+    fail()
+    yield b"never"
+
+
+@pytest.mark.parametrize("app", [failing, failing_first])
+def test_an_exception_that_is_not_kept_is_the_servers_at_once(once: Once, app: Any) -> None:
+    with pytest.raises(ValueError, match="broken"):
+        Served(IdempotencyMiddleware(app, once))
+    assert once.get("k", scope="POST /orders") is None
+
+
+@pytest.mark.parametrize("app", [failing, failing_first])
+def test_an_exception_that_is_kept_is_answered_before_it_is_raised(once: Once, app: Any) -> None:
     middleware = IdempotencyMiddleware(app, once, policy="stripe")
     response = Served(middleware)
     assert b"idempotent_request_failed" in next(response.chunks)
@@ -377,6 +423,20 @@ def test_what_is_written_comes_before_what_is_returned(once: Once) -> None:
         ("201 Created", b"one two three", False),
         ("201 Created", b"one two three", True),
     ]
+
+
+def test_what_is_written_leaves_at_once_when_it_is_too_large_to_be_kept(once: Once) -> None:
+    sent: list[bytes] = []
+
+    def app(environ: Any, start: Any) -> list[bytes]:
+        write = start("201 Created", [])
+        for number in range(3):
+            write(b"x" * 8)
+            assert len(b"".join(sent)) == (0, 16, 24)[number]
+        return [b"end"]
+
+    chunks = IdempotencyMiddleware(app, once, max_response_bytes=10)(environ_of(), lambda *_: sent.append)
+    assert b"".join((*sent, *chunks)) == b"x" * 24 + b"end"
 
 
 def test_an_unprotected_response_closes_what_the_app_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
