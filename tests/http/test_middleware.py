@@ -780,3 +780,105 @@ def test_cookies_are_found_by_their_names_alone() -> None:
     request = http_middleware.Request("POST", "/", b"", {}, "", {"cookie": "a=1; session=7; b=2", "x": " y "}.get)
     assert request.credentials(["cookie:session", "x", "cookie:c", "z"]) == b"cookie:session=7\nx=y\n"
     assert http_middleware.Request("POST", "/", b"", {}).credentials(["cookie:a", "x"]) == b""
+
+
+def statuses(middleware: Any, *asked: tuple[str, dict[str, str]]) -> list[tuple[int, bool]]:
+    """Post to these paths with these headers; the status of each response, and whether it is a replay."""
+
+    async def scenario() -> list[tuple[int, bool]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            answers = [await client.post(path, headers={**KEY, **headers}) for path, headers in asked]
+        return [(answer.status_code, "idempotent-replayed" in answer.headers) for answer in answers]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [
+        ({}, (409, False)),
+        ({"tenant": lambda scope: "acme"}, (201, True)),
+        ({"tenant": lambda scope: None}, (409, False)),
+        ({"tenant": lambda scope: "acme", "credentials": "Authorization"}, (409, False)),
+        ({"credentials": None}, (201, True)),
+    ],
+    ids=["default", "tenant", "no tenant", "both", "neither"],
+)
+def test_a_tenant_stands_for_its_callers_unless_their_credentials_are_named(
+    options: Any, second: tuple[int, bool]
+) -> None:
+    middleware = IdempotencyMiddleware(answering(), once="memory://", **options)
+    ann, bob = {"Authorization": "ann"}, {"Authorization": "bob"}
+    assert statuses(middleware, ("/", ann), ("/", bob), ("/", ann)) == [(201, False), second, (201, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [
+        ({}, (201, False)),
+        ({"policy": "stripe"}, (400, False)),
+        ({"policy": "stripe", "scope": "orders"}, (201, True)),
+        ({"scope": "orders"}, (201, True)),
+        ({"scope": lambda scope: scope["path"]}, (201, False)),
+    ],
+    ids=["intake", "stripe", "stripe, named", "named", "by a function"],
+)
+def test_a_key_at_a_second_endpoint_is_another_a_conflict_or_the_same(options: Any, second: tuple[int, bool]) -> None:
+    middleware = IdempotencyMiddleware(answering(), once="memory://", **options)
+    assert statuses(middleware, ("/a", {}), ("/b", {})) == [(201, False), second]
+
+
+def test_a_key_that_is_none_is_shown_and_refused() -> None:
+    answer = asyncio.run(send(IdempotencyMiddleware(answering(), once="memory://"), key="a b"))
+    assert (answer.status_code, answer.json()["idempotency_key"]) == (400, "a b")
+
+
+def test_a_body_that_finds_no_room_is_refused_and_executes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(body, "TemporaryFile", full)
+    app = answering()
+    middleware = IdempotencyMiddleware(app, once="memory://", body_in_memory=0)
+
+    async def scenario() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            return (await client.post("/", content=b"tea", headers=KEY)).status_code
+
+    assert (asyncio.run(scenario()), app.ran) == (503, [])
+
+
+def test_large_json_is_parsed_where_there_is_no_event_loop() -> None:
+    def app(environ: Any, start: Any) -> list[bytes]:
+        start("201 Created", [])
+        return [b"done"]
+
+    content = json.dumps({"x": "y" * 100_000}).encode()
+    with Once("memory://") as once:
+        middleware = wsgi.IdempotencyMiddleware(app, once=once, fingerprint="json")
+        with httpx.Client(transport=httpx.WSGITransport(middleware), base_url="http://shop") as client:
+            answers = [client.post("/", content=each, headers=KEY) for each in (content, content.replace(b" ", b"\n"))]
+    assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
+
+
+def test_a_request_whose_owner_vanished_is_not_carried_out_again() -> None:
+    ran: list[int] = []
+
+    def app(environ: Any, start: Any) -> Any:
+        ran.append(1)
+        start("201 Created", [])
+        return iter([b"half", b"whole"])
+
+    clock = FakeClock()
+    with Once(MemoryStore(clock)) as once:
+        policy = Policy.intake().but(on_crash="unknown")
+        middleware = wsgi.IdempotencyMiddleware(app, once=once, policy=policy, status_path="/keys")
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k"}
+        first = middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *_: None)
+        clock.advance(61)
+        said: list[Any] = []
+        answer = b"".join(middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *each: said.extend(each)))
+        assert json.loads(answer)["error_code"] == "IDEMPOTENCY_OUTCOME_UNKNOWN"
+        assert (said[0], dict(said[1])["link"]) == ("409 Conflict", '</keys/POST/?key=k>; rel="status"')
+        first.close()  # type: ignore[attr-defined]
+    assert ran == [1]
