@@ -57,6 +57,26 @@ def test_a_body_of_which_the_first_byte_finds_no_room_keeps_none_in_memory(full_
     assert body.whole() == b""
 
 
+def test_a_full_disk_is_noticed_though_the_file_has_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        writable = seekable = readable
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            return offset
+
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(http_body, "TemporaryFile", lambda **_: io.BufferedRandom(Full()))
+    body = SpooledBody(0)
+    body.add(b"tea")
+    with pytest.raises(OSError, match="No space left"):
+        body.require_room()
+
+
 def test_a_closed_body_opens_no_file_and_closes_the_one_it_had(full_disk: type[FullDisk]) -> None:
     closed = SpooledBody(0)
     closed.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from semel import Policy
-from semel.http.refusals import REFUSALS, Reason, phrase, refuse
+from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
 
 STATUSES: dict[Reason, int] = {
     "invalid": 400,
@@ -28,6 +28,25 @@ RETRYABLE = {"incomplete", "processing", "not_acceptable", "unavailable"}
 def content_of(policy: Policy, reason: Reason, key: str | None = "key", **more: Any) -> dict[str, Any]:
     content: dict[str, Any] = msgspec.json.decode(refuse(policy, reason, key, **more).body or b"")
     return content
+
+
+@pytest.mark.parametrize(
+    ("policy", "fails_from", "not_begun", "methods", "parameters", "shared_scope"),
+    [
+        (Policy.intake(), 400, set(), ("POST",), False, False),
+        (Policy.ietf(), 500, {401, 403, 408, 409, 425, 429}, ("POST", "PATCH"), True, False),
+        (Policy.stripe(), 500, {400, 401, 403, 409, 422, 429}, ("POST",), False, True),
+    ],
+    ids=["intake", "ietf", "stripe"],
+)
+def test_a_dialect_says_which_responses_are_kept_and_whose_keys_meet(  # noqa: PLR0917 -- a table
+    policy: Policy, fails_from: int, not_begun: set[int], methods: tuple[str, ...], parameters: bool, shared_scope: bool
+) -> None:
+    dialect = DIALECTS[policy.dialect]
+    assert (dialect.fails_from, dialect.not_begun, dialect.methods) == (fails_from, not_begun, methods)
+    assert (dialect.parameters, dialect.shared_scope) == (parameters, shared_scope)
+    media = {"intake": b"application/json", "ietf": b"application/problem+json", "stripe": b"application/json"}
+    assert dict(refuse(policy, "missing", None).headers)[b"content-type"] == media[dialect.name]
 
 
 @pytest.mark.parametrize(
