@@ -67,7 +67,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     own_key: str | None = None
     """A client's key in addition to the payload, looked up first: it names the run that the payload finds, or that is
     created, for ``own_ttl_us``."""
-    own_ttl_us: int = 0
+    own_ttl_us: int
     asked: str | None = None
     """The hash that is stored with the key, if it is not the payload's."""
     trace: str | None = None
