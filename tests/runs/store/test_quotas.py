@@ -502,15 +502,14 @@ def test_after_the_clock_was_put_back_only_later_reservations_are_restarted(sqli
 
 def test_a_reservation_in_whose_flow_a_run_is_submitted_is_bound_to_it_once(sqlite: TestDatabase) -> None:
     def flow() -> None:
-        sqlite.app.set_quota(42, Quota(max_concurrent=2))
-        reservation = sqlite.jobs.reserve_job_slot(42, 2)
+        sqlite.app.set_quota(42, Quota(max_concurrent=1))
+        reservation = sqlite.jobs.reserve_job_slot(42, 1)
         assert reservation is not None
         first = sqlite.submit()
         assert (sqlite.app.usage(42).concurrent, sqlite.app.usage(42).reserved) == (1, 0)
-        sqlite.submit()
         refused(sqlite)
         sqlite.app.cancel(first.id)
-        assert sqlite.concurrent() == 1, "the reservation does not count beside its run"
+        assert sqlite.concurrent() == 0, "the reservation does not count beside its run"
         assert sqlite.jobs.consume_reservation(reservation, job_id=first.id)
 
     copy_context().run(flow)
