@@ -289,6 +289,16 @@ def test_warnings_come_from_80_percent_on(database: TestDatabase) -> None:
     assert told[3] == ["4 of 5 concurrent jobs in use", "9 of 10 jobs per hour in use"]
 
 
+def test_a_cost_is_warned_of_from_80_percent_on_for_the_first_limit_that_is_near(sqlite: TestDatabase) -> None:
+    sqlite.app.set_quota(42, Quota(cost_daily=10, cost_monthly=10, cost_yearly=100))
+    assert sqlite.submit(cost=7.99).cost_limit_warning is None
+    assert sqlite.submit(cost=0.01).cost_limit_warning == "$8.00 spent of $10.00 daily limit."
+    sqlite.clock.advance(2 * DAY)  # the second of March: a new day and a new month
+    assert sqlite.submit(cost=7).cost_limit_warning is None
+    sqlite.clock.advance(DAY)
+    assert sqlite.submit(cost=1).cost_limit_warning == "$8.00 spent of $10.00 monthly limit."
+
+
 def test_warnings_come_from_where_the_quota_says(database: TestDatabase) -> None:
     database.app.set_quota(42, Quota(max_concurrent=4, warn_at=0.5))
     assert [len(database.submit().quota_warnings) for _ in range(4)] == [0, 1, 1, 1]
