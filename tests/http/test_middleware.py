@@ -27,12 +27,15 @@ from semel.errors import StoreUnavailable
 from semel.http import body, protocol, wsgi
 from semel.http import middleware as http_middleware
 from semel.http.asgi import IdempotencyMiddleware
+from semel.http.middleware import MiddlewareCore, ResponseRecorder
 from semel.http.protocol import fingerprint_of_json
 from semel.once.store import ClaimRequest, Complete, Release
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
+from semel.types import Claim
 
 KEY = {"Idempotency-Key": "k"}
+CLAIM = Claim("scope", "key", 1, "attempt", "", 60.0, 0, 0)
 
 
 async def send(app: Any, path: str = "/orders", method: str = "POST", key: str | None = "k") -> httpx.Response:
@@ -626,3 +629,256 @@ def test_what_an_app_sends_after_the_end_is_its_own_error(again: Any) -> None:
     answers = [asyncio.run(send(middleware)) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
     assert len(failed) == 1
+
+
+# -- the core, decision by decision ------------------------------------------------------------------------------------
+
+
+def core_of(**options: Any) -> MiddlewareCore[Once]:
+    return MiddlewareCore(Once, "memory://", options)  # type: ignore[arg-type]
+
+
+def test_how_much_of_a_body_is_in_memory() -> None:
+    assert [core_of().body_in_memory, core_of(body_in_memory=0).body_in_memory] == [1 << 20, 0]
+    assert core_of(body_in_memory=None).body_in_memory == 0
+
+
+def test_whether_an_exception_is_kept_is_said_by_what_is_kept_of_500() -> None:
+    assert [core_of(keep=[status]).policy.on_error for status in (500, 501)] == ["keep", "release"]
+    assert core_of(policy="stripe").policy.on_error == "keep"
+
+
+@pytest.mark.parametrize(
+    ("options", "everywhere"),
+    [({}, True), ({"paths": "*"}, False), ({"exclude": "/a"}, False), ({"exclude": ()}, True)],
+)
+def test_paths_are_looked_at_only_where_some_are_named(options: Any, everywhere: bool) -> None:
+    assert core_of(**options).everywhere is everywhere
+
+
+def test_events_are_told_whoever_opened_the_store() -> None:
+    for shared in (True, False):
+        heard: list[Any] = []
+        with Once("memory://") as once:
+            middleware = wsgi.IdempotencyMiddleware(
+                lambda _, start: [start("201 Created", [])] and [b""],
+                once if shared else "memory://",
+                on_event=heard.append,
+            )
+            environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k"}
+            list(middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *_: None))
+            middleware.close()
+        assert heard, f"shared: {shared}"
+
+
+@pytest.mark.parametrize(("status", "length", "complete"), [(204, b"5", True), (304, b"5", True), (205, b"5", False)])
+def test_a_response_without_a_body_is_complete_whatever_its_length_says(
+    status: int, length: bytes, complete: bool
+) -> None:
+    recorder = ResponseRecorder(core_of(), CLAIM)
+    recorder.begin(status, [(b"content-length", length)])
+    assert recorder.complete is complete
+
+
+def test_the_recorder_takes_every_status_and_kind_of_bytes_that_a_server_sends() -> None:
+    for status in (200, 599):
+        recorder = ResponseRecorder(core_of(keep=[200, 599]), CLAIM)
+        recorder.begin(status, [])
+        for chunk in (b"a", bytearray(b"b"), memoryview(b"c")):
+            recorder.add(chunk)  # type: ignore[arg-type]
+        assert (recorder.is_outcome, recorder.response.status, recorder.response.body) == (True, status, b"abc")
+        with pytest.raises(TypeError, match="the app sent str instead of bytes"):
+            recorder.add("d")  # type: ignore[arg-type]
+
+
+def test_a_second_start_forgets_what_came_before_it() -> None:
+    recorder = ResponseRecorder(core_of(), CLAIM)
+    recorder.begin(200, [(b"content-length", b"3")])
+    recorder.add(b"abc")
+    recorder.begin(202, [(b"Content-Length", b"2")])
+    assert not recorder.complete
+    assert [recorder.add(b"d"), recorder.complete, recorder.add(b"e")] == [False, False, True]
+    assert recorder.response.body == b"de"
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_what_is_over_the_limit_is_an_outcome_without_a_body(size: int) -> None:
+    recorder = ResponseRecorder(core_of(max_response_bytes=3), CLAIM)
+    recorder.begin(200, [(b"content-length", b"9")])
+    recorder.add(b"x" * size)
+    assert (recorder.too_large, recorder.is_outcome) == (size > 3, size > 3)
+    failed = ResponseRecorder(core_of(max_response_bytes=3), CLAIM)
+    failed.begin(500, [])
+    failed.add(b"x" * size)
+    assert not failed.is_outcome
+
+
+def test_who_was_refused_for_other_credentials_is_told_in_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    middleware = IdempotencyMiddleware(answering(), once="memory://")
+
+    async def scenario() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            asked = [("ann", b"tea"), ("bob", b"tea"), ("ann", b"cake")]
+            return [await client.post("/", content=each, headers={**KEY, "Authorization": who}) for who, each in asked]
+
+    with caplog.at_level("INFO", "semel"):
+        answers = asyncio.run(scenario())
+    assert [answer.status_code for answer in answers] == [201, 409, 409]
+    assert answers[1].content == answers[2].content
+    assert sum("first used with other credentials" in each for each in caplog.messages) == 1
+
+
+def test_a_request_that_meets_no_store_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        store = Away()
+        middleware = IdempotencyMiddleware(answering(), once=AsyncOnce(store, retry_for=0), status_path="/keys")
+        store.away = True
+        answer = await send(middleware)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+    with caplog.at_level("WARNING", "semel"):
+        asyncio.run(scenario())
+    assert "a request with the key 'k' was refused: away" in caplog.messages
+
+
+def test_a_response_that_could_not_be_stored_is_withheld_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    store = Away()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        store.away = True
+        await answering()(scope, receive, send)
+
+    with caplog.at_level("WARNING", "semel"):
+        answer = asyncio.run(send(IdempotencyMiddleware(app, once=AsyncOnce(store, retry_for=0))))
+    assert answer.status_code == 503
+    assert "the response of the request with the key 'k' is withheld: away" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/keys/POST/orders?key=k", "GET", 200),
+        ("/keys/POST/orders?key=other", "GET", 404),
+        ("/keys/POST/orders", "GET", 299),
+        ("/keys/POST/orders?key=k&key=l", "GET", 299),
+        ("/keys/POST/orders?key=k", "DELETE", 299),
+        ("/keysPOST/orders?key=k", "GET", 299),
+    ],
+)
+def test_only_a_get_with_one_key_asks_for_its_status(path: str, method: str, status: int) -> None:
+    """Anything else is the app's."""
+    app = answering(299)
+    middleware = IdempotencyMiddleware(app, once="memory://", status_path="/keys", keep=[299])
+    asyncio.run(send(middleware))
+    answer = asyncio.run(send(middleware, path, method, key=None))
+    assert (answer.status_code, len(app.ran)) == (status, 2 if status == 299 else 1)
+    if status == 200:
+        assert answer.json().keys() == {"idempotency_key", "status", "created_at", "expires_at", "lease_left"}
+
+
+def test_cookies_are_found_by_their_names_alone() -> None:
+    request = http_middleware.Request("POST", "/", b"", {}, "", {"cookie": "a=1; session=7; b=2", "x": " y "}.get)
+    assert request.credentials(["cookie:session", "x", "cookie:c", "z"]) == b"cookie:session=7\nx=y\n"
+    assert http_middleware.Request("POST", "/", b"", {}).credentials(["cookie:a", "x"]) == b""
+
+
+def statuses(middleware: Any, *asked: tuple[str, dict[str, str]]) -> list[tuple[int, bool]]:
+    """Post to these paths with these headers; the status of each response, and whether it is a replay."""
+
+    async def scenario() -> list[tuple[int, bool]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            answers = [await client.post(path, headers={**KEY, **headers}) for path, headers in asked]
+        return [(answer.status_code, "idempotent-replayed" in answer.headers) for answer in answers]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [
+        ({}, (409, False)),
+        ({"tenant": lambda scope: "acme"}, (201, True)),
+        ({"tenant": lambda scope: None}, (409, False)),
+        ({"tenant": lambda scope: "acme", "credentials": "Authorization"}, (409, False)),
+        ({"credentials": None}, (201, True)),
+    ],
+    ids=["default", "tenant", "no tenant", "both", "neither"],
+)
+def test_a_tenant_stands_for_its_callers_unless_their_credentials_are_named(
+    options: Any, second: tuple[int, bool]
+) -> None:
+    middleware = IdempotencyMiddleware(answering(), once="memory://", **options)
+    ann, bob = {"Authorization": "ann"}, {"Authorization": "bob"}
+    assert statuses(middleware, ("/", ann), ("/", bob), ("/", ann)) == [(201, False), second, (201, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [
+        ({}, (201, False)),
+        ({"policy": "stripe"}, (400, False)),
+        ({"policy": "stripe", "scope": "orders"}, (201, True)),
+        ({"scope": "orders"}, (201, True)),
+        ({"scope": lambda scope: scope["path"]}, (201, False)),
+    ],
+    ids=["intake", "stripe", "stripe, named", "named", "by a function"],
+)
+def test_a_key_at_a_second_endpoint_is_another_a_conflict_or_the_same(options: Any, second: tuple[int, bool]) -> None:
+    middleware = IdempotencyMiddleware(answering(), once="memory://", **options)
+    assert statuses(middleware, ("/a", {}), ("/b", {})) == [(201, False), second]
+
+
+def test_a_key_that_is_none_is_shown_and_refused() -> None:
+    answer = asyncio.run(send(IdempotencyMiddleware(answering(), once="memory://"), key="a b"))
+    assert (answer.status_code, answer.json()["idempotency_key"]) == (400, "a b")
+
+
+def test_a_body_that_finds_no_room_is_refused_and_executes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(body, "TemporaryFile", full)
+    app = answering()
+    middleware = IdempotencyMiddleware(app, once="memory://", body_in_memory=0)
+
+    async def scenario() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(middleware), base_url="http://shop") as client:
+            return (await client.post("/", content=b"tea", headers=KEY)).status_code
+
+    assert (asyncio.run(scenario()), app.ran) == (503, [])
+
+
+def test_large_json_is_parsed_where_there_is_no_event_loop() -> None:
+    def app(environ: Any, start: Any) -> list[bytes]:
+        start("201 Created", [])
+        return [b"done"]
+
+    content = json.dumps({"x": "y" * 100_000}).encode()
+    with Once("memory://") as once:
+        middleware = wsgi.IdempotencyMiddleware(app, once=once, fingerprint="json")
+        with httpx.Client(transport=httpx.WSGITransport(middleware), base_url="http://shop") as client:
+            answers = [client.post("/", content=each, headers=KEY) for each in (content, content.replace(b" ", b"\n"))]
+    assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
+
+
+def test_a_request_whose_owner_vanished_is_not_carried_out_again() -> None:
+    ran: list[int] = []
+
+    def app(environ: Any, start: Any) -> Any:
+        ran.append(1)
+        start("201 Created", [])
+        return iter([b"half", b"whole"])
+
+    clock = FakeClock()
+    with Once(MemoryStore(clock)) as once:
+        policy = Policy.intake().but(on_crash="unknown")
+        middleware = wsgi.IdempotencyMiddleware(app, once=once, policy=policy, status_path="/keys")
+        environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k"}
+        first = middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *_: None)
+        clock.advance(61)
+        said: list[Any] = []
+        answer = b"".join(middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *each: said.extend(each)))
+        assert json.loads(answer)["error_code"] == "IDEMPOTENCY_OUTCOME_UNKNOWN"
+        assert (said[0], dict(said[1])["link"]) == ("409 Conflict", '</keys/POST/?key=k>; rel="status"')
+        first.close()  # type: ignore[attr-defined]
+    assert ran == [1]

@@ -18,10 +18,14 @@ from psycopg import sql
 
 from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
-from semel.runs.store import lease, maintenance, transitions
+from semel.runs.models.model import make_model
+from semel.runs.store import RunStore, lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
+from semel.runs.store.maintenance import WorkerRecord
+from semel.runs.store.submit import JobDetails
 from semel.runs.store.transitions import FinishRequest
-from semel.runs.types import AttemptResult, EndKind
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import INTERNAL_QUEUE, AttemptResult, EndKind
 from semel.testing import FakeClock
 
 KINDS = ["memory", "sqlite", "redis", "postgres"]
@@ -31,7 +35,10 @@ SHARED_KINDS = KINDS[1:]
 DATABASES = ("sqlite", "postgres")
 """Databases of runs, quotas and the service."""
 
-TABLES = ("runs", "run_keys", "run_events", "run_logs", "quotas", "reservations", "workers", "leaders", "removals")
+TABLES = (
+    *("runs", "run_keys", "run_events", "run_logs", "jobs", "quotas", "reservations", "workers", "leaders", "removals"),
+    *("subscriptions", "deliveries"),
+)
 LEASE = 60
 START = 1_709_210_096.0
 """2024-02-29 12:34:56 UTC, a Thursday."""
@@ -95,12 +102,12 @@ class TestDatabase:
 
     def lease(self, most: int = 1) -> list[Leased]:
         """Lease runs as a worker does."""
-        self._write(lease.wake)
-        return self._write(lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most))
+        self.do(lease.wake)
+        return self.do(lease.lease, LeaseRequest("worker-1", ("default",), ["train"], most))
 
     def renew(self, leased: Leased) -> dict[str, bool]:
         """Renew the lease of an attempt, as a heartbeat does; returns whether the run is to be cancelled, by run."""
-        renewed: dict[str, bool] = self._write(lease.renew, [LeaseRenewal(leased.id, leased.fence)])
+        renewed: dict[str, bool] = self.do(lease.renew, [LeaseRenewal(leased.id, leased.fence)])
         return renewed
 
     def end(self, leased: Leased, kind: EndKind = "succeeded", **options: Any) -> bool:
@@ -109,7 +116,7 @@ class TestDatabase:
         if kind == "succeeded":
             options = {"result": "null", "result_digest": "d" * 64, "result_size": 4, **options}
         ending = FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **options), returned=returned)
-        return leased.id in self._write(transitions.end, [ending])
+        return leased.id in self.do(transitions.end, [ending])
 
     def finish(self, *runs: Run) -> None:
         """Lease and finish these runs, and all that are due before them."""
@@ -120,16 +127,31 @@ class TestDatabase:
 
     def lose_expired(self) -> int:
         """Recover runs whose lease has expired, as the sweeper does; returns how many."""
-        return len(self._write(transitions.lose_expired))
+        return len(self.do(transitions.lose_expired))
 
     def tidy(self) -> int:
         """Remove expired keys and reservations, as the sweeper does; returns how many."""
-        removed: int = self._write(maintenance.remove_expired)[0]
+        removed: int = self.do(maintenance.remove_expired)[0]
         return removed
 
-    def _write(self, verb: Callable[..., Any], *arguments: Any) -> Any:
-        store = self.app._engine.store
-        return run_sync(store.write(verb, *arguments, store.statement_context))
+    def see_worker(self, name: str, **more: Any) -> None:
+        """Write that a worker of this name is alive; by default it has two slots for the model."""
+        known: dict[str, Any] = {"queues": ["default"], "models": {"train": "thread"}, "slots": {"thread": 2}}
+        record = WorkerRecord(id=name, name=name, host="host", pid=1, **{**known, **more})
+        self.do(maintenance.worker_seen, record)
+
+    @property
+    def store(self) -> RunStore:
+        """The store of the app."""
+        return self.app._engine.store
+
+    def do(self, verb: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function of the store that writes."""
+        return run_sync(self.store.write(verb, *arguments, self.store.statement_context, **options))
+
+    def ask(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the store that reads, and that needs no time."""
+        return run_sync(self.store.read(verb, *arguments))
 
     def rows(self, query: LiteralString) -> list[tuple[Any, ...]]:
         """The rows of a query, as a database client gets them."""
@@ -159,6 +181,20 @@ class TestDatabase:
     def concurrent(self, user: str | int = 42) -> int:
         """The number of slots that the user has in use."""
         return self.app.usage(user).concurrent
+
+
+def held(database: TestDatabase, data: str | None = "/data") -> Run:
+    """A job whose run cannot be leased until its data is uploaded, by a run of the service's own."""
+    app = database.app
+    if "semel.upload" not in app.registry.names:
+        app.registry.add(make_model("semel.upload", _upload, isolation="thread", queue=INTERNAL_QUEUE))
+    job = JobDetails(provider="local", config="config", data=data, upload_model="semel.upload")
+    options = SubmitOptions(user=42, dedupe=False)
+    return run_sync(app._engine.submit_run("train", {}, options, job=job))
+
+
+def _upload(job_id: str) -> None:
+    """A model that is never executed."""
 
 
 class Databases:

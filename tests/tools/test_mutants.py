@@ -62,11 +62,19 @@ def test_each_change_is_found_once_and_is_python(mutants: ModuleType) -> None:
     )
 
 
-def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_fastest_first(mutants: ModuleType) -> None:
-    lines = {"slow": {7}, "quick": {7, 8}, "elsewhere": {10}, "none": set[int]()}
-    baseline = mutants.Baseline({"slow": 9.0, "quick": 0.1, "elsewhere": 1.0, "none": 0.0}, lines)
-    mutant = mutants.Mutant(Path("example.py"), 7, 7, 0, 0, "")
-    at_load = mutants.Mutant(Path("example.py"), 3, 3, 0, 0, "", at_load=True)
-    assert baseline.tests_for(mutant, 20) == ["quick", "slow"]
-    assert baseline.tests_for(mutant, 5) == ["quick"]
-    assert baseline.tests_for(at_load, 20) == ["quick", "elsewhere", "slow"]
+def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_files_own_first_then_the_fastest(
+    mutants: ModuleType,
+) -> None:
+    own = "tests/once/test_rules.py::test_judge"
+    lines = {"slow": {7}, "quick": {7, 8}, "elsewhere": {10}, "none": set[int](), own: {7}}
+    baseline = mutants.Baseline({"slow": 9.0, "quick": 0.1, "elsewhere": 1.0, "none": 0.0, own: 3.0}, lines)
+    mutant = mutants.Mutant(Path("src/semel/once/rules.py"), 7, 7, 0, 0, "")
+    at_load = mutants.Mutant(Path("src/semel/once/rules.py"), 3, 3, 0, 0, "", at_load=True)
+    assert baseline.tests_for(mutant, 20) == [own, "quick", "slow"]
+    assert baseline.tests_for(mutant, 5) == [own, "quick"]
+    assert baseline.tests_for(at_load, 20) == [own, "quick", "elsewhere", "slow"]
+
+
+def test_the_tests_of_a_file_are_where_the_file_is(mutants: ModuleType) -> None:
+    assert mutants.own_tests(Path("src/semel/runs/store/lease.py")) == "tests/runs/store/test_lease.py"
+    assert mutants.own_tests(Path("src/semel/runs/store/__init__.py")) == "tests/runs/store/test_store.py"

@@ -17,7 +17,7 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
 from semel.db.dialect import StatementContext, hot, transaction
 from semel.errors import ResultStoreError
-from semel.runs.execution.input_data import ref_of
+from semel.runs.execution.input_data import folder_of, ref_of
 from semel.runs.results import FileResults
 from semel.runs.store import maintenance, submit, transitions
 from semel.runs.submission import SubmitOptions
@@ -234,6 +234,7 @@ def test_data_goes_with_the_last_run_that_has_it(harness: RunsHarness) -> None:
     harness.clock.advance(10)
     assert harness.timeless.purge(2) == 1
     assert files(harness) == []
+    assert harness.sql("SELECT count(*) FROM semel_removals")[0][0] == 0, "nothing is left to do"
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -263,6 +264,20 @@ def test_files_that_cannot_be_removed_now_are_removed_by_the_next_purge(harness:
     assert app.purge(0) == 0
     assert files(harness) == []
     assert harness.sql("SELECT count(*) FROM semel_removals")[0][0] == 0
+
+
+def test_files_that_were_left_are_not_forgotten_for_another_folder(
+    harness: RunsHarness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``semel gc`` counts what has files: two runs and the data of one, and not the run that had none."""
+    runs = [ended(harness, "fatal"), ended(harness), ended(harness, data=data_of("a"))]
+    harness.clock.advance(DAY)
+    results = Locked(harness.folder / "artifacts")
+    results.broken = frozenset({folder_of(data_of("a")), *(run.id for run in runs)})
+    with pytest.raises(ResultStoreError):
+        harness.open(clock=harness.clock, artifacts=results).purge(0)
+    assert semel(["gc", "--db", harness.url, "--artifacts", str(harness.folder / "elsewhere")]) != 0
+    assert "3 of the runs have files" in capsys.readouterr().err
 
 
 PURGE = """

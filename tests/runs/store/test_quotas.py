@@ -1,8 +1,9 @@
 """Quotas: what is limited, whose use counts, when a warning comes, what becomes of reservations and of bad input."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from contextvars import copy_context
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,11 +24,19 @@ from semel import (
 )
 from semel._concurrency.sync import run_sync
 from semel.errors import ReservationLost
+from semel.runs.store import maintenance
 from semel.runs.types import MAX_COST
 from support.databases import Databases, TestDatabase, refused
 
 HOUR, DAY = 3600, 86400
 MOMENT = 0.000001
+
+
+@pytest.fixture
+def sqlite(databases: Databases) -> Iterator[TestDatabase]:
+    """For what is no matter of the database."""
+    with databases.empty("sqlite") as database:
+        yield database
 
 
 # -- limits --------------------------------------------------------------------------------------------------------
@@ -280,6 +289,16 @@ def test_warnings_come_from_80_percent_on(database: TestDatabase) -> None:
     assert told[3] == ["4 of 5 concurrent jobs in use", "9 of 10 jobs per hour in use"]
 
 
+def test_a_cost_is_warned_of_from_80_percent_on_for_the_first_limit_that_is_near(sqlite: TestDatabase) -> None:
+    sqlite.app.set_quota(42, Quota(cost_daily=10, cost_monthly=10, cost_yearly=100))
+    assert sqlite.submit(cost=7.99).cost_limit_warning is None
+    assert sqlite.submit(cost=0.01).cost_limit_warning == "$8.00 spent of $10.00 daily limit."
+    sqlite.clock.advance(2 * DAY)  # the second of March: a new day and a new month
+    assert sqlite.submit(cost=7).cost_limit_warning is None
+    sqlite.clock.advance(DAY)
+    assert sqlite.submit(cost=1).cost_limit_warning == "$8.00 spent of $10.00 monthly limit."
+
+
 def test_warnings_come_from_where_the_quota_says(database: TestDatabase) -> None:
     database.app.set_quota(42, Quota(max_concurrent=4, warn_at=0.5))
     assert [len(database.submit().quota_warnings) for _ in range(4)] == [0, 1, 1, 1]
@@ -442,6 +461,68 @@ def test_a_submission_with_a_lost_reservation_is_refused(database: TestDatabase,
         database.submit(reservation=reservation, idempotency_key="k")
     assert database.count("semel_runs") == database.count("semel_run_keys") == 0
     database.submit(idempotency_key="k")
+
+
+@pytest.mark.parametrize("by", ["the sweeper", "the next to reserve"])
+def test_an_expired_reservation_is_kept_for_an_hour(sqlite: TestDatabase, by: str) -> None:
+    """It may still be consumed late, or again."""
+    sqlite.reserve(ttl=10)
+    sqlite.clock.advance(10 + HOUR)
+    if by == "the sweeper":
+        assert sqlite.tidy() == 0
+        sqlite.clock.advance(MOMENT)
+        assert sqlite.tidy() == 1
+        return
+    for user in (42, 43):
+        sqlite.reserve(user)
+    sqlite.clock.advance(MOMENT)
+    sqlite.reserve(43)
+    assert sqlite.count("semel_reservations") == 4, "theirs alone are removed"
+    sqlite.reserve()
+    assert (sqlite.count("semel_reservations"), sqlite.tidy()) == (4, 0)
+
+
+def test_a_reservation_that_is_later_than_a_wait_for_a_lock_explains_is_restarted(sqlite: TestDatabase) -> None:
+    sqlite.reserve(ttl=100)
+    sqlite.clock.advance(-10)
+    sqlite.reserve(ttl=1)
+    sqlite.clock.advance(105)
+    assert sqlite.concurrent() == 1, "it lasts as long as it was made for"
+    sqlite.clock.advance(-105 - MOMENT)
+    sqlite.reserve(ttl=1)
+    sqlite.clock.advance(100)
+    assert sqlite.concurrent() == 1, "100 seconds from the restart"
+    sqlite.clock.advance(MOMENT)
+    assert sqlite.concurrent() == 0
+
+
+def test_after_the_clock_was_put_back_only_later_reservations_are_restarted(sqlite: TestDatabase) -> None:
+    sqlite.reserve(ttl=100)
+    sqlite.clock.advance(50)
+    sqlite.reserve(43, ttl=100)
+    sqlite.clock.advance(-20)
+    sqlite.do(maintenance.repair_times)
+    sqlite.clock.advance(70)
+    assert [sqlite.concurrent(user) for user in (42, 43)] == [1, 1]
+    sqlite.clock.advance(MOMENT)
+    assert [sqlite.concurrent(user) for user in (42, 43)] == [0, 1]
+    sqlite.clock.advance(30)
+    assert sqlite.concurrent(43) == 0
+
+
+def test_a_reservation_in_whose_flow_a_run_is_submitted_is_bound_to_it_once(sqlite: TestDatabase) -> None:
+    def flow() -> None:
+        sqlite.app.set_quota(42, Quota(max_concurrent=1))
+        reservation = sqlite.jobs.reserve_job_slot(42, 1)
+        assert reservation is not None
+        first = sqlite.submit()
+        assert (sqlite.app.usage(42).concurrent, sqlite.app.usage(42).reserved) == (1, 0)
+        refused(sqlite)
+        sqlite.app.cancel(first.id)
+        assert sqlite.concurrent() == 0, "the reservation does not count beside its run"
+        assert sqlite.jobs.consume_reservation(reservation, job_id=first.id)
+
+    copy_context().run(flow)
 
 
 def test_a_refused_submission_leaves_its_reservation_to_be_released(database: TestDatabase) -> None:

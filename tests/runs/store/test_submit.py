@@ -1,9 +1,27 @@
-"""A key is recognised by a read before the transaction, if the last batch had repeats, and in it: both judge alike."""
+"""What a submission writes, and what it finds instead: a key is recognised by a read before the transaction, if the
+last batch had repeats, and in it, and both judge alike."""
+
+from collections.abc import Iterator
+from contextvars import copy_context
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from semel import App, KeyReused
-from support.databases import TestDatabase
+from semel import App, KeyReused, Quota, QuotaExceeded, Run, RunNotFound, SemelError
+from semel._concurrency.sync import run_sync
+from semel.errors import ReservationLost
+from semel.runs.job_store import close_reservation
+from semel.runs.store import lease
+from semel.runs.store.lease import LeaseRequest
+from semel.runs.store.submit import Created, Existing, Submission
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import INTERNAL_QUEUE
+from support.databases import Databases, TestDatabase, held, refused
+
+DAY = 86400
+WINDOW = 600
+"""Seconds for which a payload finds its run."""
 
 
 def warmed(database: TestDatabase) -> App:
@@ -28,6 +46,12 @@ def test_a_key_with_another_payload_is_refused_on_the_slow_path(database: TestDa
     assert database.count("semel_runs") == 1
 
 
+def test_after_repeats_a_run_without_a_key_is_new(database: TestDatabase) -> None:
+    app = warmed(database)
+    assert not any(app.submit("train", dedupe=False).replayed for _ in range(2))
+    assert database.count("semel_runs") == 3
+
+
 @pytest.mark.parametrize("how", [{"idempotency_key": "k"}, {"idempotency_key": "k", "dedupe": True}, {}], ids=str)
 @pytest.mark.parametrize("other", [{"tenant": "acme"}, {"user": 43}], ids=str)
 @pytest.mark.parametrize("path", ["fast", "slow"])
@@ -43,3 +67,248 @@ def test_a_key_and_a_payload_find_no_run_of_another_tenant_or_user(
     assert (foreign.replayed, foreign.id != mine.id) == (False, True)
     again = app.submit("train", {"number": 1}, **theirs, **how)  # type: ignore[arg-type]
     assert (again.id, again.replayed, again.tenant) == (foreign.id, True, other.get("tenant", ""))
+
+
+# -- on one kind of database: the statements are the other's too -------------------------------------------------------
+
+
+@pytest.fixture
+def sqlite(databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty("sqlite") as database:
+        yield database
+
+
+def submission(database: TestDatabase, number: int = 0, **options: Any) -> Submission:
+    """A submission that is not sent yet."""
+    return database.app._engine._builder.submission("train", {"number": number}, SubmitOptions(**options))
+
+
+def send(database: TestDatabase, *submissions: Submission) -> list[Any]:
+    answers: list[Any] = run_sync(database.store.submit_many(submissions))
+    return answers
+
+
+def test_a_run_is_ready_at_once_or_after_its_delay(sqlite: TestDatabase) -> None:
+    later, now = sqlite.submit(delay=5), sqlite.submit(key_ttl=None)
+    assert (now.due_us, later.due_us) == (sqlite.clock.us, sqlite.clock.us + 5_000_000)
+    assert [sqlite.app.get(run.id).due_us for run in (now, later)] == [now.due_us, later.due_us]
+    request = LeaseRequest("worker-1", ("default",), ["train"], 10)
+    assert [each.id for each in sqlite.do(lease.lease, request)] == [now.id]
+
+
+def test_what_a_submission_says_is_stored_as_it_is_returned(sqlite: TestDatabase) -> None:
+    options: dict[str, Any] = {"tenant": "acme", "queue": "other", "priority": 3, "cost": 2.5}
+    for more in ({}, {"idempotency_key": "key"}, {"idempotency_key": "own", "dedupe": True}, {"dedupe": False}):
+        run = sqlite.submit(7, **options, **more)
+        stored = sqlite.app.get(run.id)
+        assert stored.idempotency_key == more.get("idempotency_key")
+        assert (run.key_expires_us is None) == ("idempotency_key" not in more)
+        assert sqlite.app.submit("train", run.parameters, user=7, **options, dedupe=False).id != run.id
+        assert [getattr(stored, name) for name in Run.__struct_fields__ if name != "key_expires_us"] == [
+            getattr(run, name) for name in Run.__struct_fields__ if name != "key_expires_us"
+        ]
+
+
+@pytest.mark.parametrize("how", ["a repeat", "the same batch", "a lost reply"])
+@pytest.mark.parametrize("dedupe", [None, True])
+def test_who_has_a_key_is_told_until_when_it_names_the_run(sqlite: TestDatabase, how: str, dedupe: bool | None) -> None:
+    asked: dict[str, Any] = {"idempotency_key": "key", "key_ttl": DAY, "dedupe": dedupe}
+    expected = sqlite.clock.us + DAY * 1_000_000
+    if how == "the same batch":
+        runs = sqlite.app.submit_many([{"model": "train", **asked}] * 2)
+    elif how == "a repeat":
+        runs = []
+        for _ in range(3):
+            runs.append(sqlite.app.submit("train", **asked))
+            sqlite.clock.advance(5)
+    else:
+        first = submission(sqlite, **asked)
+        send(sqlite, first)
+        sqlite.clock.advance(5)
+        assert send(sqlite, first) == [Existing(first.id, expires_us=expected)]
+        return
+    assert [run.key_expires_us for run in runs if isinstance(run, Run)] == [expected] * len(runs)
+
+
+def test_a_key_that_finds_a_run_by_its_payload_names_it_from_then_on(sqlite: TestDatabase) -> None:
+    first = sqlite.app.submit("train")
+    sqlite.clock.advance(5)
+    asked: dict[str, Any] = {"idempotency_key": "key", "key_ttl": DAY, "dedupe": True}
+    found = sqlite.app.submit("train", **asked)
+    assert (found.id, found.key_expires_us) == (first.id, sqlite.clock.us + DAY * 1_000_000)
+    expires = found.key_expires_us
+    sqlite.clock.advance(5)
+    again = sqlite.app.submit("train", **asked)
+    assert (again.id, again.key_expires_us) == (first.id, expires), "the second try does not prolong it"
+    sqlite.clock.advance(WINDOW)
+    late = sqlite.app.submit("train", **asked)
+    assert (late.id, late.key_expires_us) == (first.id, expires), "the payload finds it no more, the key does"
+    assert sqlite.app.submit("train").id != first.id
+
+
+def test_who_has_only_a_payload_is_told_of_no_end(sqlite: TestDatabase) -> None:
+    runs = [sqlite.app.submit("train") for _ in range(3)]
+    assert len({run.id for run in runs}) == 1
+    assert [run.key_expires_us for run in runs] == [None] * 3
+
+
+def test_a_submission_that_is_sent_twice_is_stored_once(sqlite: TestDatabase) -> None:
+    """With a key, by its payload, or with neither: its id is its own."""
+    asked = [
+        submission(sqlite, n, **each) for n, each in enumerate(({"idempotency_key": "key"}, {}, {"dedupe": False}))
+    ]
+    first, second = send(sqlite, *asked), send(sqlite, *asked)
+    assert [isinstance(each, Created) for each in first] == [True] * 3
+    assert [(isinstance(each, Existing), each.id) for each in second] == [(True, each.id) for each in asked]
+    assert len(sqlite.app.runs().runs) == 3
+    assert send(sqlite, asked[2], submission(sqlite, dedupe=False))[0].id == asked[2].id
+
+
+def test_repeats_of_a_batch_are_answered_like_the_first(sqlite: TestDatabase) -> None:
+    """The same key and payload, another payload, the payload alone, and neither."""
+    asked = [
+        submission(sqlite, 1, idempotency_key="key"),
+        submission(sqlite, 1, idempotency_key="key"),
+        submission(sqlite, 2, idempotency_key="key"),
+        submission(sqlite, 1),
+        submission(sqlite, 1),
+        submission(sqlite, 1, dedupe=False),
+        submission(sqlite, 1, dedupe=False),
+    ]
+    first, repeat, reused, plain, found, *apart = send(sqlite, *asked)
+    assert [each.id for each in (first, repeat, plain, found, *apart)] == [asked[n].id for n in (0, 0, 3, 3, 5, 6)]
+    assert [type(each) for each in (first, repeat, plain, found, *apart)] == [
+        *(Created, Existing, Created, Existing),
+        *(Created, Created),
+    ]
+    assert isinstance(reused, KeyReused)
+    assert "'key' belongs to other work" in str(reused)
+
+
+def test_a_key_that_came_too_late_leaves_nothing_of_its_payload(sqlite: TestDatabase) -> None:
+    """Two submissions with one key and two payloads: of the second nothing is stored, not even that it was there."""
+    asked = [submission(sqlite, n, idempotency_key="key", dedupe=True, key_ttl=DAY) for n in (1, 2)]
+    first, second = send(sqlite, *asked)
+    assert (first.id, type(second)) == (asked[0].id, KeyReused)
+    sqlite.clock.advance(2 * DAY)
+    assert sqlite.tidy() == 2, "the key, and the payload of the first"
+
+
+def test_a_batch_has_new_runs_repeats_and_refusals_each_in_its_place(sqlite: TestDatabase) -> None:
+    old = sqlite.app.submit("train", {"number": 1}, idempotency_key="key")
+    for _ in range(2):  # the first time in the transaction, then before it
+        answers = sqlite.app.submit_many(
+            [
+                {"model": "train", "parameters": {"number": 2}, "idempotency_key": "key"},
+                {"model": "train", "parameters": {"number": 1}, "idempotency_key": "key"},
+                {"model": "train", "parameters": {"number": 3}, "dedupe": False},
+            ]
+        )
+        assert [type(each) for each in answers] == [KeyReused, Run, Run]
+        runs = [each for each in answers if not isinstance(each, SemelError)]
+        assert [(run.id == old.id, run.replayed) for run in runs] == [(True, True), (False, False)]
+    assert len(sqlite.app.runs().runs) == 3
+
+
+@pytest.mark.parametrize("path", ["fast", "slow"])
+def test_a_repeat_gives_its_reservation_back_on_either_path(sqlite: TestDatabase, path: str) -> None:
+    app = warmed(sqlite) if path == "fast" else sqlite.app
+    app.submit("train", idempotency_key="key", user=42)
+    if path == "fast":
+        warmed(sqlite)
+    used = sqlite.concurrent()
+    again = app.submit("train", idempotency_key="key", user=42, reservation=sqlite.reserve())
+    assert (again.replayed, sqlite.concurrent()) == (True, used)
+
+
+def test_a_run_takes_the_slot_that_was_reserved_just_before_it(sqlite: TestDatabase) -> None:
+    """In the same thread, without a word: the second finds no slot, and one that has ended gives none."""
+
+    def flow() -> None:
+        sqlite.app.set_quota(42, Quota(max_concurrent=1))
+        reservation = sqlite.jobs.reserve_job_slot(42, 1)
+        assert reservation is not None
+        run = sqlite.submit()
+        assert sqlite.concurrent() == 1
+        refused(sqlite)
+        assert sqlite.jobs.consume_reservation(reservation, job_id=run.id) is True
+        assert sqlite.concurrent() == 1
+        sqlite.app.cancel(run.id)
+        assert sqlite.jobs.reserve_job_slot(42, 1, ttl_seconds=10) is not None
+        sqlite.clock.advance(11)
+        other = sqlite.open_jobs().reserve_job_slot(42, 1)
+        close_reservation(other or "")
+        refused(sqlite)
+
+    copy_context().run(flow)
+
+
+def test_a_batch_takes_a_reserved_slot_once(sqlite: TestDatabase) -> None:
+    """Tasks that began after the reservation all know of it."""
+    sqlite.app.set_quota(42, Quota(max_concurrent=1))
+    slot = sqlite.reserve(limit=1)
+    asked = [replace(submission(sqlite, number, user=42), slot=slot) for number in range(2)]
+    assert [type(each) for each in send(sqlite, *asked)] == [Created, QuotaExceeded]
+    assert sqlite.concurrent() == 1
+
+
+@pytest.mark.parametrize("quota", [None, Quota(max_concurrent=1)], ids=["no quota", "quota"])
+def test_a_reservation_that_ends_while_the_lock_is_waited_for_is_lost(
+    sqlite: TestDatabase, quota: Quota | None
+) -> None:
+    sqlite.app.set_quota(42, quota)
+    reservation = sqlite.reserve(limit=1, ttl=10)
+    times = [sqlite.clock.us + seconds * 1_000_000 for seconds in (11, 9)]
+    app = sqlite.open_app(clock=lambda: times.pop() if len(times) > 1 else times[0])
+    with pytest.raises(ReservationLost, match="has expired"):
+        app.submit("train", user=42, reservation=reservation)
+
+
+def test_a_repeat_is_the_job_of_the_slot_that_was_reserved_just_before_it(sqlite: TestDatabase) -> None:
+    def flow() -> None:
+        run = sqlite.submit(idempotency_key="key", number=1)
+        reservation = sqlite.jobs.reserve_job_slot(42, 5)
+        assert reservation is not None
+        assert sqlite.concurrent() == 2
+        assert sqlite.submit(idempotency_key="key", number=1).id == run.id
+        assert sqlite.concurrent() == 1, "both are the same job"
+
+    copy_context().run(flow)
+
+
+def test_a_retry_of_a_run_that_was_removed_is_refused_beside_others(sqlite: TestDatabase) -> None:
+    there, gone = sqlite.submit(idempotency_key="key"), sqlite.submit(dedupe=False)
+    for run in (there, gone):
+        sqlite.app.cancel(run.id)
+    builder = sqlite.app._engine._builder
+    retries = [builder.submission("train", run.parameters, SubmitOptions(), retry_of=run.id) for run in (there, gone)]
+    sqlite.clock.advance(1)
+    assert sqlite.app.purge(0) == 1, "the key keeps the other"
+    retry, refused, other = send(sqlite, *retries, submission(sqlite, 7))
+    assert [type(each) for each in (retry, refused, other)] == [Created, RunNotFound, Created]
+    assert sqlite.app.get(retry.id).retry_of == there.id
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_stored_with_its_run_and_with_the_run_that_uploads_its_data(sqlite: TestDatabase) -> None:
+    sqlite.submit()
+    run = held(sqlite)
+    (upload,) = sqlite.app.runs(queue=INTERNAL_QUEUE).runs
+    assert (upload.model, upload.parameters, upload.user) == ("semel.upload", {"job_id": run.id}, "")
+    assert (run.held, sqlite.app.get(run.id).held) == (True, True)
+    stored = sqlite.rows(
+        "SELECT run_id, user_id, provider, config, created_us, data, data_state, upload_id FROM semel_jobs"
+    )
+    assert stored == [(run.id, "42", "local", "config", run.created_us, "/data", "uploading", upload.id)]
+    steps = [[step.step for step in sqlite.app.timeline(each.id)] for each in (run, upload)]
+    assert steps == [["created"], ["created"]]
+
+
+def test_a_job_without_data_has_no_upload_and_can_begin(sqlite: TestDatabase) -> None:
+    run = held(sqlite, data=None)
+    assert not run.held
+    assert sqlite.app.runs(queue=INTERNAL_QUEUE).runs == []
+    assert sqlite.rows("SELECT run_id, data_state, upload_id FROM semel_jobs") == [(run.id, None, None)]
+    assert [each.id for each in sqlite.lease()] == [run.id]

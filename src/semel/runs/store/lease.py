@@ -40,9 +40,9 @@ class Leased(Struct, frozen=True):
     created_us: int
     started_us: int
     changed_us: int
-    data_ref: str | None = None
-    trace: str | None = None
-    due_us: int = 0
+    data_ref: str | None
+    trace: str | None
+    due_us: int
     """When this attempt could have begun."""
 
 

@@ -210,14 +210,16 @@ SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true 
 def remove_runs(conn: Connection, age: float, after: str | None, context: StatementContext) -> Removed:
     """Remove the next old runs, in the order of their ids, and note their files. A run that is being retried stays."""
     now = read_clock(conn, context)
-    query = select(runs.c.id).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
+    files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
+    # Read before the removal: as part of a RETURNING, SQLite 3.40 says of NULL that it is not.
+    query = select(runs.c.id, runs.c.data_ref, files).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
     if after is not None:
         query = query.where(runs.c.id > after)
-    ids = list(conn.scalars(query.with_for_update(of=runs, skip_locked=True)))
-    if not ids:
+    gone = conn.execute(query.with_for_update(of=runs, skip_locked=True)).all()
+    if not gone:
         return Removed(0, None)
-    files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
-    gone = conn.execute(delete(runs).where(runs.c.id.in_(ids)).returning(runs.c.id, runs.c.data_ref, files)).all()
+    ids = [row[0] for row in gone]
+    conn.execute(delete(runs).where(runs.c.id.in_(ids)))
     for table in (run_events, jobs, deliveries):
         conn.execute(delete(table).where(table.c.run_id.in_(ids)))
     refs = {row[1] for row in gone if row[1] is not None}

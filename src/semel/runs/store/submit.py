@@ -67,7 +67,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     own_key: str | None = None
     """A client's key in addition to the payload, looked up first: it names the run that the payload finds, or that is
     created, for ``own_ttl_us``."""
-    own_ttl_us: int = 0
+    own_ttl_us: int
     asked: str | None = None
     """The hash that is stored with the key, if it is not the payload's."""
     trace: str | None = None
@@ -322,8 +322,6 @@ def _create(
         _write_jobs(conn, won, dict(written), context)
         for run_id, created_us in written:
             answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
-        for each in won:  # a retry after a lost reply: the run is its own
-            answers.setdefault(each.id, Existing(each.id))
         left = [each for each in left if each.id not in answers]
         if left:
             answers |= _known(conn, left, context)
@@ -424,14 +422,17 @@ def _known(conn: Connection, submissions: Iterable[Submission], context: Stateme
     submissions = list(submissions)
     if not submissions:
         return {}
-    ids = select(runs.c.id).where(runs.c.id.in_([each.id for each in submissions]))
-    answers: dict[str, Answer] = {run_id: Existing(run_id) for run_id in conn.scalars(ids)}  # a retry
+    ids = [each.id for each in submissions]
+    rows = conn.execute(select(runs.c.id, runs.c.created_us).where(runs.c.id.in_(ids)))
+    there = dict(tuple(row) for row in rows)  # sent before, and the reply was lost
+    answers: dict[str, Answer] = {
+        each.id: Existing(each.id, expires_us=each.key_end(there[each.id])) for each in submissions if each.id in there
+    }
     keyed = [each for each in submissions if each.key is not None and each.id not in answers]
     if not keyed:
         return answers
     places = dict.fromkeys(place for each in keyed for place in (each.own_place, each.place))
-    rows = READ_KEYS.rows(conn, list(places), now=context.now)
-    held = {tuple(row[:4]): row for row in rows}
+    held = {tuple(row[:4]): row for row in READ_KEYS.rows(conn, list(places), now=context.now)}
     for each in keyed:
         row = held.get(each.own_place) or held.get(each.place)
         if row is not None:
