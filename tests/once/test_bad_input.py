@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pwd
+import re
 import sqlite3
 import stat
 import subprocess
@@ -388,7 +389,8 @@ def test_a_verdict_is_not_a_claim(once: Once) -> None:
     verbs: list[Callable[[Any], object]] = [once.complete, once.release, once.renew]
     for verb in verbs:
         for wrong in (verdict, None, "key"):
-            with pytest.raises(InvalidRequest, match=r"\.claim"):
+            hint = "pass its .claim" if wrong is verdict else "a Granted verdict has it as .claim"
+            with pytest.raises(InvalidRequest, match=rf"a claim is needed here, not \w+; {re.escape(hint)}"):
                 verb(wrong)
     once.complete(verdict.claim)
 

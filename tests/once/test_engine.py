@@ -13,6 +13,7 @@ from semel import (
     AsyncOnce,
     Claim,
     ClaimLost,
+    Event,
     Granted,
     InFlight,
     InProgress,
@@ -26,9 +27,11 @@ from semel import (
     StoreUnavailable,
     Unknown,
 )
+from semel._concurrency.runtime import seconds_left
 from semel._concurrency.sync import run_sync
 from semel.once import engine
 from semel.once.maintenance import BATCH
+from semel.once.requests import CallRequest
 from semel.once.store import ClaimRequest, Forget, KeyRef
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
@@ -233,6 +236,14 @@ def test_a_message_is_seen_for_as_long_as_was_asked(marking: Once, clock: FakeCl
     assert (counts.hits, counts.misses) == (5, {"absent": 2, "expired": 2})
 
 
+def test_messages_are_marked_in_an_event_loop_too() -> None:
+    async def scenario() -> list[str]:
+        once = AsyncOnce("memory://", collect=False)
+        return [await once.check_and_mark("type", message) for message in ("a", "a", "b")]
+
+    assert asyncio.run(scenario()) == ["not_seen", "seen", "not_seen"]
+
+
 def test_what_is_kept_of_a_message_for_audit_fades_before_the_mark(marking: Once, clock: FakeClock) -> None:
     marking.check_and_mark("type", "message", {"from": "queue"})
     for seconds, expected in ((600, {"from": "queue"}), (1, None)):
@@ -353,6 +364,16 @@ def test_a_key_that_was_taken_over_is_not_released_by_its_former_owner(once: Onc
     granted(once.claim("key"))
     with pytest.raises(ClaimLost, match="cannot release the key 'key'"):
         once.release(claim)
+
+
+def test_a_request_is_renewed_and_reconciles_nothing_unless_it_says_so(once: Once, clock: FakeClock) -> None:
+    """As the middleware makes it."""
+    request = CallRequest("key", "default", "", Policy(on_crash="unknown"))
+    claim = granted(run_sync(once._engine.claim_for(request)))
+    assert once._engine._background.here().renewer.watched() == [claim]
+    once._engine.stop_renewing(claim)
+    clock.advance(60)
+    assert isinstance(run_sync(once._engine.claim_for(request)), Unknown)
 
 
 # -- outages ---------------------------------------------------------------------------------------------------------
@@ -492,6 +513,39 @@ def test_cancelled_work_whose_key_cannot_be_released_is_released_later(clock: Fa
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
+def test_what_one_event_loop_could_not_record_is_recorded_by_the_next(clock: FakeClock) -> None:
+    store = FaultyStore(MemoryStore(clock))
+    once = AsyncOnce(store, collect=False, retry_for=0)
+
+    async def work() -> int:
+        store.away = True
+        return 7
+
+    with pytest.raises(StoreUnavailable):
+        asyncio.run(once.call("key", work))
+    store.away = False
+    result = asyncio.run(once.call("key", work))
+    assert (result.value, result.replayed) == (7, True)
+
+
+def test_a_store_that_creates_its_tables_first_has_longer_for_that(clock: FakeClock) -> None:
+    class New(FaultyStore):
+        """Ready after its first claim, as a new SQLite file is."""
+
+        ready = False
+
+        async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
+            times.append(seconds_left())
+            self.ready = True
+            return await super().claim(requests)
+
+    times: list[float] = []
+    once = Once(New(MemoryStore(clock)), collect=False, retry_for=4)
+    for key in ("first", "second"):
+        granted(once.claim(key))
+    assert times == [pytest.approx(30, abs=1), pytest.approx(2, abs=1)]
+
+
 def test_a_reason_that_the_value_is_not_stored_is_cut_to_a_thousand_characters(once: Once) -> None:
     def data(_: object) -> None:
         raise ValueError("x" * 5000)
@@ -504,6 +558,28 @@ def test_a_reason_that_the_value_is_not_stored_is_cut_to_a_thousand_characters(o
     with pytest.raises(OutcomeGone) as gone:
         _ = verdict.outcome.value
     assert str(gone.value).endswith("could not be stored: ValueError: " + "x" * 988)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("only", ["marks", "claims"])
+def test_the_store_is_sampled_for_all_hooks_at_the_shortest_interval(clock: FakeClock, only: str) -> None:
+    class Meter:
+        def __init__(self, every: float) -> None:
+            self.sample_every = every
+            self.heard: list[str] = []
+
+        def __call__(self, event: Event) -> None:
+            self.heard.append(event.name)
+
+    slow, quick = Meter(3600), Meter(0.01)
+    with Once(MemoryStore(clock), collect=False, on_event=slow) as once:
+        for meter in (quick, quick):
+            once._engine.add_hook(meter)
+        once.check_and_mark("type", "key") if only == "marks" else once.claim("key")
+        eventually(lambda: slow.heard.count("held") >= 10)
+    assert quick.heard == slow.heard
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

@@ -552,3 +552,39 @@ def test_the_store_is_sampled_soon_and_then_at_the_shortest_interval() -> None:
     hasty = Sampler(runtime, stats, StatsCounter())
     hasty.look_every(0.2)
     assert hasty.pause() == pytest.approx(0.2, rel=0.11)
+
+
+@pytest.mark.parametrize("who", ["collector", "sampler"])
+def test_whoever_runs_warns_of_what_was_counted(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    counters = StatsCounter()
+    for _ in range(100):
+        counters.note("hit", "default", "key")
+
+    async def purge(limit: int) -> int:
+        return 0
+
+    async def stats() -> Held:
+        return Held()
+
+    task = Collector(ByHand(), 60.0, purge, counters) if who == "collector" else Sampler(ByHand(), stats, counters)
+    run_sync(task.tick())
+    assert "something upstream retries too eagerly" in caplog.text
+
+
+def test_a_sample_is_reported_by_state_to_the_hooks_that_asked_for_it() -> None:
+    class Meter:
+        sample_every = 60.0
+
+        def __init__(self) -> None:
+            self.heard: dict[str, float] = {}
+
+        def __call__(self, event: Any) -> None:
+            self.heard[event.reason] = event.value
+
+    async def stats() -> Held:
+        return Held(in_flight=1, completed=5)
+
+    counters, meter = StatsCounter(), Meter()
+    counters.add_hook(meter)
+    run_sync(Sampler(ByHand(), stats, counters).tick())
+    assert meter.heard == {"in_flight": 1, "abandoned": 0, "unknown": 0, "completed": 5, "expired": 0}
