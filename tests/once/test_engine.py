@@ -32,7 +32,7 @@ from semel._concurrency.sync import run_sync
 from semel.once import engine
 from semel.once.maintenance import BATCH
 from semel.once.requests import CallRequest
-from semel.once.store import ClaimRequest, Forget, KeyRef
+from semel.once.store import ClaimRequest, Forget, KeyRef, Release
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
 from semel.types import Verdict
@@ -475,24 +475,54 @@ def test_a_claim_of_unknown_fate_is_released_but_not_one_that_marks_or_resolves(
     once.close()
 
 
+def test_whoever_reports_a_failure_learns_whether_it_is_kept(far: tuple[Once, FaultyStore]) -> None:
+    """The middleware needs to know whether the next request finds the failure."""
+    once, store = far
+    for key, policy, kept in (("a", "keep", True), ("b", "release", False), ("c", "keep", False)):
+        request = CallRequest(key, "default", "", Policy(on_error=policy))
+        claim = granted(run_sync(once._engine.claim_for(request)))
+        store.away = key == "c"
+        assert run_sync(once._engine.fail(claim, request, ValueError("no"))) is kept
+    store.away = False
+    once.close()
+
+
+class SlowRelease(FaultyStore):
+    """Its first release takes for ever."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(MemoryStore(clock))
+        self.reached = asyncio.Event()
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        if not self.reached.is_set():
+            self.reached.set()
+            await asyncio.Event().wait()
+        return await super().release(requests)
+
+
+def test_whoever_reports_a_failure_can_be_cancelled(clock: FakeClock) -> None:
+    async def scenario() -> None:
+        store = SlowRelease(clock)
+        once = AsyncOnce(store, collect=False)
+        request = CallRequest("key", "default", "", Policy())
+        claim = granted(await once._engine.claim_for(request))
+        task = asyncio.create_task(once._engine.fail(claim, request, ValueError("no")))
+        await store.reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await once.close()
+        assert run_sync(store.inner.get([KeyRef("default", "key")])) == [None]
+
+    asyncio.run(scenario())
+
+
 def test_cancelled_work_whose_key_cannot_be_released_is_released_later(clock: FakeClock) -> None:
     """The release is under way when the task is cancelled once more: it is retried in the background."""
 
-    class Slow(FaultyStore):
-        def __init__(self) -> None:
-            super().__init__(MemoryStore(clock))
-            self.reached = asyncio.Event()
-            self.slow = True
-
-        async def release(self, requests: Any) -> list[bool]:
-            if self.slow:
-                self.slow = False
-                self.reached.set()
-                await asyncio.Event().wait()
-            return await super().release(requests)
-
     async def scenario() -> None:
-        store = Slow()
+        store = SlowRelease(clock)
         once = AsyncOnce(store, collect=False)
         started = asyncio.Event()
 
@@ -585,6 +615,17 @@ def test_the_store_is_sampled_for_all_hooks_at_the_shortest_interval(clock: Fake
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
+def test_closing_closes_the_store(clock: FakeClock) -> None:
+    class Noted(FaultyStore):
+        async def close(self) -> None:
+            self.calls["close"] += 1
+
+    store = Noted(MemoryStore(clock))
+    with Once(store, collect=False):
+        assert store.calls["close"] == 0
+    assert store.calls["close"] == 1
+
+
 def test_closing_ends_what_runs_in_every_event_loop() -> None:
     """Work in another loop is renewed no more, since its store is closed."""
     once = AsyncOnce("memory://", collect=False)
@@ -603,6 +644,31 @@ def test_closing_ends_what_runs_in_every_event_loop() -> None:
         asyncio.run(once.close())
         closed.set()
         assert there.result(PATIENCE).value is False
+
+
+class Expiring(MemoryStore):
+    """Removes expired keys by itself, as Redis does."""
+
+    expires_itself = True
+
+
+@pytest.mark.parametrize(
+    ("store_class", "collect", "value_ttl", "runs"),
+    [
+        (MemoryStore, True, None, True),
+        (MemoryStore, False, 60, False),
+        (Expiring, True, None, False),
+        (Expiring, True, 60, True),
+        (Expiring, False, 60, False),
+    ],
+)
+def test_the_collector_runs_where_something_is_left_to_it(
+    store_class: type[MemoryStore], collect: bool, value_ttl: float | None, runs: bool
+) -> None:
+    """A store that expires keys by itself leaves the values that end earlier."""
+    with Once(store_class(), collect=collect, policy=Policy(value_ttl=value_ttl)) as once:
+        granted(once.claim("key"))
+        assert once._engine._collector.running is runs
 
 
 def test_the_log_of_the_collector_has_the_level_of_the_policy(
