@@ -31,7 +31,7 @@ from semel._concurrency.runtime import seconds_left
 from semel._concurrency.sync import run_sync
 from semel.once import engine
 from semel.once.maintenance import BATCH
-from semel.once.requests import CallRequest
+from semel.once.requests import CallRequest, _Attempts, new_attempt
 from semel.once.store import ClaimRequest, Forget, KeyRef, Release
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
@@ -376,6 +376,15 @@ def test_a_request_is_renewed_and_reconciles_nothing_unless_it_says_so(once: Onc
     assert isinstance(run_sync(once._engine.claim_for(request)), Unknown)
 
 
+def test_no_two_attempts_have_the_same_name() -> None:
+    """Not in one process, not in two, and not in a child that was forked."""
+    one, two = _Attempts(), _Attempts()
+    named = [one.new(), one.new(), two.new()]
+    one.after_fork()
+    named += [one.new(), new_attempt()]
+    assert len(set(named)) == 5
+
+
 # -- outages ---------------------------------------------------------------------------------------------------------
 
 
@@ -610,6 +619,27 @@ def test_the_store_is_sampled_for_all_hooks_at_the_shortest_interval(clock: Fake
         once.check_and_mark("type", "key") if only == "marks" else once.claim("key")
         eventually(lambda: slow.heard.count("held") >= 10)
     assert quick.heard == slow.heard
+
+
+def test_the_replies_of_a_store_are_timed_by_verb_unless_it_is_in_memory(clock: FakeClock) -> None:
+    class Meter:
+        sample_every = 3600.0
+
+        def __init__(self) -> None:
+            self.timed: list[str] = []
+
+        def __call__(self, event: Event) -> None:
+            if event.name == "store":
+                self.timed.append(event.reason)
+
+    for store, expected in ((MemoryStore(clock), []), (FaultyStore(MemoryStore(clock)), ["claim", "complete", "get"])):
+        meter = Meter()
+        with Once(store, collect=False, on_event=meter) as once:
+            once.complete(granted(once.claim("timed")))
+            once.get("timed")
+            once.stats()
+            once._engine._sampler = None
+        assert meter.timed == expected
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 from semel import (
     AsyncOnce,
     ClaimLost,
+    Granted,
     InProgress,
     InvalidRequest,
     KeyReused,
@@ -29,6 +30,7 @@ from semel import (
     current_claim,
     fingerprint,
 )
+from semel.once.guard import current_claim_set
 from semel.testing import FakeClock
 from support.databases import KINDS, StoreUrls
 
@@ -425,6 +427,21 @@ def test_there_is_no_current_claim_outside(once: Once) -> None:
         once.call("other", lambda: 1 // 0)
     with pytest.raises(SemelError):
         current_claim()
+
+
+def test_a_default_is_returned_where_there_is_no_current_claim(once: Once) -> None:
+    assert current_claim("none") == "none"
+    assert once.call("key", lambda: current_claim("none").key).value == "key"  # type: ignore[union-attr]
+
+
+def test_a_claim_is_the_current_one_inside_its_context_alone(once: Once) -> None:
+    """As the middleware sets it."""
+    verdict = once.claim("key")
+    assert isinstance(verdict, Granted)
+    with pytest.raises(ZeroDivisionError), current_claim_set(verdict.claim):
+        assert current_claim() is verdict.claim
+        raise ZeroDivisionError
+    assert current_claim(None) is None
 
 
 def test_the_current_claim_is_that_of_the_innermost_call(once: Once) -> None:

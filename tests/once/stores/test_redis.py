@@ -2,17 +2,24 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 import pytest
 import redis
 
-from semel import AsyncOnce, Granted, Once, Policy, StoreUnavailable
-from semel.once.store import KeyRef
+from semel import AsyncOnce, Granted, Once, Policy, Replay, StoreUnavailable
+from semel._concurrency.sync import run_sync
+from semel.once import engine
+from semel.once.store import ForgetScope, KeyRef
 from semel.once.stores import redis as redis_store
 from semel.once.stores.redis import RedisStore
 from semel.testing import FakeClock
+from support.waiting import eventually
+
+PATIENCE = 60
+"""Seconds after which something that should have happened counts as hanging."""
 
 
 @pytest.fixture
@@ -53,6 +60,32 @@ def test_many_keys_are_counted_purged_and_forgotten(redis_url: str) -> None:
 
 async def sizes(store: RedisStore, size: int) -> list[int]:
     return [len(found) async for found in store._scan(size)]
+
+
+class Ordered(RedisStore):
+    """Finds its keys in the order of their names, as a server may."""
+
+    async def _scan(self, size: int, scope: str | None = None) -> AsyncGenerator[list[KeyRef], None]:
+        found = [ref async for some in super()._scan(size, scope) for ref in some]
+        yield sorted(found, key=lambda ref: ref.key)
+
+
+def test_keys_that_stay_do_not_hide_those_behind_them(client: redis.Redis) -> None:
+    """A step goes on until it has done as much as it may, or nothing is left."""
+    clock = FakeClock()
+    store = Ordered(client, clock)
+    once = Once(store, collect=False)
+    for number, ends in enumerate([True, True, True, False, False, False, False, True, True]):
+        once.check_and_mark("expires", f"key {number}", ttl=60 if ends else 3600)
+        if ends:
+            once.check_and_mark("forgotten", f"key {number}")
+        else:
+            assert isinstance(once.claim(f"key {number}", scope="forgotten", lease=3600), Granted)
+    assert [run_sync(store.forget_scope(ForgetScope("forgotten", 5))) for _ in range(2)] == [5, 0]
+    assert once.forget_scope("forgotten", force=True) == 4
+    clock.advance(61)
+    assert [run_sync(store.purge(5)) for _ in range(2)] == [5, 0]
+    assert once.stats().held.live == 4
 
 
 def test_a_value_that_fades_is_removed_before_its_key(redis_url: str, client: redis.Redis) -> None:
@@ -98,6 +131,62 @@ def test_a_key_that_changes_hands_all_the_time_is_given_up(client: redis.Redis) 
     with pytest.raises(StoreUnavailable, match="a key changed hands 20 times while it was being claimed"):
         once.claim("key", scope="scope")
     assert store.asked == 20
+
+
+@pytest.mark.parametrize("given", ["url", "client"])
+def test_a_child_process_has_connections_of_its_own(redis_url: str, client: redis.Redis, given: str) -> None:
+    once = Once(redis_url if given == "url" else client, collect=False)
+    store = once._engine.store
+    assert isinstance(store, RedisStore)
+    before = store._here()
+    assert isinstance(once.claim("parent"), Granted)
+    store.after_fork()  # as in a child
+    assert isinstance(once.claim("child"), Granted)
+    own = store._here()
+    assert own is store._here()
+    assert own is not before
+    assert own.connection_pool is not before.connection_pool
+    own.close()
+    once.close()
+
+
+@pytest.fixture
+def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiter that is not woken sleeps for ten minutes."""
+    for name in ("_FIRST_POLL", "_LAST_POLL"):
+        monkeypatch.setattr(engine, name, 600.0)
+
+
+def listeners(client: redis.Redis) -> int:
+    return dict(client.pubsub_numsub("semel:ended"))[b"semel:ended"]
+
+
+@pytest.mark.usefixtures("no_polling")
+def test_a_waiter_hears_of_it_until_it_is_closed(redis_url: str, client: redis.Redis) -> None:
+    before = len(client.client_list())
+    owner = Once(client, collect=False)
+    claim = owner.claim("key")
+    assert isinstance(claim, Granted)
+    with Once(redis_url, collect=False) as once, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(once.claim, "key", wait=PATIENCE)
+        eventually(
+            lambda: listeners(client) == 1 and any(client.hget(name, "awaited") for name in client.scan_iter("*:key"))
+        )
+        owner.complete(claim.claim, 7)
+        assert isinstance(waiting.result(PATIENCE / 2), Replay)
+    eventually(lambda: listeners(client) == 0 and len(client.client_list()) == before)
+
+
+def test_closing_in_an_event_loop_ends_its_connections(redis_url: str, client: redis.Redis) -> None:
+    before = len(client.client_list())
+
+    async def scenario() -> None:
+        async with AsyncOnce(redis_url, collect=False) as once:
+            assert isinstance(await once.claim("key"), Granted)
+            assert len(client.client_list()) > before
+        await asyncio.to_thread(eventually, lambda: len(client.client_list()) == before)
+
+    asyncio.run(scenario())
 
 
 class Listening:
