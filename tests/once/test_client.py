@@ -130,6 +130,7 @@ def test_arguments_are_compared_for_a_function_but_not_for_a_message() -> None:
     with pytest.raises(KeyReused):
         guarded({"id": "a", "delivery": 2})
     assert consumed({"id": "a", "delivery": 2}) is None
+    assert set(once.stats().doors) == {("message", "consumed"), ("function", "guarded")}
 
 
 def test_arguments_are_compared_for_an_async_function_but_not_for_a_message() -> None:

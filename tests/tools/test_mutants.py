@@ -70,3 +70,5 @@ def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_fastest_firs
     assert baseline.tests_for(mutant, 20) == ["quick", "slow"]
     assert baseline.tests_for(mutant, 5) == ["quick"]
     assert baseline.tests_for(at_load, 20) == ["quick", "elsewhere", "slow"]
+    executed_by_none = mutants.Mutant(Path("example.py"), 99, 99, 0, 0, "")
+    assert baseline.tests_for(executed_by_none, 20) == ["quick", "elsewhere", "slow"]

@@ -13,6 +13,7 @@ from semel import AsyncOnce, Granted, Once, Policy, Replay, StoreUnavailable
 from semel._concurrency.sync import run_sync
 from semel.once import engine
 from semel.once.store import ForgetScope, KeyRef
+from semel.once.stores import open_store
 from semel.once.stores import redis as redis_store
 from semel.once.stores.redis import RedisStore
 from semel.testing import FakeClock
@@ -98,6 +99,14 @@ def test_a_value_that_fades_is_removed_before_its_key(redis_url: str, client: re
     assert not any(b"secret" in client.dump(name) for name in client.scan_iter())
 
 
+def test_a_script_that_the_server_has_forgotten_is_sent_again(redis_url: str, client: redis.Redis) -> None:
+    with Once(redis_url, collect=False) as once:
+        for key in ("first", "second"):
+            assert once.call(key, lambda: 7).value == 7
+            client.script_flush()
+        assert once.call("first", int).value == 7
+
+
 def test_nothing_is_sent_for_an_empty_batch(redis_url: str) -> None:
     async def scenario() -> None:
         once = AsyncOnce(redis_url, collect=False)
@@ -161,20 +170,29 @@ def listeners(client: redis.Redis) -> int:
     return dict(client.pubsub_numsub("semel:ended"))[b"semel:ended"]
 
 
+@pytest.mark.parametrize("given", ["url", "client"])
 @pytest.mark.usefixtures("no_polling")
-def test_a_waiter_hears_of_it_until_it_is_closed(redis_url: str, client: redis.Redis) -> None:
+def test_a_waiter_hears_of_it_until_it_is_closed(redis_url: str, client: redis.Redis, given: str) -> None:
     before = len(client.client_list())
     owner = Once(client, collect=False)
     claim = owner.claim("key")
     assert isinstance(claim, Granted)
-    with Once(redis_url, collect=False) as once, ThreadPoolExecutor(1) as thread:
+    target = redis_url if given == "url" else redis.Redis.from_url(redis_url)
+    with Once(target, collect=False) as once, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(once.claim, "key", wait=PATIENCE)
         eventually(
             lambda: listeners(client) == 1 and any(client.hget(name, "awaited") for name in client.scan_iter("*:key"))
         )
         owner.complete(claim.claim, 7)
         assert isinstance(waiting.result(PATIENCE / 2), Replay)
-    eventually(lambda: listeners(client) == 0 and len(client.client_list()) == before)
+    eventually(lambda: listeners(client) == 0 and len(client.client_list()) <= before)
+
+
+def test_an_async_client_of_the_users_is_not_listened_on(redis_url: str) -> None:
+    """A listener is a thread, and needs a blocking client; waiters poll."""
+    store = AsyncOnce(redis.asyncio.Redis.from_url(redis_url))._engine.store
+    assert isinstance(store, RedisStore)
+    assert store._listener is None
 
 
 def test_closing_in_an_event_loop_ends_its_connections(redis_url: str, client: redis.Redis) -> None:
@@ -184,9 +202,20 @@ def test_closing_in_an_event_loop_ends_its_connections(redis_url: str, client: r
         async with AsyncOnce(redis_url, collect=False) as once:
             assert isinstance(await once.claim("key"), Granted)
             assert len(client.client_list()) > before
-        await asyncio.to_thread(eventually, lambda: len(client.client_list()) == before)
+        await asyncio.to_thread(eventually, lambda: len(client.client_list()) <= before)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "async"])
+def test_the_engine_retries_and_not_the_client(redis_url: str, awaited: bool) -> None:
+    """A server has half of the call's time for a reply, so that there is time for a new connection."""
+    store = open_store(redis_url, is_async=awaited, retry_for=4)
+    assert isinstance(store, RedisStore)
+    options = store._client.connection_pool.connection_kwargs
+    assert options["socket_timeout"] == options["socket_connect_timeout"] == 2
+    assert options["socket_keepalive"] is True
+    assert options["retry"].get_retries() == 0
 
 
 class Listening:
