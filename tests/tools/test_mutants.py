@@ -72,3 +72,20 @@ def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_fastest_firs
     assert baseline.tests_for(at_load, 20) == ["quick", "elsewhere", "slow"]
     executed_by_none = mutants.Mutant(Path("example.py"), 99, 99, 0, 0, "")
     assert baseline.tests_for(executed_by_none, 20) == ["quick", "elsewhere", "slow"]
+    used = mutants.Mutant(Path("example.py"), 7, 7, 0, 0, "", at_load=True, uses=frozenset({8, 10}))
+    assert baseline.tests_for(used, 20) == ["quick", "elsewhere"]
+
+
+def test_who_uses_a_constant_is_found_through_other_constants_and_functions(mutants: ModuleType) -> None:
+    source = b"""
+LIMIT = 3
+def double(number):
+    return number * 2
+LIMITS = double(LIMIT), 5
+def admit(number):
+    return number in LIMITS
+"""
+    mutator = mutants.Mutator(Path("example.py"), source)
+    mutator.visit(ast.parse(source))
+    uses = {each.line: sorted(each.uses) for each in mutator.found}
+    assert uses == {2: [7], 4: [3, 4, 7], 5: [7], 7: [6, 7]}
