@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from semel import Granted, Once
+from semel import Granted, InFlight, Once, Unknown
 from semel._concurrency.sync import run_sync
-from semel.once.store import Complete
+from semel.once.store import ClaimRequest, Complete, Forget, ForgetScope, KeyRef
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from semel.testing.harness import KEY, SCOPE, claim_request, outcome_data, release_request, us
@@ -108,3 +108,24 @@ def test_an_outcome_that_changes_nothing_about_the_end_is_not_filed_again(store:
     assert isinstance(verdict, Granted)
     assert run_sync(store.complete([Complete(SCOPE, KEY, verdict.claim.fence, outcome_data(7))])) == [True]
     assert filed(store) == 1
+
+
+def test_a_request_takes_nothing_from_anybody_unless_it_says_so(store: MemoryStore, clock: FakeClock) -> None:
+    """As whoever writes to a store by hand gets it."""
+    lost = claim_request("lost", lease=60, unknown=True)
+    (verdict, _) = run_sync(store.claim([claim_request(lease=100), lost]))
+    assert isinstance(verdict, Granted)
+    plain = ClaimRequest(SCOPE, KEY, "", "another", us(60), us(60))
+    assert not plain.waiting
+    assert [type(each) for each in run_sync(store.claim([plain]))] == [InFlight]
+    assert run_sync(store.forget([Forget(SCOPE, KEY, verdict.claim.fence)])) == [False]
+    clock.advance(60)
+    assert run_sync(store.forget_scope(ForgetScope(SCOPE, 1000))) == 1, "the lost one"
+    run_sync(store.claim([lost]))
+    clock.advance(60)
+    unresolving = ClaimRequest(SCOPE, "lost", "", "another", us(60), us(60))
+    assert [type(each) for each in run_sync(store.claim([unresolving]))] == [Unknown]
+    assert [type(each) for each in run_sync(store.claim([plain]))] == [Granted]
+    (record,) = run_sync(store.get([KeyRef(SCOPE, KEY)]))
+    assert record is not None
+    assert not record.unknown
