@@ -49,7 +49,7 @@ _MEMORY = [f"{_KIT}::TestMemory", "tests/once/test_engine.py", "tests/once/test_
 TESTS = {
     "once": ["tests/once", _PROCESSOR, "--ignore=tests/once/stores",
              "--ignore=tests/once/test_crash.py", "-k", "not redis and not postgres and not processes and not extra"],
-    "once/rules.py": ["tests/protocol", _KIT, "-k", "protocol or Memory"],
+    "once/rules.py": ["tests/protocol", _KIT, "tests/once/test_engine.py", "-k", "protocol or Memory or test_engine"],
     "once/stats.py": ["tests/once/test_stats.py", "tests/metrics/test_metrics.py", "-k",
                       "not redis and not postgres and not process and not without and not imported"],
     "once/stores/__init__.py": [_BAD_INPUT, "tests/db/test_connections.py", "tests/once/test_guard.py"],

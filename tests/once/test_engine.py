@@ -336,6 +336,18 @@ def test_a_claim_that_waits_a_moment_waits(far: tuple[Once, FaultyStore]) -> Non
     assert store.calls["claim"] > 2
 
 
+def test_a_key_in_flight_says_for_how_long_its_owner_has_held_it(once: Once, clock: FakeClock) -> None:
+    """A renewal does not begin it anew; and if the clock is set back, it has just begun."""
+    claim = granted(once.claim("key", lease=60))
+    clock.advance(20)
+    assert once.claim("key") == InFlight(40, claim.fence, 20)
+    once.renew(claim)
+    clock.advance(30)
+    assert once.claim("key") == InFlight(30, claim.fence, 50)
+    clock.advance(-100)
+    assert once.claim("key") == InFlight(60, claim.fence, 0)
+
+
 def test_a_claim_with_other_content_is_told_by_its_verdict_and_a_call_by_its_error(once: Once) -> None:
     granted(once.claim("key", fingerprint="1:a"))
     assert once.claim("key", fingerprint="1:b") == Mismatch("1:a")
