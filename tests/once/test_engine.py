@@ -594,7 +594,7 @@ def test_a_store_that_creates_its_tables_first_has_longer_for_that(clock: FakeCl
     once = Once(New(MemoryStore(clock)), collect=False, retry_for=4)
     for key in ("first", "second"):
         granted(once.claim(key))
-    assert times == [pytest.approx(30, abs=1), pytest.approx(2, abs=1)]
+    assert times[0] > 20 > 2 >= times[1]
 
 
 def test_a_reason_that_the_value_is_not_stored_is_cut_to_a_thousand_characters(once: Once) -> None:
