@@ -210,8 +210,11 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
             "lane": (file, file._engine._send_claim._lock),
         }
         for name, (once, lock) in locks.items():
+            once.claim(key("held"))
             leave = holding(lock)
-            answers.append(in_child(lambda: once.call(key(name), lambda: name).value))
+            answers.append(in_child(lambda: [
+                type(once.claim(key("held"), wait=0.05)).__name__, once.call(key(name), lambda: name).value
+            ][1]))
             leave.set()
             assert once.call(key(f"{name} in the parent"), lambda: name).value == name
 
@@ -219,11 +222,18 @@ def test_locks_that_other_threads_held_are_free_in_the_child(urls: StoreUrls) ->
         leave = holding(types._stamps._lock)
         answers.append(len(in_child(types.new_id)))
         leave.set()
+
+        from semel.once.idempotency_store import InMemoryIdempotencyStore, StoredResults
+        results = StoredResults(InMemoryIdempotencyStore())
+        for lock in (results.store._lock, results._threads._guard, results._tasks._guard):
+            leave = holding(lock)
+            answers.append(in_child(lambda: results.process("key", lambda: "processed").result))
+            leave.set()
         tell(answers)
         """,
         urls["sqlite"],
     )
-    assert reported == ["memory", "bell", "lane", 36]
+    assert reported == ["memory", "bell", "lane", 36, *["processed"] * 3]
 
 
 def test_a_batch_that_was_under_way_stays_with_the_parent() -> None:

@@ -48,6 +48,7 @@ from semel import (
 from semel.cli import main as semel
 from semel.once.store import Store
 from semel.once.stores import open_store
+from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore
 from support import servers
 
@@ -646,8 +647,16 @@ def documents_key(payload: dict[str, Any], exclude_fields: frozenset[str] = froz
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("make", [DocumentStore, InMemoryIdempotencyStore])
-def test_s4_7_the_documents_store_is_enough(make: Callable[[], IdempotencyStore], pricing: Pricing) -> None:
+class CalledStore(DocumentStore):
+    """It is a store all the same."""
+
+    def __call__(self, payload: Any) -> None: ...
+
+
+@pytest.mark.parametrize("make", [DocumentStore, InMemoryIdempotencyStore, CalledStore, MemoryStore])
+def test_s4_7_the_documents_store_is_enough(
+    make: Callable[[], IdempotencyStore | MemoryStore], pricing: Pricing
+) -> None:
     """Function and store in either order, as the document's readers have them."""
     for processor in (IdempotentProcessor(pricing.price, make()), IdempotentProcessor(make(), pricing.price)):
         pricing.runs.clear()
@@ -741,6 +750,8 @@ def test_what_the_documents_recipe_cannot_do_is_refused(pricing: Pricing) -> Non
     processor = IdempotentProcessor(pricing.price, key_recipe="json", exclude_fields=["a"])
     with pytest.raises(Unfingerprintable, match="this is a list"):
         processor.process([1])
+    with pytest.raises(Unfingerprintable, match="the payload has no key: '<' not supported"):
+        processor.process({1: "number", "1": "text"})
     with pytest.raises(InvalidRequest, match="needs a function"):
         IdempotentProcessor("memory://", "memory://")
     with pytest.raises(AttributeError, match="has an IdempotencyStore, and no Once"):

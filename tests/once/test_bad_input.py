@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pwd
+import re
 import sqlite3
 import stat
 import subprocess
@@ -388,7 +389,8 @@ def test_a_verdict_is_not_a_claim(once: Once) -> None:
     verbs: list[Callable[[Any], object]] = [once.complete, once.release, once.renew]
     for verb in verbs:
         for wrong in (verdict, None, "key"):
-            with pytest.raises(InvalidRequest, match=r"\.claim"):
+            hint = "pass its .claim" if wrong is verdict else "a Granted verdict has it as .claim"
+            with pytest.raises(InvalidRequest, match=rf"a claim is needed here, not \w+; {re.escape(hint)}"):
                 verb(wrong)
     once.complete(verdict.claim)
 
@@ -437,7 +439,13 @@ def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> 
         assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize("target", [None, 5, b"sqlite:///x", object(), Path("semel.db"), sqlite3])
+class Half:
+    """It has some verbs of a store, and not the others."""
+
+    def claim(self) -> None: ...
+
+
+@pytest.mark.parametrize("target", [None, 5, b"sqlite:///x", object(), Path("semel.db"), sqlite3, Half()])
 def test_what_is_no_store_is_refused(target: Any) -> None:
     for once_class in (Once, AsyncOnce):
         with pytest.raises(InvalidRequest, match=r"opened by a URL"):
@@ -450,6 +458,10 @@ def test_an_option_that_a_store_does_not_have_is_refused(redis_url: str) -> None
             Once(url, pool_size=5)
     with pytest.raises(InvalidRequest, match="prefix"):
         Once("memory://", prefix="x")
+    with redis.Redis.from_url(redis_url) as client, pytest.raises(InvalidRequest, match="pool_size: not an option"):
+        Once(client, pool_size=5)
+    with pytest.raises(InvalidRequest, match="pool"):
+        Once("memory://", pool=0)
 
 
 @pytest.mark.parametrize("prefix", ["", "a{b}", "a*", "a b", "a\nb", 5, None, b"x"])

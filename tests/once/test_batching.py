@@ -13,7 +13,7 @@ import pytest
 
 from semel import AsyncOnce, Claim, Granted, InFlight, Once, Replay, SemelError, StoreUnavailable, Unknown, Verdict
 from semel._concurrency.batching import LARGEST
-from semel.once.store import ClaimRequest, Complete
+from semel.once.store import ClaimRequest, Complete, Release
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock
 from support.waiting import eventually
@@ -31,6 +31,7 @@ class FarStore:
         self._memory = MemoryStore()
         self.batches: list[list[str]] = []
         self.completed: list[int] = []
+        self.released: list[str] = []
         self.errors: dict[str, Exception] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -47,6 +48,10 @@ class FarStore:
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         self.completed.append(len(requests))
         return await self._memory.complete(requests)
+
+    async def release(self, requests: Sequence[Release]) -> list[bool]:
+        self.released += [request.key for request in requests]
+        return await self._memory.release(requests)
 
     async def gate(self) -> None:
         """Nothing to wait for."""
@@ -437,6 +442,34 @@ def test_a_cancelled_task_takes_nobody_with_it_and_its_claim_is_given_back(who: 
             assert granted(await task).key == name
         await asyncio.wait_for(freed(once, key), PATIENCE)
         granted(await once.claim(key))
+        await once.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_claim_that_is_granted_long_after_its_task_was_cancelled_is_given_back() -> None:
+    """What is done at once about a cancelled claim finds nothing: the claim is still on its way."""
+
+    async def scenario() -> None:
+        store = LoopGate()
+        once = AsyncOnce(store, collect=False)
+        first = asyncio.create_task(once.claim("first"))
+        await store.wait_for_a_batch()
+        victim = asyncio.create_task(once.claim("victim"))
+        await turns()
+        store.let_pass()
+        granted(await first)
+        await store.wait_for_a_batch()  # the victim's call is on its way
+        victim.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await victim
+        pending = once._engine._background.here().pending
+        while pending.writes:
+            await turns()
+        assert await once.get("victim") is None
+        store.let_pass()
+        await asyncio.to_thread(eventually, lambda: "victim" in store.released)
+        assert await once.get("victim") is None
         await once.close()
 
     asyncio.run(scenario())

@@ -16,12 +16,15 @@ import pytest
 from semel import (
     AsyncOnce,
     ClaimLost,
+    Granted,
     InProgress,
     InvalidRequest,
     KeyReused,
+    NotDone,
     Once,
     OriginalFailed,
     OutcomeGone,
+    OutcomeUnknown,
     Policy,
     Replay,
     SemelError,
@@ -29,6 +32,7 @@ from semel import (
     current_claim,
     fingerprint,
 )
+from semel.once.guard import current_claim_set
 from semel.testing import FakeClock
 from support.databases import KINDS, StoreUrls
 
@@ -163,6 +167,20 @@ def test_a_guarded_function_of_a_module_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(by_name)) is by_name
 
 
+async_once = AsyncOnce("memory://", collect=False)
+
+
+@async_once.guard
+async def awaited_by_name(number: int) -> int:
+    """A docstring."""
+    return number
+
+
+def test_a_guarded_async_function_looks_like_itself_and_is_pickled_by_its_name() -> None:
+    assert (awaited_by_name.__name__, awaited_by_name.__doc__) == ("awaited_by_name", "A docstring.")  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(awaited_by_name)) is awaited_by_name
+
+
 @dataclass
 class Account:
     number: int
@@ -189,6 +207,20 @@ def test_methods_are_guarded_too(once: Once) -> None:
     assert two.book("a") == [2, "a"]
     assert two.book.call("a").replayed
     assert (one.ran, two.ran) == (1, 1)
+
+
+def test_an_object_behind_a_key_need_not_have_a_fingerprint(once: Once) -> None:
+    """The key says which object it is; the other arguments are still compared."""
+
+    class Ledger:
+        @once.guard(scope="ledger", key=lambda self, order, total: order)
+        def book(self, order: str, total: int) -> int:
+            return total
+
+    assert Ledger().book("a", 5) == 5
+    assert Ledger().book.call("a", 5).replayed
+    with pytest.raises(KeyReused):
+        Ledger().book("a", 6)
 
 
 def test_two_instances_are_not_one(once: Once) -> None:
@@ -412,6 +444,81 @@ def test_a_call_inside_its_own_key_does_not_wait_for_itself_for_ever(once: Once)
     assert once.call("key", work).value == "nested"
 
 
+# -- an unknown outcome ----------------------------------------------------------------------------------------------
+
+
+class Reconciled:
+    """A function whose owner vanished, and a hook that looks at what became of its work."""
+
+    def __init__(self, once: Once, clock: FakeClock) -> None:
+        self.once, self.clock = once, clock
+        self.ran = self.asked = 0
+        self.answer: Any = "found"
+        self.guarded = once.guard(scope="scope", key=lambda: "key", on_crash="unknown", reconcile=self._look)(
+            self._work
+        )
+        assert isinstance(once.claim("key", scope="scope", lease=60, on_crash="unknown"), Granted)
+        clock.advance(60)
+
+    def _work(self) -> str:
+        self.ran += 1
+        return "worked"
+
+    def _look(self) -> str:
+        self.asked += 1
+        assert len(self.once._engine._background.here().renewer.watched()) == 1
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return str(self.answer)
+
+
+@pytest.fixture
+def reconciled(once: Once, clock: FakeClock) -> Reconciled:
+    return Reconciled(once, clock)
+
+
+def test_what_the_hook_finds_is_the_outcome_from_then_on(reconciled: Reconciled) -> None:
+    for _ in range(2):
+        result = reconciled.guarded.call()
+        assert (result.value, result.replayed) == ("found", True)
+    assert (reconciled.asked, reconciled.ran) == (1, 0)
+
+
+def test_if_the_hook_finds_nothing_the_function_runs(reconciled: Reconciled) -> None:
+    reconciled.answer = NotDone()
+    assert [reconciled.guarded.call().replayed for _ in range(2)] == [False, True]
+    assert (reconciled.asked, reconciled.ran) == (1, 1)
+
+
+def test_if_the_hook_fails_the_outcome_stays_unknown(reconciled: Reconciled) -> None:
+    reconciled.answer = ConnectionError("the bank does not answer")
+    with pytest.raises(ConnectionError):
+        reconciled.guarded()
+    assert reconciled.once._engine._background.here().renewer.watched() == []
+    reconciled.clock.advance(60)
+    with pytest.raises(OutcomeUnknown):
+        reconciled.once.call("key", str, scope="scope")
+    reconciled.answer = "found later"
+    assert reconciled.guarded() == "found later"
+    assert reconciled.ran == 0
+
+
+def test_the_hook_is_not_asked_where_nothing_is_unknown(once: Once) -> None:
+    guarded = once.guard(scope="scope", reconcile=lambda: pytest.fail("asked"))(lambda: "worked")
+    assert [guarded(), guarded()] == ["worked", "worked"]
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_refused_and_its_key_released(once: Once) -> None:
+    async def work() -> None: ...
+
+    def plain() -> Any:
+        return work()
+
+    with pytest.raises(InvalidRequest, match="is async; Once guards plain functions"):
+        once.call("key", plain)
+    assert once.get("key") is None
+
+
 # -- the current claim -----------------------------------------------------------------------------------------------
 
 
@@ -425,6 +532,20 @@ def test_there_is_no_current_claim_outside(once: Once) -> None:
         once.call("other", lambda: 1 // 0)
     with pytest.raises(SemelError):
         current_claim()
+
+
+def test_a_default_is_returned_where_there_is_no_current_claim(once: Once) -> None:
+    assert current_claim("none") == "none"
+    assert once.call("key", lambda: current_claim("none").key).value == "key"  # type: ignore[union-attr]
+
+
+def test_a_claim_is_the_current_one_inside_its_context_alone(once: Once) -> None:
+    """As the middleware sets it."""
+    verdict = once.claim("key")
+    assert isinstance(verdict, Granted)
+    with current_claim_set(verdict.claim):
+        assert current_claim() is verdict.claim
+    assert current_claim(None) is None
 
 
 def test_the_current_claim_is_that_of_the_innermost_call(once: Once) -> None:

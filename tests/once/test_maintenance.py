@@ -16,11 +16,15 @@ from sqlalchemy.orm import Session
 
 from semel import AsyncOnce, Claim, ClaimLost, Granted, InFlight, Once, Policy, StoreUnavailable, current_claim
 from semel._concurrency.runtime import AsyncioRuntime, Runtime, ThreadRuntime, deadline, seconds_left
-from semel.once.maintenance import BATCH, Collector
+from semel._concurrency.sync import run_sync
+from semel.once import maintenance
+from semel.once.maintenance import BATCH, Collector, Renewer, Sampler
 from semel.once.stats import StatsCounter
 from semel.once.store import Renew
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FakeClock, FaultyStore
+from semel.types import Held
+from support.background import ByHand
 from support.databases import KINDS, StoreUrls
 from support.waiting import eventually
 
@@ -395,6 +399,93 @@ def test_a_claim_that_was_asked_for_by_hand_is_renewed_by_hand() -> None:
         assert once.renew(renewed, lease=120).lease == 120
 
 
+class Renewals:
+    """A renewer whose time the test moves, and the store that it renews in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(maintenance, "time", self)
+        self.runtime = ByHand()
+        self.clock = FakeClock()
+        self.times: list[float] = []
+        self.store = FaultyStore(MemoryStore(self.clock))
+        self.renewer = Renewer(self.runtime, self._timed, idle=3.0)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def _timed(self, requests: Sequence[Renew]) -> list[int | None]:
+        self.times.append(seconds_left())
+        return await self.store.renew(requests)
+
+    def watch(self, key: str, lease: float) -> Claim:
+        claim = granted(Once(self.store, collect=False).claim(key, lease=lease))
+        self.renewer.watch(claim)
+        return claim
+
+    def renewed(self, at: float) -> int:
+        """How many times the store was asked to renew, when the task has ticked at this time."""
+        before = self.store.calls["renew"]
+        self.now = 1000.0 + at
+        run_sync(self.renewer.tick())
+        return self.store.calls["renew"] - before
+
+
+@pytest.fixture
+def renewals(monkeypatch: pytest.MonkeyPatch) -> Renewals:
+    return Renewals(monkeypatch)
+
+
+def test_a_lease_is_renewed_after_a_twentieth_or_half_of_that_if_others_are(renewals: Renewals) -> None:
+    """The renewer sleeps until a twentieth of the lease is over; whatever is due soon is renewed with the rest."""
+    claim = renewals.watch("key", lease=100.0)
+    renewals.renewer._idle = 60.0
+    assert renewals.renewer.pause() == pytest.approx(5.0)
+    assert [renewals.renewed(at) for at in (0, 2.4, 2.5, 4.9, 5, 5.1)] == [0, 0, 1, 0, 1, 0]
+    renewals.clock.advance(10)
+    assert renewals.renewed(at=7.5) == 1
+    record = Once(renewals.store, collect=False).get("key")
+    assert record is not None
+    assert record.lease_until_us == claim.lease_until_us + 10_000_000
+    assert renewals.renewer.pause() == pytest.approx(5.0)
+
+
+def test_a_renewal_that_failed_is_retried_after_a_hundredth_of_the_lease(renewals: Renewals) -> None:
+    renewals.watch("key", lease=100.0)
+    renewals.store.lose_request("renew")
+    with pytest.raises(StoreUnavailable):
+        renewals.renewed(at=5)
+    assert renewals.renewer.pause() == pytest.approx(1.0)
+    assert renewals.renewed(at=6) == 1
+
+
+def test_a_renewal_may_take_a_third_of_what_is_left_of_the_shortest_lease(renewals: Renewals) -> None:
+    renewals.watch("short", lease=12.0)
+    renewals.watch("long", lease=15.0)
+    assert [renewals.renewed(at) for at in (6, 15)] == [1, 1]
+    assert renewals.times == [pytest.approx(2.0, abs=0.8), pytest.approx(1.0, abs=0.8)]
+
+
+def test_without_claims_the_renewer_sleeps_and_is_woken_for_a_shorter_lease_alone(renewals: Renewals) -> None:
+    assert renewals.runtime.started == []
+    renewals.watch("first", lease=1000.0)
+    assert renewals.runtime.started == ["semel-renewer"]
+    assert not renewals.runtime.nudged()
+    assert renewals.renewer.pause() == pytest.approx(3.0)
+    renewals.watch("longer", lease=61.0)
+    assert not renewals.runtime.nudged()
+    renewals.watch("shorter", lease=59.0)
+    assert renewals.runtime.nudged()
+    assert renewals.runtime.started == ["semel-renewer"]
+
+
+def test_a_lease_that_is_long_due_is_renewed_after_a_short_pause(renewals: Renewals) -> None:
+    """Never at once: a store that fails would be asked without a break."""
+    renewals.watch("key", lease=100.0)
+    renewals.now += 50
+    assert renewals.renewer.pause() == pytest.approx(0.02)
+
+
 def test_nothing_is_renewed_inside_a_users_transaction(urls: StoreUrls, key: str) -> None:
     """A session belongs to one thread, and nobody else sees the claim before the commit anyway."""
     before = background_threads()
@@ -442,3 +533,58 @@ def test_background_work_inherits_neither_deadline_nor_claim_of_the_call_that_st
 
     asyncio.run(scenario())
     assert seen == [(60.0, None)]
+
+
+# -- the sampler -----------------------------------------------------------------------------------------------------
+
+
+def test_the_store_is_sampled_soon_and_then_at_the_shortest_interval() -> None:
+    async def stats() -> Held:
+        return Held()
+
+    runtime = ByHand()
+    sampler = Sampler(runtime, stats, StatsCounter())
+    sampler.start()
+    for interval in (30.0, 60.0):
+        sampler.look_every(interval)
+        assert runtime.nudged()
+    assert [sampler.pause() for _ in range(3)] == [pytest.approx(pause, rel=0.11) for pause in (1.0, 30.0, 30.0)]
+    hasty = Sampler(runtime, stats, StatsCounter())
+    hasty.look_every(0.2)
+    assert hasty.pause() == pytest.approx(0.2, rel=0.11)
+
+
+@pytest.mark.parametrize("who", ["collector", "sampler"])
+def test_whoever_runs_warns_of_what_was_counted(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    counters = StatsCounter()
+    for _ in range(100):
+        counters.note("hit", "default", "key")
+
+    async def purge(limit: int) -> int:
+        return 0
+
+    async def stats() -> Held:
+        return Held()
+
+    task = Collector(ByHand(), 60.0, purge, counters) if who == "collector" else Sampler(ByHand(), stats, counters)
+    run_sync(task.tick())
+    assert "something upstream retries too eagerly" in caplog.text
+
+
+def test_a_sample_is_reported_by_state_to_the_hooks_that_asked_for_it() -> None:
+    class Meter:
+        sample_every = 60.0
+
+        def __init__(self) -> None:
+            self.heard: dict[str, float] = {}
+
+        def __call__(self, event: Any) -> None:
+            self.heard[event.reason] = event.value
+
+    async def stats() -> Held:
+        return Held(in_flight=1, completed=5)
+
+    counters, meter = StatsCounter(), Meter()
+    counters.add_hook(meter)
+    run_sync(Sampler(ByHand(), stats, counters).tick())
+    assert meter.heard == {"in_flight": 1, "abandoned": 0, "unknown": 0, "completed": 5, "expired": 0}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import enum
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import cached_property, partial, wraps
@@ -177,6 +178,7 @@ RETURNED: list[tuple[Any, Any]] = [
     (Page[Item], Page([ITEM])),
     (Row, {"item": ITEM}),
     (Annotated[Item, "kept"], ITEM),
+    (Annotated[Item, threading.Thread], ITEM),
     (OrderId, OrderId(ID)),
     (Checked, CHECKED),
     (Path, Path("/tmp/x")),
@@ -269,6 +271,17 @@ def test_methods_partials_decorated_functions_and_objects_have_their_annotations
     assert [processor.process("c").result for _ in range(2)] == [Item("c", Decimal(3))] * 2
 
 
+def test_a_class_is_called_for_its_objects_whatever_its_metaclass_returns() -> None:
+    class Counting(type):
+        def __call__(cls, *args: Any) -> Secretive:
+            return super().__call__(*args)
+
+    class Number(int, metaclass=Counting):
+        pass
+
+    assert codec_of(Number) is codec_of(int) is codec_of(len) is codec.PLAIN
+
+
 def test_async_functions_have_the_annotations_of_what_is_awaited() -> None:
     shop = Shop()
 
@@ -327,6 +340,48 @@ class Secretive:
     pass
 
 
+class Remembered:
+    thread: threading.Thread
+
+
+@dataclass
+class Remembering(Remembered):
+    """Inherits an annotation that is no field."""
+
+    n: int
+
+
+@dataclass
+class Partly:
+    """Names a class that only type checkers know."""
+
+    n: Fraction
+
+
+class Shared(msgspec.Struct):
+    lock: ClassVar[threading.Thread | None] = None
+    n: int = 0
+
+
+@pytest.mark.parametrize("value", [Remembering(1), Partly(2), Shared(3)])  # type: ignore[arg-type]
+def test_only_what_is_stored_of_an_object_must_be_known(value: Any) -> None:
+    guarded = Once("memory://").guard(scope="s", key=lambda: "key")(returning(type(value), value))
+    assert [guarded(), guarded()] == [value, value]
+
+
+def test_only_what_is_awaited_of_a_coroutine_is_stored() -> None:
+    assert codec_of(returning(Coroutine[threading.Thread, threading.Thread, Item], None)) is not codec.PLAIN
+
+
+def test_a_class_is_stored_by_its_own_name_and_by_that_of_its_module_where_two_have_the_same() -> None:
+    found = codec_of(returning(Order, ORDER))
+    assert found is not None
+    assert b"test_return_types" not in found.encode(ORDER)
+    one, two = (dataclass(type("Same", (), {"__annotations__": {"n": int}, "__module__": name})) for name in "ab")
+    guarded = Once("memory://").guard(scope="s", key=lambda: "key")(returning(list[one | two], [one(1), two(2)]))
+    assert [type(each) for each in guarded()] == [type(each) for each in guarded()] == [one, two]
+
+
 @dataclass
 class Holder:
     thread: threading.Thread
@@ -335,6 +390,10 @@ class Holder:
 @dataclass
 class Failure(Exception):
     code: int
+
+
+class Pair(tuple[int, int]):
+    __slots__ = ()
 
 
 class Strange(enum.Enum):
@@ -357,6 +416,8 @@ REFUSED: list[tuple[Any, str]] = [
     (deque[int], "deque"),
     (Exception, "Exception"),
     (memoryview, "memoryview"),
+    (Pair, "Pair"),
+    (ast.AST, "AST"),
 ]
 
 
@@ -443,17 +504,34 @@ def test_a_value_that_is_too_large_for_a_store_does_not_repeat_the_work(monkeypa
         once.call("key", lambda: b"")
 
 
-def test_a_class_that_has_changed_since_takes_what_still_fits() -> None:
+def struct(name: str, **fields: Any) -> Any:
+    """A class with these fields: ``...`` is required, ``list`` makes a new list, and the rest are defaults."""
+    made = {list: msgspec.field(default_factory=list)}
+    given = [(each, Any) if value is ... else (each, Any, made.get(value, value)) for each, value in fields.items()]
+    return msgspec.defstruct(name, given)
+
+
+def a_dataclass(name: str, **fields: Any) -> Any:
+    made = {list: field(default_factory=list)}
+    given = [(each, Any) if value is ... else (each, Any, made.get(value, value)) for each, value in fields.items()]
+    return make_dataclass(name, given)
+
+
+def model(name: str, **fields: Any) -> Any:
+    made = {list: pydantic.Field(default_factory=list)}
+    return pydantic.create_model(name, **{each: (Any, made.get(value, value)) for each, value in fields.items()})
+
+
+@pytest.mark.parametrize("made", [struct, a_dataclass, model])
+def test_a_class_that_has_changed_since_takes_what_still_fits(made: Callable[..., Any]) -> None:
     """New fields have their defaults, old ones are dropped; what cannot be made is an error, and never done again."""
     once = Once("memory://")
-
-    def made(name: str, fields: list[Any]) -> Any:
-        return msgspec.defstruct(name, fields)
-
-    once.call("key", returning(old := made("Thing", [("a", int), ("b", int)]), old(1, 2)))
-    new = made("Thing", [("a", int), ("c", int, 3)])
-    assert once.call("key", returning(new, None)).value == new(1, 3)
-    for other in (made("Thing", [("z", int)]), made("Renamed", [("a", int)])):
+    old = made("Thing", a=..., b=...)
+    once.call("key", returning(old, old(a=1, b=2)))
+    new = made("Thing", a=..., c=3, d=list)
+    again = once.call("key", returning(new, None)).value
+    assert (type(again), again.a, again.c, again.d, hasattr(again, "b")) == (new, 1, 3, [], False)
+    for other in (made("Thing", z=...), made("Renamed", a=...)):
         with pytest.raises(OutcomeGone, match="a Thing, does not fit what the function returns now"):
             once.call("key", returning(other, None))
 
@@ -481,6 +559,7 @@ def test_a_claim_completed_inside_the_function_keeps_its_type() -> None:
         (list[Level], [1], [Level.LOW]),
         (Money | None, None, None),
         (Names, ["a"], Names(["a"])),
+        (Point, ["7", 1], Point(7, Level.LOW)),
         (dict, {"a": 1}, {"a": 1}),
     ],
 )
@@ -491,9 +570,17 @@ def test_what_an_operator_resolves_with_becomes_what_the_function_returns(hint: 
     assert once.call("key", returning(hint, None)).value == value
 
 
-def test_what_an_operator_resolves_with_must_fit() -> None:
+@pytest.mark.parametrize(
+    ("hint", "given", "why"),
+    [
+        (Money, {"cents": 1}, "level"),
+        (dict[Level, Annotated[int, msgspec.Meta(ge=0)]], {1: -1}, ">= 0"),
+        (dict[Level, Shape], {1: 5}, "a Shape cannot be made of plain data"),
+    ],
+)
+def test_what_an_operator_resolves_with_must_fit(hint: Any, given: Any, why: str) -> None:
     once = Once("memory://")
     once.claim("key", lease=1e-6, on_crash="unknown")
-    once.resolve("key", done=True, value={"cents": 1})
-    with pytest.raises(OutcomeGone, match=r"resolved with does not fit.*level"):
-        once.call("key", returning(Money, None))
+    once.resolve("key", done=True, value=given)
+    with pytest.raises(OutcomeGone, match=f"resolved with does not fit.*{why}"):
+        once.call("key", returning(hint, None))

@@ -73,8 +73,27 @@ def test_a_mutant_is_tried_with_the_tests_that_execute_its_line_the_files_own_fi
     assert baseline.tests_for(mutant, 20) == [own, "quick", "slow"]
     assert baseline.tests_for(mutant, 5) == [own, "quick"]
     assert baseline.tests_for(at_load, 20) == [own, "quick", "elsewhere", "slow"]
+    executed_by_none = mutants.Mutant(Path("src/semel/once/rules.py"), 99, 99, 0, 0, "")
+    assert baseline.tests_for(executed_by_none, 20) == [own, "quick", "elsewhere", "slow"]
+    used = mutants.Mutant(Path("src/semel/once/rules.py"), 7, 7, 0, 0, "", at_load=True, uses=frozenset({8, 10}))
+    assert baseline.tests_for(used, 20) == ["quick", "elsewhere"]
 
 
 def test_the_tests_of_a_file_are_where_the_file_is(mutants: ModuleType) -> None:
     assert mutants.own_tests(Path("src/semel/runs/store/lease.py")) == "tests/runs/store/test_lease.py"
     assert mutants.own_tests(Path("src/semel/runs/store/__init__.py")) == "tests/runs/store/test_store.py"
+
+
+def test_who_uses_a_constant_is_found_through_other_constants_and_functions(mutants: ModuleType) -> None:
+    source = b"""
+LIMIT = 3
+def double(number):
+    return number * 2
+LIMITS = double(LIMIT), 5
+def admit(number):
+    return number in LIMITS
+"""
+    mutator = mutants.Mutator(Path("example.py"), source)
+    mutator.visit(ast.parse(source))
+    uses = {each.line: sorted(each.uses) for each in mutator.found}
+    assert uses == {2: [7], 4: [3, 4, 7], 5: [7], 7: [6, 7]}

@@ -99,7 +99,7 @@ class KeyEngine:
         self._runtime = runtime
         self._is_new: Callable[[], bool] | None = None
         if hasattr(store, "ready"):  # SQLite: the first call creates the tables, and waits for that
-            self._is_new = lambda: not getattr(store, "ready", True)
+            self._is_new = lambda: not cast("Any", store).ready
         self._retry_for = checked_seconds("retry_for", retry_for, zero=True)
         self._bound = bound_to is not None
         self._waiters = Waiters()
@@ -243,11 +243,9 @@ class KeyEngine:
         record = await self.get(key, scope=scope)
         if record is None:
             return False
-        if record.status == "in_flight" and not force:
-            raise _at_work(record)
         forget = self._with_retry(self.store.forget)
         if await forget([Forget(record.scope, record.key, record.fence, force)]) == [False]:
-            # A claim made since then came after this call, unless the same owner renewed a lease that had ended.
+            # If another fence has the key now, it was claimed after this call.
             now = await self.get(key, scope=scope)
             if now is not None and now.fence == record.fence:
                 raise _at_work(now)

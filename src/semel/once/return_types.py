@@ -83,9 +83,7 @@ def _function(function: Any) -> Any:
             function = function.__func__
         elif hasattr(function, "__wrapped__"):
             function = function.__wrapped__
-        elif inspect.isfunction(function) or isinstance(function, type) or inspect.isbuiltin(function):
-            return function
-        elif inspect.isfunction(call := getattr(type(function), "__call__", None)):  # noqa: B004 -- it is called
+        elif not isinstance(function, type) and inspect.isfunction(call := getattr(type(function), "__call__", None)):  # noqa: B004 -- it is called
             function = call
         else:
             return function
