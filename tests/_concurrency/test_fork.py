@@ -298,7 +298,7 @@ def test_the_parents_work_is_the_parents_to_renew(urls: StoreUrls, kind: str) ->
                 threading.Event().wait(0.01)
             return child
 
-        tell([once.call(key("long"), work, lease=0.6).value, once.call(key("long"), int).replayed])
+        tell([once.call(key("long"), work, lease=3).value, once.call(key("long"), int).replayed])
         """,
         urls[kind],
     )
