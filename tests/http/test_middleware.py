@@ -882,3 +882,28 @@ def test_a_request_whose_owner_vanished_is_not_carried_out_again() -> None:
         assert (said[0], dict(said[1])["link"]) == ("409 Conflict", '</keys/POST/?key=k>; rel="status"')
         first.close()  # type: ignore[attr-defined]
     assert ran == [1]
+
+
+def test_who_lost_the_claim_is_told_that_another_is_at_work() -> None:
+    """The first request outlived its lease, and a second was carried out meanwhile: its response is the outcome."""
+    clock = FakeClock()
+    environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_IDEMPOTENCY_KEY": "k"}
+    ran: list[int] = []
+
+    def call() -> bytes:
+        return b"".join(middleware({**environ, "wsgi.input": io.BytesIO()}, lambda *_: None))
+
+    def app(_: Any, start: Any) -> list[bytes]:
+        ran.append(1)
+        number = len(ran)
+        if number == 1:
+            clock.advance(61)
+            call()
+        start("201 Created", [])
+        return [b"response %d" % number]
+
+    with Once(MemoryStore(clock)) as once:
+        middleware = wsgi.IdempotencyMiddleware(app, once=once)
+        assert b"IDEMPOTENCY_KEY_PROCESSING" in call()
+        assert call() == b"response 2"
+    assert ran == [1, 1]

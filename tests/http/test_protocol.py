@@ -22,6 +22,7 @@ from semel.http.middleware import MiddlewareCore, Request, ResponseRecorder
 from semel.http.protocol import (
     BadKey,
     add_credentials,
+    add_operation,
     codings_for_app,
     differ_by_credentials,
     expires_header,
@@ -261,6 +262,12 @@ def test_what_is_not_plain_json_is_fingerprinted_by_its_bytes(body: bytes) -> No
 def test_every_body_and_query_has_a_fingerprint(body: bytes, query: bytes) -> None:
     for each in (fingerprint_of_bytes(digest(body), query), fingerprint_of_json(body, digest(body), query)):
         assert checked_fingerprint(each) == each
+
+
+def test_each_operation_makes_another_fingerprint() -> None:
+    prints = {add_operation(f"0:{'a' * 64}", operation) for operation in ("POST /a", "POST /b")}
+    assert len(prints) == 2
+    assert all(checked_fingerprint(each).startswith("0:") for each in prints)
 
 
 def test_only_the_callers_own_credentials_show_a_key() -> None:

@@ -11,6 +11,8 @@ import pytest
 from semel import Once
 from semel.http import body as http_body
 from semel.http.wsgi import IdempotencyMiddleware
+from semel.once.stores.memory import MemoryStore
+from semel.testing import FaultyStore
 
 
 def environ_of(body: bytes = b"tea", **more: Any) -> dict[str, Any]:
@@ -437,6 +439,22 @@ def test_what_is_written_leaves_at_once_when_it_is_too_large_to_be_kept(once: On
 
     chunks = IdempotencyMiddleware(app, once, max_response_bytes=10)(environ_of(), lambda *_: sent.append)
     assert b"".join((*sent, *chunks)) == b"x" * 24 + b"end"
+
+
+def test_a_status_that_is_no_text_is_the_apps_error(once: Once) -> None:
+    for status in (b"201 Created", 201):
+        with pytest.raises(TypeError, match="the app's status is text, not"):
+            Served(IdempotencyMiddleware(Recorded(status=status), once))  # type: ignore[arg-type]
+    assert once.get("k", scope="POST /orders") is None
+
+
+def test_a_response_that_could_not_be_stored_is_withheld() -> None:
+    store = FaultyStore(MemoryStore())
+    app = Recorded()
+    with Once(store, retry_for=0) as once:
+        store.lose_request("complete")
+        status, body, _ = served(IdempotencyMiddleware(app, once))
+    assert (status, b"done" in body, len(app.environs)) == ("503 Service Unavailable", False, 1)
 
 
 def test_an_unprotected_response_closes_what_the_app_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

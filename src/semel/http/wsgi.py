@@ -211,7 +211,6 @@ class _WsgiExchange(ClaimedExchange):
                 self._fail(error)
                 raise
             if not self._held:
-                self._send_head()
                 raise StopIteration
         self._send_head()
         chunk, self._held = b"".join(self._held), []

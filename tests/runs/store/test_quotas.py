@@ -437,6 +437,19 @@ def test_a_reservation_serves_one_run(database: TestDatabase) -> None:
     assert isinstance(second, ReservationLost)
 
 
+def test_a_lost_reservation_says_why_it_is_lost(sqlite: TestDatabase) -> None:
+    used, unused = sqlite.reserve(ttl=10), sqlite.reserve(ttl=10)
+    sqlite.submit(reservation=used)
+    for _ in range(2):
+        with pytest.raises(ReservationLost, match="was used for another job already"):
+            sqlite.submit(reservation=used)
+        sqlite.clock.advance(11)
+    with pytest.raises(ReservationLost, match="has expired; reserve a slot again"):
+        sqlite.submit(reservation=unused)
+    with pytest.raises(ReservationLost, match="does not exist"):
+        sqlite.submit(43, reservation=used)
+
+
 def test_a_reservation_names_at_most_one_job(database: TestDatabase) -> None:
     reservation = database.reserve()
     database.jobs.consume_reservation(reservation, job_id="job-1")
