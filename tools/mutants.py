@@ -43,27 +43,28 @@ COPIED = ("src", "tests", "examples", "docs", "pyproject.toml", "README.md", "CH
 
 _KIT, _BAD_INPUT = "tests/conformance/test_stores.py", "tests/once/test_bad_input.py"
 _TRANSACTIONS, _WAITING = "tests/db/test_transactions.py", "tests/once/test_waiting.py"
-_PROCESSOR = "tests/acceptance/test_s4_processor.py"
+_CLIENT, _PROCESSOR = "tests/once/test_client.py", "tests/acceptance/test_s4_processor.py"
 _SILENCE = "tests/db/test_deadlines.py::test_a_listener_whose_server_fell_silent_says_so_and_listens_anew"
 _MEMORY = [f"{_KIT}::TestMemory", "tests/once/test_engine.py", "tests/once/test_maintenance.py",
-           "tests/once/stores/test_memory.py", "-k", "not redis and not postgres"]  # fmt: skip
+           "tests/once/stores/test_memory.py", _CLIENT, "-k", "not redis and not postgres"]  # fmt: skip
 TESTS = {
     "once": ["tests/once", _PROCESSOR, "--ignore=tests/once/stores",
              "--ignore=tests/once/test_crash.py", "-k", "not redis and not postgres and not processes and not extra"],
     "once/rules.py": ["tests/protocol", _KIT, "tests/once/test_engine.py", "-k", "protocol or Memory or test_engine"],
     "once/stats.py": ["tests/once/test_stats.py", "tests/metrics/test_metrics.py", "-k",
                       "not redis and not postgres and not process and not without and not imported"],
-    "once/stores/__init__.py": [_BAD_INPUT, "tests/db/test_connections.py", "tests/once/test_guard.py"],
+    "once/stores/__init__.py": [_BAD_INPUT, "tests/db/test_connections.py", "tests/once/test_guard.py",
+                                "tests/once/stores/test_redis.py", "tests/once/stores/test_postgres.py"],
     "once/store.py": _MEMORY,
     "once/stores/memory.py": _MEMORY,
     "once/stores/postgres.py": [f"{_KIT}::TestPostgres", _TRANSACTIONS, _WAITING, "tests/once/stores/test_faults.py",
-                                "tests/once/stores/test_postgres.py", _SILENCE, "-k",
+                                "tests/once/stores/test_postgres.py", _CLIENT, _SILENCE, "-k",
                                 "not redis and not sqlite and not memory and not processes and not stopped"],
     "once/stores/redis.py": [f"{_KIT}::TestRedis", f"{_KIT}::TestAsyncRedis", f"{_KIT}::TestRedisCluster",
-                             "tests/once/stores/test_redis.py", _BAD_INPUT, "tests/db/test_connections.py",
+                             "tests/once/stores/test_redis.py", _CLIENT, _BAD_INPUT, "tests/db/test_connections.py",
                              "-k", "edis and not processes and not password"],
     "once/stores/sqlite.py": [f"{_KIT}::TestSqlite", _TRANSACTIONS, "tests/once/stores/test_together.py",
-                              "tests/once/stores/test_sqlite.py", _PROCESSOR, "-k",
+                              "tests/once/stores/test_sqlite.py", _CLIENT, _PROCESSOR, "-k",
                               "(Sqlite or sqlite or together or transactions) and not postgres and not processes"],
     "http": ["tests/http", "-k", "not test_servers and not test_faults and not test_bad_input"],
     "http/protocol.py": ["tests/http/test_protocol.py", "tests/http/test_bad_input.py"],

@@ -9,6 +9,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from semel import AsyncOnce, IdempotentProcessor, InvalidRequest, KeyReused, Once, StoreUnavailable
+from semel._concurrency.batching import ThreadBatcher, Unbatched
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore
 
@@ -164,3 +165,19 @@ def test_inside_a_transaction_nothing_is_retried(sqlite_url: str) -> None:
         inside = once.on(session)
         assert inside._engine._retry_for == 0
         assert inside.call("key", lambda: 7).value == 7
+
+
+@pytest.mark.parametrize(
+    ("url", "batched", "collected"),
+    [
+        pytest.param("memory://", False, True, id="memory"),
+        pytest.param("sqlite:///semel.db", True, True, id="sqlite"),
+        pytest.param("postgresql://host/name", True, True, id="postgres"),
+        pytest.param("redis://host/0", True, False, id="redis"),
+    ],
+)
+def test_calls_are_sent_together_where_each_costs_a_round_trip(url: str, batched: bool, collected: bool) -> None:
+    """And expired keys are collected where the store does not expire them by itself."""
+    engine = Once(url)._engine
+    assert isinstance(engine._send_claim, ThreadBatcher if batched else Unbatched)
+    assert engine._collects is collected

@@ -49,3 +49,14 @@ def test_a_listener_connects_with_the_password(monkeypatch: pytest.MonkeyPatch) 
     subscribe = postgres.subscriber(make_url("postgresql+asyncpg://user:secret@host/name"))
     with pytest.raises(Reached, match=r"^postgresql://user:secret@host/name$"):
         next(iter(subscribe("semel", threading.Event())))
+
+
+def test_an_engine_of_the_users_is_used_and_left_open(postgres_url: str) -> None:
+    engine = create_engine(make_url(postgres_url).set(drivername="postgresql+psycopg"))
+    with engine.begin() as connection:
+        migrate.upgrade(connection)
+    pool = engine.pool
+    with Once(engine, collect=False) as once:
+        assert once.call("key", lambda: 7).value == 7
+    assert engine.pool is pool
+    engine.dispose()
