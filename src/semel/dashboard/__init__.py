@@ -8,11 +8,13 @@ from litestar import Response, Router
 
 from semel.dashboard import keys, overview, quotas, session, static_files, submit
 from semel.dashboard.forms import read_form
+from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, downloads, run_list
 from semel.dashboard.templating import SECURITY_HEADERS, problem_response
 from semel.service.api import problems
 from semel.service.api.params import AnyRequest
 from semel.service.auth.middleware import is_page, path_of
+from semel.service.state import ServiceState
 
 HANDLERS = (
     *overview.HANDLERS,
@@ -38,6 +40,11 @@ def router() -> Router:
         opt={"page": True},
         include_in_schema=False,
     )
+
+
+def add_feeds(service: ServiceState) -> None:
+    """Adds what the overview shows of this service: one feed for each audience, whoever looks at it."""
+    service.overview_feeds = FeedCache(service)
 
 
 async def check_form(request: AnyRequest) -> None:

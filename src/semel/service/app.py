@@ -26,7 +26,6 @@ from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
 
 from semel import dashboard
-from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.session import error_page
 from semel.runs.app import App
 from semel.service.api import jobs, keys, ops, quotas, runs, tokens, webhooks
@@ -93,7 +92,7 @@ def asgi(app: App, settings: Settings | None = None) -> Any:
 
 def build(service: ServiceState) -> Any:
     """The service as an ASGI application."""
-    service.overview_feeds = FeedCache(service)
+    dashboard.add_feeds(service)
     litestar = _litestar(tuple(handlers_of(service.providers.values())))
     inner = AuthMiddleware(litestar, service.auth, service.settings, service.ensure_open, error_page)
     return _Application(AccessLogMiddleware(inner), service)
