@@ -384,7 +384,8 @@ def test_a_hostile_length_executes_nothing(server_site: Site, key: str, length: 
     own_error = site.name == "granian" and heard.startswith(b"HTTP/1.1 500 ") and length == str(2**63)
     assert not heard or heard.startswith(b"HTTP/1.1 4") or own_error, heard
     assert heard.startswith(b"HTTP/1.1 400 ") or site.protocol == "asgi" or length.isdecimal(), heard
-    assert site.executions(key) == 0
+    one_value = length == "5,5" and site.protocol == "asgi"  # RFC 9110, 8.6: a server may take equal values for one
+    assert site.executions(key) <= one_value
     assert site.post("intake/plain", key, b"12345").status_code == 201
 
 
@@ -684,7 +685,9 @@ def test_a_store_given_as_url_is_opened_at_the_start_and_closed_at_the_end(name:
     path = tmp_path / "keys.db"
     with running(name, tmp_path, {"main": f"sqlite:///{path}"}, app="with_url") as server:
         assert path.exists()
-        response = httpx.post(f"{server.url}/starlette/main/intake/plain", headers={"Idempotency-Key": "a"})
+        response = httpx.post(
+            f"{server.url}/starlette/main/intake/plain", headers={"Idempotency-Key": "a"}, timeout=PATIENCE
+        )
         assert response.status_code == 201
         assert path.with_name("keys.db-wal").exists()
         server.stop()
@@ -715,7 +718,7 @@ def test_a_store_that_is_away_lets_the_server_start_with_a_warning(tmp_path: Pat
         urls = [f"{server.url}/starlette/main/intake/plain" for server in started]
         for server, url in zip(started, urls, strict=True):
             assert "the store of idempotency keys is unavailable" in server.log()
-            assert httpx.post(url).status_code == 201
+            assert httpx.post(url, timeout=PATIENCE).status_code == 201
         redis.start()
         responses = [httpx.post(url, headers={"Idempotency-Key": "a"}, timeout=PATIENCE) for url in urls]
     assert is_replay_of(*responses)
@@ -736,7 +739,7 @@ def test_a_web_server_is_gone_when_its_block_ends_also_by_a_failure() -> None:
         fail()
     assert [pid for pid in pids if lives(pid)] == []
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url)
+        httpx.get(server.url, timeout=PATIENCE)
 
 
 # -- ASGI and Starlette ----------------------------------------------------------------------------------------------

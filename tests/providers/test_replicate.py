@@ -371,7 +371,7 @@ def test_a_job_at_a_provider_is_retried_by_no_entrance(
         service.app.retry(run.id)
     assert semel_command(["retry", run.id, "--server", service.address]) != 0
     assert said in capsys.readouterr().err
-    with httpx.Client(base_url=service.address, follow_redirects=True) as client:
+    with httpx.Client(base_url=service.address, follow_redirects=True, timeout=30) as client:
         for key in ({}, {"Idempotency-Key": "again"}):
             refused = client.post(f"/runs/{run.id}/retry", headers=key)
             assert (refused.status_code, refused.json()["error_code"]) == (409, "ILLEGAL_TRANSITION")

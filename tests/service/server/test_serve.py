@@ -345,7 +345,7 @@ def test_the_demo_says_what_to_try_and_that_works_when_it_is_pasted(tmp_path: Pa
         serving.becomes(_pasted(wait, tmp_path).strip(), "SUCCEEDED")
     address = serving.address
     with pytest.raises(httpx.ConnectError):
-        httpx.get(address)
+        httpx.get(address, timeout=30)
 
 
 def _pasted(line: str, folder: Path) -> str:
@@ -450,7 +450,7 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
         )
     try:
         app.wait(run.id, timeout=PATIENCE)
-        told = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        told = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
     finally:
         worker.terminate()
         worker.wait(PATIENCE)
