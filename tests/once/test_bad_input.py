@@ -23,7 +23,7 @@ from typing import Any
 import psycopg
 import pytest
 import redis
-from sqlalchemy import create_engine, event, make_url
+from sqlalchemy import NullPool, create_engine, event, make_url
 from sqlalchemy.engine import Engine as SqlEngine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
@@ -584,7 +584,7 @@ def test_on_takes_a_session_of_its_own_kind(sqlite_url: str) -> None:
 
 
 def test_on_takes_a_session_on_the_same_kind_of_database(urls: StoreUrls, sqlite_url: str) -> None:
-    with Session(create_engine(sqlite_url)) as session:
+    with Session(create_engine(sqlite_url, poolclass=NullPool)) as session:
         with Once(urls["postgres"]) as once, pytest.raises(InvalidRequest, match=r"session is on sqlite.*postgresql"):
             once.on(session)
         for url in ("memory://", urls["redis"]):
@@ -755,7 +755,7 @@ def test_tables_that_vanished_are_said_to_be_missing(postgres_url: str) -> None:
 
 
 def test_a_session_on_a_file_without_semels_tables_is_told_so(sqlite_url: str, tmp_path: Path) -> None:
-    other = create_engine(f"sqlite:///{tmp_path / 'other.db'}")
+    other = create_engine(f"sqlite:///{tmp_path / 'other.db'}", poolclass=NullPool)
     with Once(sqlite_url) as once, Session(other) as session, pytest.raises(NotMigrated, match="semel migrate"):
         once.on(session).claim("key")
 

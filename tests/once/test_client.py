@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import NullPool, create_engine
 from sqlalchemy.orm import Session
 
 from semel import AsyncOnce, IdempotentProcessor, InvalidRequest, KeyReused, Once, StoreUnavailable
@@ -161,7 +161,7 @@ def test_expired_keys_are_collected_unless_it_says_otherwise() -> None:
 
 def test_inside_a_transaction_nothing_is_retried(sqlite_url: str) -> None:
     """What failed there has ended the transaction."""
-    with Once(sqlite_url, collect=False) as once, Session(create_engine(sqlite_url)) as session:
+    with Once(sqlite_url, collect=False) as once, Session(create_engine(sqlite_url, poolclass=NullPool)) as session:
         inside = once.on(session)
         assert inside._engine._retry_for == 0
         assert inside.call("key", lambda: 7).value == 7
