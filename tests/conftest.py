@@ -11,7 +11,7 @@ import pytest
 
 from semel.cli import main as semel_command
 from support import servers
-from support.databases import DATABASES, Databases, StoreUrls, TestDatabase
+from support.databases import DATABASES, Databases, StoreUrls, TestDatabase, database_url
 from support.load import load
 
 if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
@@ -84,6 +84,18 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("template") / "semel.db"
     assert semel_command(["migrate", f"sqlite:///{file}"]) == 0
     return file
+
+
+@pytest.fixture
+def migrated_postgres_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with database_url(request, "postgres") as url:
+        yield url
+
+
+@pytest.fixture
+def migrated_sqlite_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with database_url(request, "sqlite") as url:
+        yield url
 
 
 @pytest.fixture

@@ -13,24 +13,14 @@ import pytest
 from acceptance import jobs
 from acceptance.spaces import SHARED, STORES, Space
 from semel import Once
-from semel.cli import main as semel
-from support import servers
+from support.databases import database_url
 
 
 @pytest.fixture(scope="session")
-def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with semel's tables, to be copied: a migration takes longer than most tests."""
-    file = tmp_path_factory.mktemp("migrated") / "semel.db"
-    assert semel(["migrate", f"sqlite:///{file}"]) == 0
-    return file
-
-
-@pytest.fixture(scope="session")
-def migrated_postgres(postgres_server: servers.Postgres) -> Iterator[str]:
-    url = postgres_server.database()
-    assert semel(["migrate", url]) == 0
-    yield url
-    postgres_server.drop(url)
+def shared_postgres(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A database for all tests, which is emptied before each."""
+    with database_url(request, "postgres") as url:
+        yield url
 
 
 @pytest.fixture
@@ -47,7 +37,7 @@ def space_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
             case "redis":
                 url = request.getfixturevalue("redis_url")
             case "postgres":
-                url = request.getfixturevalue("migrated_postgres")
+                url = request.getfixturevalue("shared_postgres")
                 with psycopg.connect(url, autocommit=True) as connection:
                     connection.execute("DELETE FROM semel_keys")
         return Space(kind, url, closing)

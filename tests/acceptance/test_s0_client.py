@@ -26,7 +26,7 @@ from support.service import serve as served
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = made_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
+    app = made_app(request.getfixturevalue(f"migrated_{request.param}_url"), tmp_path, dedupe_window=0)
     add_models(app)
     yield app
     app.close()

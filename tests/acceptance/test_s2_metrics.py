@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from semel import App, Context, Fatal, KeyReused
 from semel._concurrency.sync import run_sync
-from semel.cli import main as semel_command
 from semel.metrics.prometheus import RunMetrics
 from semel.runs.store import lease
 from semel.runs.store.lease import LeaseRequest
@@ -27,8 +26,7 @@ def work(number: int = 0, *, fatal: bool = False) -> int:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    assert semel_command(["migrate", url]) == 0
+    url: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return url
 
 

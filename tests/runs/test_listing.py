@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from semel import App, IllegalTransition, InvalidRequest, RunNotFound
-from semel.cli import main as semel_command
 from semel.runs.types import Run
 from semel.testing import FakeClock
 
@@ -20,8 +19,7 @@ def work(number: int = 0, *, fails: bool = False) -> str:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    assert semel_command(["migrate", url]) == 0
+    url: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return url
 
 

@@ -34,8 +34,7 @@ PATIENCE = 60
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    assert semel_command(["migrate", url]) == 0
+    url: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return url
 
 

@@ -21,7 +21,7 @@ HOUR_US = 3600 * 1_000_000
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = make_app(request.getfixturevalue(f"{request.param}_url"), tmp_path)
+    app = make_app(request.getfixturevalue(f"migrated_{request.param}_url"), tmp_path)
     add_models(app)
     yield app
     app.close()

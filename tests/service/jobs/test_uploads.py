@@ -169,7 +169,7 @@ def test_an_archive_that_leads_out_writes_nothing_there(tmp_path: Path, member: 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str:
-    url: str = request.getfixturevalue(f"{request.param}_url")
+    url: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return url
 
 

@@ -27,7 +27,7 @@ from support.waiting import eventually
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def app(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    app = make_app(request.getfixturevalue(f"{request.param}_url"), tmp_path, dedupe_window=0)
+    app = make_app(request.getfixturevalue(f"migrated_{request.param}_url"), tmp_path, dedupe_window=0)
 
     @app.model("counted")
     async def counted(fail: bool = False) -> int:
