@@ -358,16 +358,18 @@ class RedisStore:
             dones = [request.done for request in undecided.values()]
             values = [b"" if done is None else done.data for done in dones] if any(dones) else ()
             answers = await self._run(_CLAIM, wanted, names, values)
+            promised: set[tuple[str, str]] = set()
             for (at, request), (answer, now) in zip(list(undecided.items()), answers, strict=True):
                 if not isinstance(answer, list):
                     verdicts[at] = granted(request, *found[at], int(answer), now)
-                    continue
-                record = _record(answer, now)
-                verdict = judge(record, request, now)
-                if isinstance(verdict, str):
-                    found[at] = (record, verdict)
-                else:
-                    verdicts[at] = verdict
+                elif (request.scope, request.key) not in promised:
+                    record = _record(answer, now)
+                    verdict = judge(record, request, now)
+                    if isinstance(verdict, str):
+                        found[at] = (record, verdict)
+                        promised.add((request.scope, request.key))  # later requests for it: in the next round
+                    else:
+                        verdicts[at] = verdict
             undecided = {at: request for at, request in undecided.items() if at not in verdicts}
             if not undecided:
                 return [verdicts[at] for at in range(len(requests))]
