@@ -319,3 +319,17 @@ def test_a_store_answers_as_the_memory_store_does(place: Place, told: list[Step]
         clock.us = round((START + 10**9) * 1e6)
         while place.run(place.store.purge(1000)) == 1000:
             pass
+
+
+def test_claims_of_one_key_in_one_batch_are_decided_in_their_order(place: Place) -> None:
+    """The second sees what the first has done, and not what both have read."""
+    key = f"example {next(unique)}"
+
+    def claim(attempt: str, *, unknown: bool = False) -> ClaimRequest:
+        return ClaimRequest("scope", key, "", attempt, lease_us=60 * 10**6, ttl_us=600 * 10**6, unknown=unknown)
+
+    place.run(place.store.claim([claim("lost")]))
+    place.clock.advance(61)
+    first, second = place.run(place.store.claim([claim("first"), claim("second", unknown=True)]))
+    assert isinstance(first, Granted)
+    assert isinstance(second, InFlight)
