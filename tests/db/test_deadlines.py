@@ -203,7 +203,7 @@ def test_a_listener_whose_server_fell_silent_says_so_and_listens_anew(
         with caplog.at_level(logging.WARNING, "semel.listener"):
             proxy.silence(new=False)
             _until(lambda: proxy.accepted >= 2)
-        assert any("reconnecting" in record.getMessage() for record in caplog.records)
+            _until(lambda: any("reconnecting" in record.getMessage() for record in caplog.records))
         heard.clear()
         _until(lambda: _say(urls[kind], kind) or heard.is_set())
     finally:

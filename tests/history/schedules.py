@@ -313,7 +313,7 @@ class RunSchedule:
         self.usage()
 
     def _write(self, verb: Callable[..., Any], *arguments: Any) -> Any:
-        return self.database._write(verb, *arguments)
+        return self.database.do(verb, *arguments)
 
     def _submit(self, key: str | None, **options: Any) -> None:
         with suppress(QuotaExceeded, ReservationLost):
