@@ -148,7 +148,7 @@ def _get_caller(request: Request[Any, Any, Any], service: CurrentState) -> Princ
 
 @lru_cache(maxsize=8)
 def _litestar(provided: tuple[ControllerRouterHandler, ...]) -> Litestar:
-    """All routes, with those of the providers; the same for every service of the process, which is in the scope."""
+    """All routes, with those of the providers, shared by the services of a process: each is in its requests' scope."""
     return _Litestar(
         route_handlers=[
             *runs.HANDLERS,
