@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,9 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compute beside the tests, if that is asked for; no process that is started from here does it, too."""
+    """Start the load that ``SEMEL_TEST_LOAD`` asks for, in this process only; and receive SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if processes := int(os.environ.pop("SEMEL_TEST_LOAD", "0")):
         computing = load(processes)
         computing.__enter__()

@@ -104,12 +104,13 @@ class Line:
                 self._threads[-1].start()
 
     def _carry(self, client: socket.socket) -> None:
-        fault = self.faults.pop(0) if self.faults else "nothing"
         with client, suppress(OSError):
-            if fault == "hang up at once":
+            if self.faults[:1] == ["hang up at once"]:
+                del self.faults[0]
                 return
-            request = _whole(client)
+            request = _whole(client)  # a client that leaves before its request is whole has met no fault of ours
             self.requests.append(request)
+            fault = self.faults.pop(0) if self.faults else "nothing"
             if isinstance(fault, bytes):
                 client.sendall(fault)
             elif fault != "lose the request":

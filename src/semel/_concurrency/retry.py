@@ -30,11 +30,12 @@ _ONLY_TRY = 5.0
 _CREATING_TABLES = 30.0
 """Seconds for a try that creates the tables."""
 _log = logging.getLogger("semel")
+_random = random.SystemRandom()  # not the shared generator, whose sequence belongs to the user who seeded it
 
 
 def jittered(seconds: float, low: float = 0.8, high: float = 1.2) -> float:
     """The duration, a little shorter or longer at random, so that processes do not act in step."""
-    return seconds * random.uniform(low, high)  # noqa: S311 -- jitter, not a secret
+    return seconds * _random.uniform(low, high)
 
 
 class Backoff(Struct, frozen=True):

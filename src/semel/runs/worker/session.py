@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import socket
 import time
 from collections.abc import Coroutine
@@ -14,6 +13,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from semel._concurrency.periodic import repeat
+from semel._concurrency.retry import jittered
 from semel.errors import SemelError
 from semel.runs import tracing
 from semel.runs.app import App
@@ -269,7 +269,7 @@ class WorkerSession:
             return FinishRequest(run.leased.id, run.leased.fence, ended, round(COOLDOWN / 10 * MICRO), returned=True)
         delay = ended.after or 0.0
         if ended.kind == "retry" and ended.after is None:
-            delay = run.model.delay(run.leased.errors + 1, random.random())  # noqa: S311 -- jitter, not a secret
+            delay = run.model.delay(run.leased.errors + 1, jittered(1.0, 0.0, 1.0))
         returned = run.handing_back and ended.kind in ("lost", "cancelled")
         if returned:
             ended = RETURNED
