@@ -11,6 +11,7 @@ import pytest
 
 from semel.redaction import TextFormatter, one_line, without_secrets
 from semel.service.telemetry.logs import formatter
+from support.warm_python import WarmPython
 
 PASSWORD = "hunter2-of-the-database"
 URL = f"postgresql://semel:{PASSWORD}@127.0.0.1:1/nothing"
@@ -127,7 +128,7 @@ def test_a_worker_that_cannot_reach_its_database_tells_no_password(tmp_path: Pat
     (tmp_path / "leaky.py").write_text(LEAKY + own)
     worker = [sys.executable, "-m", "semel.cli", "worker", "leaky:app", "--processes", "0"]
     worker += [] if own else ["--log-format", form]
-    process = subprocess.Popen(worker, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = WarmPython(worker, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         assert process.stdout is not None
         said = b""

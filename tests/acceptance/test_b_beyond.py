@@ -51,6 +51,7 @@ from semel.once.store import Clock, Store
 from semel.once.stores.memory import MemoryStore
 from semel.testing import FaultyStore, StoreSuite
 from semel.testing.faulty_store import Verb
+from support.warm_python import WarmPython
 
 DAY = 86400
 LEASE = Policy().lease
@@ -237,7 +238,7 @@ def test_b2_a_reconcile_hook_decides_instead(once: Once, space: Space) -> None:
 def killed(url: str, key: str, on_crash: str) -> Iterator[int]:
     """A worker in a process of its own that was killed in the middle of its work; gives the fence that it had."""
     script = Path(__file__).with_name("vanishing.py")
-    with subprocess.Popen([sys.executable, script, url, key, on_crash], stdout=subprocess.PIPE, text=True) as worker:
+    with WarmPython([sys.executable, str(script), url, key, on_crash], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
         fence = int(worker.stdout.readline())
         worker.send_signal(signal.SIGKILL)

@@ -27,6 +27,7 @@ from support.proxies import OutageProxy, outage_proxy
 from support.serve_command import command, environment
 from support.service import serve
 from support.waiting import eventually
+from support.warm_python import WarmPython
 from support.webhooks import receiving
 
 
@@ -56,7 +57,7 @@ class Command:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._said = folder / "said.txt"
         with self._said.open("w") as said:
-            self.process = subprocess.Popen(
+            self.process = WarmPython(
                 [sys.executable, "-m", "semel.cli", *arguments],
                 cwd=folder,
                 env=environment(TMPDIR=str(folder)),

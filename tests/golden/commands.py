@@ -20,7 +20,6 @@ PATIENCE = 60.0
 PRELOADED = ("semel:App", "semel:Once", "semel:Client", "semel.service:asgi", "alembic.command:upgrade")
 """What most commands need: a forked process has it at once."""
 HERE = Path(__file__).parent
-_BYTECODE = Path(tempfile.gettempdir()) / f"semel-bytecode-{os.getuid()}"
 
 
 class Ended(NamedTuple):
@@ -40,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
         and not name.startswith(("SEMEL_", "REPLICATE_"))
     }
     looks = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-    return {**kept, **looks, "PYTHONPATH": str(HERE), "PYTHONPYCACHEPREFIX": str(_BYTECODE), **more}
+    return {**kept, **looks, "PYTHONPATH": str(HERE), **more}
 
 
 def semel() -> str:

@@ -25,6 +25,7 @@ from semel.runs.types import AttemptResult, EndKind
 from semel.runs.worker import Worker
 from semel.testing import FakeClock
 from support.apps import worker_models
+from support.warm_python import WarmPython
 
 PATIENCE = 60
 START = 1_709_210_096.0
@@ -143,7 +144,7 @@ class WorkerProcess:
     def __init__(self, options: dict[str, Any], folder: Path) -> None:
         self._log = folder / f"worker-{time.monotonic_ns()}.log"
         with self._log.open("w") as log:
-            self.popen = subprocess.Popen(
+            self.popen = WarmPython(
                 [sys.executable, str(PROGRAM), json.dumps(options)],
                 env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
                 stdout=log,

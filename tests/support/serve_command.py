@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +13,14 @@ from typing import Any, Self
 import httpx
 
 from support.waiting import eventually
+from support.warm_python import WarmPython, run
 
 PATIENCE = 60.0
 HERE = Path(__file__).parents[1]
-_BYTECODE = Path(tempfile.gettempdir()) / f"semel-bytecode-{os.getuid()}"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a command. Its bytecode is cached, even if the tests themselves write none."""
+    """The environment of a command: without settings of semel."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -29,20 +28,12 @@ def environment(**more: str) -> dict[str, str]:
         and not name.startswith(("SEMEL_", "REPLICATE_"))
     }
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE)]))
-    return {**kept, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": str(_BYTECODE), **more}
+    return {**kept, "PYTHONPATH": path, **more}
 
 
 def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run `semel` with these arguments, and wait for its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "semel.cli", *arguments],
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    return run([sys.executable, "-m", "semel.cli", *arguments], cwd=cwd, env=environment(**more), timeout=PATIENCE)
 
 
 class ServeProcess:
@@ -57,7 +48,7 @@ class ServeProcess:
 
     def __enter__(self) -> Self:
         with self._said.open("w") as said, self._logged.open("w") as logged:
-            self.process = subprocess.Popen(
+            self.process = WarmPython(
                 [sys.executable, "-m", "semel.cli", "serve", "--port", "0", *self._arguments],
                 cwd=self.folder,
                 env=environment(TMPDIR=str(self.folder), **self._more),  # a killed server leaves its files there

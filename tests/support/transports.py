@@ -21,6 +21,7 @@ from semel.runs.app import App
 from semel.runs.celery import CeleryTransport
 from semel.runs.rq import RqTransport
 from semel.runs.types import Run
+from support.warm_python import WarmPython
 
 PATIENCE = 120
 """Seconds; on a busy machine a stock worker starts slowly."""
@@ -79,8 +80,8 @@ class Ground:
         if not program.exists():
             program.symlink_to(APPS / program.name)
         with (self.folder / "output").open("ab") as output:
-            worker = subprocess.Popen(
-                [sys.executable, Path(sys.executable).with_name(command), *words],
+            worker = WarmPython(
+                [sys.executable, str(Path(sys.executable).with_name(command)), *words],
                 env={**os.environ, VARIABLE: json.dumps(self.settings)},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,

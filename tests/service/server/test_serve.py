@@ -25,6 +25,7 @@ from support import servers
 from support.programs import outcome
 from support.serve_command import PATIENCE, ServeProcess, command, environment
 from support.waiting import eventually
+from support.warm_python import WarmPython
 
 APP = "support.apps.serve_app:app"
 
@@ -445,7 +446,7 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
     log = tmp_path / "worker.txt"
     arguments = ["worker", APP, "--db", sqlite_url, "--metrics", str(port), "--log", "json", "--processes", "1"]
     with log.open("w") as out:
-        worker = subprocess.Popen(
+        worker = WarmPython(
             [sys.executable, "-m", "semel.cli", *arguments], env=environment(), cwd=tmp_path, stdout=out, stderr=out
         )
     try:
