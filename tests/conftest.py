@@ -14,6 +14,7 @@ from semel.cli import main as semel_command
 from support import servers
 from support.databases import DATABASES, Databases, StoreUrls, TestDatabase, database_url
 from support.load import load
+from support.memory import keep_files_in_memory
 
 if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
     from playwright.sync_api import Browser
@@ -22,7 +23,8 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the load that ``SEMEL_TEST_LOAD`` asks for, in this process only; and receive SIGINT."""
+    """Prepare what all processes of the tests share; they inherit ``TMPDIR``, but not the load."""
+    keep_files_in_memory(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if processes := int(os.environ.pop("SEMEL_TEST_LOAD", "0")):

@@ -47,8 +47,10 @@ class Connected:
     def warm_up(self, place: Place) -> None:
         database = TestDatabase(place.kind, place.url, ExitStack())
         _kept[os.getpid(), place.url] = database
+        self._connect(database)
+
+    def _connect(self, database: TestDatabase) -> None:
         database.app.usage("nobody")
-        database.jobs.check_idempotency_key("no key")
 
 
 def go_on(place: Place, *, later: float = LEASE + 1, many: int = 1) -> Ledger:
@@ -365,7 +367,14 @@ class Purge(OfRunningRun):
             assert database.count("semel_removals") == 0
 
 
-class Reserve(Connected):
+class OfQuota(Connected):
+    """An operation of a store of jobs."""
+
+    def _connect(self, database: TestDatabase) -> None:
+        database.jobs.check_idempotency_key("no key")
+
+
+class Reserve(OfQuota):
     """``reserve_job_slot`` of the only slot: a lost process holds it until the reservation expires, not longer."""
 
     def prepare(self, place: Place) -> None: ...
@@ -388,7 +397,7 @@ class Reserve(Connected):
             assert database.reserve(place.name, limit=1)
 
 
-class OfReservation(Connected):
+class OfReservation(OfQuota):
     """An operation on a reserved slot, for a job that exists."""
 
     def prepare(self, place: Place) -> tuple[str, str]:
