@@ -20,6 +20,7 @@ from semel.types import Granted
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing-a-store.md"
 LOCK = "fcntl.flock(lock, fcntl.LOCK_EX)"
+READ = "contents = self.read()"
 
 
 @pytest.fixture
@@ -46,7 +47,9 @@ def test_without_its_lock_the_pages_store_is_caught_by_threads_and_by_processes(
     """What only processes can break is noticed, too: eight of them, and no lock."""
     text = example.read_text()
     assert LOCK in text
-    example.write_text(text.replace(LOCK, "pass"))
+    assert READ in text
+    slowly = READ + "; time.sleep(0.001)"  # what needs the lock takes long enough to be met by others
+    example.write_text(text.replace(LOCK, "pass").replace(READ, slowly))
     wanted = "of_64_callers_one_gets_each_of_many_keys or of_8_processes_one_gets_each_of_many_keys"
     assert run(example, "-k", wanted) == {"failed": 2}
 

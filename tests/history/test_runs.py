@@ -130,7 +130,7 @@ def test_workers_that_are_killed_and_stopped(site: Site) -> None:
     effects = [
         each.asked("fence") for each in history.operations if each.verb == "effect" and each.subject == (killed,)
     ]
-    assert effects == sorted(set(effects))
+    assert len(effects) == len(set(effects))  # a stopped worker's may come late
     assert len(effects) > 1
 
 
