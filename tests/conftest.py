@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what all processes of the tests share; they inherit ``TMPDIR``, but not the load."""
-    keep_files_in_memory(config)
+    keep_files_in_memory(config.add_cleanup)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if processes := int(os.environ.pop("SEMEL_TEST_LOAD", "0")):

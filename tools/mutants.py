@@ -540,11 +540,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Try the mutants of every file; returns 1 if one survived that was not judged."""
     from support import servers
+    from support.memory import keep_files_in_memory
 
     options = parse(arguments)
     print(f"seed {options.seed}", flush=True)
     rng = random.Random(options.seed)  # noqa: S311 -- a seed that can be given again, not a secret
     with ExitStack() as stack:
+        keep_files_in_memory(stack.callback)
         sandbox = Sandbox(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-mutants-"))))
         if "SEMEL_TEST_POSTGRES_URL" not in os.environ:  # one server for all: to start one takes longer than most tests
             os.environ["SEMEL_TEST_POSTGRES_URL"] = stack.enter_context(servers.postgres()).database()

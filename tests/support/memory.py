@@ -7,23 +7,25 @@ Nothing that is tested depends on the difference: no test cuts the power.
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30
 """More than the files of one run of all tests."""
 
 
-def keep_files_in_memory(config: pytest.Config) -> None:
-    """Let temporary files be made in memory, also by all processes that are started from here; removed at the end."""
+def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None:
+    """Let temporary files be made in memory, also by all processes that are started from here.
+
+    ``at_end`` is given the function that removes them.
+    """
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK) or _available() < NEEDED:
         return
     folder = tempfile.mkdtemp(prefix="semel-", dir=MEMORY)
     Path(folder).chmod(0o755)  # PostgreSQL runs as another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def _available() -> int:
