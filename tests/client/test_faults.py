@@ -31,6 +31,7 @@ from support import faulty_server
 from support.clients import PATIENCE, ClientDriver, gate, gates, with_models
 from support.faulty_server import FaultyServer, problem, saying
 from support.service import TestServer, serve
+from support.waiting import eventually
 
 LOSSES = {
     "lost answer": faulty_server.lose_the_answer,
@@ -147,11 +148,11 @@ def test_a_server_that_is_not_there_is_named_with_the_way_to_start_one(kind: str
 
 
 def test_a_server_that_never_answers_leaves_the_key_to_ask_with(kind: str) -> None:
-    with FaultyServer() as server, ClientDriver(kind, server.url, timeout=0.1, retries=1) as client:
+    with FaultyServer() as server, ClientDriver(kind, server.url, timeout=1.0, retries=1) as client:
         server.faults = [faulty_server.keep_silent, faulty_server.drip]
         with pytest.raises(ServerUnreachable, match="may have been carried out") as caught:
             client.submit("add", {"a": 1})
-        assert len(server.sent) == 2
+        eventually(lambda: len(server.sent) == 2)
     assert {caught.value.idempotency_key} == set(server.keys)
     assert caught.value.idempotency_key in str(caught.value)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from crash.ledger import Ledger
 from crash.points import Ended, Place
+from crash.wire import FAULTS
 from semel import Quota, Run
 from semel.runs.store.lease import Leased
 from semel.runs.types import EndKind
@@ -228,6 +229,7 @@ class Finish(OfRunningRun):
         assert before.statuses in ([self.status], ["RUNNING"])
         if ended.how == "returned":
             assert before.statuses == [self.status]
+            assert ended.value or self.kind != "succeeded", "a worker whose success is stored was told that it is lost"
         if before.statuses == [self.status]:
             assert self._end(place, given) == (self.kind == "succeeded"), "only a success is confirmed twice"
             assert Ledger(place, place.name).runs == before.runs, "a second try changed the run"
@@ -241,7 +243,7 @@ class Finish(OfRunningRun):
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 
-    in_turn = True
+    kinds = FAULTS[1:]  # to die before a statement leaves the rows as to die after the one before it
 
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
@@ -332,7 +334,7 @@ class Retry(OfRunningRun):
 class Purge(OfRunningRun):
     """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
 
-    in_turn = True
+    kinds = FAULTS[1:]  # to die before a statement leaves the rows as to die after the one before it
 
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)

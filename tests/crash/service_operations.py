@@ -44,7 +44,7 @@ LEASE = 4.0
 """Seconds; a heartbeat comes every twentieth of it."""
 LATER = 1000.0
 """Seconds after which every lease of a lost process has ended, and every pause before a next attempt."""
-LONGEST = 5.0
+LONGEST = 20.0
 """Seconds after which a process ends that cannot go on."""
 OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 

@@ -4,7 +4,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from crash.wire import Fault
 
@@ -34,36 +34,56 @@ class Counter:
         raise sqlite3.OperationalError("disk I/O error")
 
 
+class CountingCursor(sqlite3.Cursor):
+    """Its statements are counted by ``counter``."""
+
+    counter: Counter
+
+    def execute(self, *arguments: Any) -> Any:
+        return self.counter.execute(lambda: super(CountingCursor, self).execute(*arguments))
+
+    def executemany(self, *arguments: Any) -> Any:
+        return self.counter.execute(lambda: super(CountingCursor, self).executemany(*arguments))
+
+    def executescript(self, *arguments: Any) -> Any:
+        return self.counter.execute(lambda: super(CountingCursor, self).executescript(*arguments))
+
+
+class CountingConnection(sqlite3.Connection):
+    """Its statements are counted, whichever way they are sent."""
+
+    def cursor(self, factory: Any = CountingCursor) -> Any:
+        return super().cursor(factory)
+
+    def execute(self, *arguments: Any) -> Any:
+        return self.cursor().execute(*arguments)
+
+    def executemany(self, *arguments: Any) -> Any:
+        return self.cursor().executemany(*arguments)
+
+    def executescript(self, *arguments: Any) -> Any:
+        return self.cursor().executescript(*arguments)
+
+    def commit(self) -> None:
+        if self.in_transaction:  # else SQLite is sent nothing
+            CountingCursor.counter.execute(super().commit)
+
+    def rollback(self) -> None:
+        if self.in_transaction:
+            CountingCursor.counter.execute(super().rollback)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> Literal[False]:
+        (self.commit if kind is None else self.rollback)()
+        return False
+
+
 def count_statements(fault: Fault) -> Counter:
     """Count every statement of every connection that this process opens from now on."""
-    counter = Counter(fault)
-
-    class CountingCursor(sqlite3.Cursor):
-        def execute(self, *arguments: Any) -> Any:
-            return counter.execute(lambda: super(CountingCursor, self).execute(*arguments))
-
-        def executemany(self, *arguments: Any) -> Any:
-            return counter.execute(lambda: super(CountingCursor, self).executemany(*arguments))
-
-        def executescript(self, *arguments: Any) -> Any:
-            return counter.execute(lambda: super(CountingCursor, self).executescript(*arguments))
-
-    class CountingConnection(sqlite3.Connection):
-        def cursor(self, factory: Any = CountingCursor) -> Any:
-            return super().cursor(factory)
-
-        def commit(self) -> None:
-            if self.in_transaction:  # else SQLite is sent nothing
-                counter.execute(super().commit)
-
-        def rollback(self) -> None:
-            if self.in_transaction:
-                counter.execute(super().rollback)
-
+    CountingCursor.counter = Counter(fault)
     connect = sqlite3.dbapi2.connect
 
     def counted(*arguments: Any, **options: Any) -> sqlite3.Connection:
         return connect(*arguments, **{**options, "factory": CountingConnection})
 
     sqlite3.dbapi2.connect = sqlite3.connect = counted  # type: ignore[assignment]
-    return counter
+    return CountingCursor.counter

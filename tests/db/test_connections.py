@@ -57,7 +57,7 @@ def test_an_event_loop_takes_its_connections_with_it(urls: StoreUrls, kind: str)
     once = AsyncOnce(urls[kind], collect=False)
     for _ in range(12):
         assert isinstance(asyncio.run(once.claim(uuid4().hex)), Granted)
-    eventually(lambda: connections(urls[kind]) == before)
+    eventually(lambda: connections(urls[kind]) <= before)
 
 
 @pytest.mark.parametrize("kind", ["postgres", "redis"])
@@ -70,7 +70,7 @@ def test_what_a_loop_left_behind_that_was_only_closed_is_let_go_by_the_next(urls
         assert isinstance(loop.run_until_complete(once.claim(uuid4().hex)), Granted)
         loop.close()
     assert isinstance(asyncio.run(once.claim(uuid4().hex)), Granted)
-    eventually(lambda: connections(urls[kind]) == before)
+    eventually(lambda: connections(urls[kind]) <= before)
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite", "postgres", "redis"])
@@ -113,7 +113,7 @@ def test_a_test_client_without_its_context_is_served(urls: StoreUrls, kind: str)
     with ThreadPoolExecutor(4) as threads:
         answers = threads.map(lambda _: client.post("/orders", headers={"Idempotency-Key": uuid4().hex}), range(12))
         assert {answer.status_code for answer in answers} == {200}
-    eventually(lambda: connections(urls[kind]) == before)
+    eventually(lambda: connections(urls[kind]) <= before)
 
 
 def test_outcomes_that_one_loop_could_not_record_are_recorded_by_the_next(urls: StoreUrls) -> None:
@@ -155,7 +155,7 @@ def test_an_apps_awaited_verbs_serve_any_loop(urls: StoreUrls) -> None:
     with ThreadPoolExecutor(4) as threads:
         runs |= {run.id for run in threads.map(asyncio.run, [app.aio.submit("noop") for _ in range(4)])}
     assert len(runs) == 8
-    eventually(lambda: connections(urls["postgres"]) == before)
+    eventually(lambda: connections(urls["postgres"]) <= before)
 
 
 @pytest.mark.parametrize("pool", [None, 1, 2])
@@ -175,7 +175,7 @@ def test_threads_share_a_few_connections(urls: StoreUrls, pool: int | None) -> N
 
         list(threads.map(use, range(200)))
     assert max(most) <= (pool or 5)
-    eventually(lambda: connections(urls["postgres"]) == before)
+    eventually(lambda: connections(urls["postgres"]) <= before)
 
 
 @pytest.mark.parametrize("pool", [0, -1, 1.5, True, "3"])

@@ -246,7 +246,7 @@ def test_work_longer_than_its_lease_keeps_its_claim(urls: StoreUrls, kind: str, 
             assert isinstance(once.claim(key), InFlight)
             return claim.fence
 
-        result = once.call(key, work, lease=3)  # renewed after a second
+        result = once.call(key, work, lease=6)  # renewed after two seconds
         assert result.value == result.fence
         assert once.call(key, int).replayed
 
@@ -271,7 +271,7 @@ def test_async_work_longer_than_its_lease_keeps_its_claim(urls: StoreUrls, kind:
                 assert isinstance(await once.claim(key), InFlight)
                 return claim.fence
 
-            result = await once.call(key, work, lease=3)
+            result = await once.call(key, work, lease=6)
             assert result.value == result.fence
 
     asyncio.run(scenario())

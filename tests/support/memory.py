@@ -13,6 +13,7 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30
 """More than the files of one run of all tests."""
+PREFIX = "semel-tests-"
 
 
 def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None:
@@ -22,10 +23,18 @@ def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None
     """
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK) or _available() < NEEDED:
         return
-    folder = tempfile.mkdtemp(prefix="semel-", dir=MEMORY)
+    _remove_left_behind()
+    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY)
     Path(folder).chmod(0o755)  # PostgreSQL runs as another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _remove_left_behind() -> None:
+    """Remove the files of runs that were killed."""
+    for folder in MEMORY.glob(f"{PREFIX}*"):
+        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _available() -> int:

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 
 from sqlalchemy import URL, make_url
 
+from support.servers import free_port
+
 
 class SilentProxy:
     """Forwards bytes until it is silenced: then connections stay open, and nothing is forwarded."""
@@ -63,8 +65,7 @@ class OutageProxy:
         self._server = server
         self._listener: socket.socket | None = None
         self._open: list[socket.socket] = []
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
 
     def up(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port), backlog=128)

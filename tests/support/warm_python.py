@@ -34,7 +34,10 @@ PRELOADED = (
     *("semel.runs.worker.session", "semel.once.stores.postgres", "semel.once.stores.redis"),
 )
 """Nothing that reads its settings when it is imported, as prometheus_client does, and so not the service."""
-EARLY = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONSAFEPATH")
+EARLY = (
+    *("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONSAFEPATH", "PYTHONOPTIMIZE"),
+    *("PYTHONFAULTHANDLER", "PYTHONASYNCIODEBUG"),
+)
 """Variables that matter before the first import: a program that is given one starts as a new Python."""
 MAIN = "from support.warm_python import serve\nexec(serve(%d))"
 
@@ -96,6 +99,8 @@ class WarmPython(subprocess.Popen[Any]):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         cwd, env, pipes, new_session = rest[4], rest[5], rest[9:15], rest[-2]
+        assert not any(rest[:2]), "another executable or preexec_fn= is for a new Python"
+        assert not rest[3], "pass_fds= is for a new Python"
         stdin, _, _, stdout, _, stderr = pipes
         words = [os.fspath(each) for each in args[1:]]
         order = Order(words, os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), new_session)
@@ -116,7 +121,9 @@ class WarmPython(subprocess.Popen[Any]):
         if self._ended is None:
             if wait_flags and not select.select([self._status], [], [], 0)[0]:
                 return 0, 0
-            self._ended = int(os.read(self._status, 16) or signal.SIGKILL)
+            reported = os.read(self._status, 16)
+            assert reported, "the process that forks programs has ended"
+            self._ended = int(reported)
             os.close(self._status)
         return self.pid, self._ended
 
@@ -178,12 +185,10 @@ def serve(fd: int) -> CodeType:
             order: Order = pickle.loads(_receive(orders, int.from_bytes(head, "big")))
             pid = os.fork()
             if pid == 0:
-                orders.detach()
-                return _become(order, fds[:3], own)
+                return _become(order, fds[:3], own, orders.detach())
             for each in fds[:3]:
                 os.close(each)
             running[pid] = fds[3]
-            orders.sendall(pid.to_bytes(4, "big"))
 
 
 def _report(running: dict[int, int]) -> None:
@@ -197,12 +202,13 @@ def _report(running: dict[int, int]) -> None:
             del running[pid]
 
 
-def _become(order: Order, streams: list[int], own_path: list[str]) -> CodeType:
+def _become(order: Order, streams: list[int], own_path: list[str], orders: int) -> CodeType:
     """Make this process what Python is before it executes the program."""
-    if order.new_session:
-        os.setsid()
     for usual, given in enumerate(streams):
         os.dup2(given, usual)
+    if order.new_session:
+        os.setsid()
+    os.write(orders, os.getpid().to_bytes(4, "big"))  # from now on it can be killed with its session
     os.closerange(3, 1024)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -559,7 +559,7 @@ def test_a_redis_that_hangs_is_a_store_that_is_away(own_redis: Stoppable, awaite
     key = own_redis.key()
     with redis.Redis.from_url(own_redis.url) as client:
         process = client.info("server")["process_id"]
-    with calling(f"{own_redis.url}?socket_timeout=0.3", awaited, retry_for=0.5) as caller:
+    with calling(f"{own_redis.url}?socket_timeout=2", awaited, retry_for=3) as caller:
         caller.work(own_redis.key(), 1)
         os.kill(process, signal.SIGSTOP)
         try:

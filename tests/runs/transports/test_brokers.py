@@ -264,6 +264,6 @@ def test_a_broker_that_never_answers_costs_submitters_seconds_and_only_the_first
         middle = time.monotonic()
         second = app.submit("add", {"a": 1, "b": 2})
         assert middle - began < 8
-        assert time.monotonic() - middle < 1
+        assert time.monotonic() - middle < (middle - began) / 2
         app.transport.close()
     assert [app.get(run.id).status for run in (first, second)] == ["PENDING", "PENDING"]

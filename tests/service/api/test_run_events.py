@@ -165,6 +165,7 @@ def test_a_crowd_that_waits_asks_with_few_statements(
     ids = [submitted(client, "add", {"a": n}, delay=3600) for n in range(24)]
     answers = [aside.submit(client.get, f"/runs/{run_id}", params={"wait": 60}) for run_id in ids]
     eventually(lambda: waiters(service) == 24, "the crowd")
+    eventually(lambda: looked[-3:] == [24] * 3, "looks at all of them")
     del looked[:]
     eventually(lambda: len(looked) >= 3, "some looks")
     assert set(looked) == {24}

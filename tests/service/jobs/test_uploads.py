@@ -409,7 +409,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
         done = job_in(client, said["job_id"], "completed")
         assert client.get(done["result"]).json() == FILES
         (upload,) = runs_of(service, "semel-service")
-        assert upload["attempts"] == 2
+        assert upload["attempts"] >= 2
     app.close()
 
 

@@ -24,6 +24,7 @@ from semel.service.settings import Settings, from_environment
 from support import servers
 from support.programs import outcome
 from support.serve_command import PATIENCE, ServeProcess, command, environment
+from support.servers import free_port
 from support.waiting import eventually
 from support.warm_python import WarmPython
 
@@ -438,8 +439,7 @@ def test_a_setting_that_makes_no_sense_is_refused(name: str) -> None:
 
 
 def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     app = App(sqlite_url)
     app.model("add", isolation="thread")(lambda a: None)
     run = app.submit("add", {"a": 1})
@@ -451,12 +451,12 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
         )
     try:
         app.wait(run.id, timeout=PATIENCE)
-        told = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+        succeeded = 'runs_succeeded_total{model="add"} 1.0'
+        eventually(lambda: succeeded in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text, succeeded)
     finally:
         worker.terminate()
         worker.wait(PATIENCE)
     app.close()
-    assert 'runs_succeeded_total{model="add"} 1.0' in told
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["status"] for line in lines if line.get("run_id") == run.id] == ["RUNNING", "SUCCEEDED"]
 

@@ -71,8 +71,8 @@ def make_app(url: str) -> App:
     app.model("add_in_thread", isolation="thread")(add_in_thread)
     app.model("add_in_loop")(add_in_loop)
     app.model("flaky", backoff=(0.2,))(flaky)
-    app.model("slow", lease=2)(slow)
-    app.model("slow_in_loop", lease=2)(slow_in_loop)
+    app.model("slow", lease=5)(slow)
+    app.model("slow_in_loop", lease=5)(slow_in_loop)
     match SETTINGS["transport"]:
         case "rq":
             from semel.runs.rq import RqTransport

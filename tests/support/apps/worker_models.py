@@ -166,8 +166,10 @@ def register(app: App, **more: Any) -> App:
         app.model(function.__name__, **more)(function)
     app.model("decide", fatal=Hopeless, **more)(decide)
     app.model("forecast", exclude="sent_at", summary="scenario", isolation="thread", **more)(forecast)
-    for function in (wait_politely, wait_deaf, await_politely, await_deaf, hold_the_lock, poison, speak, publish_file):
+    for function in (wait_deaf, await_deaf, hold_the_lock, poison, speak, publish_file):
         app.model(function.__name__, grace=0.3, **more)(function)
-    app.model("thread_politely", isolation="thread", grace=0.3, **more)(wait_politely)
+    for function in (wait_politely, await_politely):  # they end by themselves, however slow the machine is
+        app.model(function.__name__, grace=PATIENCE, **more)(function)
+    app.model("thread_politely", isolation="thread", grace=PATIENCE, **more)(wait_politely)
     app.model("thread_deaf", isolation="thread", grace=0.3, **more)(wait_deaf)
     return app
