@@ -22,7 +22,7 @@ from acceptance.spaces import Space
 from acceptance.together import PATIENCE, beside
 from semel import AsyncOnce, Once, Policy, Record
 from semel.http import asgi, wsgi
-from semel.http.refusals import phrase
+from semel.http.refusals import status_line
 from semel.once.store import Store
 from semel.testing import FakeClock
 
@@ -333,7 +333,7 @@ def wsgi_app(handler: Handler) -> Any:
         path, query = environ["SCRIPT_NAME"] + environ["PATH_INFO"], environ["QUERY_STRING"]
         answer = handler(Asked(environ["REQUEST_METHOD"], path, query, httpx.Headers(headers), body))
         assert isinstance(answer, Answer)
-        start_response(phrase(answer.status), answer.all_headers)
+        start_response(status_line(answer.status), answer.all_headers)
         return [answer.body]
 
     return app

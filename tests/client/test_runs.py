@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+import semel
 from semel import (
     App,
     CostLimitExceeded,
@@ -38,6 +39,8 @@ from support import faulty_server
 from support.clients import PATIENCE, ClientDriver, gate, gates, with_models
 from support.faulty_server import FaultyServer, problem, saying
 from support.service import TestServer, serve
+
+PACKAGE = Path(semel.__file__).parent
 
 
 def test_a_run_is_submitted_waited_for_and_its_result_fetched(client: ClientDriver) -> None:
@@ -284,7 +287,7 @@ def test_the_token_goes_with_every_request_and_shows_nowhere(
 def locals_of(caught: pytest.ExceptionInfo[BaseException]) -> Iterator[str]:
     """What a tool that shows variables would show of the client's own calls."""
     for entry in caught.traceback:
-        if "/semel/" in str(entry.path):
+        if Path(entry.path).is_relative_to(PACKAGE):
             yield repr(entry.frame.f_locals)
 
 

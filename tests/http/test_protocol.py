@@ -35,7 +35,7 @@ from semel.http.protocol import (
     scope_of,
     stored_headers,
 )
-from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
+from semel.http.refusals import DIALECTS, REFUSALS, Reason, refuse, status_line
 from semel.http.wsgi import IdempotencyMiddleware as WsgiMiddleware
 from semel.once.requests import CallRequest
 from semel.types import Claim, packed
@@ -564,7 +564,7 @@ def test_retry_after_is_whole_seconds_and_never_too_early(left: float, said: byt
 
 
 def test_a_status_has_its_phrase() -> None:
-    assert (phrase(201), phrase(409), phrase(299)) == ("201 Created", "409 Conflict", "299 Unknown")
+    assert (status_line(201), status_line(409), status_line(299)) == ("201 Created", "409 Conflict", "299 Unknown")
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from semel import Policy
-from semel.http.refusals import DIALECTS, REFUSALS, Reason, phrase, refuse
+from semel.http.refusals import DIALECTS, REFUSALS, Reason, refuse, status_line
 
 STATUSES: dict[Reason, int] = {
     "invalid": 400,
@@ -104,4 +104,8 @@ def test_a_key_that_another_dialect_would_take_is_answered_with_a_hint(
 
 
 def test_a_status_has_its_phrase() -> None:
-    assert (phrase(404), phrase(299)) == ("404 Not Found", "299 Unknown")
+    assert [status_line(each) for each in (404, 422, 299)] == [
+        "404 Not Found",
+        "422 Unprocessable Entity",
+        "299 Unknown",
+    ]

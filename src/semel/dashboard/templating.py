@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlencode
@@ -25,6 +24,7 @@ from msgspec import Struct
 from semel.api_types import Problem
 from semel.dashboard import static_files
 from semel.dashboard.forms import CSRF, new_secret, secret_of
+from semel.http.refusals import phrase
 from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import allow_of, problem_of
 from semel.service.auth.cookies import cookie, is_https, made_cookie
@@ -165,7 +165,7 @@ def address(root: str, path: str, **query: Any) -> str:
 def problem_page(scope: Any, problem: Problem) -> bytes:
     """The page that shows a problem and nothing else."""
     caller: Principal | None = scope.get("state", {}).get("caller")
-    data = {"title": HTTPStatus(problem.status).phrase, "problem": problem}
+    data = {"title": phrase(problem.status), "problem": problem}
     return _render(scope, caller, "problem.html", csrf=secret_of(scope) or "", **data).encode("utf-8", "replace")
 
 

@@ -250,9 +250,23 @@ def refuse(
     return Response(status, [(b"content-type", media), (b"content-length", b"%d" % len(body)), *headers], body)
 
 
+_PHRASES = {
+    413: "Request Entity Too Large",
+    414: "Request-URI Too Long",
+    416: "Requested Range Not Satisfiable",
+    422: "Unprocessable Entity",
+}
+"""Those that Python 3.13 renamed: responses are the same on every version."""
+
+
 def phrase(status: int) -> str:
-    """The status line of WSGI."""
+    """What a status is called, such as "Not Found"."""
     try:
-        return f"{status} {HTTPStatus(status).phrase}"
+        return _PHRASES.get(status) or HTTPStatus(status).phrase
     except ValueError:
-        return f"{status} Unknown"
+        return "Unknown"
+
+
+def status_line(status: int) -> str:
+    """The status line of WSGI."""
+    return f"{status} {phrase(status)}"

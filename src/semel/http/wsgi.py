@@ -12,7 +12,7 @@ from semel.http.body import CHUNK, BodyTooLarge, SpooledBody
 from semel.http.middleware import CLAIM_KEY, ClaimedExchange, MiddlewareCore, Request
 from semel.http.options import MiddlewareOptions
 from semel.http.protocol import codings_for_app
-from semel.http.refusals import phrase
+from semel.http.refusals import status_line
 from semel.once.client import Once
 from semel.once.guard import current_claim_set
 from semel.once.requests import CallRequest
@@ -319,7 +319,7 @@ def _as_text(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 
 
 def _head_of(response: Response) -> tuple[str, list[tuple[str, str]]]:
-    return phrase(response.status), _as_text(response.headers)
+    return status_line(response.status), _as_text(response.headers)
 
 
 def _send_response(start_response: Start, response: Response) -> list[bytes]:

@@ -22,7 +22,7 @@ from support.transports import Ground
 
 def test_a_message_holds_the_run_and_where_its_app_is_and_no_secret(tmp_path: Path, redis_url: str) -> None:
     url = f"sqlite:///{tmp_path / 'semel.db'}"
-    with Ground(tmp_path, transport="celery", redis=redis_url, urls={"sqlite": url}) as ground:
+    with Ground(tmp_path, transport="celery", redis=redis_url, urls={"sqlite": url}, sweep_every=3600) as ground:
         run = ground.app("sqlite").submit("add", {"a": 1, "b": 1})
     (raw,) = Redis.from_url(redis_url).lrange("semel", 0, -1)
     message = json.loads(raw)

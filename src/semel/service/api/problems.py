@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from semel.errors import (
     Unfingerprintable,
     UnknownModel,
 )
+from semel.http.refusals import phrase
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER = 5
@@ -112,7 +112,7 @@ def _part(wrong: dict[str, Any]) -> str:
 def _problem(status: int, code: str, detail: str, *, retry_after: float | None = None, **more: Any) -> Problem:
     return Problem(
         type=f"urn:semel:{code.lower().replace('_', '-')}",
-        title=HTTPStatus(status).phrase,
+        title=phrase(status),
         status=status,
         detail=detail,
         error_code=code,

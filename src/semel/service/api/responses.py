@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from litestar.datastructures import ResponseHeader
 from litestar.openapi.datastructures import ResponseSpec
 
 from semel.api_types import Problem
+from semel.http.refusals import phrase
 from semel.service.api.problems import MEDIA_TYPE
 
 ALWAYS = (401, 403, 429, 500, 503)
@@ -43,7 +43,7 @@ def refusals(*statuses: int, body: bool = False) -> dict[int, ResponseSpec]:
 
 def refusal(status: int) -> ResponseSpec:
     """An error response, for the schema."""
-    description = _MEANINGS.get(status, HTTPStatus(status).phrase)
+    description = _MEANINGS.get(status, phrase(status))
     return ResponseSpec(Problem, media_type=MEDIA_TYPE, generate_examples=False, description=description)
 
 

@@ -86,9 +86,11 @@ def _walk(root: Path, folder: Path) -> Iterator[Item]:
 def _inside(root: Path, link: Path, name: str) -> str:
     """The target of a link, relative to the link's folder; refused if it is outside of what is packed."""
     try:
-        aim = link.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CannotPack(f"the link {name!r} is part of a loop") from error
+        link.stat()
+    except OSError as error:  # a link to what is not there is packed as it is
+        if error.errno == errno.ELOOP:
+            raise CannotPack(f"the link {name!r} is part of a loop") from error
+    aim = link.resolve()
     if not aim.is_relative_to(root):
         raise CannotPack(f"the link {name!r} points outside the folder")
     return os.path.relpath(aim, link.parent)
