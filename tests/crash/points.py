@@ -132,6 +132,7 @@ def try_every_point(operation: Operation, kind: str, url: str, folder: Path) -> 
             except BaseException as error:
                 error.add_note(f"{fault}; it ended: {ended}")
                 raise
+    assert set(tried.points) == set(getattr(operation, "kinds", FAULTS)), f"a kind of fault never happened: {tried}"
     return tried
 
 
@@ -177,15 +178,18 @@ class Bench:
 
         An operation may be content with less: a ``stride``, some ``kinds``, or one kind at each statement ``in_turn``
         (to die after a statement and before the next one leave the same rows). ``SEMEL_CRASH=all`` tries all of them.
+        An operation that sends more statements at one time than at another ends after several ``misses`` in a row.
         """
         every = os.environ.get("SEMEL_CRASH") == "all"
         stride = 1 if every else getattr(operation, "stride", 1)
         kinds = FAULTS if every else getattr(operation, "kinds", FAULTS)
         in_turn = not every and getattr(operation, "in_turn", False)
+        missed, enough = 0, getattr(operation, "misses", 1)
         for place, number in enumerate(range(1, MOST_STATEMENTS, stride)):
             for kind in (kinds[place % len(kinds)],) if in_turn else kinds:
                 yield Fault(kind, number)
-                if not self.happened:
+                missed = 0 if self.happened else missed + 1
+                if missed == enough:
                     return
         raise AssertionError(f"the operation has not ended after {MOST_STATEMENTS} statements")
 

@@ -44,7 +44,7 @@ LEASE = 4.0
 """Seconds; a heartbeat comes every twentieth of it."""
 LATER = 1000.0
 """Seconds after which every lease of a lost process has ended, and every pause before a next attempt."""
-LONGEST = 20.0
+LONGEST = 8.0
 """Seconds after which a process ends that cannot go on."""
 OVER = ("SUCCEEDED", "FAILED", "CANCELLED")
 
@@ -91,6 +91,7 @@ class InLoop:
 
     stride = 5
     in_turn = True
+    misses = 2
     survives_lost_replies = False
     """A process that cannot even start may refuse; what has started goes on, which ``check`` sees."""
 
