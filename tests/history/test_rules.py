@@ -294,6 +294,14 @@ GOOD_RUNS: dict[str, list[Operation]] = {
         finish(6, 7, 1),
         seen(8, "SUCCEEDED"),
     ],
+    "only a repeat was acknowledged": [
+        submit(0, None, key="k"),
+        submit(2, 3, created=False, key="k"),
+        submit(4, 5, created=False, key="k"),
+        lease(6, 7, 1),
+        finish(8, 9, 1),
+        seen(10, "SUCCEEDED"),
+    ],
     "workers that were not recorded": [SUBMITTED, run("attempt", 2, 3, fence=1), seen(4, "SUCCEEDED", 1, "x")],
 }
 
@@ -387,6 +395,10 @@ BAD_RUNS: dict[str, tuple[str, list[Operation]]] = {
         [SUBMITTED, effect("run", ("r",), 1), seen(6, "SUCCEEDED", 2)],
     ),
     "never executed": ("submission-without-end", [SUBMITTED, seen(100, "PENDING", 0)]),
+    "never executed, and only a repeat was acknowledged": (
+        "submission-without-end",
+        [submit(0, None, key="k"), submit(2, 3, created=False, key="k"), seen(100, "PENDING", 0)],
+    ),
     "nobody looked": ("submission-without-end", [SUBMITTED]),
     "it is gone": ("run-lost", [SUBMITTED, lease(2, 3, 1), finish(4, 5, 1), seen(6, "absent"), seen(7, "SUCCEEDED")]),
     "one key, two runs": (

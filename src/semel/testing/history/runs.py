@@ -306,11 +306,12 @@ def _one_run_per_key(history: History) -> Iterator[Violation]:
 
 
 def _every_submission_ends(history: History, runs: dict[str, list[Operation]]) -> Iterator[Violation]:
-    """A run that was acknowledged was last seen at its end, whoever died meanwhile."""
+    """A run that was acknowledged, as a new one or to a repeat, was last seen at its end, whoever died meanwhile."""
+    acknowledged: dict[str, Operation] = {}
     for each in history.operations:
-        run = each.told("run")
-        if each.kind != "run" or each.verb != "submit" or run is None or not each.told("created", True):
-            continue
+        if each.kind == "run" and each.verb == "submit" and each.told("run") is not None:
+            acknowledged.setdefault(each.told("run"), each)
+    for run, each in acknowledged.items():
         last = max(
             (get for get in runs[run] if get.verb == "get" and get.answered), key=lambda get: get.ended, default=None
         )
