@@ -93,8 +93,16 @@ def finish(
     return run("finish", began, ended, {"accepted": status is not None, "status": status}, fence=fence, value=value)
 
 
-def seen(began: float, status: str, fence: int = 1, value: str = "") -> Operation:
-    return run("get", began, began + 0.1, {"status": status, "fence": fence, "value": value})
+def seen(began: float, status: str, fence: int = 1, value: str | None = None) -> Operation:
+    """Without a value, nobody looked at the result."""
+    told = {"status": status, "fence": fence} | ({} if value is None else {"value": value})
+    return run("get", began, began + 0.1, told)
+
+
+def cancel(began: float, ended: float | None, status: str | None, fence: int = 1) -> Operation:
+    """Refused if the status is None."""
+    told = {"refused": True} if status is None else {"status": status, "fence": fence, "value": ""}
+    return run("cancel", began, ended, told)
 
 
 def reserve(began: float, ended: float | None, name: str | None, limit: int = 1, ttl: float = TTL) -> Operation:
