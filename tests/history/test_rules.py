@@ -529,6 +529,13 @@ BAD_RUNS: dict[str, tuple[str, list[Operation]]] = {
     ),
 }
 
+ENDED = [lease(8, 9, 1), finish(10, 11, 1), seen(12, "SUCCEEDED")]
+SECOND = [
+    run("lease", 20, 21, {"runs": [["r2", 1, LEASE * 1_000_000]]}, "worker"),
+    run("finish", 22, 23, {"status": "FAILED", "accepted": True}, "r2", fence=1),
+    run("get", 24, 25, {"status": "FAILED"}, "r2"),
+]
+"""How the run ``r2`` ends."""
 GOOD_QUOTAS: dict[str, list[Operation]] = {
     "reserved, released, reserved": [
         reserve(0, 1, "a"),
@@ -546,7 +553,64 @@ GOOD_QUOTAS: dict[str, list[Operation]] = {
         back("release", 10, 11, "b"),
     ],
     "expired": [reserve(0, 1, "a", ttl=10), reserve(12, 13, "b")],
-    "a lost reservation may hold a slot": [reserve(0, None, None), reserve(2, 3, None), usage(4, 5, 1)],
+    "a lost reservation may hold a slot": [
+        reserve(0, None, None),
+        reserve(2, 3, None),
+        usage(4, 5, 1),
+        usage(1010, 1011, 0),
+    ],
+    "a lost submission may hold a slot": [
+        submit(0, None, key="k", limit=1),
+        submit(2, 3, None, key="other", limit=1),
+        usage(4, 5, 1),
+        submit(6, 7, created=False, key="k", limit=1),
+        *ENDED,
+        usage(20, 21, 0),
+    ],
+    "a lost submission may create another run when its key is forgotten": [
+        submit(0, None, key="k", limit=1, ttl_us=12_000_000),
+        submit(6, 7, key="k", limit=1, ttl_us=12_000_000),
+        *ENDED,
+        usage(13.5, 14, 1),
+        submit(15, 16, None, key="other", limit=1),
+        usage(20, 21, 0),
+    ],
+    "a run that is retried keeps its slot": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        finish(4, 5, 1, "PENDING"),
+        submit(5.1, 5.2, None, limit=1),
+        usage(5.3, 5.4, 1),
+        lease(6, 7, 2),
+        finish(8, 9, 2),
+        submit(8.5, 9.5, "r2", limit=1),
+        seen(10, "SUCCEEDED", 2),
+        *SECOND,
+    ],
+    "a run that a sweeper may have ended which nobody recorded": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        submit(13, 14, "r2", limit=1),
+        seen(15, "FAILED"),
+        *SECOND,
+    ],
+    "runs of workers that nobody recorded": [
+        submit(0, 1, limit=1),
+        submit(13, 14, "r2", limit=1),
+        seen(15, "SUCCEEDED"),
+        *SECOND,
+    ],
+    "cancelled while it runs, and cancelled again": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        usage(6, 7, 1),
+        finish(8, 9, 1, "CANCELLED"),
+        submit(10, 11, "r2", limit=1),
+        cancel(12, 13, "CANCELLED"),
+        seen(14, "CANCELLED"),
+        *SECOND,
+    ],
     "a run takes the slot": [
         reserve(0, 1, "a"),
         submit(2, 3, reservation="a", limit=1),
@@ -582,6 +646,65 @@ BAD_QUOTAS: dict[str, tuple[str, list[Operation]]] = {
             run("get", 13, 14, {"status": "FAILED"}, "r2"),
         ],
     ),
+    "a slot is free while its run is retried": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            finish(4, 5, 1, "PENDING"),
+            submit(6, 7, "r2", limit=1),
+            lease(8, 9, 2),
+            finish(10, 11, 2),
+            seen(12, "SUCCEEDED", 2),
+            *SECOND,
+        ],
+    ),
+    "a slot is free after a finish that was refused": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            lose(13, 14, 1),
+            finish(15, 16, 1, None),
+            submit(17, 18, "r2", limit=1),
+            lease(18.1, 18.2, 2),
+            finish(19, 19.5, 2),
+            seen(19.6, "SUCCEEDED", 2),
+            *SECOND,
+        ],
+    ),
+    "a slot is free although the run is only asked to stop": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            cancel(4, 5, "RUNNING"),
+            submit(6, 7, "r2", limit=1),
+            finish(8, 9, 1, "CANCELLED"),
+            seen(10, "CANCELLED"),
+            *SECOND,
+        ],
+    ),
+    "a slot leaked after a lost reply": (
+        "slot-lost",
+        [
+            submit(0, None, key="k", limit=1),
+            submit(6, 7, created=False, key="k", limit=1),
+            *ENDED,
+            submit(15, 16, None, key="other", limit=1),
+        ],
+    ),
+    "a slot is counted after a lost reply": (
+        "usage-wrong",
+        [
+            submit(0, None, key="k", limit=1),
+            submit(6, 7, created=False, key="k", limit=1),
+            *ENDED,
+            usage(15, 16, 1),
+        ],
+    ),
+    "a lost reservation holds its slot at the end": ("slots-left", [reserve(0, None, None), usage(4, 5, 1)]),
+    "a lost submission holds its slot at the end": ("slots-left", [submit(0, None, key="k", limit=1), usage(4, 5, 1)]),
     "given back twice": (
         "given-back-twice",
         [reserve(0, 1, "a"), back("release", 2, 3, "a"), back("release", 4, 5, "a")],
@@ -655,6 +778,15 @@ def test_time_is_judged_with_as_much_slack_as_the_clock_moved() -> None:
 
 def test_a_history_that_is_not_complete_may_leave_runs_under_way() -> None:
     assert rules(SUBMITTED, seen(2, "PENDING", 0), complete=False) == []
+
+
+def test_a_history_that_is_not_complete_may_leave_slots_in_use() -> None:
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1)) == ["slots-left"]
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1), complete=False) == []
+
+
+def test_slots_may_be_in_use_before_the_last_operation() -> None:
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1), back("release", 4, 5, "a")) == []
 
 
 def test_a_search_that_takes_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
