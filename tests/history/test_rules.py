@@ -24,6 +24,7 @@ from history.written import (
     complete,
     finish,
     get,
+    gone,
     judged,
     lease,
     lose,
@@ -101,6 +102,28 @@ GOOD_KEYS: dict[str, list[Operation]] = {
     ],
     "completed twice by its owner": [claim(0, 1, "a", fence=1), complete(2, 3, 1), complete(4, 5, 1, "other")],
     "retention ended": [claim(0, 1, "a", fence=1, ttl=20), complete(2, 3, 1), claim(21, 22, "b", fence=2)],
+    "its value is kept for a shorter time": [
+        claim(0, 1, "a", fence=1),
+        complete(2, 3, 1, value_ttl_us=10_000_000),
+        claim(4, 5, "b", "replay", 1, "x"),
+        claim(11.9, 12.1, "b", "replay", 1, ""),
+        get(13, 14, "completed", 1, ""),
+    ],
+    "its value is kept for a shorter time, and the completion's answer is lost": [
+        claim(0, 1, "a", fence=1),
+        complete(2, None, 1, value_ttl_us=10_000_000),
+        claim(13, 14, "b", "replay", 1, ""),
+    ],
+    "the value of a mark is kept for a shorter time": [
+        claim(0, 1, "a", fence=1, outcome="seen", value_ttl_us=10_000_000),
+        claim(2, 3, "b", "replay", 1, "seen"),
+        claim(10, 11, "b", "replay", 1, ""),
+    ],
+    "a call whose value is kept for a shorter time": [
+        call(0, 1, 1, "x", replayed=False, value_ttl_us=10_000_000),
+        gone(9, 11),
+        effect("key", KEY, 1),
+    ],
     "forgotten on request": [
         claim(0, 1, "a", fence=1),
         complete(2, 3, 1),
@@ -193,6 +216,31 @@ BAD_KEYS: dict[str, tuple[str, list[Operation]]] = {
         "outcome-forgotten",
         [claim(0, 1, "a", fence=1), complete(2, 3, 1), get(20, 21, "absent")],
     ),
+    "a value is forgotten": (
+        "value-forgotten",
+        [claim(0, 1, "a", fence=1), complete(2, 3, 1), claim(20, 21, "b", "replay", 1, "")],
+    ),
+    "a value is forgotten early": (
+        "value-forgotten",
+        [
+            claim(0, 1, "a", fence=1),
+            complete(2, 3, 1, value_ttl_us=10_000_000),
+            claim(4, 5, "b", "replay", 1, "x"),
+            get(10, 11, "completed", 1, ""),
+        ],
+    ),
+    "the value of a mark is forgotten early": (
+        "value-forgotten",
+        [
+            claim(0, 1, "a", fence=1, outcome="seen", value_ttl_us=10_000_000),
+            claim(8, 9, "b", "replay", 1, ""),
+        ],
+    ),
+    "a call whose value is forgotten early": (
+        "value-forgotten",
+        [call(0, 1, 1, "x", replayed=False, value_ttl_us=10_000_000), gone(8, 9)],
+    ),
+    "a call whose value is forgotten": ("value-forgotten", [call(0, 1, 1, "x", replayed=False), gone(8, 9)]),
     "an outcome is lost: the key is in flight again": (
         "outcome-lost",
         [claim(0, 1, "a", fence=1), complete(2, 3, 1), claim(4, 5, "b", "in_flight", 1)],

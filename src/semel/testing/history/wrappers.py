@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, SemelError, StoreUnavailable
+from semel.errors import IllegalTransition, OutcomeGone, QuotaExceeded, RunNotFound, SemelError, StoreUnavailable
 from semel.once.client import Once
 from semel.once.engine import DEFAULT_SCOPE
 from semel.once.guard import current_claim
@@ -81,7 +81,7 @@ class RecordedStore:
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         return await self._each(
-            self.inner.complete, requests, lambda each: {"fence": each.fence, "value": _value(each.done)}, _accepted
+            self.inner.complete, requests, lambda each: {"fence": each.fence, **_outcome_asked(each.done)}, _accepted
         )
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
@@ -127,7 +127,12 @@ def _claim_asked(request: ClaimRequest) -> dict[str, Any]:
         "unknown": request.unknown,
         "resolving": request.resolving,
         "outcome": None if request.done is None else _value(request.done),
+        "value_ttl_us": None if request.done is None else request.done.value_ttl_us,
     }
+
+
+def _outcome_asked(done: OutcomeData) -> dict[str, Any]:
+    return {"value": _value(done), "value_ttl_us": done.value_ttl_us}
 
 
 def _verdict_told(verdict: Verdict) -> dict[str, Any]:
@@ -184,8 +189,15 @@ class RecordedOnce:
                 self._effects.effect("key", (scope, key), current_claim().fence)
             return work()
 
-        with self._recorder.begin("key", "call", (scope, key), ttl_us=round(ttl * 1e6)) as pending:
-            result = self.once.call(key, seen, scope=scope, ttl=ttl, **options)
+        policy = options.get("policy") or self.once._engine.policy
+        value_ttl = options.get("value_ttl", policy.value_ttl)
+        asked = {"ttl_us": round(ttl * 1e6), "value_ttl_us": None if value_ttl is None else round(value_ttl * 1e6)}
+        with self._recorder.begin("key", "call", (scope, key), **asked) as pending:
+            try:
+                result = self.once.call(key, seen, scope=scope, ttl=ttl, **options)
+            except OutcomeGone:
+                pending.answer(replayed=True, gone=True)
+                raise
             pending.answer(fence=result.fence, value=repr(result.value), replayed=result.replayed)
         return result
 
