@@ -189,8 +189,7 @@ class RecordedOnce:
                 self._effects.effect("key", (scope, key), current_claim().fence)
             return work()
 
-        policy = options.get("policy") or self.once._engine.policy
-        value_ttl = options.get("value_ttl", policy.value_ttl)
+        value_ttl = options.get("value_ttl") or (options.get("policy") or self.once._engine.policy).value_ttl
         asked = {"ttl_us": round(ttl * 1e6), "value_ttl_us": None if value_ttl is None else round(value_ttl * 1e6)}
         with self._recorder.begin("key", "call", (scope, key), **asked) as pending:
             try:
