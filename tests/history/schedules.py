@@ -275,6 +275,7 @@ class RunSchedule:
         """The situations in which queues and quotas go wrong."""
         self._replaced_worker()
         self._renewed_worker()
+        self._cancelled_workers()
         self._reserved_slots()
         self._busy_slots()
 
@@ -303,6 +304,18 @@ class RunSchedule:
         self.clock.advance(LEASE - 15)
         self.sweep()
         self._end(leased, "fatal")
+
+    def _cancelled_workers(self) -> None:
+        """Runs that are cancelled while they run: of one the worker vanishes, of one the attempt is to be repeated."""
+        for _ in range(2):
+            self.submit()
+            leased = self._leased()
+            self.app.cancel(leased.id)
+        self._end(leased, "retry")
+        self.clock.advance(LEASE + 1)
+        self.sweep()
+        self.lease(most=2)
+        self.usage()
 
     def _reserved_slots(self) -> None:
         for _ in range(self.LIMIT + 1):

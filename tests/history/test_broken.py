@@ -122,8 +122,24 @@ KEYS: dict[str, tuple[str, Break]] = {
         "sqlite",
         lambda: breaking.sql(("expires_us < ?", "expires_us - 400000000 < ?"), only="DELETE FROM semel_keys"),
     ),
+    "SQLite forgets values before their time": (
+        "sqlite",
+        lambda: breaking.sql(("value_until_us < ?", "value_until_us - 30000000 < ?"), only="SET value"),
+    ),
     "Redis completes without a fence": ("redis", lambda: breaking.lua("_COMPLETE", *UNFENCED_LUA)),
     "Redis releases without a fence": ("redis", lambda: breaking.lua("_RELEASE", *UNFENCED_LUA)),
+    "Redis renews without a fence": (
+        "redis",
+        lambda: breaking.lua("_RENEW", "if r[1] == int(request.fence) and", "if r[1] and"),
+    ),
+    "Redis purges keys before their time": (
+        "redis",
+        lambda: breaking.lua("_PURGE", "if now > last(r[2],", "if now + 400000000 > last(r[2],"),
+    ),
+    "Redis forgets values before their time": (
+        "redis",
+        lambda: breaking.lua("_PURGE", "now > tonumber(fades)", "now + 30000000 > tonumber(fades)"),
+    ),
     "Redis takes every key": ("redis", lambda: breaking.lua("_CLAIM", "if not seen[1] or (was", "if true or (was")),
     "Redis gives a fence again": (
         "redis",
@@ -132,6 +148,24 @@ KEYS: dict[str, tuple[str, Break]] = {
     "PostgreSQL completes without a fence": (
         "postgres",
         lambda: breaking.sql(("k.fence = r.fence AND", ""), only=COMPLETE),
+    ),
+    "PostgreSQL releases without a fence": (
+        "postgres",
+        lambda: breaking.sql(("k.fence = r.fence AND", ""), only="SET state = 'released', expires_us"),
+    ),
+    "PostgreSQL renews without a fence": (
+        "postgres",
+        lambda: breaking.sql(
+            ("AND k.fence = r.fence", ""), ("k.fence, k.lease_until_us", "r.fence, k.lease_until_us"), only=RENEW
+        ),
+    ),
+    "PostgreSQL purges keys before their time": (
+        "postgres",
+        lambda: breaking.sql(("expires_us < us", "expires_us - 400000000 < us"), only="DELETE FROM semel_keys"),
+    ),
+    "PostgreSQL forgets values before their time": (
+        "postgres",
+        lambda: breaking.sql(("value_until_us < us", "value_until_us - 30000000 < us"), only="SET value = NULL"),
     ),
     "PostgreSQL overwrites outcomes": (
         "postgres",
@@ -165,6 +199,13 @@ RUNS: dict[str, Break] = {
     "a success that is told to anybody": lambda: breaking.sql(
         ("AND k.fence = in_fence", ""), only="k.started_us, k.changed_us"
     ),
+    "a cancelled run that begins again when its worker is lost": lambda: breaking.sql(
+        ("WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'", ""), only=LOST
+    ),
+    "a cancelled run that is retried": lambda: breaking.sql(
+        ("WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'", ""), only="in_cost, cost)\nFROM held"
+    ),
+    "results that are not stored": lambda: breaking.sql(("= in_digest", "= NULL"), only=SUCCEEDED),
     "runs that are never due again": lambda: breaking.sql(
         ("+ in_delay ELSE due_us", "+ in_delay + 864000000000000 ELSE due_us"),
         ("in_delay <= 0", "in_delay < 0"),
