@@ -203,7 +203,7 @@ RUNS: dict[str, Break] = {
         ("WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'", ""), only=LOST
     ),
     "a cancelled run that is retried": lambda: breaking.sql(
-        ("WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'", ""), only="in_cost, cost)\nFROM held"
+        ("WHEN k.cancel_us IS NOT NULL THEN", "WHEN k.cancel_us IS NOT NULL AND in_kind <> 'retry' THEN"), only=FAILED
     ),
     "results that are not stored": lambda: breaking.sql(("= in_digest", "= NULL"), only=SUCCEEDED),
     "runs that are never due again": lambda: breaking.sql(

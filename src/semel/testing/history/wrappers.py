@@ -225,27 +225,28 @@ class RecordedApp:
     def submit(self, model: str, parameters: dict[str, Any] | None = None, **options: Any) -> Run:
         """As ``App.submit``."""
         user = str(options.get("user", ""))
-        asked = {
+        asked = {"reservation": options.get("reservation")}
+        return self._submitted(lambda: self.app.submit(model, parameters, **options), user, options, asked)
+
+    def retry(self, run_id: str, **options: Any) -> Run:
+        """As ``App.retry``: the new run is a submission, too, by the user of the old one."""
+        user = self.app.get(run_id, tenant=options.get("tenant")).user
+        return self._submitted(lambda: self.app.retry(run_id, **options), user, options, {"retry_of": run_id})
+
+    def _submitted(self, submit: Callable[[], Run], user: str, options: dict[str, Any], asked: dict[str, Any]) -> Run:
+        asked |= {
             "key": options.get("idempotency_key"),
-            "reservation": options.get("reservation"),
             "limit": self._limits.get(user),
             "ttl_us": round((options.get("key_ttl") or self._key_ttl) * 1e6),
         }
         with self._recorder.begin("run", "submit", (user,), **asked) as pending:
             try:
-                run = self.app.submit(model, parameters, **options)
+                run = submit()
             except StoreUnavailable:
                 raise
             except SemelError as error:
                 pending.answer(run=None, refused=isinstance(error, QuotaExceeded), error=str(error))
                 raise
-            pending.answer(run=run.id, created=not run.replayed)
-        return run
-
-    def retry(self, run_id: str, **options: Any) -> Run:
-        """As ``App.retry``: the new run is a submission, too."""
-        with self._recorder.begin("run", "submit", ("",), retry_of=run_id) as pending:
-            run = self.app.retry(run_id, **options)
             pending.answer(run=run.id, created=not run.replayed)
         return run
 
