@@ -250,7 +250,7 @@ def run_rules(databases: Databases, kind: str, folder: Path, seeds: Sequence[int
 def test_a_broken_verb_of_runs_and_quotas_is_caught(name: str, kind: str, databases: Databases, tmp_path: Path) -> None:
     broken = ON_POSTGRES.get(name, RUNS[name]) if kind == "postgres" else RUNS[name]
     with broken():
-        rules = run_rules(databases, kind, tmp_path, SEEDS, FEW)
+        rules = run_rules(databases, kind, tmp_path, SEEDS if kind == "sqlite" else SEEDS[:1], FEW)
     assert report(name, rules) * 2 > len(rules)
 
 
