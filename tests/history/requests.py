@@ -27,12 +27,12 @@ def claim_request(
     return ClaimRequest(scope, key, fingerprint, attempt or uuid.uuid4().hex, us(lease), us(ttl), unknown)
 
 
-def outcome(value: Any) -> OutcomeData:
-    return OutcomeData("value", codec.encode(value))
+def outcome(value: Any, *, value_ttl: float | None = None) -> OutcomeData:
+    return OutcomeData("value", codec.encode(value), None if value_ttl is None else us(value_ttl))
 
 
-def complete_request(claim: Claim, value: Any) -> Complete:
-    return Complete(claim.scope, claim.key, claim.fence, outcome(value))
+def complete_request(claim: Claim, value: Any, *, value_ttl: float | None = None) -> Complete:
+    return Complete(claim.scope, claim.key, claim.fence, outcome(value, value_ttl=value_ttl))
 
 
 def release_request(claim: Claim) -> Release:

@@ -86,6 +86,7 @@ class KeySchedule:
         await self._repeats()
         await self._abandoned()
         await self._forgotten()
+        await self._short_lived_value()
 
     async def _replaced_owner(self) -> None:
         slow = await self._granted("replaced")
@@ -139,6 +140,20 @@ class KeySchedule:
         for _ in range(2):
             await self.store.forget([forget_request(claim)])
         await self._claim(self._request("forgotten"))
+
+    async def _short_lived_value(self) -> None:
+        """A value that is kept for a shorter time than its key."""
+        claim = await self._granted("short-lived")
+        await self.store.complete([complete_request(claim, "x" * 100, value_ttl=LEASE)])
+        mark = self._request("short-lived mark")
+        mark.done = outcome("seen", value_ttl=LEASE)
+        await self.store.claim([mark])
+        for seconds in (LEASE - 10, 20):
+            self.clock.advance(seconds)
+            await self.store.purge(100)
+            for key in ("short-lived", "short-lived mark"):
+                await self._claim(self._request(key))
+                await self.store.get([KeyRef(self.scope, key)])
 
     async def _granted(self, key: str) -> Claim:
         await self._claim(self._request(key))
@@ -262,6 +277,7 @@ class RunSchedule:
         self._renewed_worker()
         self._reserved_slots()
         self._busy_slots()
+        self._cancelled_workers()
 
     def _replaced_worker(self) -> None:
         self.submit()
@@ -310,6 +326,19 @@ class RunSchedule:
         self.usage()
         for leased in self.leased[-self.LIMIT :]:
             self._end(leased, "succeeded")
+        self.usage()
+
+    def _cancelled_workers(self) -> None:
+        """Runs that are cancelled while they run: of one the worker vanishes, of one the attempt is to be repeated."""
+        for _ in range(2):
+            self.submit()
+            leased = self._leased()
+            with suppress(IllegalTransition):  # a broken quota refuses the run, and the last lease is another's
+                self.app.cancel(leased.id)
+        self._end(leased, "retry")
+        self.clock.advance(LEASE + 1)
+        self.sweep()
+        self.lease(most=2)
         self.usage()
 
     def _write(self, verb: Callable[..., Any], *arguments: Any) -> Any:

@@ -122,8 +122,24 @@ KEYS: dict[str, tuple[str, Break]] = {
         "sqlite",
         lambda: breaking.sql(("expires_us < ?", "expires_us - 400000000 < ?"), only="DELETE FROM semel_keys"),
     ),
+    "SQLite forgets values before their time": (
+        "sqlite",
+        lambda: breaking.sql(("value_until_us < ?", "value_until_us - 30000000 < ?"), only="SET value"),
+    ),
     "Redis completes without a fence": ("redis", lambda: breaking.lua("_COMPLETE", *UNFENCED_LUA)),
     "Redis releases without a fence": ("redis", lambda: breaking.lua("_RELEASE", *UNFENCED_LUA)),
+    "Redis renews without a fence": (
+        "redis",
+        lambda: breaking.lua("_RENEW", "if r[1] == int(request.fence) and", "if r[1] and"),
+    ),
+    "Redis purges keys before their time": (
+        "redis",
+        lambda: breaking.lua("_PURGE", "if now > last(r[2],", "if now + 400000000 > last(r[2],"),
+    ),
+    "Redis forgets values before their time": (
+        "redis",
+        lambda: breaking.lua("_PURGE", "now > tonumber(fades)", "now + 30000000 > tonumber(fades)"),
+    ),
     "Redis takes every key": ("redis", lambda: breaking.lua("_CLAIM", "if not seen[1] or (was", "if true or (was")),
     "Redis gives a fence again": (
         "redis",
@@ -132,6 +148,24 @@ KEYS: dict[str, tuple[str, Break]] = {
     "PostgreSQL completes without a fence": (
         "postgres",
         lambda: breaking.sql(("k.fence = r.fence AND", ""), only=COMPLETE),
+    ),
+    "PostgreSQL releases without a fence": (
+        "postgres",
+        lambda: breaking.sql(("k.fence = r.fence AND", ""), only="SET state = 'released', expires_us"),
+    ),
+    "PostgreSQL renews without a fence": (
+        "postgres",
+        lambda: breaking.sql(
+            ("AND k.fence = r.fence", ""), ("k.fence, k.lease_until_us", "r.fence, k.lease_until_us"), only=RENEW
+        ),
+    ),
+    "PostgreSQL purges keys before their time": (
+        "postgres",
+        lambda: breaking.sql(("expires_us < us", "expires_us - 400000000 < us"), only="DELETE FROM semel_keys"),
+    ),
+    "PostgreSQL forgets values before their time": (
+        "postgres",
+        lambda: breaking.sql(("value_until_us < us", "value_until_us - 30000000 < us"), only="SET value = NULL"),
     ),
     "PostgreSQL overwrites outcomes": (
         "postgres",
@@ -165,6 +199,13 @@ RUNS: dict[str, Break] = {
     "a success that is told to anybody": lambda: breaking.sql(
         ("AND k.fence = in_fence", ""), only="k.started_us, k.changed_us"
     ),
+    "a cancelled run that begins again when its worker is lost": lambda: breaking.sql(
+        ("WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'", ""), only=LOST
+    ),
+    "a cancelled run that is retried": lambda: breaking.sql(
+        ("WHEN k.cancel_us IS NOT NULL THEN", "WHEN k.cancel_us IS NOT NULL AND in_kind <> 'retry' THEN"), only=FAILED
+    ),
+    "results that are not stored": lambda: breaking.sql(("= in_digest", "= NULL"), only=SUCCEEDED),
     "runs that are never due again": lambda: breaking.sql(
         ("+ in_delay ELSE due_us", "+ in_delay + 864000000000000 ELSE due_us"),
         ("in_delay <= 0", "in_delay < 0"),
@@ -177,12 +218,17 @@ RUNS: dict[str, Break] = {
     ),
     "runs that count for ever": lambda: breaking.sql(("AND status IN ('PENDING', 'RUNNING')", ""), only=USAGE),
     "reservations that never expire": lambda: breaking.sql(
-        ("AND expires_us >= ?", "AND (expires_us >= ? OR true)"), only=USAGE
+        ("AND expires_us >= ", "AND expires_us + 864000000000000 >= "), only=USAGE
     ),
     "a slot that is given back twice": lambda: breaking.sql(
-        ("AND semel_reservations.consumed IS 0", ""), only="DELETE FROM semel_reservations"
+        ("AND semel_reservations.consumed IS", "OR 1 = 2 AND semel_reservations.consumed IS"),
+        only="DELETE FROM semel_reservations WHERE semel_reservations.id =",
     ),
 }
+ON_POSTGRES: dict[str, Break] = {
+    "a renewal without a fence": lambda: breaking.sql(UNFENCED_RUN, ("AND h.fence = b.in_fence", ""), only=RENEWED),
+}
+"""Variants that need another change there: the row is locked by a query of its own first."""
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
@@ -199,10 +245,12 @@ def run_rules(databases: Databases, kind: str, folder: Path, seeds: Sequence[int
     return rules
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_broken_verb_of_runs_and_quotas_is_caught(name: str, databases: Databases, tmp_path: Path) -> None:
-    with RUNS[name]():
-        rules = run_rules(databases, "sqlite", tmp_path, SEEDS, FEW)
+def test_a_broken_verb_of_runs_and_quotas_is_caught(name: str, kind: str, databases: Databases, tmp_path: Path) -> None:
+    broken = ON_POSTGRES.get(name, RUNS[name]) if kind == "postgres" else RUNS[name]
+    with broken():
+        rules = run_rules(databases, kind, tmp_path, SEEDS if kind == "sqlite" else SEEDS[:1], FEW)
     assert report(name, rules) * 2 > len(rules)
 
 

@@ -19,10 +19,12 @@ from history.written import (
     LEASE,
     back,
     call,
+    cancel,
     claim,
     complete,
     finish,
     get,
+    gone,
     judged,
     lease,
     lose,
@@ -100,6 +102,28 @@ GOOD_KEYS: dict[str, list[Operation]] = {
     ],
     "completed twice by its owner": [claim(0, 1, "a", fence=1), complete(2, 3, 1), complete(4, 5, 1, "other")],
     "retention ended": [claim(0, 1, "a", fence=1, ttl=20), complete(2, 3, 1), claim(21, 22, "b", fence=2)],
+    "its value is kept for a shorter time": [
+        claim(0, 1, "a", fence=1),
+        complete(2, 3, 1, value_ttl_us=10_000_000),
+        claim(4, 5, "b", "replay", 1, "x"),
+        claim(11.9, 12.1, "b", "replay", 1, ""),
+        get(13, 14, "completed", 1, ""),
+    ],
+    "its value is kept for a shorter time, and the completion's answer is lost": [
+        claim(0, 1, "a", fence=1),
+        complete(2, None, 1, value_ttl_us=10_000_000),
+        claim(13, 14, "b", "replay", 1, ""),
+    ],
+    "the value of a mark is kept for a shorter time": [
+        claim(0, 1, "a", fence=1, outcome="seen", value_ttl_us=10_000_000),
+        claim(2, 3, "b", "replay", 1, "seen"),
+        claim(10, 11, "b", "replay", 1, ""),
+    ],
+    "a call whose value is kept for a shorter time": [
+        call(0, 1, 1, "x", replayed=False, value_ttl_us=10_000_000),
+        gone(9, 11),
+        effect("key", KEY, 1),
+    ],
     "forgotten on request": [
         claim(0, 1, "a", fence=1),
         complete(2, 3, 1),
@@ -192,6 +216,31 @@ BAD_KEYS: dict[str, tuple[str, list[Operation]]] = {
         "outcome-forgotten",
         [claim(0, 1, "a", fence=1), complete(2, 3, 1), get(20, 21, "absent")],
     ),
+    "a value is forgotten": (
+        "value-forgotten",
+        [claim(0, 1, "a", fence=1), complete(2, 3, 1), claim(20, 21, "b", "replay", 1, "")],
+    ),
+    "a value is forgotten early": (
+        "value-forgotten",
+        [
+            claim(0, 1, "a", fence=1),
+            complete(2, 3, 1, value_ttl_us=10_000_000),
+            claim(4, 5, "b", "replay", 1, "x"),
+            get(10, 11, "completed", 1, ""),
+        ],
+    ),
+    "the value of a mark is forgotten early": (
+        "value-forgotten",
+        [
+            claim(0, 1, "a", fence=1, outcome="seen", value_ttl_us=10_000_000),
+            claim(8, 9, "b", "replay", 1, ""),
+        ],
+    ),
+    "a call whose value is forgotten early": (
+        "value-forgotten",
+        [call(0, 1, 1, "x", replayed=False, value_ttl_us=10_000_000), gone(8, 9)],
+    ),
+    "a call whose value is forgotten": ("value-forgotten", [call(0, 1, 1, "x", replayed=False), gone(8, 9)]),
     "an outcome is lost: the key is in flight again": (
         "outcome-lost",
         [claim(0, 1, "a", fence=1), complete(2, 3, 1), claim(4, 5, "b", "in_flight", 1)],
@@ -278,6 +327,64 @@ GOOD_RUNS: dict[str, list[Operation]] = {
         run("cancel", 5, 6, {"refused": True}),
         seen(10, "SUCCEEDED"),
     ],
+    "cancelled while it runs, and it succeeds before it notices": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        finish(6, 7, 1),
+        seen(8, "SUCCEEDED", 1, "x"),
+    ],
+    "cancelled while it runs, and it stops": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        cancel(6, 7, "RUNNING"),
+        finish(8, 9, 1, "CANCELLED"),
+        seen(10, "CANCELLED", 1, ""),
+    ],
+    "cancelled while it runs, and its worker is lost": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        lose(13, 14, 1, "CANCELLED"),
+        finish(15, 16, 1, None),
+        seen(17, "CANCELLED"),
+    ],
+    "cancelled while it runs, and lost to a sweeper that nobody recorded": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        seen(17, "CANCELLED"),
+    ],
+    "a cancellation whose answer was lost": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, None, None),
+        lose(13, 14, 1),
+        lease(15, 16, 2),
+        finish(17, 18, 2),
+        seen(19, "SUCCEEDED", 2),
+    ],
+    "a cancellation whose answer was lost, and which happened": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        cancel(4, None, None),
+        seen(17, "CANCELLED"),
+    ],
+    "cancelled after it was retried": [
+        SUBMITTED,
+        lease(2, 3, 1),
+        finish(4, 9, 1, "PENDING"),
+        cancel(5, 8, "CANCELLED"),
+        seen(10, "CANCELLED"),
+    ],
+    "cancelled while workers run that were not recorded": [
+        SUBMITTED,
+        run("attempt", 2, 3, fence=1),
+        run("attempt", 4, 9, fence=2),
+        cancel(5, 6, "RUNNING", 2),
+        seen(10, "SUCCEEDED", 2, "x"),
+    ],
     "a lease whose answer was lost": [
         SUBMITTED,
         lease(2, None, 1),
@@ -293,6 +400,14 @@ GOOD_RUNS: dict[str, list[Operation]] = {
         lease(4, 5, 1),
         finish(6, 7, 1),
         seen(8, "SUCCEEDED"),
+    ],
+    "only a repeat was acknowledged": [
+        submit(0, None, key="k"),
+        submit(2, 3, created=False, key="k"),
+        submit(4, 5, created=False, key="k"),
+        lease(6, 7, 1),
+        finish(8, 9, 1),
+        seen(10, "SUCCEEDED"),
     ],
     "workers that were not recorded": [SUBMITTED, run("attempt", 2, 3, fence=1), seen(4, "SUCCEEDED", 1, "x")],
 }
@@ -354,6 +469,64 @@ BAD_RUNS: dict[str, tuple[str, list[Operation]]] = {
         "run-after-its-end",
         [SUBMITTED, run("cancel", 2, 3, {"status": "CANCELLED"}), lease(4, 5, 1), seen(6, "CANCELLED", 1)],
     ),
+    "lost and leased again although it was cancelled": (
+        "cancel-ignored",
+        [
+            SUBMITTED,
+            lease(2, 3, 1),
+            cancel(4, 5, "RUNNING"),
+            lose(13, 14, 1),
+            lease(15, 16, 2),
+            finish(17, 18, 2),
+            seen(19, "SUCCEEDED", 2),
+        ],
+    ),
+    "leased again although it was cancelled, after a sweeper that nobody recorded": (
+        "cancel-ignored",
+        [
+            SUBMITTED,
+            lease(2, 3, 1),
+            cancel(4, 5, "RUNNING"),
+            lease(15, 16, 2),
+            finish(17, 18, 2),
+            seen(19, "SUCCEEDED", 2),
+        ],
+    ),
+    "retried although it was cancelled": (
+        "cancel-ignored",
+        [
+            SUBMITTED,
+            lease(2, 3, 1),
+            cancel(4, 5, "RUNNING"),
+            finish(6, 7, 1, "PENDING"),
+            lease(8, 9, 2),
+            finish(10, 11, 2),
+            seen(12, "SUCCEEDED", 2),
+        ],
+    ),
+    "executed again although it was cancelled": (
+        "cancel-ignored",
+        [
+            SUBMITTED,
+            run("attempt", 2, None, fence=1),
+            cancel(4, 5, "RUNNING"),
+            run("attempt", 15, 16, fence=2),
+            seen(17, "SUCCEEDED", 2),
+        ],
+    ),
+    "its end has another fence than its worker": (
+        "end-changed",
+        [SUBMITTED, lease(2, 3, 1), finish(4, 5, 1), seen(6, "SUCCEEDED", 2, "x")],
+    ),
+    "its result is gone": ("end-changed", [SUBMITTED, lease(2, 3, 1), finish(4, 5, 1), seen(6, "SUCCEEDED", 1, "")]),
+    "its result is gone, and no worker was recorded": (
+        "end-changed",
+        [SUBMITTED, seen(6, "SUCCEEDED", 1, "x"), seen(7, "SUCCEEDED", 1, "")],
+    ),
+    "the fence of its end changes, and no worker was recorded": (
+        "end-changed",
+        [SUBMITTED, seen(6, "SUCCEEDED", 1, "x"), seen(7, "SUCCEEDED", 2, "x")],
+    ),
     "its end changes": (
         "end-changed",
         [SUBMITTED, lease(2, 3, 1), finish(4, 5, 1), seen(6, "SUCCEEDED"), seen(7, "CANCELLED")],
@@ -387,6 +560,10 @@ BAD_RUNS: dict[str, tuple[str, list[Operation]]] = {
         [SUBMITTED, effect("run", ("r",), 1), seen(6, "SUCCEEDED", 2)],
     ),
     "never executed": ("submission-without-end", [SUBMITTED, seen(100, "PENDING", 0)]),
+    "never executed, and only a repeat was acknowledged": (
+        "submission-without-end",
+        [submit(0, None, key="k"), submit(2, 3, created=False, key="k"), seen(100, "PENDING", 0)],
+    ),
     "nobody looked": ("submission-without-end", [SUBMITTED]),
     "it is gone": ("run-lost", [SUBMITTED, lease(2, 3, 1), finish(4, 5, 1), seen(6, "absent"), seen(7, "SUCCEEDED")]),
     "one key, two runs": (
@@ -400,6 +577,13 @@ BAD_RUNS: dict[str, tuple[str, list[Operation]]] = {
     ),
 }
 
+ENDED = [lease(8, 9, 1), finish(10, 11, 1), seen(12, "SUCCEEDED")]
+SECOND = [
+    run("lease", 20, 21, {"runs": [["r2", 1, LEASE * 1_000_000]]}, "worker"),
+    run("finish", 22, 23, {"status": "FAILED", "accepted": True}, "r2", fence=1),
+    run("get", 24, 25, {"status": "FAILED"}, "r2"),
+]
+"""How the run ``r2`` ends."""
 GOOD_QUOTAS: dict[str, list[Operation]] = {
     "reserved, released, reserved": [
         reserve(0, 1, "a"),
@@ -417,7 +601,64 @@ GOOD_QUOTAS: dict[str, list[Operation]] = {
         back("release", 10, 11, "b"),
     ],
     "expired": [reserve(0, 1, "a", ttl=10), reserve(12, 13, "b")],
-    "a lost reservation may hold a slot": [reserve(0, None, None), reserve(2, 3, None), usage(4, 5, 1)],
+    "a lost reservation may hold a slot": [
+        reserve(0, None, None),
+        reserve(2, 3, None),
+        usage(4, 5, 1),
+        usage(1010, 1011, 0),
+    ],
+    "a lost submission may hold a slot": [
+        submit(0, None, key="k", limit=1),
+        submit(2, 3, None, key="other", limit=1),
+        usage(4, 5, 1),
+        submit(6, 7, created=False, key="k", limit=1),
+        *ENDED,
+        usage(20, 21, 0),
+    ],
+    "a lost submission may create another run when its key is forgotten": [
+        submit(0, None, key="k", limit=1, ttl_us=12_000_000),
+        submit(6, 7, key="k", limit=1, ttl_us=12_000_000),
+        *ENDED,
+        usage(13.5, 14, 1),
+        submit(15, 16, None, key="other", limit=1),
+        usage(20, 21, 0),
+    ],
+    "a run that is retried keeps its slot": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        finish(4, 5, 1, "PENDING"),
+        submit(5.1, 5.2, None, limit=1),
+        usage(5.3, 5.4, 1),
+        lease(6, 7, 2),
+        finish(8, 9, 2),
+        submit(8.5, 9.5, "r2", limit=1),
+        seen(10, "SUCCEEDED", 2),
+        *SECOND,
+    ],
+    "a run that a sweeper may have ended which nobody recorded": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        submit(13, 14, "r2", limit=1),
+        seen(15, "FAILED"),
+        *SECOND,
+    ],
+    "runs of workers that nobody recorded": [
+        submit(0, 1, limit=1),
+        submit(13, 14, "r2", limit=1),
+        seen(15, "SUCCEEDED"),
+        *SECOND,
+    ],
+    "cancelled while it runs, and cancelled again": [
+        submit(0, 1, limit=1),
+        lease(2, 3, 1),
+        cancel(4, 5, "RUNNING"),
+        usage(6, 7, 1),
+        finish(8, 9, 1, "CANCELLED"),
+        submit(10, 11, "r2", limit=1),
+        cancel(12, 13, "CANCELLED"),
+        seen(14, "CANCELLED"),
+        *SECOND,
+    ],
     "a run takes the slot": [
         reserve(0, 1, "a"),
         submit(2, 3, reservation="a", limit=1),
@@ -453,6 +694,65 @@ BAD_QUOTAS: dict[str, tuple[str, list[Operation]]] = {
             run("get", 13, 14, {"status": "FAILED"}, "r2"),
         ],
     ),
+    "a slot is free while its run is retried": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            finish(4, 5, 1, "PENDING"),
+            submit(6, 7, "r2", limit=1),
+            lease(8, 9, 2),
+            finish(10, 11, 2),
+            seen(12, "SUCCEEDED", 2),
+            *SECOND,
+        ],
+    ),
+    "a slot is free after a finish that was refused": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            lose(13, 14, 1),
+            finish(15, 16, 1, None),
+            submit(17, 18, "r2", limit=1),
+            lease(18.1, 18.2, 2),
+            finish(19, 19.5, 2),
+            seen(19.6, "SUCCEEDED", 2),
+            *SECOND,
+        ],
+    ),
+    "a slot is free although the run is only asked to stop": (
+        "over-the-limit",
+        [
+            submit(0, 1, limit=1),
+            lease(2, 3, 1),
+            cancel(4, 5, "RUNNING"),
+            submit(6, 7, "r2", limit=1),
+            finish(8, 9, 1, "CANCELLED"),
+            seen(10, "CANCELLED"),
+            *SECOND,
+        ],
+    ),
+    "a slot leaked after a lost reply": (
+        "slot-lost",
+        [
+            submit(0, None, key="k", limit=1),
+            submit(6, 7, created=False, key="k", limit=1),
+            *ENDED,
+            submit(15, 16, None, key="other", limit=1),
+        ],
+    ),
+    "a slot is counted after a lost reply": (
+        "usage-wrong",
+        [
+            submit(0, None, key="k", limit=1),
+            submit(6, 7, created=False, key="k", limit=1),
+            *ENDED,
+            usage(15, 16, 1),
+        ],
+    ),
+    "a lost reservation holds its slot at the end": ("slots-left", [reserve(0, None, None), usage(4, 5, 1)]),
+    "a lost submission holds its slot at the end": ("slots-left", [submit(0, None, key="k", limit=1), usage(4, 5, 1)]),
     "given back twice": (
         "given-back-twice",
         [reserve(0, 1, "a"), back("release", 2, 3, "a"), back("release", 4, 5, "a")],
@@ -526,6 +826,15 @@ def test_time_is_judged_with_as_much_slack_as_the_clock_moved() -> None:
 
 def test_a_history_that_is_not_complete_may_leave_runs_under_way() -> None:
     assert rules(SUBMITTED, seen(2, "PENDING", 0), complete=False) == []
+
+
+def test_a_history_that_is_not_complete_may_leave_slots_in_use() -> None:
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1)) == ["slots-left"]
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1), complete=False) == []
+
+
+def test_slots_may_be_in_use_before_the_last_operation() -> None:
+    assert rules(reserve(0, 1, "a"), usage(2, 3, 1), back("release", 4, 5, "a")) == []
 
 
 def test_a_search_that_takes_too_long_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:

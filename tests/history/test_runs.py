@@ -14,11 +14,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from history.working import Oracle, nothing, open_app
 from semel import App, JobStore, Quota
 from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, StoreUnavailable, UnknownModel
-from semel.testing.history import RecordedApp, RecordedJobStore, Recorder, attempt, check, read
+from semel.testing.history import Operation, RecordedApp, RecordedJobStore, Recorder, attempt, check, read
 from support.databases import DATABASES, Databases, StoreUrls, database_url
 from support.programs import Program
 from support.proxies import OutageProxy, outage_proxy
@@ -207,6 +208,42 @@ def test_every_operation_of_an_app_is_recorded(databases: Databases, tmp_path: P
     ]
     assert [each.told("refused") for each in history.operations[:2]] == [True, False]
     assert check(history) == []
+
+
+def test_a_retry_is_recorded_as_a_submission_of_its_user(databases: Databases, tmp_path: Path) -> None:
+    with databases.empty("sqlite") as database:
+        app = RecordedApp(database.app, Recorder(tmp_path), {"u": 1})
+        database.app.set_quota("u", Quota(max_concurrent=1))
+        run = app.submit("train", {"number": 1}, user="u", idempotency_key="first")
+        with pytest.raises(IllegalTransition):
+            app.retry(run.id)
+        app.cancel(run.id)
+        again = app.retry(run.id, idempotency_key="again")
+        assert app.retry(run.id, idempotency_key="later").id == again.id
+        assert app.usage("u") == 1
+        database.finish(again)
+        assert app.retry(run.id, idempotency_key="later").id == again.id
+        other = app.submit("train", {"number": 2}, user="u", idempotency_key="other")
+        with pytest.raises(QuotaExceeded):
+            app.retry(run.id, idempotency_key="too much")
+        database.finish(other)
+        for each in (run, again, other):
+            app.get(each.id)
+        assert app.usage("u") == 0
+    history = read(tmp_path)
+    retries = [each for each in history.operations if each.asked("retry_of")]
+    assert [(each.subject, each.asked("key"), each.asked("limit")) for each in retries] == [
+        (("u",), key, 1) for key in (None, "again", "later", "later", "too much")
+    ]
+    assert [each.told("refused") for each in retries] == [False, None, None, None, True]
+    assert check(history) == []
+
+    def changed(each: Operation) -> Operation:
+        """As if a second retry with the same key had made another run."""
+        return replace(each, answer=(each.answer or {}) | {"run": other.id}) if each is retries[3] else each
+
+    wrong = replace(history, operations=[changed(each) for each in history.operations])
+    assert [each.rule for each in check(wrong)] == ["two-runs-of-one-key"]
 
 
 def test_submissions_whose_connections_are_cut(urls: StoreUrls, tmp_path: Path) -> None:

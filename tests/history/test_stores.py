@@ -12,14 +12,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from history.actors import LEASE, SCOPE, Actor, wander
 from history.requests import claim_request
-from semel import Once
+from semel import Once, OutcomeGone, Policy
 from semel._concurrency.sync import run_sync
 from semel.once.store import ForgetScope
 from semel.once.stores import open_store
 from semel.once.stores.memory import MemoryStore
+from semel.testing import FakeClock
 from semel.testing.history import History, RecordedOnce, RecordedStore, Recorder, check, read
 from semel.types import Claim
 from support.databases import SHARED_KINDS, StoreUrls
@@ -226,6 +228,37 @@ def test_every_verb_of_a_store_is_recorded(tmp_path: Path) -> None:
         "forgotten",
         "get",
     ]
+
+
+def test_how_long_a_value_is_kept_is_recorded(tmp_path: Path) -> None:
+    """A caller that is told that the value is gone has got an answer, which may come too early."""
+    clock = FakeClock()
+    recorder = Recorder(tmp_path, clock=clock)
+    with Once(RecordedStore(MemoryStore(clock), recorder), policy=Policy(value_ttl=20), collect=False) as once:
+        recorded = RecordedOnce(once, recorder)
+        recorded.call("own", lambda: 1, ttl=60, value_ttl=10)
+        recorded.call("default", lambda: 2, ttl=60)
+        recorded.call("policy", lambda: 3, ttl=60, policy=Policy(value_ttl=30))
+        recorded.call("for ever", lambda: 4, ttl=60, policy=Policy())
+        clock.advance(31)
+        for key in ("own", "default", "policy"):
+            with pytest.raises(OutcomeGone):
+                recorded.call(key, lambda: 5, ttl=60)
+        assert recorded.call("for ever", lambda: 5, ttl=60).value == 4
+    history = sure(tmp_path)
+    kept = {
+        (each.subject[1], each.verb): each.asked("value_ttl_us")
+        for each in reversed(history.operations)
+        if each.verb in ("call", "complete")
+    }
+    assert kept == {
+        (key, verb): kept
+        for key, kept in (("own", 10_000_000), ("default", 20_000_000), ("policy", 30_000_000), ("for ever", None))
+        for verb in ("call", "complete")
+    }
+    assert [each.told("gone") for each in history.operations if each.verb == "call"] == [None] * 4 + [True] * 3 + [None]
+    early = [replace(each, arguments=each.arguments | {"value_ttl_us": 40_000_000}) for each in history.operations]
+    assert {each.rule for each in check(replace(history, operations=early))} == {"value-forgotten"}
 
 
 def test_a_recorded_store_does_the_rest_as_the_store_itself(tmp_path: Path) -> None:

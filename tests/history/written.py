@@ -51,17 +51,26 @@ def owner(verb: str, began: float, ended: float | None, fence: int, accepted: bo
     return operation("key", verb, KEY, (began, ended), {"accepted": accepted}, fence=fence, **asked)
 
 
-def complete(began: float, ended: float | None, fence: int, value: str = "x", accepted: bool = True) -> Operation:
-    return owner("complete", began, ended, fence, accepted, value=value)
+def complete(
+    began: float, ended: float | None, fence: int, value: str = "x", accepted: bool = True, **asked: Any
+) -> Operation:
+    return owner("complete", began, ended, fence, accepted, value=value, **asked)
 
 
 def get(began: float, ended: float | None, status: str, fence: int = 0, value: str = "") -> Operation:
     return operation("key", "get", KEY, (began, ended), {"status": status, "fence": fence, "value": value})
 
 
-def call(began: float, ended: float | None, fence: int, value: str, *, replayed: bool, ttl: float = TTL) -> Operation:
+def call(
+    began: float, ended: float | None, fence: int, value: str, *, replayed: bool, ttl: float = TTL, **asked: Any
+) -> Operation:
     told = {"fence": fence, "value": value, "replayed": replayed}
-    return operation("key", "call", KEY, (began, ended), told, ttl_us=round(ttl * 1e6))
+    return operation("key", "call", KEY, (began, ended), told, ttl_us=round(ttl * 1e6), **asked)
+
+
+def gone(began: float, ended: float) -> Operation:
+    """A call that is told that the work was done, without its value."""
+    return operation("key", "call", KEY, (began, ended), {"replayed": True, "gone": True}, ttl_us=TTL * 1_000_000)
 
 
 def run(
@@ -93,8 +102,16 @@ def finish(
     return run("finish", began, ended, {"accepted": status is not None, "status": status}, fence=fence, value=value)
 
 
-def seen(began: float, status: str, fence: int = 1, value: str = "") -> Operation:
-    return run("get", began, began + 0.1, {"status": status, "fence": fence, "value": value})
+def seen(began: float, status: str, fence: int = 1, value: str | None = None) -> Operation:
+    """Without a value, nobody looked at the result."""
+    told = {"status": status, "fence": fence} | ({} if value is None else {"value": value})
+    return run("get", began, began + 0.1, told)
+
+
+def cancel(began: float, ended: float | None, status: str | None, fence: int = 1) -> Operation:
+    """Refused if the status is None."""
+    told = {"refused": True} if status is None else {"status": status, "fence": fence, "value": ""}
+    return run("cancel", began, ended, told)
 
 
 def reserve(began: float, ended: float | None, name: str | None, limit: int = 1, ttl: float = TTL) -> Operation:

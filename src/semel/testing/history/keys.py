@@ -4,17 +4,20 @@ Verbs (what is asked, and what the answer tells):
 
 ========= ============================================== ============================================================
 claim     attempt, lease_us, ttl_us, force, unknown,     verdict (granted, replay, in_flight, mismatch, unknown),
-          resolving, outcome                             fence, value
+          resolving, outcome, value_ttl_us               fence, value
 renew     fence, lease_us                                accepted
-complete  fence, value                                   accepted
+complete  fence, value, value_ttl_us                     accepted
 release   fence                                          accepted
 forget    fence, force                                   accepted
 forgotten force                                          (a whole scope was forgotten: this key perhaps)
 get                                                      status (absent, claimed, completed), fence, value
-call      ttl_us                                         fence, value, replayed: work was done, or its value replayed
+call      ttl_us, value_ttl_us                           fence, value, replayed: work was done, or its value replayed;
+                                                         gone: it was done, and its value is not kept any more
 mark      ttl_us                                         replayed: a message was marked, or had been seen
 effect    fence, name
 ========= ============================================== ============================================================
+
+A value is kept as long as its key, or until ``value_ttl_us`` have passed since the completion: then it may be "".
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class KeyState:
     """The greatest fence so far."""
     lease_until: int = 0
     kept_until: int = 0
+    value_until: int = FOREVER
     by: Operation | None = field(default=None, compare=False)
     """The operation that led here."""
 
@@ -136,6 +140,7 @@ class KeyModel:
             max(fence, state.top),
             operation.began_us + operation.asked("lease_us", 0),
             operation.began_us + operation.asked("ttl_us", 0),
+            FOREVER if outcome is None else _value_until(operation),
             operation,
         )
 
@@ -165,11 +170,14 @@ class KeyModel:
         return None
 
     def _replay(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
-        fence, value = operation.told("fence"), operation.told("value", "")
+        fence, value = operation.told("fence"), operation.told("value", state.value)
         if state.status != "completed":
             return _unfounded(state, operation, f"replays an outcome of fence {fence}, which nobody recorded")
         if fence not in (0, state.fence) or value not in ("", state.value):
             return _changed(state, operation)
+        if value != state.value and state.value_until >= operation.ended_us + self._slack:
+            said = f"the outcome of fence {state.fence} is replayed without its value, which is to be kept longer"
+            return IllegalStep("value-forgotten", said, state.proof)
         return [state]
 
     def _in_flight(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
@@ -209,7 +217,8 @@ class KeyModel:
             return _stale(state, operation)
         if state.status == "completed":
             return [state]
-        return [replace(state, status="completed", value=operation.asked("value"), by=operation)]
+        value, until = operation.asked("value"), _value_until(operation)
+        return [replace(state, status="completed", value=value, value_until=until, by=operation)]
 
     def _release(self, state: KeyState, operation: Operation) -> list[KeyState] | IllegalStep:
         holds = state.status != "absent" and state.fence == operation.asked("fence")
@@ -280,6 +289,12 @@ def _unclaimed_fences(operations: Sequence[Operation]) -> set[int]:
     granted = {each.told("fence") for each in operations if each.told("verdict") == "granted"}
     named = {fence for each in operations for fence in (each.told("fence", 0), each.asked("fence", 0))}
     return named - granted - {0}
+
+
+def _value_until(operation: Operation) -> int:
+    """The earliest time at which the value that it records may be forgotten."""
+    value_ttl_us = operation.asked("value_ttl_us")
+    return FOREVER if value_ttl_us is None else operation.began_us + int(value_ttl_us)
 
 
 def _with_answer(operation: Operation, answer: dict[str, Any]) -> Operation:
@@ -378,6 +393,10 @@ def _done_once(operations: list[Operation], slack_us: int) -> Iterator[Violation
         if not later.told("replayed"):
             said = "the work was done twice: both callers are told that theirs is the outcome"
             yield Violation("done-twice", "key", done.subject, said, (done, later))
+        elif later.told("gone"):
+            if _value_until(done) >= later.ended_us + slack_us:
+                said = "the work was done, and its value is gone, although it is to be kept longer"
+                yield Violation("value-forgotten", "key", done.subject, said, (done, later))
         elif (later.told("value"), later.told("fence")) != (done.told("value"), done.told("fence")):
             said = f"{later.told('value')!r} was replayed, but the work had returned {done.told('value')!r}"
             yield Violation("outcome-changed", "key", done.subject, said, (done, later))
@@ -408,6 +427,6 @@ def _effects(operations: list[Operation]) -> Iterator[Violation]:
             yield Violation("effect-without-claim", "key", each.subject, said, (each,))
     fences = {fence for fence, _ in seen}
     for each in operations:
-        if each.verb == "call" and each.answered and effects and each.told("fence") not in fences:
+        if each.verb == "call" and effects and each.told("fence") not in {None, *fences}:
             said = f"a caller got the outcome of fence {each.told('fence')}, under which nothing took effect"
             yield Violation("effect-missing", "key", each.subject, said, (each, *effects[:3]))

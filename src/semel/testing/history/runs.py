@@ -8,11 +8,14 @@ lease   (about the worker)                         runs: a list of run, fence, l
 renew   fence, lease_us                            accepted
 finish  fence, how, value                          accepted, status
 lose    (about the sweeper)                        runs: a list of run, fence, status
-cancel                                             status
+cancel                                             status (RUNNING: its attempt is asked to stop), fence, value
 get                                                status, fence, value; the status is "absent" if there is no run
 attempt fence                                      (the model ran, from the call to the answer)
 effect  fence, name
 ======= ========================================== ===============================================================
+
+A run whose cancellation was acknowledged may still succeed or fail in the attempt that is under way, but no other
+attempt begins: when that attempt is lost or to be repeated, the run is CANCELLED.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ class RunState:
     value: str = ""
     top: int = 0
     lease_until: int = 0
+    cancelled: bool = False
+    """Its cancellation was acknowledged while it was RUNNING."""
     by: Operation | None = field(default=None, compare=False)
 
     @property
@@ -71,7 +76,7 @@ class RunModel:
         after = _VERBS[operation.verb](self, state, operation)
         if not isinstance(after, IllegalStep) or not self._may_be_lost(state, operation):
             return after
-        for status in ("PENDING", "FAILED"):
+        for status in ("CANCELLED",) if state.cancelled else ("PENDING", "FAILED"):
             lost = replace(state, status=status, by=operation)
             again = _VERBS[operation.verb](self, lost, operation)
             if not isinstance(again, IllegalStep):
@@ -98,9 +103,9 @@ class RunModel:
             case "finish":
                 return [{"accepted": True, "status": status} for status in ("PENDING", *ENDS)]
             case "lose":
-                return [{"status": "PENDING"}, {"status": "FAILED"}]
+                return [{"status": status} for status in ("PENDING", "FAILED", "CANCELLED")]
             case "cancel":
-                return [{"status": "CANCELLED"}]
+                return [{"status": "CANCELLED"}, {"status": "RUNNING"}]
         return [{"accepted": True}]
 
     def _lease(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
@@ -111,11 +116,13 @@ class RunModel:
         if state.over:
             said = f"it was leased as fence {fence}, although it is {state.status}"
             return IllegalStep("run-after-its-end", said, state.proof)
+        if state.cancelled:
+            return _cancel_ignored(state, f"it was leased as fence {fence}")
         if state.status == "RUNNING":
             said = f"it was leased as fence {fence} while fence {state.fence} held it"
             return IllegalStep("two-workers", said, state.proof)
         until = operation.began_us + operation.told("lease_us", 0)
-        return [RunState("RUNNING", fence, "", max(fence, state.top), until, operation)]
+        return [RunState("RUNNING", fence, "", max(fence, state.top), until, by=operation)]
 
     def _renew(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
         holds = state.status == "RUNNING" and state.fence == operation.asked("fence")
@@ -129,6 +136,8 @@ class RunModel:
         status, value = operation.told("status"), operation.asked("value", "")
         if not operation.told("accepted"):
             return _refused(state, operation) if holds else [state]
+        if holds and state.cancelled and status == "PENDING":
+            return _cancel_ignored(state, "it is PENDING again")
         if holds:
             return [replace(state, status=status, value=value if status == "SUCCEEDED" else "", by=operation)]
         again = state.status == status == "SUCCEEDED" and state.fence == operation.asked("fence")
@@ -143,6 +152,8 @@ class RunModel:
             left = (state.lease_until - operation.ended_us) / 1e6
             said = f"the worker of fence {state.fence} was given up {left:.3f} seconds or more before its lease ends"
             return IllegalStep("two-workers", said, state.proof)
+        if state.cancelled and operation.told("status") != "CANCELLED":
+            return _cancel_ignored(state, f"it is {operation.told('status')} after its worker was lost")
         return [replace(state, status=operation.told("status"), by=operation)]
 
     def _cancel(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
@@ -150,16 +161,22 @@ class RunModel:
             return [state]
         if operation.told("status") == "CANCELLED" and state.status == "PENDING":
             return [replace(state, status="CANCELLED", by=operation)]
-        return self._get(state, operation)
+        after = self._get(state, operation)
+        if isinstance(after, IllegalStep) or state.status != "RUNNING":
+            return after
+        return [replace(state, cancelled=True, by=operation)]
 
     def _get(self, state: RunState, operation: Operation) -> list[RunState] | IllegalStep:
-        status, value = operation.told("status"), operation.told("value", "")
+        status, value = operation.told("status"), operation.told("value", state.value)
         fence = operation.told("fence", state.fence)
         if status == "absent":
             return IllegalStep("run-lost", f"there is no such run, but it is {state.status}", state.proof)
         if state.over and status != state.status:
             return IllegalStep("end-changed", f"it is {status}, but it had ended as {state.status}", state.proof)
-        if state.over and value not in ("", state.value):
+        if state.over and fence != state.fence:
+            said = f"it is {status} under fence {fence}, but it had ended under fence {state.fence}"
+            return IllegalStep("end-changed", said, state.proof)
+        if state.over and value != state.value:
             return IllegalStep("end-changed", f"its result is {value!r}, but {state.value!r} was recorded", state.proof)
         if status != state.status or (status == "RUNNING" and fence != state.fence):
             said = f"it is said to be {status} under fence {fence}, but it is {state.status} under fence {state.fence}"
@@ -192,6 +209,11 @@ def _stale(state: RunState, operation: Operation) -> IllegalStep:
 def _refused(state: RunState, operation: Operation) -> IllegalStep:
     said = f"finish under fence {operation.asked('fence')} was refused, although it holds the run"
     return IllegalStep("owner-refused", said, state.proof)
+
+
+def _cancel_ignored(state: RunState, said: str) -> IllegalStep:
+    more = f"although its cancellation was acknowledged while fence {state.fence} ran it"
+    return IllegalStep("cancel-ignored", f"{said}, {more}", state.proof)
 
 
 def check_runs(history: History) -> Iterator[Violation]:
@@ -243,16 +265,33 @@ def _explained(run: str, operations: list[Operation], slack_us: int) -> Iterator
 
 
 def _ends_once(run: str, operations: list[Operation]) -> Iterator[Violation]:
-    """Whatever was seen first as the end stays so."""
-    seen = [each for each in operations if each.told("status") in ENDS]
-    for end in seen[:1]:
-        for later in operations:
-            if later.began <= end.ended or not later.answered or later.verb != "get":
-                continue
-            ended, now = ((each.told("status"), each.told("value", "")) for each in (end, later))
-            if ended[0] != now[0] or ("" not in (ended[1], now[1]) and ended[1] != now[1]):
-                said = f"it is {now[0]} {now[1]}, but it had ended as {ended[0]} {ended[1]}"
+    """Whatever was seen first as the end stays so, and no attempt begins after an acknowledged cancellation."""
+    ends = [each for each in operations if each.told("status") in ENDS]
+    looks = [each for each in operations if each.verb == "get" and each.answered]
+    for end in ends[:1]:
+        for later in looks:
+            if later.began > end.ended and _differs(_seen(end), _seen(later)):
+                told, had = (" ".join(str(part) for part in _seen(each) if part is not None) for each in (later, end))
+                said = f"it is {told}, but it had ended as {had}"
                 yield Violation("end-changed", "run", (run,), said, (end, later))
+    cancels = [each for each in operations if each.verb == "cancel" and each.told("fence") is not None]
+    for cancel in cancels[:1]:
+        fence = cancel.told("fence")
+        for later in (each for each in operations if max(each.asked("fence") or 0, each.told("fence") or 0) > fence):
+            said = f"fence {fence} had it when its cancellation was acknowledged, but a later attempt has begun"
+            yield Violation("cancel-ignored", "run", (run,), said, (cancel, later))
+            return
+
+
+def _seen(operation: Operation) -> tuple[Any, ...]:
+    """The status, fence and result that an operation tells of; None for what it does not."""
+    told = operation.answer or {}
+    more = operation.arguments if operation.verb == "finish" else told
+    return (told.get("status"), more.get("fence"), more.get("value"))
+
+
+def _differs(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 
 def _one_attempt_per_fence(run: str, operations: list[Operation]) -> Iterator[Violation]:
@@ -306,11 +345,12 @@ def _one_run_per_key(history: History) -> Iterator[Violation]:
 
 
 def _every_submission_ends(history: History, runs: dict[str, list[Operation]]) -> Iterator[Violation]:
-    """A run that was acknowledged was last seen at its end, whoever died meanwhile."""
+    """A run that was acknowledged, as a new one or to a repeat, was last seen at its end, whoever died meanwhile."""
+    acknowledged: dict[str, Operation] = {}
     for each in history.operations:
-        run = each.told("run")
-        if each.kind != "run" or each.verb != "submit" or run is None or not each.told("created", True):
-            continue
+        if each.kind == "run" and each.verb == "submit" and each.told("run") is not None:
+            acknowledged.setdefault(each.told("run"), each)
+    for run, each in acknowledged.items():
         last = max(
             (get for get in runs[run] if get.verb == "get" and get.answered), key=lambda get: get.ended, default=None
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from semel.errors import IllegalTransition, QuotaExceeded, RunNotFound, SemelError, StoreUnavailable
+from semel.errors import IllegalTransition, OutcomeGone, QuotaExceeded, RunNotFound, SemelError, StoreUnavailable
 from semel.once.client import Once
 from semel.once.engine import DEFAULT_SCOPE
 from semel.once.guard import current_claim
@@ -81,7 +81,7 @@ class RecordedStore:
 
     async def complete(self, requests: Sequence[Complete]) -> list[bool]:
         return await self._each(
-            self.inner.complete, requests, lambda each: {"fence": each.fence, "value": _value(each.done)}, _accepted
+            self.inner.complete, requests, lambda each: {"fence": each.fence, **_outcome_asked(each.done)}, _accepted
         )
 
     async def release(self, requests: Sequence[Release]) -> list[bool]:
@@ -127,7 +127,12 @@ def _claim_asked(request: ClaimRequest) -> dict[str, Any]:
         "unknown": request.unknown,
         "resolving": request.resolving,
         "outcome": None if request.done is None else _value(request.done),
+        "value_ttl_us": None if request.done is None else request.done.value_ttl_us,
     }
+
+
+def _outcome_asked(done: OutcomeData) -> dict[str, Any]:
+    return {"value": _value(done), "value_ttl_us": done.value_ttl_us}
 
 
 def _verdict_told(verdict: Verdict) -> dict[str, Any]:
@@ -184,8 +189,14 @@ class RecordedOnce:
                 self._effects.effect("key", (scope, key), current_claim().fence)
             return work()
 
-        with self._recorder.begin("key", "call", (scope, key), ttl_us=round(ttl * 1e6)) as pending:
-            result = self.once.call(key, seen, scope=scope, ttl=ttl, **options)
+        value_ttl = options.get("value_ttl") or (options.get("policy") or self.once._engine.policy).value_ttl
+        asked = {"ttl_us": round(ttl * 1e6), "value_ttl_us": None if value_ttl is None else round(value_ttl * 1e6)}
+        with self._recorder.begin("key", "call", (scope, key), **asked) as pending:
+            try:
+                result = self.once.call(key, seen, scope=scope, ttl=ttl, **options)
+            except OutcomeGone:
+                pending.answer(replayed=True, gone=True)
+                raise
             pending.answer(fence=result.fence, value=repr(result.value), replayed=result.replayed)
         return result
 
@@ -214,27 +225,28 @@ class RecordedApp:
     def submit(self, model: str, parameters: dict[str, Any] | None = None, **options: Any) -> Run:
         """As ``App.submit``."""
         user = str(options.get("user", ""))
-        asked = {
+        asked = {"reservation": options.get("reservation")}
+        return self._submitted(lambda: self.app.submit(model, parameters, **options), user, options, asked)
+
+    def retry(self, run_id: str, **options: Any) -> Run:
+        """As ``App.retry``: the new run is a submission, too, by the user of the old one."""
+        user = self.app.get(run_id, tenant=options.get("tenant")).user
+        return self._submitted(lambda: self.app.retry(run_id, **options), user, options, {"retry_of": run_id})
+
+    def _submitted(self, submit: Callable[[], Run], user: str, options: dict[str, Any], asked: dict[str, Any]) -> Run:
+        asked |= {
             "key": options.get("idempotency_key"),
-            "reservation": options.get("reservation"),
             "limit": self._limits.get(user),
             "ttl_us": round((options.get("key_ttl") or self._key_ttl) * 1e6),
         }
         with self._recorder.begin("run", "submit", (user,), **asked) as pending:
             try:
-                run = self.app.submit(model, parameters, **options)
+                run = submit()
             except StoreUnavailable:
                 raise
             except SemelError as error:
                 pending.answer(run=None, refused=isinstance(error, QuotaExceeded), error=str(error))
                 raise
-            pending.answer(run=run.id, created=not run.replayed)
-        return run
-
-    def retry(self, run_id: str, **options: Any) -> Run:
-        """As ``App.retry``: the new run is a submission, too."""
-        with self._recorder.begin("run", "submit", ("",), retry_of=run_id) as pending:
-            run = self.app.retry(run_id, **options)
             pending.answer(run=run.id, created=not run.replayed)
         return run
 
