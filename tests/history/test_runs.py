@@ -71,7 +71,10 @@ class Site:
     def _in_transaction(self) -> bool:
         if not self.url.startswith("sqlite"):
             with psycopg.connect(self.url) as connection:
-                busy = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in %'"
+                busy = (
+                    "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND state <> 'idle'"
+                    " AND pid <> pg_backend_pid()"
+                )
                 return connection.execute(busy).fetchone() is not None
         with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"), timeout=0.1)) as file:
             try:

@@ -193,9 +193,9 @@ def test_calls_of_a_function_of_which_one_is_killed(store: str, urls: StoreUrls,
     assert values[0] == values[1]
     assert all(sorted(pair) == ["not_seen", "seen"] for pair in zip(*marks, strict=True))
     history = sure(tmp_path)
-    assert [each.verb for each in history.operations if each.process.startswith("killed") and not each.answered] == [
-        "call"
-    ]
+    left = {each.verb for each in history.operations if each.process.startswith("killed") and not each.answered}
+    assert "call" in left
+    assert left <= {"call", "renew"}  # it may be killed while its lease is renewed
 
 
 def test_every_verb_of_a_store_is_recorded(tmp_path: Path) -> None:
