@@ -105,6 +105,23 @@ def test_s2_45_to_46_duration_and_queue_lag_are_histograms(app: App, registry: C
     assert 0 <= duration < 30
 
 
+def test_s2_45_the_duration_of_a_retried_run_is_that_of_its_last_attempt(app: App, registry: CollectorRegistry) -> None:
+    @app.model("falters", backoff=(1.0,))
+    async def falters(ctx: Context) -> None:
+        if ctx.attempt == 1:
+            raise ConnectionError("busy")
+
+    with app.working(sweep_every=None):
+        run = app.wait(app.submit("falters").id, timeout=60)
+    duration = registry.get_sample_value("run_duration_seconds_sum", {"model": "falters", "status": "SUCCEEDED"})
+    assert duration is not None
+    assert run.started_us is not None
+    assert run.finished_us is not None
+    assert duration < (run.finished_us - run.started_us) / 1e6 - 0.9, (
+        "the pause before the last attempt is no part of it"
+    )
+
+
 def test_s2_47_runs_whose_worker_is_lost_are_counted_as_stuck(url: str, registry: CollectorRegistry) -> None:
     clock = FakeClock()
     app = App(url, clock=clock)
