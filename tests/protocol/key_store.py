@@ -103,7 +103,7 @@ def to_row(record: Record) -> Row:
 def shortened(row: Row) -> Row:
     """The row without what makes no difference any more, such as how long ago its lease ended.
 
-    ``test_ticks`` shows that this is exact: real stores, whose time only grows, go the same ways.
+    ``test_keys_on_stores.py`` shows that this is exact: real stores, whose time only grows, go the same ways.
     """
     if is_gone(row):
         return row._replace(lease=-1, expires=-1)
