@@ -1,7 +1,7 @@
 """The rules of runs, in Python: what the statements of ``semel/runs/store`` say in SQL, for one run at a time.
 
-``test_runs_on_databases.py`` takes every step of these rules on the real store, and compares every answer and every row.
-Times are ticks from now.
+``test_runs_on_databases.py`` takes every step of these rules on the real store, and compares every answer and every
+row. Times are ticks from now.
 """
 
 from __future__ import annotations
