@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Engine, ExceptionContext, event
 
 from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
+from semel.runs.store import wait_for_database
 from support.file_modes import respect_file_modes
 
 LEASE = 1.5
@@ -64,9 +65,11 @@ def make_app(url: str, folder: Path, **options: Any) -> App:
 
 
 def work(url: str, folder: Path, name: str) -> None:
-    """A worker."""
+    """A worker, which waits for its database as `semel worker` does."""
     log_to(folder)
-    Worker(make_app(url, folder), name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
+    app = make_app(url, folder)
+    wait_for_database(app.ledger(awaited=False), 60)
+    Worker(app, name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
 
 
 def log_to(folder: Path) -> None:

@@ -347,7 +347,7 @@ def move_file(stage: Stage) -> None:
     away = stage.folder / "away"
     away.mkdir()
     files = [Path(f"{_file(stage)}{ending}") for ending in ("", "-wal", "-shm")]
-    errors = stage.errors()
+    errors = stage.errors("FileReplaced")
     for file in files:
         file.rename(away / file.name)
     stage.strike(errors)

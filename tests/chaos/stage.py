@@ -177,6 +177,8 @@ class Stage:
         self.server: ServeProcess | None = None
         self.struck = 0
         self.failed = 0
+        for name in ("errors", "refused"):  # a fault may make the folder read-only
+            (folder / name).touch()
 
     def ends_at(self) -> float:
         """When the fault that begins now is to end."""
@@ -190,10 +192,13 @@ class Stage:
         self.struck += count()
 
     def errors(self, words: str = "") -> Callable[[], int]:
-        """Returns a count of the database errors with these words that the processes get from now on."""
-        file = self.folder / "errors"
-        known = len(lines(file))
-        return lambda: sum(words in " ".join(line) for line in lines(file)[known:])
+        """Returns a count of the errors with these words that the database or semel raise in processes from now on."""
+
+        def count() -> int:
+            return sum(words in " ".join(line) for name in ("errors", "refused") for line in lines(self.folder / name))
+
+        known = count()
+        return lambda: count() - known
 
     def add_worker(self, url: str, clock: HostClock | None = None) -> Member:
         """Start another worker."""
