@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,7 @@ def measure(account: Account, finished: list[float], marks: list[float]) -> None
             return
 
 
-def judge_calls(stage: Stage, account: Account, patience: float = DRAIN) -> None:
+def judge_calls(stage: Stage, account: Account, patience: float = DRAIN, wait: float = CALL.wait) -> None:
     """Every key was executed once, all who heard a value heard the same, and whoever asks again hears it, too."""
     effects = Counter(words[0] for words in lines(stage.folder / "effects"))
     values: dict[str, set[str]] = {}
@@ -419,34 +420,36 @@ def judge_calls(stage: Stage, account: Account, patience: float = DRAIN) -> None
     account.doubled = sum(many > 1 for many in effects.values()) + sum(len(each) > 1 for each in values.values())
     account.lost = sum(effects[key] == 0 for key in values)
     account.recovery = 0.0 if account.after >= USUAL else None
-    deadline = time.monotonic() + patience
-    with Once(stage.url) as once:
-        for key in sorted(asked):
-            answer = ask_again(once, stage.folder, key, deadline)
-            if key not in values:
-                account.stuck += answer is None
-                account.finished += answer is not None
-            elif answer is not None and {answer} == values[key]:
-                account.finished += 1
-            else:
-                account.lost += 1
+    answers = ask_again(stage, asked, patience, wait)
+    for key in asked:
+        if key not in values:
+            account.stuck += key not in answers
+            account.finished += key in answers
+        elif {answers.get(key)} == values[key]:
+            account.finished += 1
+        else:
+            account.lost += 1
 
 
-def ask_again(once: Once, folder: Path, key: str, deadline: float) -> str | None:
-    """The value of the key, or "again" if its work was done for this question; None if there is none in time."""
+def ask_again(stage: Stage, keys: set[str], patience: float, wait: float) -> dict[str, str]:
+    """The value of each key, or "again" if its work was done for this question; without those that have none in time.
 
-    def work() -> dict[str, Any]:
-        append(folder / "again", key)
+    A key whose owner was killed has none until its lease ends.
+    """
+
+    def work(key: str) -> dict[str, Any]:
+        append(stage.folder / "again", key)
         return {"fence": current_claim().fence, "again": True}
 
-    while time.monotonic() < deadline:
-        try:
-            value = once.call(key, work, scope="chaos", policy=CALL).value
-        except SemelError:  # its owner was killed, and its lease has not ended
-            time.sleep(0.05)
-        else:
-            return "again" if "again" in value else str(value["fence"])
-    return None
+    answers: dict[str, str] = {}
+    deadline = time.monotonic() + patience
+    with Once(stage.url) as once:
+        while len(answers) < len(keys) and time.monotonic() < deadline:
+            for key in sorted(keys - answers.keys()):
+                with suppress(SemelError):
+                    value = once.call(key, partial(work, key), scope="chaos", policy=CALL, wait=wait).value
+                    answers[key] = "again" if "again" in value else str(value["fence"])
+    return answers
 
 
 def count_wrong_clocks(stage: Stage) -> int:
