@@ -446,6 +446,8 @@ def ask_again(stage: Stage, keys: set[str], patience: float, wait: float) -> dic
     with Once(stage.url) as once:
         while len(answers) < len(keys) and time.monotonic() < deadline:
             for key in sorted(keys - answers.keys()):
+                if time.monotonic() >= deadline:
+                    break
                 with suppress(SemelError):
                     value = once.call(key, partial(work, key), scope="chaos", policy=CALL, wait=wait).value
                     answers[key] = "again" if "again" in value else str(value["fence"])
