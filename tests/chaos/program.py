@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def append(file: Path, *words: object) -> None:
     handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(handle, (" ".join(map(str, words)) + "\n").encode())
     os.close(handle)
+
+
+def note(file: Path, *words: object) -> None:
+    """Append a line that only shows that a fault struck; it is left out if the fault is that files cannot grow."""
+    with suppress(OSError):
+        append(file, *words)
 
 
 def lines(file: Path) -> list[list[str]]:
@@ -79,7 +86,7 @@ def log_to(folder: Path) -> None:
 
     def record(context: ExceptionContext) -> None:
         error = context.original_exception
-        append(folder / "errors", os.getpid(), type(error).__name__, " ".join(str(error).split())[:300])
+        note(folder / "errors", os.getpid(), type(error).__name__, " ".join(str(error).split())[:300])
 
     event.listen(Engine, "handle_error", record)
 
@@ -133,7 +140,7 @@ def _acknowledged(target: App | Client, folder: Path, key: str, number: int, sto
         try:
             return str(target.submit("work", {"number": number}, idempotency_key=key, user="chaos").id)
         except (SemelError, OSError) as error:  # the store or the server is unavailable
-            append(folder / "refused", key, type(error).__name__)
+            note(folder / "refused", key, type(error).__name__)
             if stopped:
                 ends_at = min(ends_at, time.monotonic() + 20)
             time.sleep(0.05)

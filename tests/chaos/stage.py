@@ -277,6 +277,7 @@ def play(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None
     time.sleep(stage.seconds)  # the phase after it
     marks.append(time.time())
     end_askers(stage, account)
+    submit_unanswered(stage)
     drain(stage)
     note_ended(stage.workers, account)
     judge_runs(stage, account, marks)
@@ -288,6 +289,19 @@ def end_askers(stage: Stage, account: Account) -> None:
     for member in stage.askers:
         if not member.end(30):
             account.notes.append(f"{member.name} had to be killed")
+
+
+def submit_unanswered(stage: Stage) -> None:
+    """Submit what a submitter that was killed had no answer to."""
+    answered = {words[0] for words in lines(stage.folder / "acknowledged")}
+    if unanswered := {words[0] for words in lines(stage.folder / "asked")} - answered:
+        app = program.make_app(stage.url, stage.folder)
+        for key in sorted(unanswered):
+            number = int(key.rpartition("-")[2])
+            with suppress(SemelError):  # then it is stuck
+                run = app.submit("work", {"number": number}, idempotency_key=key, user="chaos")
+                append(stage.folder / "acknowledged", key, run.id)
+        app.close()
 
 
 def note_ended(members: list[Member], account: Account) -> None:
