@@ -29,7 +29,7 @@ CALL = Policy(lease=30, wait=10)
 ARTIFACT, COST = "fence.txt", 0.01
 """What a thorough attempt publishes: a file with its fence, and this cost for each fence."""
 THOROUGH = "thorough"
-"""While a file has this name, every attempt is thorough; otherwise one of fifty is."""
+"""While a file has this name, every other run is thorough; otherwise one of fifty is."""
 
 
 def append(file: Path, *words: object) -> None:
@@ -60,7 +60,7 @@ def make_app(url: str, folder: Path, **options: Any) -> App:
     @app.model("work", lease=LEASE, max_lost=100, max_attempts=100, backoff=(0.05,))
     async def work(ctx: Context, number: int) -> dict[str, int]:
         await asyncio.sleep(PAUSE)
-        thorough = number % 50 == 7 or (folder / THOROUGH).exists()
+        thorough = number % 50 == 7 or (number % 2 == 1 and (folder / THOROUGH).exists())
         if thorough:
             ctx.artifact(ARTIFACT).write_text(str(ctx.fence))
             ctx.log.info("fence %d", ctx.fence)

@@ -179,28 +179,22 @@ def stop_and_wake(stage: Stage) -> None:
     name = f"w{stage.workers.index(victim)}"
     (stage.folder / THOROUGH).touch()  # zombies have artifacts, logs and costs in hand, too
 
-    def held() -> list[Any]:
+    def ended() -> set[tuple[str, int]]:
+        return {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / "effects")}
+
+    def held() -> set[tuple[str, int]]:
         victim.send(signal.SIGSTOP)
         running = "SELECT id, fence FROM semel_runs WHERE status = 'RUNNING' AND worker LIKE :name"
-        if found := stage.sql(running, name=f"{name}%"):
+        if found := {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")} - ended():
             return found
         victim.send(signal.SIGCONT)
-        return []
+        return set()
 
-    outdated = {str(run.id): run.fence for run in eventually(held, "the worker holds runs")}
+    outdated = eventually(held, "the worker is at work")
     time.sleep(max(stage.seconds, 2 * LEASE))  # longer than the lease
+    fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_runs")}
     victim.send(signal.SIGCONT)
-
-    def zombies() -> int:
-        taken_over = {
-            str(run.id)
-            for run in stage.sql("SELECT id, fence FROM semel_runs")
-            if outdated.get(str(run.id), run.fence) < run.fence
-        }
-        ended = {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / "effects")}
-        return sum(run_id in taken_over and (run_id, fence) in ended for run_id, fence in outdated.items())
-
-    stage.strike(zombies, 0)
+    stage.strike(lambda: sum(fence < fences[run_id] for run_id, fence in outdated & ended()), 0)
 
 
 @scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clocks=(-3600.0, 3600.0))
