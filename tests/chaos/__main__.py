@@ -13,6 +13,7 @@ from chaos.stage import Account
 
 COLUMNS = (
     "scenario",
+    "struck",
     "submitted",
     "acknowledged",
     "finished",
@@ -22,6 +23,7 @@ COLUMNS = (
     "in the fault",
     "after it",
     "recovered after",
+    "remarks",
 )
 
 
@@ -29,7 +31,8 @@ def line(account: Account) -> str:
     """The line of the table."""
     counts = (account.submitted, account.acknowledged, account.finished, account.lost, account.doubled, account.stuck)
     recovery = "-" if account.recovery is None else f"{account.recovery:.1f} s"
-    return row(account.scenario, *counts, f"{account.during:.0%}", f"{account.after:.0%}", recovery)
+    rates = (f"{account.during:.0%}", f"{account.after:.0%}")
+    return row(account.scenario, account.struck, *counts, *rates, recovery, account.remarks)
 
 
 def row(*cells: object) -> str:
@@ -44,7 +47,10 @@ def say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the scenarios; the exit code is 1 if anything was lost, doubled or stuck."""
+    """Play the scenarios; the exit code is 1 if work was lost, doubled or stuck, or if a fault did not strike.
+
+    A scenario that is slow after its fault is only marked: the machine may be busy.
+    """
     options = _options(arguments)
     if options.list:
         for each in SCENARIOS.values():
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             account = theatre.run(each, seconds=seconds, seed=seed)
             say(line(account))
             bad += [f"{each.name}: {fault}" for fault in account.faults]
-    say("\nnothing was lost, doubled or stuck" if not bad else "\n" + "\n".join(bad))
+    say("\nevery fault struck, and nothing was lost, doubled or stuck" if not bad else "\n" + "\n".join(bad))
     return 1 if bad else 0
 
 

@@ -1,9 +1,11 @@
 """Scenarios of runs that stock RQ and Celery workers execute, while the broker is flushed or killed."""
 
+import socket
 import time
 from collections import Counter
 
 import redis as redis_client
+from sqlalchemy import make_url
 
 from chaos.stage import Account, Stage
 from semel import App, Run
@@ -27,8 +29,10 @@ def play_broker(stage: Stage, name: str, *, kill: bool, account: Account) -> Non
         marks.append(time.time())
         if kill:
             stage.redis.stop(crash=True)
+            stage.struck += refuses(broker_url)
         else:
             with redis_client.Redis.from_url(broker_url) as client:
+                stage.struck += client.dbsize()
                 client.flushdb()
         runs += _phase(app, stage.seconds, "during")
         if kill:
@@ -39,6 +43,16 @@ def play_broker(stage: Stage, name: str, *, kill: bool, account: Account) -> Non
         marks.append(time.time())
         ended = [ground.wait_ended(app, run) for run in runs]
         _judge(ground, account, ended, marks)
+
+
+def refuses(url: str) -> int:
+    """1 if nothing listens at the URL of a Redis, else 0."""
+    server = make_url(url)
+    try:
+        socket.create_connection((server.host, server.port)).close()
+    except ConnectionRefusedError:
+        return 1
+    return 0
 
 
 def _phase(app: App, seconds: float, name: str) -> list[Run]:

@@ -24,6 +24,9 @@ class TroubledProxy:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.url = at_port(self._server, self._listener.getsockname()[1])
         self.trouble: Trouble | None = None
+        self.struck = 0
+        """How often there was trouble."""
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -45,19 +48,28 @@ class TroubledProxy:
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                if self.trouble == "delay":
+                if (trouble := self._next_trouble()) == "delay":
                     time.sleep(self._random.uniform(0, 0.2))  # the delay is the fault
-                elif self.trouble is not None and self._random.random() < 0.05:
-                    self._break(data, source, target)
+                elif trouble is not None:
+                    self._break(trouble, data, source, target)
                     return
                 target.sendall(data)
         hang_up(source)
         hang_up(target)
 
-    def _break(self, data: bytes, source: socket.socket, target: socket.socket) -> None:
-        if self.trouble == "truncate":
+    def _next_trouble(self) -> Trouble | None:
+        """What happens to the next bytes: all are delayed, the first and one of twenty are cut, truncated or reset."""
+        with self._lock:
+            trouble = self.trouble
+            if trouble is None or (trouble != "delay" and self.struck and self._random.random() >= 0.05):
+                return None
+            self.struck += 1
+            return trouble
+
+    def _break(self, trouble: Trouble, data: bytes, source: socket.socket, target: socket.socket) -> None:
+        if trouble == "truncate":
             target.sendall(data[: len(data) // 2])
-        if self.trouble == "reset":
+        if trouble == "reset":
             for end in (source, target):
                 if end.family == socket.AF_INET:
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

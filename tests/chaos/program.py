@@ -9,10 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Engine, ExceptionContext, event
+
 from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
+from semel.runs.store import wait_for_database
 from support.file_modes import respect_file_modes
 
 LEASE = 1.5
@@ -22,6 +26,11 @@ PAUSE = 0.05
 
 CALL = Policy(lease=30, wait=10)
 
+ARTIFACT, COST = "fence.txt", 0.01
+"""What a thorough attempt publishes: a file with its fence, and this cost for each fence."""
+THOROUGH = "thorough"
+"""While a file has this name, every other run is thorough; otherwise one of fifty is."""
+
 
 def append(file: Path, *words: object) -> None:
     """Append a line in one write, which is whole even if the process is killed."""
@@ -30,38 +39,61 @@ def append(file: Path, *words: object) -> None:
     os.close(handle)
 
 
+def note(file: Path, *words: object) -> None:
+    """Append a line that only shows that a fault struck; it is left out if the fault is that files cannot grow."""
+    with suppress(OSError):
+        append(file, *words)
+
+
 def lines(file: Path) -> list[list[str]]:
     """The lines, each as its words."""
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def make_app(url: str, folder: Path, **options: Any) -> App:
-    """The app of all processes: its model records its fence, and writes an artifact, a log line and a cost."""
+    """The app of all processes: its model records its fence, and may write an artifact, a log line and a cost.
+
+    Each of these names the fence, so that one can tell whose it is.
+    """
     app = App(url, artifacts=folder / "artifacts", dedupe_window=0, **options)
 
     @app.model("work", lease=LEASE, max_lost=100, max_attempts=100, backoff=(0.05,))
     async def work(ctx: Context, number: int) -> dict[str, int]:
         await asyncio.sleep(PAUSE)
-        if number % 50 == 7:
-            ctx.artifact("fence.txt").write_text(str(ctx.fence))
-            ctx.log.info("at work", extra={"number": number})
-            ctx.cost(0.01)
-        append(folder / "effects", ctx.run_id, ctx.fence)
+        thorough = number % 50 == 7 or (number % 2 == 1 and (folder / THOROUGH).exists())
+        if thorough:
+            ctx.artifact(ARTIFACT).write_text(str(ctx.fence))
+            ctx.log.info("fence %d", ctx.fence)
+            ctx.cost(COST * ctx.fence)
+        append(folder / "effects", ctx.run_id, ctx.fence, int(thorough), clock_error())
         return {"number": number, "fence": ctx.fence}
 
     return app
 
 
 def work(url: str, folder: Path, name: str) -> None:
-    """A worker."""
+    """A worker, which waits for its database as `semel worker` does."""
     log_to(folder)
-    Worker(make_app(url, folder), name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
+    app = make_app(url, folder)
+    wait_for_database(app.ledger(awaited=False), 60)
+    Worker(app, name=name, concurrency=10, processes=0, threads=0, poll=0.3, sweep_every=0.3).run()
 
 
 def log_to(folder: Path) -> None:
-    """Log to a file, so that the table can be read; and respect the modes of files even as root."""
+    """Log to a file, so that the table can be read; record every database error; respect file modes even as root."""
     respect_file_modes()
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
+
+    def record(context: ExceptionContext) -> None:
+        error = context.original_exception
+        note(folder / "errors", os.getpid(), type(error).__name__, " ".join(str(error).split())[:300])
+
+    event.listen(Engine, "handle_error", record)
+
+
+def clock_error() -> int:
+    """The time of day less the monotonic clock: on one machine it is the same everywhere, unless a clock is wrong."""
+    return round(time.time() - time.monotonic())
 
 
 class Stopped:
@@ -97,17 +129,18 @@ def submit(url: str, folder: Path, name: str, rate: float) -> None:
         if stopped:
             return
         key = f"{name}-{number}"
-        append(folder / "asked", key)
-        if (run := _acknowledged(target, key, number, stopped)) is not None:
+        append(folder / "asked", key, clock_error())
+        if (run := _acknowledged(target, folder, key, number, stopped)) is not None:
             append(folder / "acknowledged", key, run)
 
 
-def _acknowledged(target: App | Client, key: str, number: int, stopped: Stopped) -> str | None:
+def _acknowledged(target: App | Client, folder: Path, key: str, number: int, stopped: Stopped) -> str | None:
     ends_at = float("inf")
     while time.monotonic() < ends_at:
         try:
             return str(target.submit("work", {"number": number}, idempotency_key=key, user="chaos").id)
-        except (SemelError, OSError):  # the store or the server is away
+        except (SemelError, OSError) as error:  # the store or the server is unavailable
+            note(folder / "refused", key, type(error).__name__)
             if stopped:
                 ends_at = min(ends_at, time.monotonic() + 20)
             time.sleep(0.05)

@@ -13,11 +13,14 @@ from typing import Any, Literal
 
 import psycopg
 import redis as redis_client
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from chaos.brokers import play_broker
+from chaos.brokers import play_broker, refuses
 from chaos.network import Trouble, TroubledProxy
-from chaos.program import LEASE
-from chaos.stage import Account, Stage, callers, fleet, migrated, play, play_calls
+from chaos.program import LEASE, THOROUGH, lines
+from chaos.stage import Account, Stage, callers, count_wrong_clocks, fleet, migrated, play, play_calls
+from semel.runs.store import RETRY_FOR
 from support import servers
 from support.serve_command import ServeProcess
 from support.waiting import eventually
@@ -39,6 +42,8 @@ class Scenario:
     """The errors of the hosts' clocks, in seconds; None for the machine's clock."""
     broker: str | None = None
     """The broker of the runs, which is flushed or killed."""
+    connections: int | None = None
+    """How many connections PostgreSQL accepts; None for as many as the tests' server does."""
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -62,8 +67,9 @@ def scenario(
 @scenario("postgres-restart", "PostgreSQL is killed and started again", "postgres")
 def restart_postgres(stage: Stage) -> None:
     assert stage.postgres is not None
+    errors = stage.errors()
     stage.postgres.stop(crash=True)
-    time.sleep(stage.seconds / 2)  # the outage
+    stage.strike(errors, stage.seconds / 2)  # the outage
     stage.postgres.start()
 
 
@@ -71,27 +77,47 @@ def restart_postgres(stage: Stage) -> None:
 def terminate_backends(stage: Stage) -> None:
     ends_at = stage.ends_at()
     while time.monotonic() < ends_at:
-        found = stage.sql("SELECT pid FROM pg_stat_activity WHERE application_name = 'semel'")
+        found = stage.sql(
+            "SELECT pid FROM pg_stat_activity WHERE application_name = 'semel' AND datname = current_database()"
+        )
         if found:
-            stage.sql("SELECT pg_terminate_backend(:pid)", pid=stage.random.choice(found)[0])
+            [(struck,)] = stage.sql("SELECT pg_terminate_backend(:pid)", pid=stage.random.choice(found)[0])
+            stage.struck += struck
         time.sleep(stage.random.uniform(0, 0.2))  # the moment is random
 
 
-@scenario("connections-used-up", "others hold all connections of the server but a few", "postgres")
+@scenario(
+    "connections-used-up", "all 100 connections are in use while 4 of 8 processes start", "postgres", connections=100
+)
 def use_up_connections(stage: Stage) -> None:
+    """The newcomers must wait for a connection: none of them ends, and no call fails that may be retried for longer."""
+    refused = stage.errors("too many clients")
     with ExitStack() as stack:
-        ends_at = stage.ends_at()
         with suppress(psycopg.OperationalError):  # there are no more
-            while time.monotonic() < ends_at:
+            while True:
                 stack.enter_context(psycopg.connect(stage.url))
-        time.sleep(max(0.0, ends_at - time.monotonic()))  # the fault lasts
+        began_at = time.monotonic()
+        newcomers = {
+            str(each.pid)
+            for add in (stage.add_worker, lambda url: stage.add_submitter(url, rate=10))
+            for each in (add(stage.url), add(stage.url))
+        }
+
+        def all_refused() -> int:
+            met = {pid for pid, *words in lines(stage.folder / "errors") if "too many clients" in " ".join(words)}
+            return refused() if newcomers <= met else 0
+
+        stage.strike(all_refused)
+    if time.monotonic() < began_at + RETRY_FOR:
+        stage.failed += len(lines(stage.folder / "refused"))
 
 
 @scenario("table-lock", "the table of runs is locked", "postgres")
 def lock_table(stage: Stage) -> None:
+    errors = stage.errors("lock timeout")
     with psycopg.connect(stage.url) as connection:
         connection.execute("LOCK TABLE semel_runs IN ACCESS EXCLUSIVE MODE")
-        time.sleep(stage.seconds)  # the fault lasts
+        stage.strike(errors)
 
 
 @scenario("old-snapshot", "a transaction stays open with an old snapshot", "postgres")
@@ -99,19 +125,22 @@ def keep_snapshot(stage: Stage) -> None:
     with psycopg.connect(stage.url) as connection:
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         connection.execute("SELECT count(*) FROM semel_runs")
-        time.sleep(stage.seconds)  # the fault lasts
+        pid = connection.info.backend_pid
+        age = "SELECT coalesce(age(backend_xmin), 0) FROM pg_stat_activity WHERE pid = :pid"
+        stage.strike(lambda: int(stage.sql(age, pid=pid)[0][0]))  # the transactions that began since
 
 
 @scenario("postgres-disk-full", "PostgreSQL refuses writes, as with a full disk (53100)", "postgres")
 def fill_postgres_disk(stage: Stage) -> None:
     tables = ("semel_runs", "semel_run_events", "semel_run_keys")
+    errors = stage.errors("No space left on device")
     stage.sql(
         "CREATE FUNCTION no_room() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
         " RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$"
     )
     for table in tables:
         stage.sql(f"CREATE TRIGGER no_room BEFORE INSERT OR UPDATE ON {table} EXECUTE FUNCTION no_room()")
-    time.sleep(stage.seconds)  # the fault lasts
+    stage.strike(errors)
     for table in tables:
         stage.sql(f"DROP TRIGGER no_room ON {table}")
 
@@ -128,7 +157,7 @@ def limit_files(pid: int, room: int) -> None:
 @scenario("worker-kill", "a worker is killed and replaced", "postgres")
 def kill_worker(stage: Stage) -> None:
     victim = stage.random.choice(stage.workers)
-    victim.kill()
+    stage.struck += victim.kill()
     victim.restart()
     time.sleep(LEASE)  # until its leases end
 
@@ -138,7 +167,7 @@ def kill_workers(stage: Stage) -> None:
     ends_at = stage.ends_at()
     while time.monotonic() < ends_at:
         victim = stage.random.choice(stage.workers)
-        victim.kill()
+        stage.struck += victim.kill()
         victim.restart()
         time.sleep(stage.random.uniform(0.2, 0.8))  # the moment is random
     time.sleep(LEASE)  # until the last leases end
@@ -147,14 +176,30 @@ def kill_workers(stage: Stage) -> None:
 @scenario("zombies", "workers are stopped past their lease, and woken with results in hand", "postgres")
 def stop_and_wake(stage: Stage) -> None:
     victim = stage.random.choice(stage.workers)
-    victim.send(signal.SIGSTOP)
+    name = f"w{stage.workers.index(victim)}"
+    (stage.folder / THOROUGH).touch()  # zombies have artifacts, logs and costs in hand, too
+
+    def ended() -> set[tuple[str, int]]:
+        return {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / "effects")}
+
+    def held() -> set[tuple[str, int]]:
+        victim.send(signal.SIGSTOP)
+        running = "SELECT id, fence FROM semel_runs WHERE status = 'RUNNING' AND worker LIKE :name"
+        if found := {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")} - ended():
+            return found
+        victim.send(signal.SIGCONT)
+        return set()
+
+    outdated = eventually(held, "the worker is at work")
     time.sleep(max(stage.seconds, 2 * LEASE))  # longer than the lease
+    fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_runs")}
     victim.send(signal.SIGCONT)
+    stage.strike(lambda: sum(fence < fences[run_id] for run_id, fence in outdated & ended()), 0)
 
 
 @scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clocks=(-3600.0, 3600.0))
 def wait(stage: Stage) -> None:
-    time.sleep(stage.seconds)  # the fault lasts all the time
+    stage.strike(lambda: count_wrong_clocks(stage))
 
 
 @scenario("clocks-jump", "the clocks of the hosts jump by an hour, forward and back", "postgres", clocks=(0.0,))
@@ -168,13 +213,15 @@ def jump(stage: Stage) -> None:
     for member in members:
         assert member.clock is not None
         member.clock.set(0.0)
+    stage.struck += count_wrong_clocks(stage)
 
 
 @scenario("server-kill", "the server is killed under clients that retry", "postgres", through="server")
 def kill_server(stage: Stage) -> None:
     assert stage.server is not None
-    os.kill(stage.random.choice(stage.server.children()), signal.SIGKILL)
-    time.sleep(stage.seconds)  # its supervisor starts it again
+    server, victim = stage.server, stage.random.choice(stage.server.children())
+    os.kill(victim, signal.SIGKILL)
+    stage.strike(lambda: victim not in server.children())  # its supervisor starts it again
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -183,21 +230,19 @@ def kill_server(stage: Stage) -> None:
 def _trouble(kind: Trouble) -> FaultFunction:
     def fault(stage: Stage) -> None:
         stage.proxy.trouble = kind
-        time.sleep(stage.seconds)  # the fault lasts
+        stage.strike(lambda: stage.proxy.struck)
         stage.proxy.trouble = None
 
     return fault
 
 
-for _kind in ("cut", "delay", "truncate", "reset"):
-    scenario(f"network-{_kind}", f"the network to the database: {_kind}", "postgres", through="proxy")(_trouble(_kind))
-
-
-for _kind in ("truncate", "reset"):
-    scenario(f"http-{_kind}", f"the network to the server: {_kind}", "postgres", through="server-proxy")(
-        _trouble(_kind)
-    )
-scenario("redis-cut", "the network to Redis: cut", "redis", through="proxy")(_trouble("cut"))
+for _prefix, _what, _store, _through in (
+    ("network", "the database", "postgres", "proxy"),
+    ("http", "the server", "postgres", "server-proxy"),
+    ("redis", "Redis", "redis", "proxy"),
+):
+    for _kind in ("cut", "delay", "truncate", "reset"):
+        scenario(f"{_prefix}-{_kind}", f"the network to {_what}: {_kind}", _store, through=_through)(_trouble(_kind))
 
 
 # -- keys in Redis -----------------------------------------------------------------------------------------------------
@@ -206,25 +251,39 @@ scenario("redis-cut", "the network to Redis: cut", "redis", through="proxy")(_tr
 @scenario("redis-kill", "Redis is killed and started again", "redis")
 def kill_redis(stage: Stage) -> None:
     assert stage.redis is not None
+    url = stage.url
     stage.redis.stop(crash=True)
-    time.sleep(stage.seconds / 2)  # the outage
+    stage.strike(lambda: refuses(url), stage.seconds / 2)  # the outage
     stage.redis.start()
 
 
 @scenario("redis-pause", "Redis does not reply", "redis")
 def pause_redis(stage: Stage) -> None:
-    with redis_client.Redis.from_url(stage.url) as client:
+    ends_at = stage.ends_at()
+    with redis_client.Redis.from_url(
+        stage.url, socket_timeout=stage.seconds / 4, retry=Retry(NoBackoff(), 0)
+    ) as client:
         client.execute_command("CLIENT", "PAUSE", int(stage.seconds * 1000), "ALL")
-        time.sleep(stage.seconds)  # the fault lasts
+        try:
+            client.ping()
+        except redis_client.TimeoutError:
+            stage.struck += 1
+    time.sleep(max(0.0, ends_at - time.monotonic()))  # the fault lasts
 
 
 @scenario("redis-script-flush", "Redis forgets its scripts again and again", "redis")
 def flush_scripts(stage: Stage) -> None:
     ends_at = stage.ends_at()
     with redis_client.Redis.from_url(stage.url) as client:
+
+        def refusals() -> int:
+            return int(client.info("errorstats").get("errorstat_NOSCRIPT", {"count": 0})["count"])
+
+        known = refusals()
         while time.monotonic() < ends_at:
             client.script_flush()
             time.sleep(stage.random.uniform(0, 0.1))  # the moment is random
+        stage.strike(lambda: refusals() - known, 0)
 
 
 # -- SQLite ------------------------------------------------------------------------------------------------------------
@@ -242,8 +301,9 @@ def kill_file_workers(stage: Stage) -> None:
 @scenario("sqlite-locked", "another program holds the file's lock", "sqlite")
 def lock_file(stage: Stage) -> None:
     connection = sqlite3.connect(_file(stage), isolation_level=None, timeout=30)
+    errors = stage.errors("locked")
     connection.execute("BEGIN EXCLUSIVE")
-    time.sleep(stage.seconds)  # the fault lasts
+    stage.strike(errors)
     connection.execute("ROLLBACK")
     connection.close()
 
@@ -251,9 +311,12 @@ def lock_file(stage: Stage) -> None:
 @scenario("sqlite-disk-full", "the file cannot grow", "sqlite")
 def fill_disk(stage: Stage) -> None:
     members = [*stage.workers, *stage.askers]
+    errors = stage.errors()
+    oracle = [stage.folder / name for name in ("asked", "acknowledged", "effects")]  # these may grow
+    room = max(100_000, 2 * max(file.stat().st_size for file in oracle))
     for member in members:
-        limit_files(member.pid, 100_000)
-    time.sleep(stage.seconds)  # the fault lasts
+        limit_files(member.pid, room)
+    stage.strike(errors)
     for member in members:
         limit_files(member.pid, resource.RLIM_INFINITY)
 
@@ -263,13 +326,14 @@ def make_read_only(stage: Stage) -> None:
     folder = _file(stage).parent
     files = [Path(f"{_file(stage)}{ending}") for ending in ("", "-wal", "-shm")]
     modes = [(path, path.stat().st_mode) for path in (folder, *files)]
+    errors = stage.errors("readonly")
     for path, mode in modes:
         path.chmod(mode & ~0o222)
     for member in (*stage.workers, *stage.askers):  # who has the file open may go on writing
         member.kill()
         member.restart()
-    eventually(lambda: "readonly" in (stage.folder / "log").read_text(), "a worker meets the read-only file")
-    time.sleep(stage.seconds)  # the fault lasts
+    eventually(errors, "a process meets the read-only file")
+    stage.strike(errors)
     for path, mode in modes:
         path.chmod(mode)
 
@@ -279,9 +343,10 @@ def move_file(stage: Stage) -> None:
     away = stage.folder / "away"
     away.mkdir()
     files = [Path(f"{_file(stage)}{ending}") for ending in ("", "-wal", "-shm")]
+    errors = stage.errors("FileReplaced")
     for file in files:
         file.rename(away / file.name)
-    time.sleep(stage.seconds)  # the fault lasts
+    stage.strike(errors)
     for file in files:
         if not file.exists():
             (away / file.name).rename(file)
@@ -305,6 +370,21 @@ def kill_broker(stage: Stage) -> None:
 # -- running one -------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def limited(server: servers.Postgres, connections: int) -> Iterator[None]:
+    """The server, restarted with so many connections."""
+    usual = server._argv
+    server.stop()
+    server._argv = (*usual, f"--max_connections={connections}")  # of two settings, the last counts
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        server._argv = usual
+        server.start()
+
+
 class Theatre:
     """The servers that all scenarios of a run share."""
 
@@ -320,18 +400,23 @@ class Theatre:
         folder.mkdir()
         account = Account(scenario.name, seed)
         with self._stage(scenario, folder, seconds, seed) as stage:
-            if scenario.broker is not None:
-                stage.redis = self._redis_server()
-                play_broker(stage, scenario.broker, kill=scenario.fault is kill_broker, account=account)
-                return account
-            with self._targets(scenario, stage, seed) as (workers, askers), ExitStack() as stack:
-                if scenario.store == "redis":
-                    stack.enter_context(callers(stage, askers))
-                    play_calls(stage, scenario.fault, account)
-                else:
-                    stack.enter_context(fleet(stage, workers, askers, scenario.clocks))
-                    play(stage, scenario.fault, account)
+            self._play(scenario, stage, account, seed)
+        account.struck = stage.struck
+        account.failed += stage.failed
         return account
+
+    def _play(self, scenario: Scenario, stage: Stage, account: Account, seed: int) -> None:
+        if scenario.broker is not None:
+            stage.redis = self._redis_server()
+            play_broker(stage, scenario.broker, kill=scenario.fault is kill_broker, account=account)
+            return
+        with self._targets(scenario, stage, seed) as (workers, askers), ExitStack() as stack:
+            if scenario.store == "redis":
+                stack.enter_context(callers(stage, askers))
+                play_calls(stage, scenario.fault, account)
+            else:
+                stack.enter_context(fleet(stage, workers, askers, scenario.clocks))
+                play(stage, scenario.fault, account)
 
     def _redis_server(self) -> servers.Redis:
         if self._redis is None:
@@ -349,9 +434,12 @@ class Theatre:
         if scenario.store == "postgres" and self._postgres is None:
             self._postgres = self._stack.enter_context(servers.postgres(durable=True))
         database = self._postgres if scenario.store == "postgres" else None
-        stage = Stage(scenario.store, migrated(scenario.store, database, folder), folder, seconds, seed)
-        stage.postgres = database
-        yield stage
+        with ExitStack() as stack:
+            if database is not None and scenario.connections is not None:
+                stack.enter_context(limited(database, scenario.connections))
+            stage = Stage(scenario.store, migrated(scenario.store, database, folder), folder, seconds, seed)
+            stage.postgres = database
+            yield stage
 
     @contextmanager
     def _targets(self, scenario: Scenario, stage: Stage, seed: int) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ submitted, and what is left must end.
 """
 
 import importlib.util
+import json
 import multiprocessing
 import os
 import random
@@ -13,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,10 @@ import sqlalchemy
 from sqlalchemy import text
 
 from chaos import program
-from chaos.program import lines
+from chaos.program import ARTIFACT, CALL, COST, append, clock_error, lines
 from crash.ledger import Ledger
 from crash.points import Place
+from semel import App, Once, SemelError, current_claim
 from semel.cli import main as semel_command
 from support import servers
 from support.programs import processes
@@ -36,6 +39,10 @@ DRAIN = 60.0
 WORKERS = SUBMITTERS = 2
 RATE = 40.0
 """Submissions a second of each submitter, well below what the workers can do."""
+USUAL = 0.98
+"""The part of the throughput before the fault that counts as recovered."""
+STRIKES_WITHIN = 20.0
+"""Seconds that a fault lasts longer if nothing has noticed it yet."""
 
 
 @dataclass
@@ -44,6 +51,8 @@ class Account:
 
     scenario: str
     seed: int
+    struck: int = 0
+    """How often the fault was noticed: errors that processes got, connections cut, processes killed."""
     submitted: int = 0
     acknowledged: int = 0
     finished: int = 0
@@ -54,12 +63,22 @@ class Account:
     during: float = 0.0
     after: float = 0.0
     recovery: float | None = None
-    note: str = ""
+    failed: int = 0
+    """Processes that ended by themselves, and calls that failed where they should have waited."""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
-        """What must not be: lost, doubled or stuck work."""
-        return [f"{many} {name}" for name in ("lost", "doubled", "stuck") if (many := getattr(self, name))]
+        """What must not be: lost, doubled or stuck work, failures, and a fault that nothing noticed."""
+        names = ("lost", "doubled", "stuck", "failed")
+        found = [f"{many} {name}" for name in names if (many := getattr(self, name))]
+        return found if self.struck else [*found, "the fault did not strike"]
+
+    @property
+    def remarks(self) -> str:
+        """What is worth a look, and may be due to a busy machine."""
+        slow = [f"below {USUAL:.0%}"] if self.after < USUAL else []
+        return "; ".join([*slow, *self.notes])
 
 
 class HostClock:
@@ -111,10 +130,11 @@ class Member:
         assert self.process.pid is not None
         return self.process.pid
 
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
+    def kill(self) -> bool:
+        """SIGKILL, and wait for its end; returns False if it had ended already."""
         self.process.kill()
         self.process.join()
+        return self.process.exitcode == -signal.SIGKILL
 
     def restart(self) -> None:
         """Start it, also after it was killed."""
@@ -156,10 +176,44 @@ class Stage:
         self.redis: servers.Redis | None = None
         self.proxy: Any = None
         self.server: ServeProcess | None = None
+        self.struck = 0
+        self.failed = 0
+        for name in ("errors", "refused"):  # a fault may make the folder read-only
+            (folder / name).touch()
 
     def ends_at(self) -> float:
         """When the fault that begins now is to end."""
         return time.monotonic() + self.seconds
+
+    def strike(self, count: Callable[[], int], seconds: float | None = None) -> None:
+        """Let the fault last for its time, and until the count of its strikes is not 0."""
+        ends_at = time.monotonic() + (self.seconds if seconds is None else seconds)
+        while time.monotonic() < ends_at or (not count() and time.monotonic() < ends_at + STRIKES_WITHIN):
+            time.sleep(0.05)  # other processes send no signal
+        self.struck += count()
+
+    def errors(self, words: str = "") -> Callable[[], int]:
+        """Returns a count of the errors with these words that the database or semel raise in processes from now on."""
+
+        def count() -> int:
+            return sum(words in " ".join(line) for name in ("errors", "refused") for line in lines(self.folder / name))
+
+        known = count()
+        return lambda: count() - known
+
+    def add_worker(self, url: str, clock: HostClock | None = None) -> Member:
+        """Start another worker."""
+        number = len(self.workers)
+        arguments = (url, self.folder, f"w{number}")
+        self.workers.append(Member(f"worker-{number}", program.work, *arguments, clock=clock))
+        return self.workers[-1]
+
+    def add_submitter(self, url: str, rate: float = RATE, clock: HostClock | None = None) -> Member:
+        """Start another submitter."""
+        number = len(self.askers)
+        arguments = (url, self.folder, f"s{number}", rate)
+        self.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock))
+        return self.askers[-1]
 
     def sql(self, statement: str, **values: Any) -> list[Any]:
         """Execute a statement as a client of the database, not through the proxy."""
@@ -188,13 +242,9 @@ def fleet(stage: Stage, workers: str, askers: str, clocks: Sequence[float] | Non
         return None if clocks is None else HostClock(stage.folder, name, clocks[number % len(clocks)])
 
     for number in range(WORKERS):
-        name = f"w{number}"
-        member = Member(f"worker-{number}", program.work, workers, stage.folder, name, clock=clock(name, number))
-        stage.workers.append(member)
+        stage.add_worker(workers, clock=clock(f"w{number}", number))
     for number in range(SUBMITTERS):
-        name = f"s{number}"
-        arguments = (askers, stage.folder, name, RATE)
-        stage.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock(name, number + 1)))
+        stage.add_submitter(askers, clock=clock(f"s{number}", number + 1))
     try:
         yield
     finally:
@@ -226,11 +276,40 @@ def play(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None
     marks.append(time.time())
     time.sleep(stage.seconds)  # the phase after it
     marks.append(time.time())
+    end_askers(stage, account)
+    submit_unanswered(stage)
+    drain(stage)
+    note_ended(stage.workers, account)
+    judge_runs(stage, account, marks)
+
+
+def end_askers(stage: Stage, account: Account) -> None:
+    """End those who ask, each after what it is about to ask."""
+    note_ended(stage.askers, account)
     for member in stage.askers:
         if not member.end(30):
-            account.note = f"{member.name} had to be killed"
-    drain(stage)
-    judge_runs(stage, account, marks)
+            account.notes.append(f"{member.name} had to be killed")
+
+
+def submit_unanswered(stage: Stage) -> None:
+    """Submit what a submitter that was killed had no answer to."""
+    answered = {words[0] for words in lines(stage.folder / "acknowledged")}
+    if unanswered := {words[0] for words in lines(stage.folder / "asked")} - answered:
+        app = program.make_app(stage.url, stage.folder)
+        for key in sorted(unanswered):
+            number = int(key.rpartition("-")[2])
+            with suppress(SemelError):  # then it is stuck
+                run = app.submit("work", {"number": number}, idempotency_key=key, user="chaos")
+                append(stage.folder / "acknowledged", key, run.id)
+        app.close()
+
+
+def note_ended(members: list[Member], account: Account) -> None:
+    """Processes that ended although nobody told them to."""
+    for member in members:
+        if not member.process.is_alive():
+            account.failed += 1
+            account.notes.append(f"{member.name} ended by itself")
 
 
 def play_calls(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None:
@@ -246,8 +325,7 @@ def play_calls(stage: Stage, fault: Callable[[Stage], None], account: Account) -
             phase(stage)
         seconds.append(time.monotonic() - start)
         counts.append(len(lines(stage.folder / "acknowledged")))
-    for member in stage.askers:
-        member.end(30)
+    end_askers(stage, account)
     rates = [(end - start) / length for start, end, length in zip(counts, counts[1:], seconds, strict=False)]
     account.before = rates[0]
     account.during, account.after = (rate / max(rates[0], 1.0) for rate in rates[1:])
@@ -259,7 +337,7 @@ def wait_until_working(stage: Stage) -> None:
     while not (stage.folder / "effects").exists():
         assert time.monotonic() < deadline, "the fleet did not begin to work"
         time.sleep(0.05)  # other processes send no signal
-    time.sleep(1)  # until submitters have caught up with their pace
+    time.sleep(min(1.0, stage.seconds / 2))  # until submitters have caught up with their pace
 
 
 def drain(stage: Stage) -> None:
@@ -282,19 +360,50 @@ def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
     acknowledged: dict[str, set[str]] = {}  # a submitter that was killed begins anew, with the same keys
     for key, run_id in lines(stage.folder / "acknowledged"):
         acknowledged.setdefault(key, set()).add(run_id)
-    effects = Counter(tuple(words) for words in lines(stage.folder / "effects"))
+    attempts = lines(stage.folder / "effects")
+    effects = Counter((run_id, fence) for run_id, fence, *_ in attempts)
     done = {str(run.id): str(run.fence) for run in runs if run.status == "SUCCEEDED"}
-    account.submitted = len({words[0] for words in lines(stage.folder / "asked")})
+    asked = {words[0] for words in lines(stage.folder / "asked")}
+    account.submitted = len(asked)
     account.acknowledged = len(acknowledged)
     account.finished = len(done)
-    account.stuck = sum(run.status in ("PENDING", "RUNNING") for run in runs)
+    account.stuck = sum(run.status in ("PENDING", "RUNNING") for run in runs) + len(asked - acknowledged.keys())
     account.lost = len(set().union(*acknowledged.values()) - stored)
     account.lost += sum(effects[run_id, fence] == 0 for run_id, fence in done.items())
     account.lost += sum(run.status in ("FAILED", "CANCELLED") for run in runs)
     account.doubled = sum(each.many > 1 for each in ends) + sum(many > 1 for many in effects.values())
     account.doubled += len(runs) - len({run.idempotency_key for run in runs})
     account.doubled += sum(len(each) > 1 for each in acknowledged.values())
+    thorough = {(run_id, fence) for run_id, fence, flag, _ in attempts if flag == "1"}
+    account.doubled += count_outdated(stage, [run for run in runs if run.status == "SUCCEEDED"], thorough)
     measure(account, sorted(run.finished_us / 1e6 for run in runs if run.finished_us), marks)
+
+
+def count_outdated(stage: Stage, runs: Sequence[Any], thorough: set[tuple[str, str]]) -> int:
+    """The runs whose result, artifacts, cost or logs are not those of the attempt that ended them.
+
+    ``thorough`` are the attempts, as run and fence, that wrote an artifact, a log line and a cost.
+    """
+    app = App(stage.url, artifacts=stage.folder / "artifacts")
+    outdated = {
+        str(each.run_id)
+        for each in stage.sql("SELECT run_id, fence, text FROM semel_run_logs WHERE text LIKE 'fence %'")
+        if each.text != f"fence {each.fence}"
+    }
+    for run in runs:
+        run_id = str(run.id)
+        published = {each["name"]: each["ref"] for each in json.loads(run.artifacts or "[]")}
+        if (run_id, str(run.fence)) in thorough:
+            right = published.keys() == {ARTIFACT} and run.cost == round(COST * 1e6) * run.fence
+            right = right and b"".join(app.artifact(run_id, ARTIFACT)) == str(run.fence).encode()
+        else:
+            right = not published and run.cost == 0
+        if run.fence > 1:
+            right = right and app.result(run_id)["fence"] == run.fence
+        if not right:
+            outdated.add(run_id)
+    app.close()
+    return len(outdated)
 
 
 def measure(account: Account, finished: list[float], marks: list[float]) -> None:
@@ -308,20 +417,59 @@ def measure(account: Account, finished: list[float], marks: list[float]) -> None
     account.during, account.after = rate(marks[1], marks[2]) / usual, rate(marks[2], marks[3]) / usual
     for tenth in range(int((marks[3] - marks[2]) * 10)):
         start = marks[2] + tenth / 10
-        if rate(start, start + 1) >= 0.98 * usual:
+        if rate(start, start + 1) >= USUAL * usual:
             account.recovery = tenth / 10
             return
 
 
-def judge_calls(stage: Stage, account: Account) -> None:
-    """Every key was executed once, and all who heard a value heard the same."""
-    heard = lines(stage.folder / "acknowledged")
+def judge_calls(stage: Stage, account: Account, patience: float = DRAIN, wait: float = CALL.wait) -> None:
+    """Every key was executed once, all who heard a value heard the same, and whoever asks again hears it, too."""
     effects = Counter(words[0] for words in lines(stage.folder / "effects"))
     values: dict[str, set[str]] = {}
-    for key, fence, *_ in heard:
+    for key, fence, *_ in lines(stage.folder / "acknowledged"):
         values.setdefault(key, set()).add(fence)
-    account.submitted = len({words[0] for words in lines(stage.folder / "asked")})
-    account.acknowledged = account.finished = len(values)
+    asked = {words[0] for words in lines(stage.folder / "asked")}
+    account.submitted = len(asked)
+    account.acknowledged = len(values)
     account.doubled = sum(many > 1 for many in effects.values()) + sum(len(each) > 1 for each in values.values())
     account.lost = sum(effects[key] == 0 for key in values)
-    account.recovery = 0.0 if account.after >= 0.98 else None
+    account.recovery = 0.0 if account.after >= USUAL else None
+    answers = ask_again(stage, asked, patience, wait)
+    for key in asked:
+        if key not in values:
+            account.stuck += key not in answers
+            account.finished += key in answers
+        elif {answers.get(key)} == values[key]:
+            account.finished += 1
+        else:
+            account.lost += 1
+
+
+def ask_again(stage: Stage, keys: set[str], patience: float, wait: float) -> dict[str, str]:
+    """The value of each key, or "again" if its work was done for this question; without those that have none in time.
+
+    A key whose owner was killed has none until its lease ends.
+    """
+
+    def work(key: str) -> dict[str, Any]:
+        append(stage.folder / "again", key)
+        return {"fence": current_claim().fence, "again": True}
+
+    answers: dict[str, str] = {}
+    deadline = time.monotonic() + patience
+    with Once(stage.url) as once:
+        while len(answers) < len(keys) and time.monotonic() < deadline:
+            for key in sorted(keys - answers.keys()):
+                if time.monotonic() >= deadline:
+                    break
+                with suppress(SemelError):
+                    value = once.call(key, partial(work, key), scope="chaos", policy=CALL, wait=wait).value
+                    answers[key] = "again" if "again" in value else str(value["fence"])
+    return answers
+
+
+def count_wrong_clocks(stage: Stage) -> int:
+    """How often a submitter or a worker acted while its clock was wrong by more than half an hour."""
+    right = clock_error()
+    seen = [line[-1] for name in ("asked", "effects") for line in lines(stage.folder / name)]
+    return sum(abs(int(each) - right) > 1800 for each in seen)
