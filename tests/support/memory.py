@@ -13,7 +13,6 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30
 """More than the files of one run of all tests."""
-PREFIX = "semel-tests-"
 
 
 def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None:
@@ -24,16 +23,18 @@ def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK) or _available() < NEEDED:
         return
     _remove_left_behind()
-    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=MEMORY)
-    Path(folder).chmod(0o755)  # PostgreSQL runs as another user
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    folder = MEMORY / f"semel-{os.getpid()}"  # short, for the paths of Unix sockets in it
+    folder.mkdir()
+    folder.chmod(0o755)  # PostgreSQL runs as another user
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def _remove_left_behind() -> None:
     """Remove the files of runs that were killed."""
-    for folder in MEMORY.glob(f"{PREFIX}*"):
-        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+    for folder in MEMORY.glob("semel-*"):
+        owner = folder.name.removeprefix("semel-")
+        if owner == str(os.getpid()) or (owner.isdecimal() and not Path(f"/proc/{owner}").exists()):
             shutil.rmtree(folder, ignore_errors=True)
 
 

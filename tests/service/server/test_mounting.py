@@ -159,7 +159,9 @@ list(application({environ!r}, lambda *_: None))  # before the server forks
 """
 
 
-def test_it_works_in_the_processes_of_a_server_that_forks(sqlite_url: str, tmp_path: Path) -> None:
+def test_it_works_in_the_processes_of_a_server_that_forks(
+    sqlite_url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """gunicorn imports the application, and a request may come, before it forks its workers."""
     environ = {
         "REQUEST_METHOD": "GET",
@@ -171,7 +173,7 @@ def test_it_works_in_the_processes_of_a_server_that_forks(sqlite_url: str, tmp_p
     (tmp_path / "forked.py").write_text(
         _PROGRAM.format(url=sqlite_url, artifacts=str(tmp_path / "artifacts"), environ=environ)
     )
-    socket_path = tmp_path / "http.sock"
+    socket_path = tmp_path_factory.mktemp("s") / "http"  # the path of a Unix socket is short
     command = [sys.executable, "-m", "gunicorn", "--preload", "-w", "2", "--threads", "2", "-b", f"unix:{socket_path}"]
     log = tmp_path / "log.txt"
     with log.open("w") as out:
