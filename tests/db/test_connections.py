@@ -91,6 +91,7 @@ def test_event_loops_in_several_threads_share_one_object(urls: StoreUrls, kind: 
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(asyncio.run, [scenario() for _ in range(4)]))
     assert (answers, len(calls)) == (["done"] * 4, 1)
+    asyncio.run(once.close())  # it listens
 
 
 @pytest.mark.parametrize("kind", ["postgres", "redis"])

@@ -347,6 +347,20 @@ def test_a_thread_that_does_not_stop_is_left_behind_unheard(
     assert threads[0].name == "semel-run-run-1"
 
 
+def test_an_attempt_that_was_left_behind_is_closed_without_a_complaint(results: FileResults) -> None:
+    """The garbage collector closes it, in whatever context that happens."""
+
+    async def model(ctx: Context) -> None:
+        await asyncio.sleep(PATIENCE)
+
+    async def scenario() -> None:
+        attempt = execute_async(job(), make_model("m", model), Heard(), results)
+        contextvars.copy_context().run(attempt.send, None)
+        attempt.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_caller_leaves_its_thread_behind(results: FileResults) -> None:
     release = threading.Event()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from threading import Lock, get_ident, main_thread
 from threading import enumerate as enumerate_threads
@@ -97,7 +98,8 @@ class LogBinding:
         self._token: Token[BoundedLog | None] = _bound_log.set(self._lines)
 
     def __exit__(self, *_: object) -> None:
-        _bound_log.reset(self._token)
+        with suppress(ValueError):  # a task that was left behind is closed in another context, where nothing is bound
+            _bound_log.reset(self._token)
 
 
 def bind_process(lines: BoundedLog | None) -> None:
