@@ -119,7 +119,9 @@ class WarmPython(subprocess.Popen[Any]):
             result: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
             return result
         if self._ended is None:
-            if wait_flags and not select.select([self._status], [], [], 0)[0]:
+            ended = select.poll()  # select() takes no number above 1023
+            ended.register(self._status, select.POLLIN)
+            if wait_flags and not ended.poll(0):
                 return 0, 0
             reported = os.read(self._status, 16)
             assert reported, "the process that forks programs has ended"
