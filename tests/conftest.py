@@ -14,7 +14,9 @@ from semel.cli import main as semel_command
 from support import servers
 from support.databases import DATABASES, Databases, StoreUrls, TestDatabase, database_url
 from support.load import load
+from support.long_lived import collect_seldom
 from support.memory import keep_files_in_memory
+from support.programs import share_fork_server
 
 if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do not need it
     from playwright.sync_api import Browser
@@ -24,7 +26,7 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare what all processes of the tests share; they inherit ``TMPDIR``, but not the load."""
-    keep_files_in_memory(config.add_cleanup)
+    keep_files_in_memory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; every process inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if processes := int(os.environ.pop("SEMEL_TEST_LOAD", "0")):
@@ -44,9 +46,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the tests themselves out of every later garbage collection: they are many, and stay until the end."""
+    """The tests themselves are many, and stay until the end."""
+    share_fork_server()
     gc.collect()
-    gc.freeze()
+    collect_seldom()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The four stores as empty spaces, and eight processes, for tests that say what every store must do."""
 
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -14,6 +13,7 @@ from acceptance import jobs
 from acceptance.spaces import SHARED, STORES, Space
 from semel import Once
 from support.databases import database_url
+from support.programs import processes
 
 
 @pytest.fixture(scope="session")
@@ -66,9 +66,7 @@ def once(space: Space) -> Once:
 
 @pytest.fixture(scope="session")
 def eight_processes() -> Iterator[Executor]:
-    """Eight processes of their own interpreter; see ``together.in_processes``."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        8, mp_context=context, initializer=jobs.prepare, initargs=(context.Barrier(8),)
-    ) as executor:
+    """Eight processes, which share nothing but the store; see ``together.in_processes``."""
+    barrier = processes.Barrier(8)
+    with ProcessPoolExecutor(8, mp_context=processes, initializer=jobs.prepare, initargs=(barrier,)) as executor:
         yield executor

@@ -18,6 +18,7 @@ from sqlalchemy import Engine, ExceptionContext, event
 from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
 from semel.runs.store import wait_for_database
 from support.file_modes import respect_file_modes
+from support.long_lived import collect_seldom
 
 LEASE = 1.5
 PAUSE = 0.05
@@ -81,6 +82,7 @@ def work(url: str, folder: Path, name: str) -> None:
 
 def log_to(folder: Path) -> None:
     """Log to a file, so that the table can be read; record every database error; respect file modes even as root."""
+    collect_seldom()
     respect_file_modes()
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
 

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import time
@@ -19,7 +20,7 @@ from redis.retry import Retry
 from chaos.brokers import play_broker, refuses
 from chaos.network import Trouble, TroubledProxy
 from chaos.program import LEASE, THOROUGH, lines
-from chaos.stage import Account, Stage, callers, count_wrong_clocks, fleet, migrated, play, play_calls
+from chaos.stage import RATE, Account, Stage, callers, count_wrong_clocks, fleet, migrated, play, play_calls
 from semel.runs.store import RETRY_FOR
 from support import servers
 from support.serve_command import ServeProcess
@@ -99,7 +100,7 @@ def use_up_connections(stage: Stage) -> None:
         began_at = time.monotonic()
         newcomers = {
             str(each.pid)
-            for add in (stage.add_worker, lambda url: stage.add_submitter(url, rate=10))
+            for add in (stage.add_worker, stage.add_submitter)
             for each in (add(stage.url), add(stage.url))
         }
 
@@ -393,13 +394,14 @@ class Theatre:
         self._stack = stack
         self._postgres: servers.Postgres | None = None
         self._redis: servers.Redis | None = None
+        self._templates: dict[servers.Postgres | None, str] = {}
 
-    def run(self, scenario: Scenario, *, seconds: float, seed: int) -> Account:
+    def run(self, scenario: Scenario, *, seconds: float, seed: int, rate: float = RATE) -> Account:
         """Play the scenario; returns its account."""
         folder = self._folder / f"{scenario.name}-{seed}"
         folder.mkdir()
         account = Account(scenario.name, seed)
-        with self._stage(scenario, folder, seconds, seed) as stage:
+        with self._stage(scenario, folder, seconds, seed, rate) as stage:
             self._play(scenario, stage, account, seed)
         account.struck = stage.struck
         account.failed += stage.failed
@@ -424,10 +426,10 @@ class Theatre:
         return self._redis
 
     @contextmanager
-    def _stage(self, scenario: Scenario, folder: Path, seconds: float, seed: int) -> Iterator[Stage]:
+    def _stage(self, scenario: Scenario, folder: Path, seconds: float, seed: int, rate: float) -> Iterator[Stage]:
         if scenario.store == "redis":
             server = self._redis_server()
-            stage = Stage("redis", server.database(), folder, seconds, seed)
+            stage = Stage("redis", server.database(), folder, seconds, seed, rate=rate)
             stage.redis = server
             yield stage
             return
@@ -437,9 +439,19 @@ class Theatre:
         with ExitStack() as stack:
             if database is not None and scenario.connections is not None:
                 stack.enter_context(limited(database, scenario.connections))
-            stage = Stage(scenario.store, migrated(scenario.store, database, folder), folder, seconds, seed)
+            stage = Stage(scenario.store, self._database(database, folder), folder, seconds, seed, rate=rate)
             stage.postgres = database
             yield stage
+
+    def _database(self, server: servers.Postgres | None, folder: Path) -> str:
+        """The URL of a new database: a copy of one with all tables, which are made once."""
+        if server not in self._templates:
+            self._templates[server] = migrated(server, self._folder)
+        template = self._templates[server]
+        if server is not None:
+            return server.database(template)
+        shutil.copy(template.removeprefix("sqlite:///"), folder / "semel.db")
+        return f"sqlite:///{folder / 'semel.db'}"
 
     @contextmanager
     def _targets(self, scenario: Scenario, stage: Stage, seed: int) -> Iterator[tuple[str, str]]:

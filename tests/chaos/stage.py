@@ -38,7 +38,7 @@ DRAIN = 60.0
 """Seconds in which everything must end after the last submission."""
 WORKERS = SUBMITTERS = 2
 RATE = 40.0
-"""Submissions a second of each submitter, well below what the workers can do."""
+"""Submissions a second of each submitter by default, well below what the workers can do."""
 USUAL = 0.98
 """The part of the throughput before the fault that counts as recovered."""
 STRIKES_WITHIN = 20.0
@@ -164,10 +164,11 @@ class Member:
 class Stage:
     """What a fault can act on."""
 
-    def __init__(self, kind: str, url: str, folder: Path, seconds: float, seed: int) -> None:
+    def __init__(self, kind: str, url: str, folder: Path, seconds: float, seed: int, *, rate: float = RATE) -> None:
         self.kind = kind
         self.url = url
         self.seconds = seconds
+        self.rate = rate
         self.folder = folder
         self.random = random.Random(seed)
         self.workers: list[Member] = []
@@ -208,10 +209,10 @@ class Stage:
         self.workers.append(Member(f"worker-{number}", program.work, *arguments, clock=clock))
         return self.workers[-1]
 
-    def add_submitter(self, url: str, rate: float = RATE, clock: HostClock | None = None) -> Member:
+    def add_submitter(self, url: str, clock: HostClock | None = None) -> Member:
         """Start another submitter."""
         number = len(self.askers)
-        arguments = (url, self.folder, f"s{number}", rate)
+        arguments = (url, self.folder, f"s{number}", self.rate)
         self.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock))
         return self.askers[-1]
 
@@ -226,11 +227,10 @@ class Stage:
             return list(answer.all()) if answer.returns_rows else []
 
 
-def migrated(kind: str, server: servers.Postgres | None, folder: Path) -> str:
+def migrated(server: servers.Postgres | None, folder: Path) -> str:
     """The URL of a new database with its tables."""
     url = f"sqlite:///{folder / 'semel.db'}" if server is None else server.database()
-    if kind != "redis":
-        assert semel_command(["migrate", url]) == 0
+    assert semel_command(["migrate", url]) == 0
     return url
 
 
@@ -258,7 +258,7 @@ def fleet(stage: Stage, workers: str, askers: str, clocks: Sequence[float] | Non
 def callers(stage: Stage, target: str) -> Iterator[None]:
     """Processes that call guarded work under the same keys."""
     for number in range(3):
-        stage.askers.append(Member(f"caller-{number}", program.call, target, stage.folder, f"c{number}", RATE))
+        stage.askers.append(Member(f"caller-{number}", program.call, target, stage.folder, f"c{number}", stage.rate))
     try:
         yield
     finally:

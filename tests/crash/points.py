@@ -22,6 +22,7 @@ from crash.statements import count_statements
 from crash.wire import FAULTS, Fault, FaultProxy, fault_proxy
 from semel.errors import SemelError
 from semel.testing import FakeClock
+from support.long_lived import collect_seldom
 from support.programs import PATIENCE, processes
 
 START = 1_709_210_096.0
@@ -228,6 +229,7 @@ class Bench:
 
 def _fork_processes(pipe: Connection) -> None:
     """Fork a process for each operation that is received, and report its id and its end."""
+    collect_seldom()
     while True:
         try:
             job = pipe.recv()

@@ -29,7 +29,7 @@ from semel.runs.store import RunStore
 from support.databases import StoreUrls
 from support.proxies import SilentProxy, silent_proxy, unreachable
 
-RETRY_FOR = 1.0
+RETRY_FOR = 2.0
 MUCH_LATER = 12.0
 """Seconds: far more than a call may take, since the machine may be slow, and far less than a driver's own limits."""
 PATIENCE = 60.0

@@ -7,19 +7,19 @@ Nothing that is tested depends on the difference: no test cuts the power.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 NEEDED = 4 << 30
 """More than the files of one run of all tests."""
 
+AFTER_MULTIPROCESSING = -200
+"""It removes files of its own with priority -100."""
 
-def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None:
-    """Let temporary files be made in memory, also by all processes that are started from here.
 
-    ``at_end`` is given the function that removes them.
-    """
+def keep_files_in_memory() -> None:
+    """Let temporary files be made in memory until this process ends, also by all processes that it starts."""
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK) or _available() < NEEDED:
         return
     _remove_left_behind()
@@ -27,7 +27,7 @@ def keep_files_in_memory(at_end: Callable[[Callable[[], None]], object]) -> None
     folder.mkdir()
     folder.chmod(0o755)  # PostgreSQL runs as another user
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=AFTER_MULTIPROCESSING)
 
 
 def _remove_left_behind() -> None:

@@ -15,26 +15,36 @@ from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from support.long_lived import collect_seldom
+
 PATIENCE = 60
 """Seconds without a message after which a program counts as hanging."""
 
+PRELOADED = [
+    "pytest",
+    "semel.testing.rules.multiprocess",
+    "semel.runs.app",
+    "semel.runs.job_store",
+    "semel.runs.worker.session",
+    "semel.client",
+    "semel.once.stores.redis",
+    "semel.once.stores.postgres",
+    "semel.db.asyncio",
+    "psycopg",
+    "asyncpg",
+    "alembic.command",
+    "sqlalchemy.dialects.postgresql.asyncpg",
+    "sqlalchemy.dialects.postgresql.psycopg",
+]
+
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    [
-        "pytest",
-        "semel.testing",
-        "semel.runs.app",
-        "semel.runs.job_store",
-        "semel.once.stores.redis",
-        "semel.once.stores.postgres",
-        "semel.db.asyncio",
-        "psycopg",
-        "asyncpg",
-        "alembic.command",
-        "sqlalchemy.dialects.postgresql.asyncpg",
-        "sqlalchemy.dialects.postgresql.psycopg",
-    ]
-)
+processes.set_forkserver_preload(PRELOADED)
+
+
+def share_fork_server() -> None:
+    """Let the conformance kit import the same: a process has one fork server, and who starts it decides its imports."""
+    if kit := sys.modules.get("semel.testing.processes"):
+        kit._IMPORTS[:] = PRELOADED
 
 
 class Failed(Exception):
@@ -75,6 +85,7 @@ class Program:
 
 def play(source: str, given: dict[str, Any], pipe: Connection) -> None:
     """Run the source, in the child."""
+    collect_seldom()
 
     def hear() -> Any:
         try:

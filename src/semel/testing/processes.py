@@ -20,6 +20,7 @@ _IMPORTS = [
     "semel.testing.rules.multiprocess",
     "semel.once.stores.redis",
     "semel.once.stores.postgres",
+    "semel.db.asyncio",
     "psycopg",
     "asyncpg",
 ]

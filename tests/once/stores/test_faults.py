@@ -165,7 +165,7 @@ def test_a_server_that_comes_back_in_time_is_waited_for(own: Stoppable, awaited:
 def test_a_server_that_stays_away_grants_nothing(own: Stoppable, awaited: bool) -> None:
     """Every verb says so when its patience ends; when the server is back, the same object goes on."""
     done, held, new = own.key(), own.key(), own.key()
-    with calling(own.url, awaited, retry_for=0.08) as caller:
+    with calling(own.url, awaited, retry_for=0.5) as caller:
         caller.work(done, 7)
         claim = granted(caller.claim(held))
         own.server.stop()

@@ -1,6 +1,7 @@
 """The worker: what it leases, how it ends what it holds, and what becomes of it all when it or the database dies."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -110,6 +111,16 @@ def test_a_second_signal_gives_back_at_once(harness: RunsHarness) -> None:
         program.send(signal.SIGINT)
         assert program.wait() == 0, program.log
     assert (harness.app.get(run.id).status, harness.app.get(run.id).attempts) == ("PENDING", 0)
+
+
+def test_a_worker_leaves_the_garbage_collector_as_it_found_it(harness: RunsHarness) -> None:
+    gc.freeze()
+    frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    worker = Worker(harness.app)
+    worker.stop()
+    worker.run()
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() > frozen / 2, "what the program had frozen is collected again"
 
 
 def lock_for_a_while(file: Path, seconds: float) -> None:

@@ -131,16 +131,22 @@ class Worker:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Collect garbage less often: a worker makes many short-lived objects, and imported modules are never freed."""
+    """Collect garbage less often: a worker makes many short-lived objects, and imported modules are never freed.
+
+    Objects that the program has frozen itself stay frozen.
+    """
     before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, *before[1:])
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect()
+        gc.freeze()
+    gc.set_threshold(before[0] and max(50_000, before[0]), *before[1:])  # 0: the program collects by itself
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def _run_through(loop: asyncio.AbstractEventLoop, main: asyncio.Task[None]) -> None:
