@@ -60,6 +60,7 @@ def make_app(url: str, folder: Path, **options: Any) -> App:
 
     @app.model("work", lease=LEASE, max_lost=100, max_attempts=100, backoff=(0.05,))
     async def work(ctx: Context, number: int) -> dict[str, int]:
+        append(folder / "begun", ctx.run_id, ctx.fence)
         await asyncio.sleep(PAUSE)
         thorough = number % 50 == 7 or (number % 2 == 1 and (folder / THOROUGH).exists())
         if thorough:

@@ -180,22 +180,27 @@ def stop_and_wake(stage: Stage) -> None:
     name = f"w{stage.workers.index(victim)}"
     (stage.folder / THOROUGH).touch()  # zombies have artifacts, logs and costs in hand, too
 
-    def ended() -> set[tuple[str, int]]:
-        return {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / "effects")}
+    def attempts(file: str) -> set[tuple[str, int]]:
+        return {(run_id, int(fence)) for run_id, fence, *_ in lines(stage.folder / file)}
 
     def held() -> set[tuple[str, int]]:
         victim.send(signal.SIGSTOP)
         running = "SELECT id, fence FROM semel_runs WHERE status = 'RUNNING' AND worker LIKE :name"
-        if found := {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")} - ended():
-            return found
+        found = {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")}
+        if begun := found & attempts("begun") - attempts("effects"):
+            return begun
         victim.send(signal.SIGCONT)
         return set()
 
-    outdated = eventually(held, "the worker is at work")
+    def outdated() -> set[tuple[str, int]]:
+        fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_runs")}
+        return {(run_id, fence) for run_id, fence in under_way if fence < fences[run_id]}
+
+    under_way = eventually(held, "the worker is at work")
     time.sleep(max(stage.seconds, 2 * LEASE))  # longer than the lease
-    fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_runs")}
+    zombies = eventually(outdated, "another worker takes over")
     victim.send(signal.SIGCONT)
-    stage.strike(lambda: sum(fence < fences[run_id] for run_id, fence in outdated & ended()), 0)
+    stage.strike(lambda: len(zombies & attempts("effects")), 0)
 
 
 @scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clocks=(-3600.0, 3600.0))
@@ -313,7 +318,7 @@ def lock_file(stage: Stage) -> None:
 def fill_disk(stage: Stage) -> None:
     members = [*stage.workers, *stage.askers]
     errors = stage.errors()
-    oracle = [stage.folder / name for name in ("asked", "acknowledged", "effects")]  # these may grow
+    oracle = [stage.folder / name for name in ("asked", "acknowledged", "begun", "effects")]  # these may grow
     room = max(100_000, 2 * max(file.stat().st_size for file in oracle))
     for member in members:
         limit_files(member.pid, room)
@@ -371,21 +376,6 @@ def kill_broker(stage: Stage) -> None:
 # -- running one -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def limited(server: servers.Postgres, connections: int) -> Iterator[None]:
-    """The server, restarted with so many connections."""
-    usual = server._argv
-    server.stop()
-    server._argv = (*usual, f"--max_connections={connections}")  # of two settings, the last counts
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        server._argv = usual
-        server.start()
-
-
 class Theatre:
     """The servers that all scenarios of a run share."""
 
@@ -438,7 +428,7 @@ class Theatre:
         database = self._postgres if scenario.store == "postgres" else None
         with ExitStack() as stack:
             if database is not None and scenario.connections is not None:
-                stack.enter_context(limited(database, scenario.connections))
+                stack.enter_context(database.restarted_with(f"--max_connections={scenario.connections}"))
             stage = Stage(scenario.store, self._database(database, folder), folder, seconds, seed, rate=rate)
             stage.postgres = database
             yield stage

@@ -137,6 +137,20 @@ class Server(ABC):
         self.stop(crash=crash)
         self.start()
 
+    @contextmanager
+    def restarted_with(self, *options: str) -> Iterator[None]:
+        """The server with further options until the end of the block; of two for one setting, the last counts."""
+        usual = self._argv
+        self.stop()
+        self._argv = (*usual, *options)
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+            self._argv = usual
+            self.start()
+
     @abstractmethod
     def database(self) -> str:
         """The URL of an empty database."""
