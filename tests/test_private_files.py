@@ -54,7 +54,7 @@ def test_results_and_artifacts_are_their_owners_alone(tmp_path: Path) -> None:
     app.model("write", isolation="thread")(write)
     run = app.submit("write")
     with app.working(processes=0, threads=1):
-        assert app.wait(run.id, timeout=30).status == "SUCCEEDED"
+        assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
     app.close()
     found = modes(tmp_path / "deep")
     kinds = {name: (tmp_path / "deep" / name).is_dir() for name in found}

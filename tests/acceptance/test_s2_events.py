@@ -29,7 +29,7 @@ def test_s2_57_run_completed_is_told_to_a_webhook_and_a_stream_after_the_run_is_
     ):
 
         def look(received: Received) -> None:
-            found.append(httpx.get(f"{serving.address}/runs/{received.event['run_id']}", timeout=30).json()["status"])
+            found.append(httpx.get(f"{serving.address}/runs/{received.event['run_id']}", timeout=60).json()["status"])
 
         receiver.on_receipt = look
         asked = {"url": receiver.url, "events": ["RunCompleted"]}

@@ -50,7 +50,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def worked(app: App, **parameters: object) -> None:
     with app.working(sweep_every=None):
-        app.wait(app.submit("work", parameters).id, timeout=30)
+        app.wait(app.submit("work", parameters).id, timeout=60)
 
 
 def test_s2_43_a_run_that_succeeds_is_counted_as_such(app: App, registry: CollectorRegistry) -> None:
@@ -82,7 +82,7 @@ def test_s2_42_to_44_runs_created_succeeded_and_failed_are_counted(app: App, reg
         with pytest.raises(KeyReused):
             app.submit("work", {"number": 8}, idempotency_key="k")
         for run in app.runs().runs:
-            app.wait(run.id, timeout=30)
+            app.wait(run.id, timeout=60)
     assert value(registry, "runs_created_total") == 5
     assert value(registry, "runs_succeeded_total") == 4
     assert value(registry, "runs_failed_total") == 1
@@ -92,7 +92,7 @@ def test_s2_42_to_44_runs_created_succeeded_and_failed_are_counted(app: App, reg
 
 def test_s2_45_to_46_duration_and_queue_lag_are_histograms(app: App, registry: CollectorRegistry) -> None:
     with app.working(sweep_every=None):
-        app.wait(app.submit("work").id, timeout=30)
+        app.wait(app.submit("work").id, timeout=60)
     assert value(registry, "run_duration_seconds_count", status="SUCCEEDED") == 1
     assert value(registry, "queue_lag_seconds_count") == 1
     lag, duration = (
@@ -183,7 +183,7 @@ def test_s2_46_the_lag_begins_when_a_run_is_due_and_counts_once_for_each_attempt
         assert value(registry, "queue_lag_seconds_sum") == pytest.approx(3)
     clock.advance((retried.due_us - clock.us) / 1e6 + 7)
     with app.working(sweep_every=None, processes=0, poll=0.02):
-        assert app.wait(run.id, timeout=30).status == "SUCCEEDED"
+        assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
     assert value(registry, "queue_lag_seconds_sum") == pytest.approx(10)
     assert value(registry, "queue_lag_seconds_count") == 2
     app.close()

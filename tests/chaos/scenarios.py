@@ -306,7 +306,7 @@ def kill_file_workers(stage: Stage) -> None:
 
 @scenario("sqlite-locked", "another program holds the file's lock", "sqlite")
 def lock_file(stage: Stage) -> None:
-    connection = sqlite3.connect(_file(stage), isolation_level=None, timeout=30)
+    connection = sqlite3.connect(_file(stage), isolation_level=None, timeout=60)
     errors = stage.errors("locked")
     connection.execute("BEGIN EXCLUSIVE")
     stage.strike(errors)

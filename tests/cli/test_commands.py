@@ -173,7 +173,7 @@ def test_a_worker_of_the_command_runs_the_apps_runs_and_stops_when_told(tmp_path
         app.close()
     finally:
         worker.terminate()
-        _, said = worker.communicate(timeout=30)
+        _, said = worker.communicate(timeout=60)
     assert worker.returncode == 0, said
     assert "worker started on default" in said
     assert "worker stopped" in said
@@ -190,7 +190,7 @@ def test_a_worker_that_finds_no_file_says_which_one_it_makes(tmp_path: Path) -> 
     while "worker started" not in said and (line := worker.stderr.readline()):
         said += line
     worker.terminate()
-    worker.communicate(timeout=30)
+    worker.communicate(timeout=60)
     file = tmp_path / "shop.db"
     assert f"there is no database file at {file}, so a new one is created" in said
     assert "Set --db to the path of the server's file" in said
@@ -415,7 +415,7 @@ def test_a_worker_is_put_on_another_database_and_without_an_app_it_is_the_demos(
         assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
     finally:
         worker.terminate()
-        _, said = worker.communicate(timeout=30)
+        _, said = worker.communicate(timeout=60)
         app.close()
     assert worker.returncode == 0, said
     assert "no MODULE:APP was given, so this uses the demo's app, semel.demo:app" in said

@@ -363,7 +363,7 @@ def old_run(url: str, folder: Path) -> str:
     try:
         with app.working(processes=0, threads=1, sweep_every=None):
             run = app.submit("double", {"number": 1}, idempotency_key="old", key_ttl=60)
-            return app.wait(run.id, timeout=30).id
+            return app.wait(run.id, timeout=60).id
     finally:
         app.close()
 

@@ -33,7 +33,7 @@ from support.faulty_server import FaultyServer, problem, saying
 from support.jobs import add_models, write_config
 from support.service import TestServer, issue_token, make_app, serve
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.fixture(scope="module")

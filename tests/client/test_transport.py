@@ -35,7 +35,7 @@ from semel.client.http import retry_after
 from semel.http.asgi import IdempotencyMiddleware
 from support.waiting import eventually
 
-PATIENCE = 30
+PATIENCE = 60
 KEY = "Idempotency-Key"
 TLS = ssl.create_default_context()  # made once: it takes longer than most tests, and none of them needs it
 QUICK = {"backoff": 0.001, "longest_wait": 0.02, "retries": 20}

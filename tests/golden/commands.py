@@ -16,7 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PATIENCE = 60.0
+PATIENCE = 240.0
+"""Seconds for all command lines together."""
 PRELOADED = ("semel:App", "semel:Once", "semel:Client", "semel.service:asgi", "alembic.command:upgrade")
 """What most commands need: a forked process has it at once."""
 HERE = Path(__file__).parent

@@ -53,7 +53,7 @@ class Recorder:
     """Sends requests one after the other and remembers them. Ids get numbers in the order of their appearance."""
 
     def __init__(self, address: str) -> None:
-        self._client = httpx.Client(base_url=address, timeout=30)
+        self._client = httpx.Client(base_url=address, timeout=60)
         self._address = address
         self._ids: dict[str, str] = {}
         self._told: list[dict[str, Any]] = []

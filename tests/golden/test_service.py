@@ -27,11 +27,11 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("served")) as server:
-        schema = httpx.get(f"{server.address}/schema/openapi.json", timeout=30).json()
+        schema = httpx.get(f"{server.address}/schema/openapi.json", timeout=60).json()
         with closing(Recorder(server.address)) as recorder:
             play(recorder, server.url)
         metrics = httpx.get(
-            f"{server.address}/metrics", headers={"Authorization": f"Bearer {recorder.token}"}, timeout=30
+            f"{server.address}/metrics", headers={"Authorization": f"Bearer {recorder.token}"}, timeout=60
         )
         yield Served(recorder.exchanges(), schema, metrics.text)
 

@@ -60,7 +60,7 @@ def meeting(before: str, parties: int = 2) -> Iterator[None]:
 
     So a race that two of them can lose is lost every time.
     """
-    barrier, done = Barrier(parties, timeout=30), local()
+    barrier, done = Barrier(parties, timeout=60), local()
     execute = psycopg.Cursor.execute
 
     def waiting(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ class Oracle:
 
     def _execute(self, statement: str) -> list[tuple[str, int]]:
         if self.url.startswith("sqlite"):
-            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"), timeout=30)) as file, file:
+            with closing(sqlite3.connect(self.url.removeprefix("sqlite:///"), timeout=60)) as file, file:
                 return file.execute(statement).fetchall()
         with psycopg.connect(self.url) as connection:
             cursor = connection.execute(statement.encode())

@@ -30,7 +30,7 @@ from semel.http import asgi, wsgi
 from semel.once.stores.memory import MemoryStore
 from semel.types import Verdict
 
-PATIENCE = 30
+PATIENCE = 60
 DIALECTS = ("intake", "ietf", "stripe")
 CONFLICT = {"intake": 409, "ietf": 422, "stripe": 400}
 INTAKE_DETAIL = (

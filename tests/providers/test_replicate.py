@@ -329,7 +329,7 @@ def test_a_config_with_data_is_refused_because_replicate_could_not_see_it() -> N
 def test_a_job_is_submitted_over_http_and_shows_what_became_of_it(
     service: TestServer, cloud: ReplicateServer, prompt: str
 ) -> None:
-    with httpx.Client(base_url=service.address, timeout=30) as client:
+    with httpx.Client(base_url=service.address, timeout=60) as client:
         body = {"providers": {"replicate": {"version": VERSION, "input": {"prompt": prompt}}}}
         assert client.put("/api/cloud/configs/over-http", json=body).is_success
         asked = {"config_name_to_load": "over-http", "idempotency_key": "ci-1"}
@@ -371,7 +371,7 @@ def test_a_job_at_a_provider_is_retried_by_no_entrance(
         service.app.retry(run.id)
     assert semel_command(["retry", run.id, "--server", service.address]) != 0
     assert said in capsys.readouterr().err
-    with httpx.Client(base_url=service.address, follow_redirects=True, timeout=30) as client:
+    with httpx.Client(base_url=service.address, follow_redirects=True, timeout=60) as client:
         for key in ({}, {"Idempotency-Key": "again"}):
             refused = client.post(f"/runs/{run.id}/retry", headers=key)
             assert (refused.status_code, refused.json()["error_code"]) == (409, "ILLEGAL_TRANSITION")

@@ -133,7 +133,7 @@ def test_replicate_needs_no_token_of_ours_where_everybody_else_does(
     request = tokens.NewToken(user="ada", role="admin")
     in_database(app, lambda conn: tokens.issue(conn, request, StatementContext(time.time_ns() // 1000)))
     with serving(app, cloud, hooks=True) as service:
-        assert httpx.get(f"{service.address}/runs", timeout=30).status_code == 401
+        assert httpx.get(f"{service.address}/runs", timeout=60).status_code == 401
         run = submit(app, prompt)
         prediction = begun(cloud, prompt)
         eventually(lambda: row_of(app, run)["remote_id"])

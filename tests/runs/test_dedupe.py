@@ -61,14 +61,14 @@ def by_app_in_bulk(service: TestServer, payload: dict[str, Any]) -> str:
 
 def by_http(service: TestServer, payload: dict[str, Any]) -> str:
     run_id: str = httpx.post(
-        f"{service.address}/runs", json={"model": "train", "parameters": payload}, timeout=30
+        f"{service.address}/runs", json={"model": "train", "parameters": payload}, timeout=60
     ).json()["run_id"]
     return run_id
 
 
 def by_http_in_bulk(service: TestServer, payload: dict[str, Any]) -> str:
     sent = [{"model": "train", "parameters": payload}]
-    run_id: str = httpx.post(f"{service.address}/runs/bulk", json=sent, timeout=30).json()[0]["run"]["run_id"]
+    run_id: str = httpx.post(f"{service.address}/runs/bulk", json=sent, timeout=60).json()[0]["run"]["run_id"]
     return run_id
 
 

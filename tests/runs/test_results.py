@@ -57,7 +57,7 @@ def s3_url(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     bucket = f"bucket-{uuid.uuid4().hex}"
-    asking = http.client.HTTPConnection(s3_server.removeprefix("http://"), timeout=30)
+    asking = http.client.HTTPConnection(s3_server.removeprefix("http://"), timeout=60)
     asking.request("PUT", f"/{bucket}")
     assert asking.getresponse().status == 200
     asking.close()

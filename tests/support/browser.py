@@ -29,7 +29,7 @@ from playwright.sync_api import (
     sync_playwright,
 )
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 ARTIFACTS = Path(__file__).parents[2] / "test-artifacts"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 LONGEST_PICTURE = 2400

@@ -15,7 +15,7 @@ from semel.runs.types import AttemptResult, Run
 from support.apps.dashboard_app import fail, hold, paint, shout
 from support.service import TokenServer, shared_server
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 IDLE = "idle"
 """The queue that no worker serves: its runs wait until a test leases them."""
 TRICKS = [

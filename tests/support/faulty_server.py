@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 class Sent(NamedTuple):

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 TOKEN = "r8_made_up_for_tests"
 SECRET = "whsec_" + base64.b64encode(b"made up for tests, too").decode()
 VERSION = "5c7d5dc6dd8bf75c1acaa8565735e7986bc5b66206b55cca93cb72c9bf15ccaa"
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 class Cut(Exception):

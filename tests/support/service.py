@@ -23,7 +23,7 @@ from semel.service.state import ServiceState
 from support.databases import database_url
 from support.waiting import eventually
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 class TestServer:

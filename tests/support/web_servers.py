@@ -23,7 +23,7 @@ from pathlib import Path
 
 from support.servers import Process, ServerError, free_port
 
-PATIENCE = 30
+PATIENCE = 60
 HERE = Path(__file__).parents[1]
 
 LEAD = """

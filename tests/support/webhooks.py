@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from support.waiting import eventually
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 class Received(NamedTuple):

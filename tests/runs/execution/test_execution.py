@@ -24,7 +24,7 @@ from semel.runs.types import AttemptResult
 from support.apps import run_models
 from support.apps.run_models import Heard, job
 
-PATIENCE = 30
+PATIENCE = 60
 
 
 @pytest.fixture(autouse=True)

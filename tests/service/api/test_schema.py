@@ -49,7 +49,7 @@ class Described:
         self.headers = headers
         self.run_id = run_id
         self.site_app = build(service.state)._inner._inner._inner
-        answer = httpx.get(f"{service.address}/schema/openapi.json", headers=headers, timeout=30)
+        answer = httpx.get(f"{service.address}/schema/openapi.json", headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         self.schema: dict[str, Any] = answer.json()
 
@@ -150,7 +150,7 @@ class Trial:
         if self._turn % 2:
             self._make_real(case)
         answer = case.call(
-            base_url=self.described.address, session=self._session, headers=self.described.headers, timeout=30
+            base_url=self.described.address, session=self._session, headers=self.described.headers, timeout=60
         )
         self.sent += 1
         case.validate_response(answer, checks=CHECKS, headers=self.described.headers)
@@ -193,7 +193,7 @@ def test_every_route_says_which_methods_it_takes(described: Described) -> None:
     litestar = described.site_app
     routes = [route for route in litestar.routes if isinstance(route, HTTPRoute)]
     assert len(routes) > 70
-    with httpx.Client(base_url=described.address, headers=described.headers, timeout=30) as client:
+    with httpx.Client(base_url=described.address, headers=described.headers, timeout=60) as client:
         for route in routes:
             path = re.sub(r"\{(\w+):(\w+)\}", lambda found: {"int": "7", "path": "a/b"}.get(found[2], "x"), route.path)
             takes = {str(method) for method in route.methods} | ({"HEAD"} if "GET" in route.methods else set())

@@ -53,7 +53,7 @@ def test_the_api_and_the_clients_say_so(service: TestServer, runs: dict[str, str
         assert [run.run_id for run in client.runs(stalled=True)] == [runs["stalled"]]
         assert {run.run_id for run in client.runs()} == set(runs.values())
         assert [model.stall_after for model in client.models() if model.name == "slow"] == [STALL]
-    listed = httpx.get(f"{service.address}/runs", params={"stalled": "true"}, timeout=30).json()["runs"]
+    listed = httpx.get(f"{service.address}/runs", params={"stalled": "true"}, timeout=60).json()["runs"]
     assert [(run["run_id"], run["stalled_since"] is not None) for run in listed] == [(runs["stalled"], True)]
 
 
@@ -86,4 +86,4 @@ def test_the_command_line_says_so(
 
 def test_the_metrics_count_them(service: TestServer, runs: dict[str, str]) -> None:
     assert runs
-    assert "runs_stalled 1.0" in httpx.get(f"{service.address}/metrics", timeout=30).text.splitlines()
+    assert "runs_stalled 1.0" in httpx.get(f"{service.address}/metrics", timeout=60).text.splitlines()

@@ -138,7 +138,7 @@ def settled(server: TokenServer) -> World:
     waiting = alice.post("/runs", json=later).json()["run_id"]
     with server.app.working(processes=0):
         for each in (run, job):
-            assert server.app.wait(each, timeout=30).status == "SUCCEEDED"
+            assert server.app.wait(each, timeout=60).status == "SUCCEEDED"
     return World(server, seats, alice, run, job, waiting)
 
 

@@ -380,7 +380,7 @@ app = App(url, artifacts=SlowStore(Path(artifacts)))
 add_models(app)
 with serve(app, Settings(configs=configs)) as service:
     body = {"config_name_to_load": "reading", "idempotency_key": "k"}
-    answer = httpx.post(f"{service.address}/api/cloud/jobs/submit", json=body, timeout=30).json()
+    answer = httpx.post(f"{service.address}/api/cloud/jobs/submit", json=body, timeout=60).json()
     assert app.results.began.wait(30)
     tell(answer)
     hear()
@@ -430,11 +430,11 @@ held, settings = claim_port(Settings(port=0, configs=configs, drain=600))
 def ask():
     body = {"config_name_to_load": "reading", "idempotency_key": "k"}
     place = f"http://127.0.0.1:{settings.port}/api/cloud/jobs/submit"
-    said = httpx.post(place, json=body, timeout=30).json()
+    said = httpx.post(place, json=body, timeout=60).json()
     assert app.results.began.wait(30)
     slow = socket.create_connection(("127.0.0.1", settings.port))
     slow.sendall(b"POST /runs HTTP/1.1\\r\\nHost: here\\r\\nContent-Length: 10\\r\\n\\r\\n")
-    httpx.get(f"http://127.0.0.1:{settings.port}/healthz", timeout=30)
+    httpx.get(f"http://127.0.0.1:{settings.port}/healthz", timeout=60)
     os.kill(os.getpid(), signal.SIGTERM)
     while True:  # until nobody listens any more: the first signal was heard
         try:

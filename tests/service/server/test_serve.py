@@ -347,7 +347,7 @@ def test_the_demo_says_what_to_try_and_that_works_when_it_is_pasted(tmp_path: Pa
         serving.becomes(_pasted(wait, tmp_path).strip(), "SUCCEEDED")
     address = serving.address
     with pytest.raises(httpx.ConnectError):
-        httpx.get(address, timeout=30)
+        httpx.get(address, timeout=60)
 
 
 def _pasted(line: str, folder: Path) -> str:
@@ -452,7 +452,7 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
     try:
         app.wait(run.id, timeout=PATIENCE)
         succeeded = 'runs_succeeded_total{model="add"} 1.0'
-        eventually(lambda: succeeded in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text, succeeded)
+        eventually(lambda: succeeded in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text, succeeded)
     finally:
         worker.terminate()
         worker.wait(PATIENCE)

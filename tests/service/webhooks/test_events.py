@@ -535,7 +535,7 @@ def test_a_server_killed_between_sending_and_noting_is_followed_by_one_that_send
     app = house.another_app()
     with Program(SERVER, url=house.url, folder=str(house.folder)) as program:
         process, address = program.hear()
-        with httpx.Client(base_url=address, timeout=30) as client:
+        with httpx.Client(base_url=address, timeout=60) as client:
             subscribe(client, receiver.url)
         answers = app.submit_many([{"model": "add", "parameters": {"a": number}} for number in range(30)])
         receiver.wait_for(AT_ONCE)
