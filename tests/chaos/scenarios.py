@@ -318,7 +318,7 @@ def lock_file(stage: Stage) -> None:
 def fill_disk(stage: Stage) -> None:
     members = [*stage.workers, *stage.askers]
     errors = stage.errors()
-    oracle = [stage.folder / name for name in ("asked", "acknowledged", "begun", "effects")]  # these may grow
+    oracle = [stage.folder / name for name in ("asked", "acknowledged", "effects")]  # these may grow
     room = max(100_000, 2 * max(file.stat().st_size for file in oracle))
     for member in members:
         limit_files(member.pid, room)
