@@ -169,7 +169,6 @@ class Trial:
                 body["url"] = "http://127.0.0.1:9/hook"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 def test_hundreds_of_answers_are_as_the_schema_says(described: Described) -> None:
     schema = schemathesis.openapi.from_dict(described.schema)
