@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from semel.cli import main as semel_command
 from support import servers
@@ -22,6 +23,10 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
     from playwright.sync_api import Browser
 
     from support.browser import Visitor
+
+
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,6 +20,7 @@ from semel.cli import main as semel_command
 from semel.runs.leader import TERM
 from semel.runs.store import maintenance
 from semel.runs.transports import DatabaseTransport
+from semel.runs.worker import Worker
 from semel.runs.worker.sweeper import Sweeper
 from semel.service import Settings
 from semel.service.webhooks import dispatcher
@@ -103,6 +104,28 @@ def test_a_process_that_starts_while_the_database_is_away_waits_for_it_with_one_
         eventually(lambda: works in started.said, "it works")
         assert started.said.count("the database is unavailable, waiting for it for up to 60 s") == 1
         assert len(re.findall("unavailable", started.said)) == 1
+
+
+def test_a_worker_that_is_started_by_a_program_waits_for_the_database_too(
+    line: tuple[OutageProxy, str], tmp_path: Path
+) -> None:
+    """As long as its operations are retried for: the database may go away between a check and the start."""
+    cut, url = line
+    app = app_of(url, tmp_path)
+    worker = Worker(app, processes=0, threads=0)
+
+    async def scenario() -> None:
+        working = asyncio.create_task(worker.serve())
+        await asyncio.sleep(1.0)  # some tries
+        assert not working.done()
+        cut.up()
+        while not await app.aio.workers():
+            assert not working.done(), working.exception()
+            await asyncio.sleep(0.05)
+        worker.stop()
+        await asyncio.wait_for(working, 60)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize("kind", ["worker", "serve", "sweep"])

@@ -127,6 +127,10 @@ class RunStore:
             await self._database.read(migrate.require)
         self._ready = True
 
+    async def open_patiently(self) -> None:
+        """As :meth:`open`, retried while the database is unavailable."""
+        await self._with_retry(self._database.read, lambda _: None)
+
     async def run_blocking(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a blocking function: in a thread where this store is awaited."""
         if self.awaited:

@@ -97,7 +97,7 @@ class WorkerSession:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._store.open()
+            await self._store.open_patiently()
         except BaseException:
             await self._store.close()
             raise
