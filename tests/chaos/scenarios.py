@@ -201,6 +201,7 @@ def stop_and_wake(stage: Stage) -> None:
     zombies = eventually(outdated, "another worker takes over")
     victim.send(signal.SIGCONT)
     stage.strike(lambda: len(zombies & attempts("effects")), 0)
+    (stage.folder / THOROUGH).unlink()
 
 
 @scenario("clocks-apart", "the clocks of the hosts are two hours apart", "postgres", clocks=(-3600.0, 3600.0))
