@@ -106,10 +106,12 @@ def note_time(folder: Path) -> None:
 @pytest.mark.skipif(clock_library() is None, reason="libfaketime has a wheel for Linux on x86-64 only")
 def test_the_clock_of_a_host_is_ahead_or_behind(tmp_path: Path) -> None:
     for seconds in (3600.0, -3600.0):
-        Member("host", note_time, tmp_path, clock=HostClock(tmp_path, "host", seconds)).process.join(60)
+        host = Member("host", note_time, tmp_path, clock=HostClock(tmp_path, "host", seconds)).process
+        host.join(300)
+        assert host.exitcode == 0
         seen, steady = (float(each) for each in lines(tmp_path / "time")[-1])
-        assert seen - time.time() == pytest.approx(seconds, abs=60)
-        assert steady == pytest.approx(time.monotonic(), abs=60)
+        assert seen - time.time() == pytest.approx(seconds, abs=300)
+        assert steady == pytest.approx(time.monotonic(), abs=300)
 
 
 def test_the_command_lists_its_scenarios_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
