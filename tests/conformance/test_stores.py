@@ -33,7 +33,7 @@ class Opened(SharedStoreSuite):
     dead_url: str
 
     def opener(self) -> Opener:
-        return partial(open_store, self.url, is_async=self.is_async)
+        return partial(open_store, self.url, is_async=self.is_async, retry_for=120)  # 64 may connect at once
 
     def nowhere(self) -> Opener:
         return partial(open_store, self.dead_url, is_async=self.is_async)
