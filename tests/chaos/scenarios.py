@@ -100,7 +100,7 @@ def use_up_connections(stage: Stage) -> None:
         began_at = time.monotonic()
         newcomers = {
             str(each.pid)
-            for add in (stage.add_worker, stage.add_submitter)
+            for add in (stage.add_worker, lambda url: stage.add_submitter(url, share=0.25))
             for each in (add(stage.url), add(stage.url))
         }
 

@@ -13,9 +13,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -209,10 +210,10 @@ class Stage:
         self.workers.append(Member(f"worker-{number}", program.work, *arguments, clock=clock))
         return self.workers[-1]
 
-    def add_submitter(self, url: str, clock: HostClock | None = None) -> Member:
-        """Start another submitter."""
+    def add_submitter(self, url: str, share: float = 1.0, clock: HostClock | None = None) -> Member:
+        """Start another submitter, with a share of the usual rate."""
         number = len(self.askers)
-        arguments = (url, self.folder, f"s{number}", self.rate)
+        arguments = (url, self.folder, f"s{number}", self.rate * share)
         self.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock))
         return self.askers[-1]
 
@@ -230,7 +231,8 @@ class Stage:
 def migrated(server: servers.Postgres | None, folder: Path) -> str:
     """The URL of a new database with its tables."""
     url = f"sqlite:///{folder / 'semel.db'}" if server is None else server.database()
-    assert semel_command(["migrate", url]) == 0
+    with redirect_stdout(StringIO()):
+        assert semel_command(["migrate", url]) == 0
     return url
 
 
