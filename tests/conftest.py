@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # the browser's driver is slow to import, and most tests do n
     from support.browser import Visitor
 
 
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be
-settings.load_profile("tests")
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")  # Hypothesis must not fail a test because the machine is busy
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The tests themselves are many, and stay until the end."""
+    """Leave the collected tests out of garbage collections: they are many, and stay until the end."""
     share_fork_server()
     gc.collect()
     collect_seldom()

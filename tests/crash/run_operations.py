@@ -367,7 +367,7 @@ class Purge(OfRunningRun):
         if ended.how == "returned":
             assert ended.value in (0, 1)
             assert not files
-        eventually(lambda: self._purged(place), "no lock of the dead process is left, which a purge would skip")
+        eventually(lambda: self._purged(place), "the purge of a run that the dead process had locked")
         assert list((place.folder / "artifacts").rglob("result*")) == []
         with opened(place) as database:
             assert database.count("semel_removals") == 0

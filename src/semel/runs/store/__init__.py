@@ -127,8 +127,8 @@ class RunStore:
             await self._database.read(migrate.require)
         self._ready = True
 
-    async def open_patiently(self) -> None:
-        """As :meth:`open`, retried while the database is unavailable."""
+    async def open_with_retry(self) -> None:
+        """As :meth:`open`, and retry for ``retry_for`` seconds while the database is unavailable."""
         await self._with_retry(self._database.read, lambda _: None)
 
     async def run_blocking(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

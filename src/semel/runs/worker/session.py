@@ -97,7 +97,7 @@ class WorkerSession:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._store.open_patiently()
+            await self._store.open_with_retry()
         except BaseException:
             await self._store.close()
             raise
