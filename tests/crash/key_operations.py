@@ -26,6 +26,7 @@ from semel import (
     current_claim,
 )
 from semel.testing import FakeClock
+from support.programs import PATIENCE
 
 SCOPE = "crash"
 LEASE, TTL = 60.0, 600.0
@@ -40,7 +41,7 @@ _kept: dict[tuple[int, str], tuple[Once, FakeClock]] = {}
 def kept_open(url: str) -> Iterator[None]:
     """Keep one Once open for all tries of this process: to open one takes longer than to use it."""
     clock = FakeClock()
-    with Once(url, clock=clock, policy=RETAKE, collect=False) as once:
+    with Once(url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE) as once:
         _kept[os.getpid(), url] = once, clock
         try:
             yield
@@ -56,7 +57,7 @@ def opened(place: Place, later: float = 0.0) -> Iterator[Once]:
     if kept is not None:
         yield kept
         return
-    with Once(place.url, clock=clock, policy=RETAKE, collect=False) as once:
+    with Once(place.url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE) as once:
         yield once
 
 
@@ -73,7 +74,7 @@ class Connected:
 
     def warm_up(self, place: Place) -> None:
         clock = FakeClock()
-        once = Once(place.url, clock=clock, policy=RETAKE, collect=False)
+        once = Once(place.url, clock=clock, policy=RETAKE, collect=False, retry_for=PATIENCE)
         _kept[os.getpid(), place.url] = once, clock
         once.claim("warm", scope="warm")  # a script of Redis is loaded by its first use
 
@@ -149,7 +150,7 @@ class FirstAsyncCall(FirstCall):
         async def working() -> dict[str, int]:
             return work(place)
 
-        async with AsyncOnce(place.url, clock=place.clock, policy=RETAKE, collect=False) as once:
+        async with AsyncOnce(place.url, clock=place.clock, policy=RETAKE, collect=False, retry_for=PATIENCE) as once:
             return (await once.call(place.name, working, scope=SCOPE)).value
 
 

@@ -75,7 +75,7 @@ class Program:
 
     def hear(self) -> Any:
         """The next object that the program sends."""
-        if not self._pipe.poll(PATIENCE):
+        if not self._pipe.poll(4 * PATIENCE):
             raise Failed("the program hangs")
         good, said = self._pipe.recv()
         if not good:

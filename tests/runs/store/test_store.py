@@ -16,6 +16,7 @@ from semel import InvalidRequest, KeyReused, SemelError, StoreUnavailable
 from semel._concurrency.retry import Outage
 from semel._concurrency.runtime import seconds_left
 from semel._concurrency.sync import run_sync
+from semel.db import migrate
 from semel.db.dialect import hot
 from semel.db.schema import workers
 from semel.errors import StoreBroken
@@ -42,6 +43,24 @@ def store(sqlite_url: str) -> Iterator[RunStore]:
     store = RunStore(sqlite_url, awaited=False, retry_for=0)
     yield store
     run_sync(store.close())
+
+
+def test_tables_that_take_long_to_create_are_waited_for(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow machine they take longer than a call may: given up and begun anew, they would never be there."""
+    real = migrate.bring_up
+
+    def slowly(conn: Connection) -> None:
+        time.sleep(1.5)
+        real(conn)
+
+    async def body() -> None:
+        store = RunStore(sqlite_url, awaited=True, retry_for=1.0)
+        await store.open_with_retry()
+        assert await store.read(queries.list_workers, store.statement_context) == []
+        await store.close()
+
+    monkeypatch.setattr(migrate, "bring_up", slowly)
+    asyncio.run(body())
 
 
 # -- where it is -------------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ class RunStore:
         self._repeats = False
         self.outage: Outage | None = None
         """Set by a worker or server, for whom an outage is to be logged; other callers get an error."""
-        self._retried = with_retry(self._attempt, self.runtime, self.retry_for)
+        is_new = (lambda: not self._ready) if self.dialect == "sqlite" else None
+        self._retried = with_retry(self._attempt, self.runtime, self.retry_for, is_new=is_new)
         self._retried_long = with_retry(self._attempt, self.runtime, self.retry_for, longest=LONG_DEADLINE)
         self.submit = self.runtime.batcher(self._submit_now)
         """Submits one :class:`Submission`; calls that come together share a transaction."""
