@@ -1,7 +1,8 @@
 """Benchmark of runs against the nearest peers on the same servers: `./dev bench runs`.
 
-Every run keeps its row, fence, result and events. Rates are measured in turn with the peer's, several rounds, on a
-durable PostgreSQL (fsync on), and printed as the median of the rounds' ratios. Rows can be chosen by a part of their
+Every run keeps its row, fence, result and history. Rates are measured in turn with the peer's, several rounds, on a
+durable PostgreSQL (fsync on), and printed as the median of the rounds' ratios, with what a
+job cost the server beside them. Rows can be chosen by a part of their
 name: `./dev bench runs pgqueuer growth`.
 """
 
@@ -16,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
+from meter import Cost, Meter, middle
 from noop_model import blocking_noop
 from peers import Absent, Peer, opened
 from peers.watch import from_tasks, in_a_process
@@ -90,7 +93,7 @@ class Semel(Peer):
 
     def clear(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute("TRUNCATE semel_runs, semel_run_events, semel_run_keys, semel_run_logs")
+            connection.execute("TRUNCATE semel_runs, semel_active, semel_attempts, semel_keys, semel_run_logs")
 
 
 class Children(Semel):
@@ -127,51 +130,106 @@ class Bench:
 
     def __init__(self, stack: ExitStack) -> None:
         self.postgres = stack.enter_context(servers.postgres(durable=True))
+        self.meter = Meter(self.postgres.url)
         self.redis = stack.enter_context(servers.redis())
         self.url = self.postgres.database()
         self.ours, self.children = Semel(), Children()
         self.ours.prepare(self.url, "")
         self.children.url = self.url
 
-    def drain(self, peer: Peer) -> float:
+    def drain(self, peer: Peer) -> Measured:
         peer.enqueue_many(peer.jobs)
-        rate = peer.jobs / peer.drain(peer.jobs)
-        peer.clear()
-        return rate
+        return self._measured(peer, peer.jobs, lambda: peer.drain(peer.jobs))
 
-    def singly(self, peer: Peer) -> float:
-        rate = peer.singles / asyncio.run(peer.enqueue_from_tasks(peer.singles))
-        peer.clear()
-        return rate
+    def singly(self, peer: Peer) -> Measured:
+        return self._measured(peer, peer.singles, lambda: asyncio.run(peer.enqueue_from_tasks(peer.singles)))
 
-    def many(self, peer: Peer) -> float:
-        rate = peer.many / peer.enqueue_many(peer.many)
+    def many(self, peer: Peer) -> Measured:
+        return self._measured(peer, peer.many, lambda: peer.enqueue_many(peer.many))
+
+    def _measured(self, peer: Peer, jobs: int, work: Callable[[], float]) -> Measured:
+        with self.meter.over(jobs) as cost:
+            rate = jobs / work()
         peer.clear()
-        return rate
+        return Measured(rate, cost)
 
     def against(
-        self, name: str, what: str, required: float, ours: Callable[[], float], theirs: Callable[[Peer], float]
-    ) -> Row:
+        self, name: str, what: str, required: float, ours: Callable[[], Measured], theirs: Callable[[Peer], Measured]
+    ) -> Iterator[Row]:
         try:
             with opened(name, self.postgres, self.redis) as peer:
                 pairs = [(ours(), theirs(peer)) for _ in range(ROUNDS)]
         except Absent as reason:
-            return Row(f"{what}: absent, {reason}", [0.0], None)
-        note = f"{median(a for a, _ in pairs):,.0f}/s against {median(b for _, b in pairs):,.0f}/s"
-        return Row(what, [a / b for a, b in pairs], required, note=note)
+            yield Row(f"{what}: absent, {reason}", [0.0], None)
+            return
+        yield Row(what, [a.rate / b.rate for a, b in pairs], required, note=_note(pairs))
+        if name == "graphile" and what.startswith("drain"):
+            ratios = [a.cost.cpu / b.cost.cpu for a, b in pairs]
+            yield Row("the server's CPU per drained run / graphile-worker's", ratios, 1.2, at_most=True)
 
 
-def drain_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
-    asked = {"pgqueuer": 1.3, "procrastinate": 20, "rq": 20, "celery": 10, "dbos": 20, "graphile": 0.7}
+class Measured(NamedTuple):
+    """Jobs a second, and what each of them cost the server."""
 
-    def row(name: str, required: float) -> Callable[[], Row]:
+    rate: float
+    cost: Cost
+
+
+def _note(pairs: list[tuple[Measured, Measured]]) -> str:
+    sides = zip(*pairs, strict=True)
+    return " against ".join(
+        f"{median(each.rate for each in side):,.0f}/s ({middle([each.cost for each in side])})" for side in sides
+    )
+
+
+Part: TypeAlias = Callable[[], Iterable[Row]]
+
+
+def wal_rows(bench: Bench) -> Iterator[Row]:
+    """Both are warm: the tables have grown, and every page was written since the last checkpoint."""
+    peer = bench.ours
+    peer.enqueue_many(peer.jobs)
+    peer.drain(peer.jobs)
+    submitted, drained = [], []
+    for _ in range(ROUNDS):
+        with bench.meter.over(peer.jobs) as cost:
+            peer.enqueue_many(peer.jobs)
+        submitted.append(cost)
+        with bench.meter.over(peer.jobs) as cost:
+            peer.drain(peer.jobs)
+        drained.append(cost)
+    peer.clear()
+    for what, costs, most in (("submit", submitted, 660), ("drain", drained, 800)):
+        yield Row(
+            f"WAL to {what} a run, bytes", [each.wal for each in costs], most, at_most=True, note=str(middle(costs))
+        )
+
+
+def drain_rows(bench: Bench) -> dict[str, Part]:
+    asked = {"pgqueuer": 2.5, "procrastinate": 44, "rq": 88, "celery": 29, "dbos": 37, "graphile": 1.2}
+
+    def row(name: str, required: float) -> Part:
         return lambda: bench.against(name, f"drain / {name}", required, lambda: bench.drain(bench.ours), bench.drain)
 
     return {f"drain {name}": row(name, required) for name, required in asked.items()}
 
 
-def submit_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
+def submit_rows(bench: Bench) -> dict[str, Part]:
     return {
+        "submit graphile": lambda: bench.against(
+            "graphile",
+            "submit one by one, 64 tasks / graphile-worker's addJob",
+            3,
+            lambda: bench.singly(bench.ours),
+            bench.singly,
+        ),
+        "bulk graphile": lambda: bench.against(
+            "graphile",
+            "bulk submit / graphile-worker's addJobs",
+            1,
+            lambda: bench.many(bench.ours),
+            bench.many,
+        ),
         "submit": lambda: bench.against(
             "procrastinate",
             "submit one by one, 64 tasks / Procrastinate's defer",
@@ -186,7 +244,7 @@ def submit_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
             lambda: bench.many(bench.ours),
             bench.singly,
         ),
-        "bulk against ours": lambda: _bulk_against_ours(bench),
+        "bulk against ours": lambda: [_bulk_against_ours(bench)],
         "children": lambda: bench.against(
             "rq-forking",
             "2 warm child processes / RQ's forking worker",
@@ -199,8 +257,8 @@ def submit_rows(bench: Bench) -> dict[str, Callable[[], Row]]:
 
 def _bulk_against_ours(bench: Bench) -> Row:
     pairs = [(bench.many(bench.ours), bench.singly(bench.ours)) for _ in range(ROUNDS)]
-    note = f"{median(a for a, _ in pairs):,.0f}/s against {median(b for _, b in pairs):,.0f}/s"
-    return Row("bulk submit / our own one by one from 64 tasks", [a / b for a, b in pairs], None, note=note)
+    ratios = [a.rate / b.rate for a, b in pairs]
+    return Row("bulk submit / our own one by one from 64 tasks", ratios, None, note=_note(pairs))
 
 
 def latency(url: str, at_most: float) -> Row:
@@ -237,56 +295,116 @@ async def _latency(url: str) -> tuple[float, float]:
 
 
 FILL = """
-INSERT INTO semel_runs (id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence,
-  attempts, errors, losts, max_attempts, max_lost, parameters, payload_hash, cost, asked_cost, created_us, due_us,
-  started_us, finished_us, lease_us, worker)
-SELECT uuidv7(), '', '', 'noop', 'default', 0, '{status}', true, 'x', {version}, n, {version} - 1, 0, 0, 0, 3,
-  3, '{{}}', md5(n::text), 0, 0, n, n, {ended}, {ended}, 60000000, 'w'
-FROM generate_series(1, {count}) AS n
+WITH made AS (
+  INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id,
+    model, queue, payload_hash, parameters)
+  SELECT uuidv7(), n, 60000000, 0, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  FROM generate_series(1, {count}) AS n RETURNING id, created_us AS n
+)
 """
+PENDING = """
+INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
+  tenant, user_id, queue, model)
+SELECT id, n, n, 60000000, 0, 0, 1, 0, 0, 0, true, '', '', 'default', 'noop' FROM made
+"""
+ENDED = """
+INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
+  result_size, worker, result_digest, result)
+SELECT id, 1, n, n, 3, 1, 0, 0, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 4, 'worker-1',
+  CASE n % 100 WHEN 0 THEN NULL ELSE sha256('null') END, CASE n % 100 WHEN 0 THEN NULL ELSE 'null' END
+FROM made
+"""
+COUNT = """
+INSERT INTO semel_run_counts (tenant, model, status, count, spent_us)
+VALUES ('', 'noop', 'SUCCEEDED', {count} * 99 / 100, 0), ('', 'noop', 'FAILED', {count} / 100, 0)
+"""
+
+
+FILL_BATCH = 1_000_000
 
 
 def filled(bench: Bench, pending: int, finished: int) -> str:
     url = bench.postgres.database()
     semel_command(["migrate", url, "--json"])
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(FILL.format(status="PENDING", version=1, ended="NULL", count=pending))
-        if finished:
-            connection.execute(FILL.format(status="SUCCEEDED", version=3, ended="n", count=finished))
-        connection.execute("VACUUM ANALYZE semel_runs")
+        for count, table in ((pending, PENDING), (finished, ENDED)):
+            for start in range(0, count, FILL_BATCH):
+                connection.execute(FILL.format(count=min(FILL_BATCH, count - start)) + table)
+        connection.execute(COUNT.format(count=finished))
+        connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
     return url
 
 
-def growth(bench: Bench) -> Row:
-    small, large = filled(bench, 10_000, 0), filled(bench, 100_000, 1_000_000)
-    pairs = [asyncio.run(_lease_costs(small, large)) for _ in range(5)]
-    note = f"{median(b for _, b in pairs) * 1e3:.1f} ms against {median(a for a, _ in pairs) * 1e3:.1f} ms for 100 runs"
+SMALL, LARGE = 10_000, 10_000_000
+"""Ended runs in the two databases that are compared; each has WAITING more that wait."""
+WAITING = 2000
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """Every verb and every list with many ended runs, against few: in turn, 15 times."""
+    small, large = filled(bench, WAITING, SMALL), filled(bench, WAITING, LARGE)
+    with psycopg.connect(large, autocommit=True) as connection:
+        row = connection.execute("SELECT pg_database_size(current_database())").fetchone()
+        assert row is not None
+        yield Row(f"disk for {LARGE:,} small ended runs, GB", [row[0] / 1e9], 3.5, at_most=True)
+    for what, (few, many) in asyncio.run(_verb_costs(small, large)).items():
+        note = f"{many * 1e3:.2f} ms against {few * 1e3:.2f} ms"
+        yield Row(f"growth: {what}, {LARGE:,} ended runs / {SMALL:,}", [many / few], 1.25, at_most=True, note=note)
     bench.postgres.drop(small)
     bench.postgres.drop(large)
-    what = "growth: a lease with 1,000,000 finished and 100,000 pending / 10,000"
-    return Row(what, [b / a for a, b in pairs], 1.25, at_most=True, note=note)
 
 
-async def _lease_costs(small: str, large: str) -> tuple[float, float]:
-    """The median cost of leasing 100 runs in each database, in turn; the leased runs are given back."""
-    ledgers = [RunStore(url, awaited=True) for url in (small, large)]
-    costs: list[list[float]] = [[], []]
+async def _verb_costs(*urls: str) -> dict[str, tuple[float, float]]:
+    """The median seconds of each verb in each database."""
+    apps = [app_on(url) for url in urls]
+    costs: dict[str, list[list[float]]] = {}
     for _ in range(15):
-        for ledger, cost in zip(ledgers, costs, strict=True):
-            start = time.perf_counter()
-            leased = await ledger.write(
-                lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), ledger.statement_context
-            )
-            cost.append(time.perf_counter() - start)
-            assert len(leased) == 100
-            await ledger.write(
-                transitions.end,
-                [FinishRequest(x.id, x.fence, AttemptResult(kind="lost"), returned=True) for x in leased],
-                ledger.statement_context,
-            )
-    for ledger in ledgers:
-        await ledger.close()
-    return median(costs[0]), median(costs[1])
+        for side, app in enumerate(apps):
+            async for what, seconds in _verbs(app):
+                costs.setdefault(what, [[], []])[side].append(seconds)
+    for app in apps:
+        await app.aio.close()
+    return {what: (median(sides[0]), median(sides[1])) for what, sides in costs.items()}
+
+
+async def _verbs(app: App) -> AsyncIterator[tuple[str, float]]:
+    """Each verb once, with the seconds that it took. It leaves as many runs waiting as there were."""
+    aio, store = app.aio, app.aio._engine.store
+    context = store.statement_context
+
+    async def timed(work: Awaitable[Any]) -> tuple[Any, float]:
+        start = time.perf_counter()
+        answer = await work
+        return answer, time.perf_counter() - start
+
+    run, seconds = await timed(aio.submit("noop"))
+    yield "submit", seconds
+    _, seconds = await timed(aio.submit_many([{"model": "noop"}] * 99))
+    yield "bulk submit of 99", seconds
+    leased, seconds = await timed(store.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), context))
+    yield "lease of 100", seconds
+    beats = [LeaseRenewal(each.id, each.fence) for each in leased]
+    yield "heartbeat of 100", (await timed(store.write(lease.renew, beats, context)))[1]
+    result = AttemptResult(kind="succeeded", result="null", result_digest="0" * 64, result_size=4)
+    ends = [FinishRequest(each.id, each.fence, result) for each in leased]
+    yield "finish of 100", (await timed(store.write(transitions.end, ends, context)))[1]
+    yield "sweep", (await timed(store.write(transitions.lose_expired, context)))[1]
+    reads: dict[str, Callable[[], Awaitable[Any]]] = {
+        "get": lambda: aio.get(run.id),
+        "timeline": lambda: aio.timeline(leased[0].id),
+        "list": lambda: aio.runs(limit=50),
+        "list of what failed": lambda: aio.runs(limit=50, status="FAILED"),
+        "list of what waits": lambda: aio.runs(limit=50, status="PENDING"),
+        "list of a model": lambda: aio.runs(limit=50, model="noop"),
+        "list of a model without runs": lambda: aio.runs(limit=50, model="blocking"),
+        "list of a payload": lambda: aio.runs(limit=50, payload_hash=run.payload_hash[::-1]),
+        "summary": aio.summary,
+        "summary, grouped": lambda: aio.summary(grouped=True),
+        "backlog": aio.backlog,
+        "why a run waits": lambda: aio.waiting(run.id),
+    }
+    for what, read in reads.items():
+        yield what, (await timed(read()))[1]
 
 
 def heartbeat(bench: Bench) -> Row:
@@ -343,19 +461,19 @@ def transactions(connection: psycopg.Connection[tuple[int]]) -> int:
 
 def rows(bench: Bench, wanted: list[str]) -> Iterator[Row]:
     sqlite = f"sqlite:///{tempfile.mkdtemp()}/semel.db"
-    parts: dict[str, Callable[[], Row]] = {
+    parts: dict[str, Part] = {
+        "wal": lambda: wal_rows(bench),
         **drain_rows(bench),
         **submit_rows(bench),
-        "latency postgresql": lambda: latency(bench.url, 10),
-        "latency sqlite": lambda: latency(sqlite, 20),
+        "latency postgresql": lambda: [latency(bench.url, 10)],
+        "latency sqlite": lambda: [latency(sqlite, 20)],
         "growth": lambda: growth(bench),
-        "heartbeat": lambda: heartbeat(bench),
+        "heartbeat": lambda: [heartbeat(bench)],
+        "idle": lambda: idle(bench),
     }
     for name, part in parts.items():
         if not wanted or any(each in name for each in wanted):
-            yield part()
-    if not wanted or "idle" in wanted:
-        yield from idle(bench)
+            yield from part()
 
 
 def main() -> int:

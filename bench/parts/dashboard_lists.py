@@ -31,31 +31,38 @@ APART_MS = 2600
 ROUNDS = 5
 PAGES = 15
 """Requests for each page in a round; the fastest counts, because of other load on the machine."""
-SPENT = """id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts,
-  errors, losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, cost, asked_cost, created_us,
-  due_us, started_us, finished_us, lease_us, worker, last_error"""
-VALUES = """'', 'user' || (n % 100), 'model' || (n % 10), 'default', 0, status, status = 'PENDING', 'x', version, us,
-  version - 1, version / 2, 0, 0, 3, 3, '[]', 'hash' || n, 'key' || n, 0, 0, us, us,
-  ended, ended, 60000000, 'w', CASE status WHEN 'FAILED' THEN 'ValueError: as told' END"""
 STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 50 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
-  ELSE 'SUCCEEDED' END AS status, CASE WHEN n < 20 THEN 1 ELSE 3 END AS version,
-  CASE WHEN n < 20 THEN NULL ELSE us END AS ended"""
+  ELSE 'SUCCEEDED' END AS status"""
+RUNS = """id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id, model, queue,
+  parameters, idempotency_key, payload_hash"""
+VALUES = """us, 60000000, 0, 0, 3, 3, '', 'user' || (n % 100), 'model' || (n % 10), 'default', '[]', 'key' || n"""
 POSTGRES = f"""
-INSERT INTO semel_runs ({SPENT})
-SELECT (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'
-  || substr(md5(n::text), 1, 15))::uuid, {VALUES}
-FROM (SELECT *, {STATES} FROM
-  (SELECT n, {{now}} - n::bigint * {APART_MS * 1000} AS us FROM generate_series(0, {{count}} - 1) AS n)) AS made
+CREATE TABLE made AS SELECT *, (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'
+  || substr(md5(n::text), 1, 15))::uuid AS id, {STATES} FROM
+  (SELECT n, {{now}} - n::bigint * {APART_MS * 1000} AS us FROM generate_series(0, {{count}} - 1) AS n);
+INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES}, sha256(n::text::bytea) FROM made
 """
 SQLITE = f"""
-INSERT INTO semel_runs ({SPENT})
+CREATE TABLE made AS
 WITH RECURSIVE counted(n) AS (SELECT {{count}} - 1 UNION ALL SELECT n - 1 FROM counted WHERE n > 0),
 timed AS (SELECT n, {{now}} - n * {APART_MS * 1000} AS us FROM counted),
-made AS (SELECT *, {STATES}, printf('%012x7%03x8', us / 1000, n % 4096) || substr(lower(hex(randomblob(8))), 1, 15) AS x
+named AS (SELECT *, {STATES},
+  printf('%012x7%03x8', us / 1000, n % 4096) || substr(lower(hex(randomblob(8))), 1, 15) AS x
   FROM timed)
-SELECT substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4) || '-'
-  || substr(x, 21), {VALUES}
-FROM made
+SELECT n, us, status, substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4)
+  || '-' || substr(x, 21) AS id FROM named;
+INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES}, printf('%064x', n) FROM made
+"""
+STATES_OF = """
+INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
+  tenant, user_id, queue, model)
+SELECT id, us, us, 60000000, 0, 0, 1, 0, 0, 0, true, '', 'user' || (n % 100), 'default', 'model' || (n % 10)
+FROM made WHERE status = 'PENDING';
+INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
+  worker, last_error)
+SELECT id, 1, us, us, 3, 1, 0, 0, '', status, us, 'w', CASE status WHEN 'FAILED' THEN 'ValueError: as told' END
+FROM made WHERE status <> 'PENDING';
+DROP TABLE made
 """
 
 
@@ -65,15 +72,16 @@ def fill(url: str, count: int) -> None:
     if url.startswith("postgresql"):
         semel_command(["migrate", url, "--json"])
         with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(POSTGRES.format(now=now, count=count).encode())
-            connection.execute("VACUUM ANALYZE semel_runs")
+            connection.execute((POSTGRES.format(now=now, count=count) + ";" + STATES_OF).encode())
+            connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
         return
     app = App(url)
     app.runs(limit=1)  # creates the tables
     app.close()
     engine = create_engine(url)
     with engine.begin() as connection:
-        connection.exec_driver_sql(SQLITE.format(now=now, count=count))
+        for statement in (SQLITE.format(now=now, count=count) + ";" + STATES_OF).split(";"):
+            connection.exec_driver_sql(statement)
     engine.dispose()
 
 

@@ -137,7 +137,7 @@ def test_s0_7_a_bad_key_is_a_clear_error_and_creates_nothing(ground: Ground, key
     if key is not None:  # which is no key at all
         with pytest.raises(InvalidRequest, match=f"idempotency_key .*{reason}"):
             ground.submit(idempotency_key=key)
-    assert ground.count("model_runs") == ground.count("semel_run_keys") == 0
+    assert ground.count("model_runs") == ground.count("semel_keys") == 0
 
 
 def test_s0_7_a_key_of_255_characters_works(ground: Ground) -> None:
@@ -218,7 +218,7 @@ def test_s0_11_the_relation_idempotency_keys(ground: Ground) -> None:
     assert (key, job_id, str(user_id)) == ("ci-build-abc123", "job-xyz789", "42")
     assert when(created_at) == datetime(2024, 2, 29, 12, 34, 56, tzinfo=UTC)
     assert when(expires_at) - when(created_at) == timedelta(hours=24)
-    assert ("expires_us",) in indexed(ground, "semel_run_keys")
+    assert ("expires_us",) in indexed(ground, "semel_keys")
 
 
 def when(shown: str | datetime) -> datetime:

@@ -117,7 +117,7 @@ def use_up_connections(stage: Stage) -> None:
 def lock_table(stage: Stage) -> None:
     errors = stage.errors("lock timeout")
     with psycopg.connect(stage.url) as connection:
-        connection.execute("LOCK TABLE semel_runs IN ACCESS EXCLUSIVE MODE")
+        connection.execute("LOCK TABLE semel_active IN ACCESS EXCLUSIVE MODE")
         stage.strike(errors)
 
 
@@ -133,7 +133,7 @@ def keep_snapshot(stage: Stage) -> None:
 
 @scenario("postgres-disk-full", "PostgreSQL refuses writes, as with a full disk (53100)", "postgres")
 def fill_postgres_disk(stage: Stage) -> None:
-    tables = ("semel_runs", "semel_run_events", "semel_run_keys")
+    tables = ("semel_runs", "semel_active", "semel_attempts", "semel_keys")
     errors = stage.errors("No space left on device")
     stage.sql(
         "CREATE FUNCTION no_room() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
@@ -185,7 +185,7 @@ def stop_and_wake(stage: Stage) -> None:
 
     def held() -> set[tuple[str, int]]:
         victim.send(signal.SIGSTOP)
-        running = "SELECT id, fence FROM semel_runs WHERE status = 'RUNNING' AND worker LIKE :name"
+        running = "SELECT id, fence FROM semel_run_states WHERE status = 'RUNNING' AND worker LIKE :name"
         found = {(str(run.id), run.fence) for run in stage.sql(running, name=f"{name}%")}
         if begun := found & attempts("begun") - attempts("effects"):
             return begun
@@ -193,7 +193,7 @@ def stop_and_wake(stage: Stage) -> None:
         return set()
 
     def outdated() -> set[tuple[str, int]]:
-        fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_runs")}
+        fences = {str(run.id): run.fence for run in stage.sql("SELECT id, fence FROM semel_run_states")}
         return {(run_id, fence) for run_id, fence in under_way if fence < fences[run_id]}
 
     under_way = eventually(held, "the worker is at work")

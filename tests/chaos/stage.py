@@ -345,17 +345,17 @@ def wait_until_working(stage: Stage) -> None:
 def drain(stage: Stage) -> None:
     """Wait until no run is left to do."""
     deadline = time.monotonic() + DRAIN
-    active = "SELECT count(*) FROM semel_runs WHERE status IN ('PENDING', 'RUNNING') AND user_id = 'chaos'"
+    active = "SELECT count(*) FROM semel_active WHERE user_id = 'chaos'"
     while time.monotonic() < deadline and stage.sql(active)[0][0]:
         time.sleep(0.1)  # other processes send no signal
 
 
 def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
     """Compare the files of the oracle with the tables."""
-    runs = stage.sql("SELECT * FROM semel_runs WHERE user_id = 'chaos'")
+    runs = stage.sql("SELECT * FROM semel_run_states WHERE user_id = 'chaos'")
     Ledger(Place(stage.kind, stage.url, stage.folder, "chaos", 0, stage.url), "chaos").check()
     ends = stage.sql(
-        "SELECT run_id, count(*) AS many FROM semel_run_events"
+        "SELECT run_id, count(*) AS many FROM semel_run_steps"
         " WHERE status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') GROUP BY run_id"
     )
     stored = {str(run.id) for run in runs}

@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from crash.key_operations import connected
 from crash.points import Place
+from support.databases import MISCOUNTED
 
 ACTIVE = ("PENDING", "RUNNING")
 
@@ -24,12 +25,16 @@ class Ledger:
             def rows(statement: str) -> list[Any]:
                 return list(conn.execute(text(statement), {"user": user}))
 
-            self.runs = rows("SELECT * FROM semel_runs WHERE user_id = :user ORDER BY id")
+            self.runs = rows("SELECT * FROM semel_run_states WHERE user_id = :user ORDER BY id")
             self.events = rows(
-                "SELECT e.* FROM semel_run_events AS e JOIN semel_runs AS r ON r.id = e.run_id"
+                "SELECT e.* FROM semel_run_steps AS e JOIN semel_runs AS r ON r.id = e.run_id"
                 " WHERE r.user_id = :user ORDER BY e.run_id, e.version"
             )
-            self.keys = rows("SELECT * FROM semel_run_keys WHERE user_id = :user AND kind = 'key'")
+            self.keys = rows(
+                "SELECT key, attempt AS job_id FROM semel_keys"
+                " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'"
+            )
+            self.miscounted = rows(MISCOUNTED)
             self.reservations = rows("SELECT * FROM semel_reservations WHERE user_id = :user")
 
     @property
@@ -49,6 +54,7 @@ class Ledger:
             _check_run(run, events[str(run.id)])
         for key in self.keys:
             assert key.job_id in self.ids, f"the key {key.key} names no run"
+        assert self.miscounted == [], "the summary counts other runs than there are"
         used = Counter(each.job_id for each in self.reservations if each.job_id is not None)
         assert set(used) <= set(self.ids), "a reservation was consumed by a run that does not exist"
         assert set(used.values()) <= {1}, "two reservations were consumed by one run"

@@ -263,7 +263,7 @@ class Upload(InLoop):
 
 
 def upload_status(look: Callable[..., list[Any]], run_id: str) -> str:
-    query = "SELECT r.status FROM semel_runs AS r JOIN semel_jobs AS j ON r.id = j.upload_id WHERE j.run_id = ?"
+    query = "SELECT r.status FROM semel_run_states AS r JOIN semel_jobs AS j ON r.id = j.upload_id WHERE j.run_id = ?"
     status: str = look(query, run_id)[0][0]
     return status
 
@@ -422,7 +422,7 @@ class Predict(InLoop):
             await part.open()
         with looking(place) as look:
             ended = await until(
-                lambda: look("SELECT status FROM semel_runs WHERE id = ?", run_id)[0][0] in OVER, seconds
+                lambda: look("SELECT status FROM semel_run_states WHERE id = ?", run_id)[0][0] in OVER, seconds
             )
         for part in reversed(parts):
             await part.close()

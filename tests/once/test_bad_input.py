@@ -749,7 +749,7 @@ def test_every_verb_says_so(postgres_url: str) -> None:
 def test_tables_that_vanished_are_said_to_be_missing(postgres_url: str) -> None:
     assert semel_command(["migrate", postgres_url]) == 0
     with psycopg.connect(postgres_url) as connection:
-        connection.execute("DROP TABLE semel_keys")
+        connection.execute("DROP TABLE semel_keys CASCADE")
     with Once(postgres_url, collect=False) as once, pytest.raises(NotMigrated, match="semel migrate"):
         once.claim("key")
 

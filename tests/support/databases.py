@@ -15,9 +15,11 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import Connection, Table, delete, insert, update
 
 from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
+from semel.db.schema import active, attempts, run_counts, submitted
 from semel.runs.models.model import make_model
 from semel.runs.store import RunStore, lease, maintenance, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
@@ -25,7 +27,7 @@ from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.store.submit import JobDetails
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import INTERNAL_QUEUE, AttemptResult, EndKind
+from semel.runs.types import INTERNAL_QUEUE, TERMINAL, AttemptResult, EndKind
 from semel.testing import FakeClock
 
 KINDS = ["memory", "sqlite", "redis", "postgres"]
@@ -36,7 +38,8 @@ DATABASES = ("sqlite", "postgres")
 """Databases of runs, quotas and the service."""
 
 TABLES = (
-    *("runs", "run_keys", "run_events", "run_logs", "jobs", "quotas", "reservations", "workers", "leaders", "removals"),
+    *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
+    *("leaders", "removals", "run_counts", "run_totals"),
     *("subscriptions", "deliveries"),
 )
 LEASE = 60
@@ -181,6 +184,46 @@ class TestDatabase:
     def concurrent(self, user: str | int = 42) -> int:
         """The number of slots that the user has in use."""
         return self.app.usage(user).concurrent
+
+
+def put_run(conn: Connection, row: dict[str, Any]) -> None:
+    """Write a run that is as the row, with the columns of the view of runs: so a test controls all times."""
+    _put(conn, submitted, row)
+    if row["status"] in TERMINAL:
+        began = row.get("started_us")
+        _put(conn, attempts, {"run_id": row["id"], "ended_us": row["finished_us"], "began_us": began, **row})
+        spent = row["finished_us"] - (began or 0) if row["status"] == "SUCCEEDED" else 0
+        _put(conn, run_counts, {"facet": None, **row, "count": 1, "spent_us": spent})
+    else:
+        born = {"version": 1, "fence": 0, "lease_until_us": None}
+        _put(conn, active, {"since_us": row["created_us"], **row, **born})
+        if row["status"] == "RUNNING":
+            running = {name: row.get(name) for name in ("lease_until_us", "worker", "heartbeat_us", "started_us")}
+            leased = {"version": 2, "fence": 1, "began_us": row.get("started_us") or row["created_us"], **running}
+            conn.execute(update(active).where(active.c.id == row["id"]).values(leased))
+
+
+def _put(conn: Connection, table: Table, row: dict[str, Any]) -> None:
+    conn.execute(insert(table).values({name: value for name, value in row.items() if name in table.c}))
+
+
+MISCOUNTED = """
+SELECT tenant, model, status, sum(n), sum(spent) FROM (
+  SELECT tenant, model, status, count AS n, spent_us AS spent FROM semel_run_counts
+  UNION ALL SELECT tenant, model, status, count, spent_us FROM semel_run_totals
+  UNION ALL SELECT tenant, model, status, -1, CASE status WHEN 'SUCCEEDED' THEN started_us - finished_us ELSE 0 END
+  FROM semel_run_states
+  WHERE status NOT IN ('PENDING', 'RUNNING') AND (queue <> 'semel-service' OR user_id <> '')
+) AS counted GROUP BY tenant, model, status HAVING sum(n) <> 0 OR sum(spent) <> 0
+"""
+"""Where the counts of the summary differ from the runs: always nothing."""
+
+
+def remove_run(conn: Connection, run_id: str) -> None:
+    """Remove a run, as a purge does."""
+    conn.execute(delete(active).where(active.c.id == run_id))
+    conn.execute(delete(attempts).where(attempts.c.run_id == run_id))
+    conn.execute(delete(submitted).where(submitted.c.id == run_id))
 
 
 def held(database: TestDatabase, data: str | None = "/data") -> Run:

@@ -11,8 +11,9 @@ from sqlalchemy import Connection, Table, insert
 
 from semel import App
 from semel._concurrency.sync import run_sync
-from semel.db.schema import runs, workers
+from semel.db.schema import workers
 from semel.runs.types import MICRO, TERMINAL, id_at, new_id
+from support.databases import put_run
 from support.service import TestServer, TokenClient
 
 VOID = frozenset({"meta", "link", "input", "br", "hr", "img", "path", "circle", "rect", "line", "polyline"})
@@ -270,10 +271,15 @@ def put_runs(app: App, made: list[dict[str, Any]]) -> list[str]:
     """Insert rows of runs, so that a test controls all times; returns their ids."""
     ledger = app.ledger(awaited=False)
     try:
-        run_sync(ledger.write(_insert, runs, made))
+        run_sync(ledger.write(_put_runs, made))
     finally:
         run_sync(ledger.close())
     return [each["id"] for each in made]
+
+
+def _put_runs(conn: Connection, made: list[dict[str, Any]]) -> None:
+    for each in made:
+        put_run(conn, each)
 
 
 def put_workers(app: App, made: list[dict[str, Any]]) -> None:

@@ -122,7 +122,7 @@ def take_lease(app: App, run: Run) -> None:
     """Take the run from its worker, as if its lease had expired."""
 
     def lose(conn: Connection) -> None:
-        conn.execute(text("UPDATE semel_runs SET lease_until_us = 1 WHERE id = :run"), {"run": run.id})
+        conn.execute(text("UPDATE semel_active SET lease_until_us = 1 WHERE id = :run"), {"run": run.id})
         now = time.time_ns() // 1000 if conn.dialect.name == "sqlite" else None
         assert run.id in [each.id for each in transitions.lose_expired(conn, StatementContext(now))]
         notify(conn)
@@ -134,7 +134,7 @@ def come_due(app: App, run: Run) -> None:
     """End the pause before the run's next attempt."""
 
     def hasten(conn: Connection) -> None:
-        conn.execute(text("UPDATE semel_runs SET due_us = 0, ready = true WHERE id = :run"), {"run": run.id})
+        conn.execute(text("UPDATE semel_active SET due_us = 0, ready = true WHERE id = :run"), {"run": run.id})
         notify(conn)
 
     in_database(app, hasten)

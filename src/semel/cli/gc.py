@@ -41,7 +41,7 @@ def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool)
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not dry_run:
             _require_artifacts(artifacts, with_files)
-            counts = _remove(db, store, older_than, artifacts)
+            counts = _remove(db, store, older_than, artifacts, counts["run_keys"])
     removed = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
     text = f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys"
     print_result(as_json, {"dry_run": dry_run, "removed": counts}, text)
@@ -51,9 +51,10 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
     from sqlalchemy import and_, func, or_, select
 
     from semel._validation import TEN_YEARS, checked_number
-    from semel.db.schema import keys, removals, reservations, run_keys, runs
+    from semel.db.schema import keys, removals, reservations, runs
     from semel.runs.store.maintenance import is_old
     from semel.runs.store.quotas import EXPIRED_KEPT_US, read_clock
+    from semel.runs.store.run_keys import RUN
 
     now = read_clock(conn, terms)
     over = is_old(now, checked_number("older-than", age, 0, TEN_YEARS))
@@ -63,9 +64,9 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
         "runs": over,
         "runs_with_files": and_(over, or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None))),
         "left_files": removals.c.has_files,
-        "run_keys": run_keys.c.expires_us < now,
+        "run_keys": and_(keys.c.expires_us < now, gone, keys.c.kind == RUN),
         "reservations": reservations.c.expires_us < now - EXPIRED_KEPT_US,
-        "keys": and_(keys.c.expires_us < now, gone),
+        "keys": and_(keys.c.expires_us < now, gone, keys.c.kind != RUN),
     }
     return {name: conn.scalar(select(func.count()).where(each)) or 0 for name, each in wanted.items()}
 
@@ -76,26 +77,23 @@ def _require_artifacts(place: str, with_files: int) -> None:
         raise InvalidRequest(f"{with_files} of the runs have files, but there is no folder {place}; set --artifacts")
 
 
-def _remove(url: str, store: RunStore, age: float, artifacts: str) -> dict[str, int]:
+def _remove(url: str, store: RunStore, age: float, artifacts: str, run_keys: int) -> dict[str, int]:
     from semel._concurrency.sync import run_sync
-    from semel.once.client import Once
     from semel.runs.app import App
 
     app = App(url, artifacts=artifacts)
     try:
-        counts = {"runs": app.purge(age), "run_keys": 0, "reservations": 0}
+        counts = {"runs": app.purge(age), "run_keys": run_keys, "reservations": 0, "keys": 0}
     finally:
         app.close()
-    while any(removed := run_sync(store.write(_expired, store.statement_context))):
-        counts["run_keys"] += removed[0]
+    while any(removed := run_sync(store.write(_remove_expired, store.statement_context))):
+        counts["keys"] += removed[0]
         counts["reservations"] += removed[1]
-    with Once(url, collect=False) as once:
-        counts["keys"] = once.purge()
+    counts["keys"] = max(counts["keys"] - run_keys, 0)
     return counts
 
 
-def _expired(conn: Connection, terms: StatementContext) -> tuple[int, int]:
-    from semel.runs.store import quotas
-    from semel.runs.store import run_keys as store_run_keys
+def _remove_expired(conn: Connection, terms: StatementContext) -> tuple[int, int]:
+    from semel.runs.store import quotas, run_keys
 
-    return store_run_keys.purge_keys(conn, terms), quotas.purge_reservations(conn, terms)
+    return run_keys.purge(conn, 1000, terms), quotas.purge_reservations(conn, terms)

@@ -204,7 +204,7 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
     from semel.once.client import Once
 
     if isinstance(found, dict):
-        return ask(db, lambda store: store.write(_delete_run_key, found))
+        return ask(db, lambda store: store.write(_delete_run_key, found, store.statement_context))
     with Once(db, collect=False) as once, _suggesting_force(found.key):
         return once.forget(found.key, scope=found.scope, force=force)
 
@@ -264,7 +264,7 @@ def _records(db: str, key: str, scope: str | None) -> list[Record]:
     scopes = [scope] if scope else _scopes(db, key)
     with Once(db, collect=False) as once:
         found = [once.get(key, scope=each) for each in scopes]
-    return [each for each in found if each is not None]
+    return [each for each in found if each is not None and (scope or each.kind != "run")]
 
 
 def _scopes(db: str, key: str) -> list[str]:
@@ -284,26 +284,19 @@ def _scopes_of(conn: Connection, key: str) -> list[str]:
 def _run_keys_of(
     conn: Connection, key: str, user: str | None, tenant: str | None, terms: StatementContext
 ) -> list[dict[str, Any]]:
-    from sqlalchemy import select
+    from msgspec.structs import asdict
 
-    from semel.db.schema import run_keys
-    from semel.runs.store.quotas import read_clock
+    from semel.runs.store.run_keys import entries
 
-    query = select(run_keys).where(run_keys.c.key == key, run_keys.c.expires_us >= read_clock(conn, terms)).limit(MOST)
-    if user is not None:
-        query = query.where(run_keys.c.user_id == user)
-    if tenant is not None:
-        query = query.where(run_keys.c.tenant == tenant)
-    rows = [dict(row) for row in conn.execute(query).mappings()]
-    return [{"user": row.pop("user_id"), **row} for row in rows]
+    found = entries(conn, key, tenant, user, terms)[:MOST]
+    return [{name: asdict(each)[name] for name in _RUN_KEY} for each in found]
 
 
-def _delete_run_key(conn: Connection, found: dict[str, Any]) -> bool:
+_RUN_KEY = ("user", "tenant", "kind", "key", "payload_hash", "job_id", "created_us", "expires_us")
+
+
+def _delete_run_key(conn: Connection, found: dict[str, Any], terms: StatementContext) -> bool:
     """Delete a run key, unless it names another run by now."""
-    from sqlalchemy import delete
+    from semel.runs.store.run_keys import RunKey, remove
 
-    from semel.db.schema import run_keys
-
-    own = [run_keys.c[name] == found[name] for name in ("tenant", "kind", "key", "job_id")]
-    query = delete(run_keys).where(*own, run_keys.c.user_id == found["user"])
-    return bool(conn.execute(query).rowcount)
+    return remove(conn, RunKey(**found), terms)

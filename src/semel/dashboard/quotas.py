@@ -125,8 +125,8 @@ def used_part(bar: QuotaBar) -> float:
 _ACTIVE = Statement(
     lambda _: (
         """
-SELECT user_id, count(*) FROM semel_runs
-WHERE tenant = :tenant AND user_id <> '' AND status IN ('PENDING', 'RUNNING')
+SELECT user_id, count(*) FROM semel_active
+WHERE tenant = :tenant AND user_id <> ''
 GROUP BY user_id ORDER BY 2 DESC, 1 LIMIT :most"""
     )
 )

@@ -41,6 +41,12 @@ class Dialect(Protocol):
     def identity(self, column: str) -> str:
         """Text as an id."""
 
+    def digest(self, column: str) -> str:
+        """A digest (see ``schema.Digest``), given in hexadecimal digits."""
+
+    def digits(self, column: str) -> str:
+        """The hexadecimal digits of a digest."""
+
     def locking(self, table: str, *, skip: bool) -> str:
         """Lock the selected rows; with ``skip``, leave out locked ones. Empty on SQLite, whose one writer locks all."""
 
@@ -76,6 +82,12 @@ class Postgres:
     def identity(self, column: str) -> str:
         return f"CAST({column} AS uuid)"
 
+    def digest(self, column: str) -> str:
+        return f"decode({column}, 'hex')"
+
+    def digits(self, column: str) -> str:
+        return f"encode({column}, 'hex')"
+
     def locking(self, table: str, *, skip: bool) -> str:
         return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
@@ -107,7 +119,7 @@ class Sqlite:
     def as_text(self, column: str) -> str:
         return column
 
-    identity = as_text
+    identity = digest = digits = as_text
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
         return ""

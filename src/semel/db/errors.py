@@ -19,7 +19,7 @@ _BROKEN_STATES = {
 _PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 """Connections, read-only standbys, deadlocks, resources, locks, shutdowns, I/O: another try may succeed."""
 
-LOCK_TIMEOUT = "55P03"
+LOCK_TIMEOUT, UNIQUE_VIOLATION = "55P03", "23505"
 
 # psycopg has no error code for a failure to connect, only the server's message.
 _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")

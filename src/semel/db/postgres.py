@@ -47,6 +47,7 @@ _HOT = {
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
+    "enable_bitmapscan": "off",
 }
 _TO_HOT = text("SELECT " + ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _HOT.items()))
 _TO_PLAIN = text(

@@ -6,11 +6,15 @@ renewing changes no indexed column. Neither does a run's heartbeat.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    ColumnElement,
+    Dialect,
     Float,
     Index,
     Integer,
@@ -20,11 +24,15 @@ from sqlalchemy import (
     Sequence,
     Table,
     Text,
+    TypeDecorator,
     Uuid,
+    and_,
+    func,
+    literal,
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -64,6 +72,11 @@ Index(
     sqlite_where=keys.c.value_until_us.is_not(None),
 )
 
+_names_run = "kind = 'run'"
+Index("semel_keys_run", keys.c.attempt, postgresql_where=text(_names_run), sqlite_where=text(_names_run))
+"""With this index a purge finds the runs that live keys refer to."""
+Index("semel_keys_run_key", keys.c.key, postgresql_where=text(_names_run), sqlite_where=text(_names_run))
+
 fences = Sequence("semel_fence", metadata=metadata)
 """PostgreSQL: a sequence never returns a number twice, whatever is rolled back or purged."""
 
@@ -73,140 +86,328 @@ fence_counter = Table("semel_fence_counter", metadata, Column("last", Integer, n
 _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
 """A UUIDv7, which grows with time; text on SQLite, so that people can query it."""
 
-runs = Table(
+
+class Digest(TypeDecorator[str]):
+    """A digest in hexadecimal digits: on PostgreSQL stored as bytes, half as long; on SQLite as the digits."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def __init__(self, start: int | None = None) -> None:
+        super().__init__()
+        self.start = start
+        """How many bytes or digits of it are compared; None: all."""
+
+    def load_dialect_impl(self, dialect: Dialect) -> Any:
+        return dialect.type_descriptor(Text() if dialect.name == "sqlite" else LargeBinary())
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
+        if value is None or dialect.name == "sqlite":
+            return value if value is None else value[: self.start]
+        try:
+            return bytes.fromhex(value)[: self.start]
+        except ValueError:
+            return b""  # equal to no digest
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002 -- SQLAlchemy's
+        return value if value is None or isinstance(value, str) else bytes(value).hex()
+
+
+_START = 8
+"""How much of a digest an index holds: enough to find its row."""
+
+
+def has_digest(column: Column[Any], digits: str) -> ColumnElement[bool]:
+    """True where the column holds this digest."""
+    start = func.substr(column, 1, _START) == literal(digits, Digest(_START))
+    return and_(start, column == digits)
+
+
+submitted = Table(
     "semel_runs",
     metadata,
     Column("id", _id, primary_key=True),
+    Column("created_us", BigInteger, nullable=False),
+    Column("lease_us", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=False),
+    Column("stall_us", BigInteger, nullable=True),
+    Column("priority", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("max_lost", Integer, nullable=False),
     Column("tenant", _name, nullable=False),
     Column("user_id", _name, nullable=False),
     Column("model", _name, nullable=False),
     Column("queue", _name, nullable=False),
-    Column("priority", Integer, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("ready", Boolean, nullable=False),
-    Column("step", Text, nullable=False),
-    Column("note", Text, nullable=True),
-    Column("version", Integer, nullable=False),
-    Column("changed_us", BigInteger, nullable=False),
-    Column("fence", BigInteger, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("errors", Integer, nullable=False),
-    Column("losts", Integer, nullable=False),
-    Column("max_attempts", Integer, nullable=False),
-    Column("max_lost", Integer, nullable=False),
+    Column("payload_hash", Digest, nullable=False),
     Column("parameters", Text, nullable=False),
-    Column("payload_hash", _name, nullable=False),
     Column("idempotency_key", Text, nullable=True),
     Column("facet", Text, nullable=True),
     Column("retry_of", _id, nullable=True),
-    Column("cost", BigInteger, nullable=False),
-    Column("asked_cost", BigInteger, nullable=False),
-    Column("created_us", BigInteger, nullable=False),
-    Column("due_us", BigInteger, nullable=False),
-    Column("started_us", BigInteger, nullable=True),
-    Column("finished_us", BigInteger, nullable=True),
-    Column("worker", Text, nullable=True),
-    Column("lease_us", BigInteger, nullable=False),
-    Column("lease_until_us", BigInteger, nullable=True),
-    Column("heartbeat_us", BigInteger, nullable=True),
-    Column("cancel_us", BigInteger, nullable=True),
-    Column("progress", Float, nullable=True),
-    Column("progress_note", Text, nullable=True),
-    Column("progress_us", BigInteger, nullable=True),
-    Column("stall_us", BigInteger, nullable=True),
-    Column("last_error", Text, nullable=True),
-    Column("traceback", Text, nullable=True),
-    Column("result", Text, nullable=True),
-    Column("result_ref", Text, nullable=True),
-    Column("result_digest", Text, nullable=True),
-    Column("result_size", BigInteger, nullable=True),
-    Column("artifacts", Text, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
-    Column("result_exact", Text, nullable=True),
-    Column("warnings", Text, nullable=True),
-    CheckConstraint("status IN ('PENDING', 'RUNNING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_runs_status"),
-    CheckConstraint("(status = 'RUNNING') = (lease_until_us IS NOT NULL)", "semel_runs_leased"),
-    CheckConstraint("status <> 'RUNNING' OR worker IS NOT NULL", "semel_runs_executor"),
-    CheckConstraint("(status IN ('PENDING', 'RUNNING')) = (finished_us IS NULL)", "semel_runs_finished"),
-    CheckConstraint(
-        "status = 'SUCCEEDED' OR coalesce(result, result_ref, result_digest, artifacts) IS NULL", "semel_runs_result"
-    ),
-    CheckConstraint("version > 1 OR status = 'PENDING'", "semel_runs_born"),
-    postgresql_with={"fillfactor": "70"},
 )
-_pending = "status = 'PENDING' AND ready"
-Index(
-    "semel_runs_ready",
-    runs.c.queue,
-    runs.c.priority.desc(),
-    runs.c.due_us,
-    runs.c.id,
-    postgresql_where=text(_pending),
-    sqlite_where=text(_pending),
-)
-_later = "status = 'PENDING' AND NOT ready"
-Index("semel_runs_later", runs.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
-Index("semel_runs_later_since", runs.c.changed_us, postgresql_where=text(_later), sqlite_where=text(_later))
-_active = "user_id <> '' AND status IN ('PENDING', 'RUNNING')"
-Index(
-    "semel_runs_active",
-    runs.c.tenant,
-    runs.c.user_id,
-    postgresql_where=text(_active),
-    sqlite_where=text(_active),
-)
+"""What was submitted: a row is inserted once, and never updated."""
 _somebody = "user_id <> ''"
 Index(
     "semel_runs_user",
-    runs.c.tenant,
-    runs.c.user_id,
-    runs.c.created_us,
+    submitted.c.tenant,
+    submitted.c.user_id,
+    submitted.c.created_us,
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
 Index(
     "semel_runs_user_list",
-    runs.c.tenant,
-    runs.c.user_id,
-    runs.c.id,
+    submitted.c.tenant,
+    submitted.c.user_id,
+    submitted.c.id,
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
+Index("semel_runs_payload", func.substr(submitted.c.payload_hash, 1, _START)).ddl_if("postgresql")
+Index("semel_runs_payload", submitted.c.payload_hash).ddl_if("sqlite")
+Index(
+    "semel_runs_data",
+    submitted.c.data_ref,
+    postgresql_where=submitted.c.data_ref.is_not(None),
+    sqlite_where=submitted.c.data_ref.is_not(None),
+)
+
+active = Table(
+    "semel_active",
+    metadata,
+    Column("id", _id, primary_key=True),
+    Column("since_us", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("lease_us", BigInteger, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("errors", Integer, nullable=False),
+    Column("losts", Integer, nullable=False),
+    Column("ready", Boolean, nullable=False),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("queue", _name, nullable=False),
+    Column("model", _name, nullable=False),
+    Column("began_us", BigInteger, nullable=True),
+    Column("started_us", BigInteger, nullable=True),
+    Column("lease_until_us", BigInteger, nullable=True),
+    Column("heartbeat_us", BigInteger, nullable=True),
+    Column("cancel_us", BigInteger, nullable=True),
+    Column("progress_us", BigInteger, nullable=True),
+    Column("cost", BigInteger, nullable=True),
+    Column("progress", Float, nullable=True),
+    Column("worker", Text, nullable=True),
+    Column("step", Text, nullable=True),
+    Column("note", Text, nullable=True),
+    Column("progress_note", Text, nullable=True),
+    Column("last_error", Text, nullable=True),
+    Column("traceback", Text, nullable=True),
+    Column("data_ref", Text, nullable=True),
+    Column("facet", Text, nullable=True),
+    Column("dedupe", _id, nullable=True),
+    Column("dedupe_until_us", BigInteger, nullable=True),
+    CheckConstraint("lease_until_us IS NULL OR worker IS NOT NULL", "semel_active_executor"),
+    CheckConstraint("lease_until_us IS NULL OR fence > 0", "semel_active_fenced"),
+    postgresql_with={"fillfactor": "45"},
+)
+"""The runs that are pending (without the end of a lease) or running. A lease and its renewals change no indexed column,
+so that PostgreSQL writes the row in place. ``since_us``: when its present wait began. ``step``: NULL until the first.
+``dedupe``: what is unique for its payload, until ``dedupe_until_us``. The times of the first start, the heartbeat and
+the progress are NULL where they are ``began_us``.
+"""
+Index(
+    "semel_active_ready",
+    active.c.queue,
+    active.c.ready,
+    active.c.priority.desc(),
+    active.c.due_us,
+    active.c.id,
+)
+_leased = "lease_until_us IS NOT NULL"
+Index("semel_active_lease", active.c.lease_until_us, postgresql_using="brin", sqlite_where=text(_leased))
+_later = "NOT ready"
+Index("semel_active_later", active.c.due_us, postgresql_where=text(_later), sqlite_where=text(_later))
+Index("semel_active_later_since", active.c.since_us, postgresql_where=text(_later), sqlite_where=text(_later))
+_named = "dedupe IS NOT NULL"
+Index("semel_active_dedupe", active.c.dedupe, unique=True, postgresql_where=text(_named), sqlite_where=text(_named))
+Index(
+    "semel_active_user",
+    active.c.tenant,
+    active.c.user_id,
+    postgresql_where=text(_somebody),
+    sqlite_where=text(_somebody),
+)
+
+attempts = Table(
+    "semel_attempts",
+    metadata,
+    Column("run_id", _id, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("ended_us", BigInteger, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("errors", Integer, nullable=False),
+    Column("losts", Integer, nullable=False),
+    Column("tenant", _name, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("step", Text, nullable=True),
+    Column("began_us", BigInteger, nullable=True),
+    Column("started_us", BigInteger, nullable=True),
+    Column("heartbeat_us", BigInteger, nullable=True),
+    Column("cancel_us", BigInteger, nullable=True),
+    Column("progress_us", BigInteger, nullable=True),
+    Column("cost", BigInteger, nullable=True),
+    Column("result_size", BigInteger, nullable=True),
+    Column("progress", Float, nullable=True),
+    Column("worker", Text, nullable=True),
+    Column("note", Text, nullable=True),
+    Column("cancel_note", Text, nullable=True),
+    Column("progress_note", Text, nullable=True),
+    Column("last_error", Text, nullable=True),
+    Column("traceback", Text, nullable=True),
+    Column("result_digest", Digest, nullable=True),
+    Column("result", Text, nullable=True),
+    Column("result_ref", Text, nullable=True),
+    Column("result_exact", Text, nullable=True),
+    Column("artifacts", Text, nullable=True),
+    Column("warnings", Text, nullable=True),
+    Column("data_ref", Text, nullable=True),
+    PrimaryKeyConstraint("run_id", "version", name="semel_attempts_pkey"),
+    CheckConstraint("status IN ('PENDING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_attempts_status"),
+    CheckConstraint(
+        "status = 'SUCCEEDED' OR coalesce(result, result_ref, artifacts) IS NULL AND result_digest IS NULL",
+        "semel_attempts_result",
+    ),
+    CheckConstraint("status = 'CANCELLED' OR began_us IS NOT NULL", "semel_attempts_began"),
+)
+"""Every attempt that ended, with the run's status after it, and the outcome of the run if it was the last. A row is
+inserted once, and never updated. A pending run that is cancelled has a row without ``began_us``. ``step`` is NULL where
+it has the name of the status. ``started_us``, the
+start of the first attempt, and the times of the heartbeat and the progress are NULL where they equal ``began_us``.
+"""
+_unsuccessful = "status IN ('FAILED', 'CANCELLED')"
+Index(
+    "semel_attempts_unsuccessful",
+    attempts.c.status,
+    attempts.c.run_id,
+    postgresql_where=text(_unsuccessful),
+)
 _failed = "status = 'FAILED'"
 Index(
-    "semel_runs_failed",
-    runs.c.tenant,
-    runs.c.finished_us,
+    "semel_attempts_failed",
+    attempts.c.tenant,
+    attempts.c.ended_us,
     postgresql_where=text(_failed),
     sqlite_where=text(_failed),
 )
-Index("semel_runs_status", runs.c.status, runs.c.id)
-Index("semel_runs_payload", runs.c.payload_hash)
 Index(
-    "semel_runs_data",
-    runs.c.data_ref,
-    postgresql_where=runs.c.data_ref.is_not(None),
-    sqlite_where=runs.c.data_ref.is_not(None),
+    "semel_attempts_data",
+    attempts.c.data_ref,
+    postgresql_where=attempts.c.data_ref.is_not(None),
+    sqlite_where=attempts.c.data_ref.is_not(None),
 )
 
-run_keys = Table(
-    "semel_run_keys",
+run_counts = Table(
+    "semel_run_counts",
     metadata,
     Column("tenant", _name, nullable=False),
-    Column("user_id", _name, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("key", _name, nullable=False),
-    Column("payload_hash", _name, nullable=False),
-    Column("job_id", Text, nullable=False),
-    Column("created_us", BigInteger, nullable=False),
-    Column("expires_us", BigInteger, nullable=False),
-    PrimaryKeyConstraint("tenant", "user_id", "kind", "key", name="semel_run_keys_pkey"),
+    Column("model", _name, nullable=False),
+    Column("facet", Text, nullable=True),
+    Column("status", Text, nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("spent_us", BigInteger, nullable=False),
 )
-Index("semel_run_keys_expires", run_keys.c.expires_us)
-_own = "kind = 'key'"
-Index("semel_run_keys_job", run_keys.c.job_id, postgresql_where=text(_own), sqlite_where=text(_own))
-"""With this index a purge finds the runs that live keys refer to."""
+"""How many runs ended so, and for how long those that succeeded ran: a row for each batch of ends, with negative
+numbers for runs that were removed. The sweeper adds them to ``run_totals``, so no two workers wait for one row.
+"""
+
+run_totals = Table(
+    "semel_run_totals",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("model", _name, nullable=False),
+    Column("facet", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("spent_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "model", "facet", "status", name="semel_run_totals_pkey"),
+)
+"""The sums of ``run_counts`` so far. ``facet`` is ``=`` and its value, or empty for none."""
+
+views = MetaData()
+
+runs = Table(
+    "semel_run_states",
+    views,
+    Column("id", _id, primary_key=True),
+    Column("tenant", _name),
+    Column("user_id", _name),
+    Column("model", _name),
+    Column("queue", _name),
+    Column("priority", Integer),
+    Column("status", Text),
+    Column("ready", Boolean),
+    Column("step", Text),
+    Column("note", Text),
+    Column("version", Integer),
+    Column("changed_us", BigInteger),
+    Column("fence", BigInteger),
+    Column("attempts", Integer),
+    Column("errors", Integer),
+    Column("losts", Integer),
+    Column("max_attempts", Integer),
+    Column("max_lost", Integer),
+    Column("parameters", Text),
+    Column("payload_hash", Digest),
+    Column("idempotency_key", Text),
+    Column("facet", Text),
+    Column("retry_of", _id),
+    Column("cost", BigInteger),
+    Column("asked_cost", BigInteger),
+    Column("created_us", BigInteger),
+    Column("due_us", BigInteger),
+    Column("started_us", BigInteger),
+    Column("finished_us", BigInteger),
+    Column("worker", Text),
+    Column("lease_us", BigInteger),
+    Column("lease_until_us", BigInteger),
+    Column("heartbeat_us", BigInteger),
+    Column("cancel_us", BigInteger),
+    Column("progress", Float),
+    Column("progress_note", Text),
+    Column("progress_us", BigInteger),
+    Column("stall_us", BigInteger),
+    Column("last_error", Text),
+    Column("traceback", Text),
+    Column("result", Text),
+    Column("result_ref", Text),
+    Column("result_digest", Digest),
+    Column("result_size", BigInteger),
+    Column("artifacts", Text),
+    Column("data_ref", Text),
+    Column("trace", Text),
+    Column("result_exact", Text),
+    Column("warnings", Text),
+)
+"""A view of every run as it is now: its active row, or else its last attempt, with what was submitted."""
+
+steps = Table(
+    "semel_run_steps",
+    views,
+    Column("run_id", _id),
+    Column("version", Integer),
+    Column("at_us", BigInteger),
+    Column("step", Text),
+    Column("status", Text),
+    Column("fence", BigInteger),
+    Column("worker", Text),
+    Column("note", Text),
+)
+"""A view of every step of every run, which tells its history."""
 
 removals = Table(
     "semel_removals",
@@ -217,8 +418,8 @@ removals = Table(
 )
 """Files of purged runs: a row is added when the run is removed, and deleted when its files are."""
 
-run_events = Table(
-    "semel_run_events",
+outbox = Table(
+    "semel_outbox",
     metadata,
     Column("run_id", _id, nullable=False),
     Column("version", Integer, nullable=False),
@@ -229,18 +430,14 @@ run_events = Table(
     Column("worker", Text, nullable=True),
     Column("note", Text, nullable=True),
     Column("unpublished", Boolean, nullable=False),
-    Column("unsent", Boolean, nullable=False, server_default=text("false")),
-    PrimaryKeyConstraint("run_id", "version", name="semel_run_events_pkey"),
+    Column("unsent", Boolean, nullable=False),
+    PrimaryKeyConstraint("run_id", "version", name="semel_outbox_pkey"),
 )
+"""Steps that somebody wants to hear of and has not heard of yet: the app's hook, or a webhook."""
 _unpublished = "unpublished"
-Index(
-    "semel_run_events_unpublished",
-    run_events.c.at_us,
-    postgresql_where=text(_unpublished),
-    sqlite_where=text(_unpublished),
-)
+Index("semel_outbox_unpublished", outbox.c.at_us, postgresql_where=text(_unpublished), sqlite_where=text(_unpublished))
 _unsent = "unsent"
-Index("semel_run_events_unsent", run_events.c.at_us, postgresql_where=text(_unsent), sqlite_where=text(_unsent))
+Index("semel_outbox_unsent", outbox.c.at_us, postgresql_where=text(_unsent), sqlite_where=text(_unsent))
 
 run_logs = Table(
     "semel_run_logs",
@@ -353,6 +550,7 @@ jobs = Table(
     Column("data_bytes", BigInteger, nullable=True),
     Column("data_total", BigInteger, nullable=True),
     Column("data_ref", Text, nullable=True),
+    Column("data_us", BigInteger, nullable=True),
     Column("remote_token", Text, nullable=True),
     Column("remote_id", Text, nullable=True),
     Column("remote_status", Text, nullable=True),

@@ -19,10 +19,10 @@ from semel._validation import (
     checked_run_key,
     nearest,
 )
-from semel.errors import InvalidRequest, KeyReused, SemelError, UnknownModel
+from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.runs import tracing
 from semel.runs.models.model import Model, Registry, refuse_while_loading
-from semel.runs.store.run_keys import KeyKind
+from semel.runs.store.run_keys import KeyKind, no_run
 from semel.runs.store.submit import Answer, Created, JobDetails, Submission
 from semel.runs.types import (
     HELD_US,
@@ -190,9 +190,7 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
         return _new_run(submission, answer)
     run = there.get(answer.id)
     if run is None:
-        key = submission.own_place[3]
-        message = f"the key {key!r} names the job {answer.id!r}, which is not a run of this app"
-        return KeyReused(message, idempotency_key=key)
+        return no_run(submission.client_key, answer.id)
     return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 
 
@@ -217,7 +215,7 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         max_lost=submission.max_lost,
         parameters_json=submission.parameters,
         payload_hash=submission.payload_hash,
-        idempotency_key=submission.own_place[3] if submission.own_place[2] == "key" else None,
+        idempotency_key=submission.client_key,
         retry_of=submission.retry_of,
         cost=submission.cost / MICRO,
         asked_cost=submission.cost / MICRO,

@@ -6,6 +6,7 @@ at no cost.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,23 @@ def attempt(leased: Leased, worker: str) -> AbstractContextManager[AttemptSpan |
     return _attempt(leased, worker) if _traces() else _NOTHING
 
 
+class _Untraced:
+    """Until when no look is taken at whether this process collects traces: the look costs as much as a short run."""
+
+    until = 0.0
+
+
 def _traces() -> bool:
-    """Whether this process collects traces: without an SDK, the API collects none, and is not called."""
-    return INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    """Whether this process collects traces: without an SDK, the API collects none, and is not called.
+
+    An SDK that is set up later is noticed within a second.
+    """
+    if not INSTALLED or time.monotonic() < _Untraced.until:
+        return False
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        _Untraced.until = time.monotonic() + 1.0
+        return False
+    return True
 
 
 @contextmanager

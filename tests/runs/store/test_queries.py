@@ -7,12 +7,12 @@ import pytest
 
 from semel import Run
 from semel._concurrency.sync import run_sync
-from semel.runs.store import lease, queries, transitions
+from semel.runs.store import lease, maintenance, queries, transitions
 from semel.runs.store.lease import LeaseRenewal, LogLineRow
 from semel.runs.store.queries import Backlog, RunVersion
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import INTERNAL_QUEUE, Waiting
-from support.databases import Databases, TestDatabase, held
+from semel.runs.types import INTERNAL_QUEUE, EndKind, Waiting
+from support.databases import DATABASES, MISCOUNTED, Databases, TestDatabase, held
 
 MOMENT = 0.000001
 
@@ -135,6 +135,38 @@ def test_a_summary_counts_each_status_and_means_the_seconds_of_those_that_succee
 
 
 def _grouped(number: int) -> None: ...
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_the_counts_of_a_summary_are_those_of_the_runs_however_they_end(databases: Databases, kind: str) -> None:
+    """Counted when they end, summed by the sweeper, and counted no longer when they are removed."""
+    with databases.empty(kind) as database:
+        database.app.model("grouped", isolation="thread", summary="number")(_grouped)
+        ends: tuple[EndKind, ...] = ("succeeded", "fatal", "cancelled", "retry", "lost", "snooze")
+        for turn, kinds in enumerate((ends, ends[:2])):
+            for number, how in enumerate(kinds):
+                run = database.app.submit("grouped", {"number": number % 2}, user=number % 3 or "", dedupe=False)
+                (leased,) = database.do(lease.lease_these, "w", [run.id])
+                database.clock.advance(7)
+                database.end(leased, how)
+            waits = database.app.submit("grouped", {"number": 0}, dedupe=False)
+            database.app.cancel(waits.id)
+            assert database.rows(MISCOUNTED) == []
+            assert database.app.summary()[0].counts["SUCCEEDED"] == turn + 1
+            database.do(maintenance.add_up)
+            database.do(maintenance.add_up)
+            assert database.rows(MISCOUNTED) == []
+            assert database.app.summary()[0].mean_seconds == 7
+        assert database.count("semel_run_counts") == 0
+        database.clock.advance(86400)
+        assert database.app.purge(3600) == 7
+        assert database.rows(MISCOUNTED) == []
+        (left,) = database.app.summary()
+        assert left.counts == {"PENDING": 3}
+        database.do(maintenance.add_up)
+        assert database.rows(MISCOUNTED) == []
+        assert database.app.runs(model="unheard-of").runs == []
+        assert len(database.app.runs(model="grouped").runs) == 3
 
 
 def test_the_backlog_counts_what_users_wait_for_and_how_long_the_oldest_has_been_due(database: TestDatabase) -> None:

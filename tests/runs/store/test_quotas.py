@@ -171,7 +171,7 @@ def test_no_sum_of_costs_overflows_whatever_older_runs_have(database: TestDataba
     database.app.set_quota(43, Quota(cost_yearly=100))
     for _ in range(3):
         database.submit(42)
-    database.write("UPDATE semel_runs SET cost = 9000000000000000000")
+    database.write("UPDATE semel_active SET cost = 9000000000000000000")
     assert database.app.usage(42).spent["yearly"] == pytest.approx(2.7e13)
     assert database.submit(42, cost=1).cost_limit_warning is not None
     assert database.submit(43, cost=1).cost == 1, "and nobody else notices"
@@ -472,7 +472,7 @@ def test_a_submission_with_a_lost_reservation_is_refused(database: TestDatabase,
             reservation = "3fa85f64-5717-4562-b3fc-2c963f66afa6"
     with pytest.raises(ReservationLost):
         database.submit(reservation=reservation, idempotency_key="k")
-    assert database.count("semel_runs") == database.count("semel_run_keys") == 0
+    assert database.count("semel_runs") == database.count("semel_keys") == 0
     database.submit(idempotency_key="k")
 
 
@@ -704,7 +704,7 @@ def test_users_and_tenants_that_cannot_be_are_refused(database: TestDatabase, na
     for what, attempt in attempts:
         with pytest.raises(InvalidRequest, match=f"^{what} "):
             attempt()
-    assert database.count("semel_runs") == database.count("semel_quotas") == database.count("semel_run_keys") == 0
+    assert database.count("semel_runs") == database.count("semel_quotas") == database.count("semel_keys") == 0
 
 
 @pytest.mark.parametrize("reservation", [5, b"x", "\0", "", "r" * 300, ["a"], "\ud800", False], ids=ascii)
@@ -731,7 +731,7 @@ def test_a_key_that_would_be_forgotten_at_once_is_refused(database: TestDatabase
         database.jobs.store_idempotency_key("k", "job-1", ttl_hours=0)
     with pytest.raises(InvalidRequest, match="key_ttl is 0"):
         database.submit(idempotency_key="k", key_ttl=0)
-    assert database.count("semel_run_keys") == database.count("semel_runs") == 0
+    assert database.count("semel_keys") == database.count("semel_runs") == 0
 
 
 def test_an_unknown_option_of_a_submission_is_named_with_the_nearest(database: TestDatabase) -> None:
@@ -754,7 +754,7 @@ def test_numbers_that_cannot_be_are_refused(database: TestDatabase, number: Any)
     for what, attempt in attempts:
         with pytest.raises(InvalidRequest, match=f"^{what} "):
             attempt()
-    assert database.count("semel_runs") == database.count("semel_run_keys") == database.count("semel_reservations") == 0
+    assert database.count("semel_runs") == database.count("semel_keys") == database.count("semel_reservations") == 0
 
 
 def test_more_that_cannot_be(database: TestDatabase) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from semel import JobStore, Run, StoreUnavailable
+from semel import Granted, InProgress, KeyReused, Once, OutcomeUnknown, Replay, Run, StoreUnavailable
 from semel.runs.store import lease, run_keys, submit
-from support.databases import Databases, TestDatabase
+from support.databases import DATABASES, Databases, TestDatabase
 
 MOMENT = 0.000001
 HOUR = 3600
@@ -104,12 +104,7 @@ def test_a_look_at_a_key_removes_no_other(database: TestDatabase) -> None:
 def test_a_key_that_never_stops_changing_hands_is_an_error_worth_another_try(
     database: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (run_keys, submit):
-        monkeypatch.setattr(module, "ROUNDS", 0)
-    jobs = JobStore(database.url, clock=database.clock, retry_for=0)
-    with pytest.raises(StoreUnavailable, match="the key 'key' changed hands"):
-        jobs.store_idempotency_key("key", "job", 42)
-    jobs.close()
+    monkeypatch.setattr(submit, "ROUNDS", 0)
     with pytest.raises(StoreUnavailable, match="the key 'key' changed hands"):
         database.open_app(retry_for=0).submit("train", idempotency_key="key")
 
@@ -117,3 +112,69 @@ def test_a_key_that_never_stops_changing_hands_is_an_error_worth_another_try(
 def test_a_taken_key_is_read_on_every_database(databases: Databases) -> None:
     with databases.empty("postgres") as database:
         assert [database.jobs.store_idempotency_key("key", job) for job in ("job-1", "job-2")] == ["job-1"] * 2
+
+
+# -- the keys of Once --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=DATABASES)
+def both(request: pytest.FixtureRequest, databases: Databases) -> Iterator[tuple[TestDatabase, Once]]:
+    """Runs and keys in one database, with one clock."""
+    with (
+        databases.empty(request.param) as database,
+        Once(database.url, clock=database.clock, collect=False) as once,
+    ):
+        yield database, once
+
+
+def test_b3_a_runs_key_and_a_key_of_once_in_one_scope_are_one_key(both: tuple[TestDatabase, Once]) -> None:
+    database, once = both
+    for tenant, user, scope in (("", "", "runs"), ("", "42", "runs:42"), ("a c:me", "42", "a%20c%3Ame runs:42")):
+        run = database.app.submit("train", user=user, tenant=tenant, idempotency_key="key")
+        record = once.get("key", scope=scope)
+        assert record is not None
+        assert (record.status, record.attempt, record.fingerprint) == ("completed", run.id, run.payload_hash)
+        assert record.outcome is not None
+        assert (record.outcome.kind, record.outcome.value) == ("run", run.id)
+        verdict = once.claim("key", scope=scope)
+        assert isinstance(verdict, Replay)
+        assert verdict.outcome.value == run.id
+        assert run_keys.owner_of(scope) == (tenant, user)
+
+
+def test_b3_a_run_is_not_submitted_under_a_key_that_other_work_has(both: tuple[TestDatabase, Once]) -> None:
+    database, once = both
+    claim = once.claim("key", scope="runs:42", lease=60)
+    assert isinstance(claim, Granted)
+    with pytest.raises(InProgress, match="'key' is held by other work") as waits:
+        database.submit(42, idempotency_key="key")
+    assert 0 < waits.value.retry_after <= 60
+    once.complete(claim.claim, {"paid": True})
+    with pytest.raises(KeyReused, match="'key' belongs to other work"):
+        database.submit(42, idempotency_key="key")
+    assert database.count("semel_runs") == database.count("semel_active") == 0
+    assert not database.submit(43, idempotency_key="key").replayed, "another user has another scope"
+
+
+def test_b3_a_key_that_once_gave_up_names_the_next_run(both: tuple[TestDatabase, Once]) -> None:
+    database, once = both
+    claim = once.claim("key", scope="runs:42", lease=60)
+    assert isinstance(claim, Granted)
+    once.release(claim.claim)
+    run = database.submit(42, idempotency_key="key")
+    record = once.get("key", scope="runs:42")
+    assert record is not None
+    assert record.attempt == run.id
+    assert record.fence > claim.claim.fence
+    assert once.forget("key", scope="runs:42")
+    assert database.submit(42, idempotency_key="key", number=7).id != run.id
+
+
+def test_b3_a_key_whose_owner_vanished_names_no_run_until_it_is_resolved(both: tuple[TestDatabase, Once]) -> None:
+    database, once = both
+    assert isinstance(once.claim("key", scope="runs:42", lease=60, on_crash="unknown"), Granted)
+    database.clock.advance(61)
+    with pytest.raises(OutcomeUnknown, match="the owner of the key 'key' vanished"):
+        database.submit(42, idempotency_key="key")
+    once.resolve("key", scope="runs:42", done=False)
+    assert not database.submit(42, idempotency_key="key").replayed

@@ -2,14 +2,17 @@
 last batch had repeats, and in it, and both judge alike."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
+import psycopg
 import pytest
 from msgspec.structs import replace
 
 from semel import App, KeyReused, Quota, QuotaExceeded, Run, RunNotFound, SemelError
 from semel._concurrency.sync import run_sync
+from semel.db.schema import submitted
 from semel.errors import ReservationLost
 from semel.runs.job_store import close_reservation
 from semel.runs.store import lease
@@ -17,7 +20,8 @@ from semel.runs.store.lease import LeaseRequest
 from semel.runs.store.submit import Created, Existing, Submission
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import INTERNAL_QUEUE
-from support.databases import Databases, TestDatabase, held, refused
+from support.databases import DATABASES, Databases, TestDatabase, held, refused
+from support.waiting import eventually
 
 DAY = 86400
 WINDOW = 600
@@ -86,6 +90,39 @@ def submission(database: TestDatabase, number: int = 0, **options: Any) -> Submi
 def send(database: TestDatabase, *submissions: Submission) -> list[Any]:
     answers: list[Any] = run_sync(database.store.submit_many(submissions))
     return answers
+
+
+def test_a_submission_that_is_sent_again_while_the_first_is_under_way_is_one_run(databases: Databases) -> None:
+    """Its connection was lost, and the server goes on with it: the second waits for its end, and finds the run."""
+    with databases.empty("postgres") as database, ThreadPoolExecutor(1) as pool:
+        asked = submission(database)
+        columns = ", ".join(column.name for column in submitted.c if column.name != "id")
+        template = database.app.submit("train", {"number": 1})
+        with psycopg.connect(database.url) as first:
+            copied = f"INSERT INTO semel_runs (id, {columns}) SELECT %s, {columns} FROM semel_runs"
+            first.execute(copied.encode(), [asked.id])
+            second = pool.submit(copy_context().run, send, database, asked)
+            waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid'"
+            eventually(lambda: database.rows(waiting) == [(1,)])
+            first.commit()
+        (answer,) = second.result()
+        assert (type(answer), answer.id) == (Existing, asked.id)
+        assert database.count("semel_runs") == 2
+        assert template.id != asked.id
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+@pytest.mark.parametrize("many", [3, 64, 65, 150])
+def test_payloads_in_a_batch_of_any_size_name_the_runs_under_way(databases: Databases, kind: str, many: int) -> None:
+    with databases.empty(kind) as database:
+        first = database.app.submit("train", {"number": 0})
+        numbers = [*range(many), 1, 2]
+        found = database.app.submit_many([{"model": "train", "parameters": {"number": number}} for number in numbers])
+        runs = [run for run in found if isinstance(run, Run)]
+        assert [run.replayed for run in runs] == [True, *[False] * (many - 1), True, True]
+        assert [run.id for run in runs[-2:]] == [runs[1].id, runs[2].id]
+        assert runs[0].id == first.id
+        assert database.count("semel_runs") == database.count("semel_active") == many
 
 
 def test_a_run_is_ready_at_once_or_after_its_delay(sqlite: TestDatabase) -> None:
@@ -191,7 +228,8 @@ def test_a_key_that_came_too_late_leaves_nothing_of_its_payload(sqlite: TestData
     first, second = send(sqlite, *asked)
     assert (first.id, type(second)) == (asked[0].id, KeyReused)
     sqlite.clock.advance(2 * DAY)
-    assert sqlite.tidy() == 2, "the key, and the payload of the first"
+    assert sqlite.tidy() == 1, "the key"
+    assert sqlite.count("semel_runs") == sqlite.count("semel_active") == 1
 
 
 def test_a_batch_has_new_runs_repeats_and_refusals_each_in_its_place(sqlite: TestDatabase) -> None:

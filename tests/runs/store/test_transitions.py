@@ -148,7 +148,7 @@ def test_a_heartbeat_waits_for_no_row_that_another_has_locked(postgres: TestData
     locked, free = leased(postgres), leased(postgres)
     beats = [LeaseRenewal(each.id, each.fence) for each in (locked, free)]
     with psycopg.connect(postgres.url) as other:
-        other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
+        other.execute("SELECT 1 FROM semel_active WHERE id = %s FOR UPDATE", (locked.id,))
         assert postgres.do(lease.renew, beats) == {free.id: False}
     assert postgres.do(lease.renew, beats) == {free.id: False, locked.id: False}
 

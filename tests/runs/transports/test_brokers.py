@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete
 
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
-from semel.db.schema import runs as run_table
 from semel.runs.types import Run, new_id
 from support import servers
+from support.databases import remove_run
 from support.transports import BROKERS, PATIENCE, Broker, Ground, until
 
 KINDS = ["sqlite", "postgres"]
@@ -88,7 +87,7 @@ def test_messages_that_are_doubled_or_about_runs_that_are_over_or_unknown_change
     cancelled = app.submit("add_in_loop", ADD, delay=3600, dedupe=False)
     app.cancel(cancelled.id)
     before, _ = [ground.wait_ended(app, run) for run in (finished, removed)]
-    run_sync(app._engine.store.write(lambda conn: conn.execute(delete(run_table).where(run_table.c.id == removed.id))))
+    run_sync(app._engine.store.write(remove_run, removed.id))
     unknown = new_id()
 
     strays = (finished.id, removed.id, cancelled.id, unknown, "nonsense")

@@ -199,7 +199,7 @@ def test_one_locked_row_costs_no_other_run_its_lease(postgres_url: str) -> None:
     ledger = app._engine.store
     leased = run_sync(ledger.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 2), ledger.statement_context))
     with psycopg.connect(postgres_url) as other:
-        other.execute("SELECT 1 FROM semel_runs WHERE id = %s FOR UPDATE", (locked.id,))
+        other.execute("SELECT 1 FROM semel_active WHERE id = %s FOR UPDATE", (locked.id,))
         renewed = run_sync(
             ledger.write_once(
                 lease.renew, [LeaseRenewal(each.id, each.fence) for each in leased], ledger.statement_context
@@ -257,17 +257,17 @@ def test_progress_that_a_heartbeat_could_not_write_comes_with_the_next(url: str,
         heart = Heartbeat(ledger, active, WorkerLogger("w"), record=lambda: record, lost=_never, cancelled=_never)
         run.progress(0.4, "fitting")
         with engine.begin() as conn:
-            conn.execute(text("ALTER TABLE semel_runs RENAME TO semel_elsewhere"))
+            conn.execute(text("ALTER TABLE semel_active RENAME TO semel_elsewhere"))
         with pytest.raises(SemelError):
             await heart.beat()
         with engine.begin() as conn:
-            conn.execute(text("ALTER TABLE semel_elsewhere RENAME TO semel_runs"))
+            conn.execute(text("ALTER TABLE semel_elsewhere RENAME TO semel_active"))
         await heart.beat()
         assert shown() == (0.4, "fitting")
         run.progress(0.5, "fitting")
         if "postgres" in url:
             with engine.begin() as conn:
-                conn.execute(text("SELECT 1 FROM semel_runs FOR UPDATE"))
+                conn.execute(text("SELECT 1 FROM semel_active FOR UPDATE"))
                 await heart.beat()
             assert shown() == (0.4, "fitting")
         await heart.beat()

@@ -65,6 +65,6 @@ def test_an_event_that_could_not_be_published_waits_and_so_do_those_behind_it(ha
 
 
 def unpublished(harness: RunsHarness) -> int:
-    (row,) = harness.sql("SELECT count(*) FROM semel_run_events WHERE unpublished")
+    (row,) = harness.sql("SELECT count(*) FROM semel_outbox WHERE unpublished")
     count: int = row[0]
     return count

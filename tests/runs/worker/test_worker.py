@@ -686,9 +686,7 @@ def test_a_publisher_that_fails_gets_the_event_again(harness: RunsHarness) -> No
     with harness.working(app, sweep_every=0.05):
         assert app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
         eventually(lambda: [event for event in heard if event.name == "RunCompleted"], "RunCompleted")
-        eventually(
-            lambda: harness.sql("SELECT count(*) FROM semel_run_events WHERE unpublished") == [(0,)], "all of it"
-        )
+        eventually(lambda: harness.sql("SELECT count(*) FROM semel_outbox WHERE unpublished") == [(0,)], "all of it")
     times = Counter(event.id for event in heard)
     assert [times[f"{run.id}/{version}"] for version in (1, 2, 3)] == [3, 2, 1]
     assert [event.name for event in heard][:4] == ["RunCreated"] * 3 + ["RunStarted"]
@@ -721,7 +719,7 @@ def test_a_slow_publisher_holds_nobody_up(harness: RunsHarness) -> None:
 
 def test_without_a_publisher_nothing_waits_to_be_published(harness: RunsHarness) -> None:
     harness.app.submit("add", {"a": 1})
-    assert harness.sql("SELECT count(*) FROM semel_run_events WHERE unpublished") == [(0,)]
+    assert harness.sql("SELECT count(*) FROM semel_outbox WHERE unpublished") == [(0,)]
 
 
 # -- the database --------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from sqlalchemy import delete
 
 from semel._concurrency.sync import run_sync
-from semel.db.schema import runs
 from semel.runs.store import queries
 from semel.service import sse
+from support.databases import remove_run
 from support.run_service import app_with_models, ended, submitted
 from support.service import PATIENCE, TestServer, serve
 from support.waiting import eventually
@@ -146,7 +145,7 @@ def test_a_run_that_is_purged_while_somebody_waits_is_gone(
     ]
     answers = [waiting(service, look, aside) for look in looks]
     ledger = service.app.ledger(awaited=False)
-    run_sync(ledger.write(lambda conn: conn.execute(delete(runs).where(runs.c.id == run_id)) and None))
+    run_sync(ledger.write(remove_run, run_id))
     run_sync(ledger.close())
     assert [answer.result(PATIENCE).status_code for answer in answers] == [404, 404]
 

@@ -16,8 +16,10 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, Text, case, cast, func, literal, or_, select
 
-from semel.db.schema import run_events, run_keys, run_logs, runs
+from semel.db.schema import has_digest, keys, run_logs, runs
+from semel.db.schema import steps as run_steps
 from semel.runs.store.queries import STALLED, Filter
+from semel.runs.store.run_keys import RUN, in_scope_of
 from semel.runs.types import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id, id_at
 
 SCAN_SECONDS = 0.25
@@ -30,7 +32,7 @@ CLOCK_SKEW_US = 3600 * MICRO
 MAX_SAME_PAYLOAD = 10_000
 """Runs with the same payload that are searched."""
 MAX_USERS = 10_000
-"""Users whose keys are searched, one after the other: the index of keys begins with the user."""
+"""Users whose keys of one name are searched."""
 MIN_ID_DIGITS = 6
 """Digits that a part of an id must have to be searched for."""
 MAX_ERROR = 300
@@ -203,16 +205,10 @@ def _indexed(wanted: Filter, text: str, limit: int) -> list[Any]:
 
 
 def _by_key(wanted: Filter, key: str) -> Any:
-    """The runs of a live key: one user's, or each user's, by skipping from user to user in the index."""
-    own = [run_keys.c.tenant == wanted.tenant, run_keys.c.kind == "key", run_keys.c.key == key]
-    if wanted.user is not None:
-        return select(run_keys.c.job_id).where(*own, run_keys.c.user_id == wanted.user)
-    least = select(func.min(run_keys.c.user_id).label("name")).where(run_keys.c.tenant == wanted.tenant)
-    users = least.cte("users", recursive=True)
-    following = least.where(run_keys.c.user_id > users.c.name).correlate(users).scalar_subquery()
-    users = users.union_all(select(following).where(users.c.name.is_not(None)))
-    some = select(users.c.name).limit(MAX_USERS).subquery()
-    return select(run_keys.c.job_id).where(*own, run_keys.c.user_id == some.c.name)
+    """The runs that keys of this name refer to."""
+    own = [keys.c.key == key, keys.c.kind == literal(RUN, literal_execute=True)]  # so that the partial index is used
+    own.append(in_scope_of(wanted.tenant, wanted.user))
+    return select(keys.c.attempt).where(*own).limit(MAX_USERS)
 
 
 def _id_digits(text: str) -> str | None:
@@ -261,15 +257,15 @@ def last_lines(conn: Connection, run_id: str, limit: int) -> list[LogLine]:
 
 def last_steps(conn: Connection, run_id: str) -> list[Step]:
     """The last steps of a run's timeline, oldest first."""
-    columns = [run_events.c[name] for name in Step.__struct_fields__]
-    query = select(*columns).where(run_events.c.run_id == run_id).order_by(run_events.c.version.desc())
+    columns = [run_steps.c[name] for name in Step.__struct_fields__]
+    query = select(*columns).where(run_steps.c.run_id == run_id).order_by(run_steps.c.version.desc())
     return [Step(*row) for row in reversed(conn.execute(query.limit(MAX_STEPS)).all())]
 
 
 def retries(conn: Connection, run: Run, limit: int) -> list[str]:
     """The runs that are retries of this one, oldest first. They have its payload, which is indexed."""
     same = select(runs.c.id, runs.c.retry_of).where(
-        runs.c.payload_hash == run.payload_hash, runs.c.tenant == run.tenant
+        has_digest(runs.c.payload_hash, run.payload_hash), runs.c.tenant == run.tenant
     )
     some = same.limit(MAX_SAME_PAYLOAD).subquery()
     query = select(some.c.id).where(some.c.retry_of == run.id)

@@ -23,7 +23,7 @@ from semel._concurrency.runtime import deadline
 from semel.db import migrate
 from semel.db.database import Database, fetch
 from semel.db.errors import LOCK_TIMEOUT, sqlstate
-from semel.db.postgres import KEEPALIVE
+from semel.db.postgres import KEEPALIVE, is_broken
 from semel.errors import StoreUnavailable
 from semel.once.rules import fingerprint_for, gone, granted, judge, rewind
 from semel.once.store import (
@@ -348,7 +348,7 @@ class PostgresStore:
         return await run(work, *args, terms)
 
     async def claim(self, requests: Sequence[ClaimRequest]) -> list[Verdict]:
-        return cast("list[Verdict]", await self._run(self._database.write, _claim, requests))
+        return cast("list[Verdict]", await self._run(self._database.write, claim, requests))
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         return cast("list[int | None]", await self._run(self._database.write, _renew, requests))
@@ -360,16 +360,16 @@ class PostgresStore:
         return cast("list[bool]", await self._run(self._database.write, _release, requests))
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
-        return cast("list[bool]", await self._run(self._database.write, _forget, requests))
+        return cast("list[bool]", await self._run(self._database.write, forget, requests))
 
     async def forget_scope(self, request: ForgetScope) -> int:
         return cast("int", await self._run(self._database.write_many, _forget_scope, request))
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
-        return cast("list[Record | None]", await self._run(self._database.read, _get, refs))
+        return cast("list[Record | None]", await self._run(self._database.read, get, refs))
 
     async def purge(self, limit: int) -> int:
-        return cast("int", await self._run(self._database.write_many, _purge, limit))
+        return cast("int", await self._run(self._database.write_many, purge, limit))
 
     async def stats(self) -> Held:
         return cast("Held", await self._run(self._database.survey, _stats))
@@ -385,7 +385,8 @@ class PostgresStore:
         await self._database.close()
 
 
-def _claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> list[Verdict]:
+def claim(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) -> list[Verdict]:
+    """Claim keys, in the transaction of the connection: see ``Store.claim``."""
     # Sorted by key, so that two batches lock their rows in the same order and never deadlock.
     undecided = dict(sorted(enumerate(requests), key=_by_key)) if len(requests) > 1 else {0: requests[0]}
     takeable: dict[int, tuple[Record, Reason]] = {}
@@ -461,7 +462,7 @@ def _insert(conn: Connection, requests: Sequence[ClaimRequest], terms: Terms) ->
         else:
             rows = fetch(conn, _INSERT, terms | _columns(requests, [request.fingerprint for request in requests]))
     except exc.DBAPIError as error:
-        if sqlstate(error) != LOCK_TIMEOUT:
+        if sqlstate(error) != LOCK_TIMEOUT or is_broken(conn):  # which ends a transaction
             raise
         return _insert_around(conn, requests, terms)
     asked = {request.attempt: request for request in requests}
@@ -613,7 +614,8 @@ def _release(conn: Connection, requests: Sequence[Release], terms: Terms) -> lis
     ]
 
 
-def _forget(conn: Connection, requests: Sequence[Forget], terms: Terms) -> list[bool]:
+def forget(conn: Connection, requests: Sequence[Forget], terms: Terms) -> list[bool]:
+    """Make keys free, in the transaction of the connection: see ``Store.forget``."""
     held = _fenced(conn, _FORGET, requests, terms, force=[each.force for each in requests])
     if len(held) == len(requests):
         return [True] * len(requests)
@@ -640,13 +642,15 @@ def _owned_record(records: dict[tuple[str, str], Record], request: Owned) -> Rec
     return record if record is not None and not _is_free(record) and record.fence == request.fence else None
 
 
-def _get(conn: Connection, refs: Sequence[KeyRef], terms: Terms) -> list[Record | None]:
+def get(conn: Connection, refs: Sequence[KeyRef], terms: Terms) -> list[Record | None]:
+    """Read the records of keys, in the transaction of the connection: see ``Store.get``."""
     records = _read(conn, refs, terms)
     found = (records.get((ref.scope, ref.key)) for ref in refs)
     return [None if _is_free(record) else record for record in found]
 
 
-def _purge(conn: Connection, limit: int, terms: Terms) -> int:
+def purge(conn: Connection, limit: int, terms: Terms) -> int:
+    """Remove records and values whose time is over, in the transaction of the connection."""
     removed: int = conn.execute(_PURGE, {**terms, "most": limit}).rowcount
     if removed < limit:
         removed += conn.execute(_FADE, {**terms, "most": limit - removed}).rowcount

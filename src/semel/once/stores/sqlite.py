@@ -130,7 +130,7 @@ class SqliteStore:
         await self._prepare()
         if self._bound:
             return await self._database.write(_claim_writing, requests, self._clock)
-        return await self._database.optimistic_write(_claim, requests, self._clock)
+        return await self._database.optimistic_write(claim, requests, self._clock)
 
     async def renew(self, requests: Sequence[Renew]) -> list[int | None]:
         await self._prepare()
@@ -146,7 +146,7 @@ class SqliteStore:
 
     async def forget(self, requests: Sequence[Forget]) -> list[bool]:
         await self._prepare()
-        return await self._database.write(_forget, requests, self._clock)
+        return await self._database.write(forget, requests, self._clock)
 
     async def forget_scope(self, request: ForgetScope) -> int:
         await self._prepare()
@@ -155,16 +155,16 @@ class SqliteStore:
     async def together(self, requests: Sequence[ClaimRequest | Owned]) -> list[Any]:
         await self._prepare()
         if all(type(each) is ClaimRequest for each in requests):
-            return await self._database.optimistic_write(_claim, cast("Sequence[ClaimRequest]", requests), self._clock)
+            return await self._database.optimistic_write(claim, cast("Sequence[ClaimRequest]", requests), self._clock)
         return await self._database.write(_together, requests, self._clock)
 
     async def get(self, refs: Sequence[KeyRef]) -> list[Record | None]:
         await self._prepare()
-        return await self._database.read(_get, refs, self._clock)
+        return await self._database.read(get, refs, self._clock)
 
     async def purge(self, limit: int) -> int:
         await self._prepare()
-        return await self._database.write_many(_purge, limit, self._clock())
+        return await self._database.write_many(purge, limit, self._clock())
 
     async def stats(self) -> Held:
         await self._prepare()
@@ -190,7 +190,8 @@ def _read(conn: Connection, wanted: Iterable[KeyRef | ClaimRequest | Owned]) -> 
     return records
 
 
-def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
+def claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
+    """Claim keys, in the transaction of the connection: see ``Store.claim``."""
     records, now = _read(conn, requests), clock()
     if rewound := [record for record in records.values() if rewind(record, now)]:
         conn.exec_driver_sql(_REWIND, [(each.lease_until_us, each.scope, each.key, each.fence) for each in rewound])
@@ -215,7 +216,7 @@ def _claim(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> 
 def _claim_writing(conn: Connection, requests: Sequence[ClaimRequest], clock: Clock) -> list[Verdict]:
     """Claim in a user's transaction: take the write lock before the first read."""
     _draw(conn, 0)
-    return _claim(conn, requests, clock)
+    return claim(conn, requests, clock)
 
 
 def _draw(conn: Connection, count: int) -> Iterator[int]:
@@ -269,7 +270,8 @@ def _release(conn: Connection, requests: Sequence[Release], clock: Clock) -> lis
     return [record is None or record.fence == each.fence for each, record in zip(requests, found, strict=True)]
 
 
-def _forget(conn: Connection, requests: Sequence[Forget], clock: Clock) -> list[bool]:
+def forget(conn: Connection, requests: Sequence[Forget], clock: Clock) -> list[bool]:
+    """Make keys free, in the transaction of the connection: see ``Store.forget``."""
     now = clock()
     rows = [(each.scope, each.key, each.fence, each.force, now) for each in requests]
     if _all_changed(conn, _FORGET, rows):
@@ -300,11 +302,12 @@ _VERBS: dict[type, Callable[..., list[Any]]] = {
     Complete: _complete,
     Release: _release,
     Renew: _renew,
-    ClaimRequest: _claim,
+    ClaimRequest: claim,
 }
 
 
-def _get(conn: Connection, refs: Sequence[KeyRef], clock: Clock) -> list[Record | None]:
+def get(conn: Connection, refs: Sequence[KeyRef], clock: Clock) -> list[Record | None]:
+    """Read the records of keys, in the transaction of the connection: see ``Store.get``."""
     records = _read(conn, refs)
     now = clock()
     for record in records.values():
@@ -313,7 +316,8 @@ def _get(conn: Connection, refs: Sequence[KeyRef], clock: Clock) -> list[Record 
     return [None if record is None or gone(record, now) else record for record in found]
 
 
-def _purge(conn: Connection, limit: int, now: int) -> int:
+def purge(conn: Connection, limit: int, now: int) -> int:
+    """Remove records and values whose time is over, in the transaction of the connection."""
     removed: int = conn.execute(_PURGE, {"now": now, "most": limit}).rowcount
     if removed < limit:
         removed += conn.execute(_FADE, {"now": now, "most": limit - removed}).rowcount

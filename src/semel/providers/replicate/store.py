@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from semel.db.dialect import StatementContext
-from semel.db.schema import jobs, runs
+from semel.db.schema import active, has_digest, jobs, runs
 from semel.errors import LeaseLost
 from semel.runs.execution.context import Context
 from semel.runs.store.quotas import read_clock
@@ -207,7 +207,7 @@ def count_rivals(conn: Connection, token: str, payload_hash: str) -> int:
         select(func.count())
         .select_from(jobs.join(runs, runs.c.id == jobs.c.run_id))
         .where(jobs.c.remote_status == "asked", jobs.c.remote_id.is_(None), jobs.c.remote_token != token)
-        .where(runs.c.payload_hash == payload_hash)
+        .where(has_digest(runs.c.payload_hash, payload_hash))
     )
     count: int = conn.execute(query).scalar_one()
     return count
@@ -236,7 +236,9 @@ def orphans(conn: Connection, most: int, terms: StatementContext) -> list[Orphan
 
 
 def _require_fence(conn: Connection, run_id: str, fence: int) -> None:
-    held = select(runs.c.id).where(runs.c.id == run_id, runs.c.fence == fence, runs.c.status == "RUNNING")
+    held = select(active.c.id).where(
+        active.c.id == run_id, active.c.fence == fence, active.c.lease_until_us.is_not(None)
+    )
     if conn.execute(held.with_for_update()).first() is None:
         raise LeaseLost(f"run {run_id} belongs to another attempt by now, or is over")
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from sqlalchemy import URL, Connection
+from sqlalchemy import URL, Connection, exc
 
 from semel._concurrency.batching import LARGEST, Failed, flush_isolated
 from semel._concurrency.retry import Outage, with_retry
@@ -25,6 +25,7 @@ from semel._validation import checked_seconds
 from semel.db import migrate, open_database
 from semel.db.database import parse
 from semel.db.dialect import StatementContext, is_hot, transaction
+from semel.db.errors import UNIQUE_VIOLATION, sqlstate
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
@@ -285,7 +286,13 @@ def _error_of(failed: Failed) -> SemelError:
 
 
 def _submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
-    with transaction(conn):
+    try:
+        with transaction(conn):
+            return store_submit.submit(conn, submissions, context)
+    except exc.DBAPIError as error:
+        if sqlstate(error) != UNIQUE_VIOLATION:
+            raise
+    with transaction(conn):  # it was sent before, and was still under way: now it is there
         return store_submit.submit(conn, submissions, context)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -17,9 +17,9 @@ from sqlalchemy import (
 )
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
-from semel.db.schema import runs
+from semel.db.schema import active
 from semel.runs.store.quotas import read_clock
-from semel.runs.store.transitions import LOSE_THESE, change, changing, fenced, storable, unlocked
+from semel.runs.store.transitions import FENCED, FIRST_START, LOSE_THESE, storable, tell, telling, unlocked
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, MICRO
 
 
@@ -46,39 +46,70 @@ class Leased(Struct, frozen=True):
     """When this attempt could have begun."""
 
 
-def _leasing(dialect: Dialect, which: str) -> str:
-    """Lease the runs (``p``) for which ``which`` is true, except those that another transaction has locked."""
-    now = dialect.now
-    return changing(
-        dialect,
-        f"""picked AS MATERIALIZED (
-  SELECT p.id AS picked_id FROM semel_runs AS p WHERE p.status = 'PENDING' AND {which} {dialect.locking("p", skip=True)}
-)""",
-        f"""UPDATE semel_runs AS k
-SET status = 'RUNNING', step = 'leased', note = NULL, version = version + 1, changed_us = {now}, fence = fence + 1,
-    attempts = attempts + 1, worker = :worker, lease_until_us = {now} + lease_us, heartbeat_us = {now},
-    started_us = coalesce(started_us, {now}), progress = NULL, progress_note = NULL,
-    progress_us = {now}
-FROM picked WHERE k.id = picked.picked_id AND {dialect.unindexed("k.status")} = 'PENDING'""",
-        _LEASED,
+def _picked(dialect: Dialect, which: str) -> str:
+    """The runs (``p``) that wait and for which ``which`` is true, except those that another transaction has locked."""
+    return f"""SELECT p.id AS in_id FROM semel_active AS p
+WHERE p.lease_until_us IS NULL AND {which} {dialect.locking("p", skip=True)}"""
+
+
+def _take(now: str) -> str:
+    return f"""UPDATE semel_active AS k
+SET step = 'leased', note = NULL, version = version + 1, fence = fence + 1, attempts = attempts + 1, worker = :worker,
+    began_us = {now}, lease_until_us = {now} + lease_us, started_us = coalesce(started_us, began_us),
+    heartbeat_us = NULL, progress = NULL, progress_note = NULL, progress_us = NULL
+FROM picked WHERE k.id = in_id AND k.lease_until_us IS NULL"""
+
+
+def _leased(dialect: Dialect) -> str:
+    """The columns of :class:`Leased`."""
+    return f"""{dialect.as_text("k.id")}, k.fence, k.model, r.parameters, {dialect.digits("r.payload_hash")},
+  k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, r.created_us, {FIRST_START}, k.began_us,
+  coalesce(k.data_ref, r.data_ref), r.trace, k.due_us"""
+
+
+class _Leasing:
+    """Leases runs: on PostgreSQL in one statement, on SQLite in a few."""
+
+    def __init__(self, which: Callable[[Dialect], str]) -> None:
+        self._whole = Statement(
+            lambda w: (
+                f"""
+WITH picked AS MATERIALIZED ({_picked(w, which(w))}),
+k AS ({_take(w.now)} RETURNING k.*),
+told AS ({telling("(SELECT k.*, id AS run_id, began_us AS at_us, 'RUNNING' AS status FROM k) AS t")})
+SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
+            )
+        )
+        self._take = Statement(
+            lambda w: f"WITH picked AS ({_picked(w, which(w))}) {_take(w.now)} RETURNING id, version"
+        )
+
+    def rows(self, conn: Connection, context: StatementContext, **values: Any) -> list[Leased]:
+        """Lease them."""
+        if conn.dialect.name != "sqlite":
+            rows = self._whole.rows(conn, publish=context.publish, now=context.now, **values)
+        else:
+            taken = self._take.rows(conn, now=context.now, **values)
+            tell(conn, [tuple(row) for row in taken], context)
+            rows = _HELD.rows(conn, ids=[row[0] for row in taken]) if taken else []
+        return [Leased(*row) for row in rows]
+
+
+_HELD = Statement(
+    lambda w: (
+        f"""
+SELECT {_leased(w)} FROM semel_active AS k JOIN semel_runs AS r ON r.id = k.id
+WHERE {w.is_in("k.id", "ids", "uuid")} ORDER BY k.priority DESC, k.due_us, k.id"""
     )
-
-
-_LEASED = (
-    "id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us, created_us, "
-    "started_us, changed_us, data_ref, trace, due_us"
 )
 
-_LEASE = Statement(
-    lambda w: _leasing(
-        w,
+_LEASE = _Leasing(
+    lambda w: (
         f"p.ready AND p.queue = :queue AND {w.is_in('p.model', 'models')} "
-        "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most",
+        "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most"
     )
 )
-_LEASE_THESE = Statement(
-    lambda w: _leasing(w, f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')}")
-)
+_LEASE_THESE = _Leasing(lambda w: f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')}")
 
 
 class LeaseRequest(Struct, frozen=True):
@@ -98,7 +129,7 @@ def lease(conn: Connection, request: LeaseRequest, context: StatementContext) ->
         most = request.most - len(taken)
         if most > 0:
             values: dict[str, Any] = {"worker": request.worker, "queue": queue, "models": request.models, "most": most}
-            taken += [Leased(*row) for row in change(conn, _LEASE, context, **values)]
+            taken += _LEASE.rows(conn, context, **values)
     return taken
 
 
@@ -106,16 +137,15 @@ def lease(conn: Connection, request: LeaseRequest, context: StatementContext) ->
 def lease_these(conn: Connection, worker: str, ids: Sequence[str], context: StatementContext) -> list[Leased]:
     """Lease these runs if they are due, including those whose lease expired."""
     with transaction(conn):
-        change(conn, LOSE_THESE, context, ids=list(ids))
-        rows = change(conn, _LEASE_THESE, context, worker=worker, ids=list(ids))
-    return [Leased(*row) for row in rows]
+        LOSE_THESE.rows(conn, context, ids=list(ids))
+        return _LEASE_THESE.rows(conn, context, worker=worker, ids=list(ids))
 
 
 _WAKE = Statement(
     lambda w: (
         f"""
-UPDATE semel_runs SET ready = true WHERE id IN (
-  SELECT p.id FROM semel_runs AS p WHERE p.status = 'PENDING' AND NOT p.ready AND p.due_us <= {w.now}
+UPDATE semel_active SET ready = true WHERE id IN (
+  SELECT p.id FROM semel_active AS p WHERE NOT p.ready AND p.due_us <= {w.now}
   ORDER BY p.due_us LIMIT :most {w.locking("p", skip=True)}
 )"""
     )
@@ -123,18 +153,17 @@ UPDATE semel_runs SET ready = true WHERE id IN (
 _NEXT = Statement(
     lambda w: (
         f"""
-SELECT (SELECT min(due_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) - {w.now},
-       (SELECT max(changed_us) FROM semel_runs WHERE status = 'PENDING' AND NOT ready) > {w.now}
+SELECT (SELECT min(due_us) FROM semel_active WHERE NOT ready) - {w.now},
+       (SELECT max(since_us) FROM semel_active WHERE NOT ready) > {w.now}
 """
     )
 )
 _RESTART = Statement(
     lambda w: (
         f"""
-UPDATE semel_runs SET due_us = {w.now} + due_us - changed_us, changed_us = {w.now} WHERE id IN (
-  SELECT p.id FROM semel_runs AS p
-  WHERE p.status = 'PENDING' AND NOT p.ready AND p.changed_us > {w.now} AND p.due_us - p.changed_us < {HELD_US}
-  {w.locking("p", skip=True)}
+UPDATE semel_active SET due_us = {w.now} + due_us - since_us, since_us = {w.now} WHERE id IN (
+  SELECT p.id FROM semel_active AS p
+  WHERE NOT p.ready AND p.since_us > {w.now} AND p.due_us - p.since_us < {HELD_US} {w.locking("p", skip=True)}
 )"""
     )
 )
@@ -159,12 +188,12 @@ _RENEW = Statement(
     lambda w: (
         f"""
 WITH held AS MATERIALIZED ({unlocked(w, _RENEW_COLUMNS)})
-UPDATE semel_runs AS k
+UPDATE semel_active AS k
 SET lease_until_us = {w.now} + lease_us, heartbeat_us = {w.now}, progress = coalesce(in_progress, progress),
     progress_note = CASE WHEN in_progress IS NULL THEN progress_note ELSE in_note END,
     progress_us = CASE WHEN in_progress <> coalesce(progress, -1) OR in_note <> coalesce(progress_note, '')
                        THEN {w.now} ELSE progress_us END
-FROM held WHERE {fenced(w)}
+FROM held WHERE {FENCED}
 RETURNING {w.as_text(w.returning("id"))}, {w.returning("cancel_us")}
 """
     ),
@@ -196,7 +225,7 @@ _WATCH = Statement(
     lambda w: (
         f"""
 SELECT {w.as_text("k.id")}, k.cancel_us FROM {w.batch(_WATCH_COLUMNS)}
-JOIN semel_runs AS k ON {fenced(w)}
+JOIN semel_active AS k ON {FENCED}
 """
     ),
     _WATCH_COLUMNS,
@@ -210,7 +239,7 @@ def watch(conn: Connection, held: Sequence[tuple[str, int]]) -> dict[str, bool]:
 
 
 _HELD_BY = Statement(
-    lambda w: f"SELECT {w.as_text('id')}, fence FROM semel_runs WHERE status = 'RUNNING' AND worker = :worker"
+    lambda w: f"SELECT {w.as_text('id')}, fence FROM semel_active WHERE worker = :worker AND lease_until_us IS NOT NULL"
 )
 
 
@@ -242,14 +271,13 @@ def due(conn: Connection, silent: float, most: int, context: StatementContext) -
     """
     now = read_clock(conn, context)
     silent_us = round(silent * MICRO)
-    pending = literal("PENDING", literal_execute=True)
-    at_once = and_(runs.c.step == "created", runs.c.due_us <= runs.c.created_us, runs.c.changed_us == runs.c.created_us)
+    at_once = and_(active.c.step.is_(None), active.c.due_us <= active.c.since_us)
     submitter_us = case((at_once, literal(silent_us, BigInteger)), else_=literal(0, BigInteger))
-    put_back = and_(runs.c.ready, runs.c.due_us > now)  # the clock was put back since it was due
-    waited = or_(runs.c.due_us <= literal(now, BigInteger) - submitter_us, put_back)
-    query = select(runs.c.id, runs.c.queue, runs.c.version).where(runs.c.status == pending, waited)
-    query = query.where(runs.c.queue != INTERNAL_QUEUE)
-    return [PendingRun(*row) for row in conn.execute(query.order_by(runs.c.due_us).limit(most))]
+    put_back = and_(active.c.ready, active.c.due_us > now)  # the clock was put back since it was due
+    waited = or_(active.c.due_us <= literal(now, BigInteger) - submitter_us, put_back)
+    query = select(active.c.id, active.c.queue, active.c.version).where(active.c.lease_until_us.is_(None), waited)
+    query = query.where(active.c.queue != INTERNAL_QUEUE)
+    return [PendingRun(*row) for row in conn.execute(query.order_by(active.c.due_us).limit(most))]
 
 
 _LOG_COLUMNS = {

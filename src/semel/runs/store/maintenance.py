@@ -17,13 +17,17 @@ from typing import Any
 
 from msgspec import Struct
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Text,
     and_,
+    case,
     cast,
     delete,
     exists,
+    func,
+    insert,
     literal,
     not_,
     or_,
@@ -31,12 +35,25 @@ from sqlalchemy import (
     text,
 )
 
-from semel.db.dialect import Statement, StatementContext, hot
-from semel.db.schema import deliveries, jobs, removals, run_events, run_keys, runs, workers
+from semel.db.dialect import Dialect, Statement, StatementContext, hot
+from semel.db.schema import (
+    active,
+    attempts,
+    deliveries,
+    jobs,
+    keys,
+    outbox,
+    removals,
+    run_counts,
+    runs,
+    submitted,
+    workers,
+)
 from semel.runs.execution.input_data import folder_of
-from semel.runs.store import quotas
+from semel.runs.store import quotas, run_keys
+from semel.runs.store.queries import NOT_INTERNAL
 from semel.runs.store.quotas import read_clock
-from semel.runs.store.run_keys import purge_keys
+from semel.runs.store.run_keys import RUN
 from semel.runs.types import MICRO, TERMINAL
 
 BATCH = 1000
@@ -92,6 +109,33 @@ def worker_gone(conn: Connection, worker_id: str) -> None:
     conn.execute(delete(workers).where(workers.c.id == worker_id))
 
 
+_SUMMED = """tenant, model, CASE WHEN facet IS NULL THEN '' ELSE '=' || facet END, status,
+  CAST(sum(count) AS bigint), CAST(sum(spent_us) AS bigint)"""
+
+
+def _add_up(dialect: Dialect) -> str:
+    gone = "semel_run_counts"
+    before = ""
+    if dialect.writes_in_with:
+        gone, before = "gone", "WITH gone AS (DELETE FROM semel_run_counts RETURNING *)"
+    return f"""
+{before} INSERT INTO semel_run_totals AS k (tenant, model, facet, status, count, spent_us)
+SELECT {_SUMMED} FROM {gone} WHERE true GROUP BY 1, 2, 3, 4
+ON CONFLICT (tenant, model, facet, status) DO UPDATE
+SET count = k.count + excluded.count, spent_us = k.spent_us + excluded.spent_us"""
+
+
+_ADD_UP = Statement(_add_up)
+
+
+def add_up(conn: Connection, context: StatementContext) -> None:
+    """Add the counts of runs that ended to the totals, so that a summary reads few rows."""
+    read_clock(conn, context)
+    _ADD_UP.count(conn)
+    if conn.dialect.name == "sqlite":
+        conn.execute(delete(run_counts))
+
+
 def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bool]:
     """Remove keys and reservations that expired, and workers not seen for a day.
 
@@ -99,7 +143,7 @@ def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bo
     """
     now = read_clock(conn, context)
     conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
-    removed = purge_keys(conn, context, BATCH), quotas.purge_reservations(conn, context, BATCH)
+    removed = run_keys.purge(conn, BATCH, context), quotas.purge_reservations(conn, context, BATCH)
     return sum(removed), max(removed) >= BATCH
 
 
@@ -145,8 +189,8 @@ def term_left(conn: Connection, role: str, holder: str, context: StatementContex
 _SHORTEN = Statement(
     lambda w: (
         f"""
-UPDATE semel_runs SET lease_until_us = {w.now} + lease_us
-WHERE status = 'RUNNING' AND lease_until_us > {w.now} + lease_us
+UPDATE semel_active SET lease_until_us = {w.now} + lease_us
+WHERE lease_until_us > {w.now} + lease_us
 """
     )
 )
@@ -188,9 +232,10 @@ def is_old(now: int, age: float) -> ColumnElement[bool]:
     """True for a run that ended more than ``age`` seconds ago and that no live key names."""
     finished = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
     named = and_(
-        run_keys.c.kind == literal("key", literal_execute=True),  # so that the partial index is used
-        run_keys.c.job_id == cast(runs.c.id, Text),
-        run_keys.c.expires_us >= now,
+        keys.c.kind == literal(RUN, literal_execute=True),  # so that the partial index is used
+        keys.c.attempt == cast(runs.c.id, Text),
+        keys.c.expires_us >= now,
+        keys.c.state == "completed",
     )
     return and_(finished, not_(exists().where(named)))
 
@@ -211,25 +256,40 @@ def remove_runs(conn: Connection, age: float, after: str | None, context: Statem
     """Remove the next old runs, in the order of their ids, and note their files. A run that is being retried stays."""
     now = read_clock(conn, context)
     files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
-    # Read before the removal: as part of a RETURNING, SQLite 3.40 says of NULL that it is not.
     query = select(runs.c.id, runs.c.data_ref, files).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
     if after is not None:
         query = query.where(runs.c.id > after)
-    gone = conn.execute(query.with_for_update(of=runs, skip_locked=True)).all()
-    if not gone:
+    old = {row[0]: row for row in conn.execute(query)}
+    if not old:
         return Removed(0, None)
-    ids = [row[0] for row in gone]
-    conn.execute(delete(runs).where(runs.c.id.in_(ids)))
-    for table in (run_events, jobs, deliveries):
+    unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(old))).order_by(submitted.c.id)
+    ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
+    if not ids:
+        return Removed(0, max(old))
+    _uncount(conn, ids)
+    for table in (attempts, outbox, jobs, deliveries):
         conn.execute(delete(table).where(table.c.run_id.in_(ids)))
-    refs = {row[1] for row in gone if row[1] is not None}
-    notes: list[tuple[Any, ...]] = [(row[0], None, bool(row[2])) for row in gone]
+    conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
+    refs = {old[each][1] for each in ids if old[each][1] is not None}
+    notes: list[tuple[Any, ...]] = [(each, None, bool(old[each][2])) for each in ids]
     _NOTE_REMOVAL.count(conn, notes + [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
-    return Removed(len(gone), ids[-1])
+    return Removed(len(ids), max(old))
+
+
+def _uncount(conn: Connection, ids: Sequence[str]) -> None:
+    """Count these runs, which are about to be removed, no longer."""
+    groups = (runs.c.tenant, runs.c.model, runs.c.facet, runs.c.status)
+    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
+    removed = select(*groups, -func.count(), -cast(func.sum(spent), BigInteger)).where(runs.c.id.in_(ids), NOT_INTERNAL)
+    names = ("tenant", "model", "facet", "status", "count", "spent_us")
+    conn.execute(insert(run_counts).from_select(names, removed.group_by(*groups)))
 
 
 def _in_use(conn: Connection, refs: set[str]) -> set[str]:
-    return set(conn.scalars(select(runs.c.data_ref).where(runs.c.data_ref.in_(refs)).distinct())) if refs else set()
+    found: set[str] = set()
+    for table in (submitted, active, attempts) if refs else ():
+        found |= set(conn.scalars(select(table.c.data_ref).where(table.c.data_ref.in_(refs)).distinct()))
+    return found
 
 
 def pending_removals(conn: Connection, after: str) -> list[Removal]:

@@ -14,7 +14,7 @@ from sqlalchemy import (
 )
 
 from semel.db.dialect import Statement, hot
-from semel.db.schema import run_events, runs
+from semel.db.schema import outbox, submitted
 from semel.runs.types import TERMINAL
 
 
@@ -45,22 +45,20 @@ _NAMES = {"created": "RunCreated", "leased": "RunStarted"}
 @hot
 def unpublished(conn: Connection, most: int = 100) -> list[OutboxEvent]:
     """The oldest events that are not published yet."""
-    return _events(conn.execute(_outbox(run_events.c.unpublished).limit(most)))
+    return _events(conn.execute(_outbox(outbox.c.unpublished).limit(most)))
 
 
 def unsent(conn: Connection, most: int = 200) -> list[OutboxEvent]:
     """The oldest events that a subscription may want, except those that another process has locked."""
-    return _events(
-        conn.execute(_outbox(run_events.c.unsent).limit(most).with_for_update(of=run_events, skip_locked=True))
-    )
+    return _events(conn.execute(_outbox(outbox.c.unsent).limit(most).with_for_update(of=outbox, skip_locked=True)))
 
 
 def _outbox(which: ColumnElement[bool]) -> Select[Any]:
     return (
-        select(run_events, runs.c.model, runs.c.tenant, runs.c.user_id)
-        .join_from(run_events, runs, run_events.c.run_id == runs.c.id)
+        select(outbox, submitted.c.model, submitted.c.tenant, submitted.c.user_id)
+        .join_from(outbox, submitted, outbox.c.run_id == submitted.c.id)
         .where(which)
-        .order_by(run_events.c.at_us, run_events.c.run_id, run_events.c.version)
+        .order_by(outbox.c.at_us, outbox.c.run_id, outbox.c.version)
     )
 
 
@@ -86,30 +84,41 @@ def _events(rows: Iterable[Any]) -> list[OutboxEvent]:
 _STEP_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
 
 
-def _clearing(flag: str) -> Statement:
-    return Statement(
-        lambda w: (
-            f"""
-UPDATE semel_run_events AS k SET {flag} = false FROM {w.batch(_STEP_COLUMNS)}
-WHERE k.run_id = in_id AND k.version = in_version
+def _clearing(flag: str, other: str) -> tuple[Statement, Statement]:
+    """Delete the steps whose other flag is clear, and clear the flag of the rest."""
+    same = "k.run_id = in_id AND k.version = in_version"
+    return (
+        Statement(
+            lambda w: (
+                f"""
+DELETE FROM semel_outbox WHERE NOT {other} AND (run_id, version) IN (
+  SELECT k.run_id, k.version FROM {w.batch(_STEP_COLUMNS)} JOIN semel_outbox AS k ON {same})
 """
+            ),
+            _STEP_COLUMNS,
         ),
-        _STEP_COLUMNS,
+        Statement(
+            lambda w: f"UPDATE semel_outbox AS k SET {flag} = false FROM {w.batch(_STEP_COLUMNS)} WHERE {same}",
+            _STEP_COLUMNS,
+        ),
     )
 
 
-_PUBLISHED = _clearing("unpublished")
-_SENT = _clearing("unsent")
+_PUBLISHED = _clearing("unpublished", "unsent")
+_SENT = _clearing("unsent", "unpublished")
+
+
+def _clear(conn: Connection, statements: Iterable[Statement], events: Sequence[OutboxEvent]) -> None:
+    for statement in statements if events else ():
+        statement.count(conn, [(each.run_id, each.version) for each in events])
 
 
 @hot
 def published(conn: Connection, events: Sequence[OutboxEvent]) -> None:
     """Mark these events as published."""
-    if events:
-        _PUBLISHED.count(conn, [(each.run_id, each.version) for each in events])
+    _clear(conn, _PUBLISHED, events)
 
 
 def sent(conn: Connection, events: Sequence[OutboxEvent]) -> None:
     """Mark these events as handed to the webhooks that want them."""
-    if events:
-        _SENT.count(conn, [(each.run_id, each.version) for each in events])
+    _clear(conn, _SENT, events)

@@ -7,10 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Uuid, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import BigInteger, Column, Connection, Uuid, and_, case, func, literal, or_, select, union_all
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
-from semel.db.schema import jobs, run_events, run_logs, runs, workers
+from semel.db.schema import (
+    Digest,
+    active,
+    has_digest,
+    jobs,
+    run_counts,
+    run_logs,
+    run_totals,
+    runs,
+    steps,
+    workers,
+)
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import (
     HELD_US,
@@ -70,12 +81,13 @@ class Filter(Struct, frozen=True, kw_only=True):
             "user_id": self.user,
             "queue": self.queue,
             "idempotency_key": self.key,
-            "payload_hash": self.payload_hash,
         }
         found: list[Any] = [runs.c.tenant == self.tenant]
         if self.queue != INTERNAL_QUEUE:
             found.append(NOT_INTERNAL)
         found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
+        if self.payload_hash is not None:
+            found.append(has_digest(runs.c.payload_hash, self.payload_hash))
         if self.user:
             found.append(runs.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
         if self.status is not None:
@@ -90,13 +102,18 @@ class Filter(Struct, frozen=True, kw_only=True):
 
 
 _NAMES = [column.name for column in _SHOWN]
-_IDS = frozenset(column.name for column in _SHOWN if isinstance(column.type, Uuid))
+
+
+def _as_text(dialect: Dialect, column: Column[Any]) -> str:
+    if isinstance(column.type, Digest):
+        return dialect.digits(column.name)
+    return dialect.as_text(column.name) if isinstance(column.type, Uuid) else column.name
 
 
 def _get(dialect: Dialect) -> str:
     """As text with an array: one statement for any number of ids, at half of SQLAlchemy's cost per row."""
-    shown = ", ".join(dialect.as_text(name) if name in _IDS else name for name in _NAMES)
-    return f"SELECT {shown} FROM semel_runs WHERE {dialect.is_in('id', 'ids', 'uuid')}"
+    shown = ", ".join(_as_text(dialect, column) for column in _SHOWN)
+    return f"SELECT {shown} FROM semel_run_states WHERE {dialect.is_in('id', 'ids', 'uuid')}"
 
 
 _GET = Statement(_get)
@@ -155,6 +172,8 @@ def list_runs(
     A page with ``max_bytes`` ends before the run that would make it larger, but has at least one run. It is read in
     portions, so that not much more than that is ever in memory.
     """
+    if _has_no_runs(conn, wanted):
+        return Page([], None)
     query = select(*(_SHOWN if parameters else _LISTED)).where(*wanted.conditions()).order_by(runs.c.id.desc())
     found: list[Run] = []
     portion = limit + 1 if max_bytes is None else _FIRST_PORTION
@@ -172,6 +191,14 @@ def list_runs(
             return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
         cursor = found[-1].id
         portion *= 2
+
+
+def _has_no_runs(conn: Connection, wanted: Filter) -> bool:
+    """Whether the model has no runs at all: to look through all runs for them would take long."""
+    if wanted.model is None or wanted.queue == INTERNAL_QUEUE:
+        return False
+    found = _counted(wanted.tenant)
+    return not conn.scalar(select(func.sum(found.c.count)).where(found.c.model == wanted.model))
 
 
 def _weight(row: Mapping[Any, Any]) -> int:
@@ -195,8 +222,8 @@ def result(conn: Connection, run_id: str, tenant: str | None) -> tuple[Run, str 
 
 def timeline(conn: Connection, run_id: str) -> list[Step]:
     """Every step of a run's life, oldest first."""
-    columns = [run_events.c[name] for name in ("version", "at_us", "step", "status", "fence", "worker", "note")]
-    rows = conn.execute(select(*columns).where(run_events.c.run_id == run_id).order_by(run_events.c.version))
+    columns = [steps.c[name] for name in ("version", "at_us", "step", "status", "fence", "worker", "note")]
+    rows = conn.execute(select(*columns).where(steps.c.run_id == run_id).order_by(steps.c.version))
     return [Step(*row) for row in rows]
 
 
@@ -210,26 +237,50 @@ def logs(conn: Connection, run_id: str, after: tuple[int, int], limit: int) -> l
     return [LogLine(*row) for row in rows]
 
 
+def _counted(tenant: str) -> Any:
+    """The runs of a tenant, counted: those that ended from the sums, those under way one by one."""
+    same = ("model", "status", "count", "spent_us")
+    facet = case((run_totals.c.facet == "", None), else_=func.substr(run_totals.c.facet, 2)).label("facet")
+    status = case((active.c.lease_until_us.is_(None), "PENDING"), else_="RUNNING").label("status")
+    none = literal(0, BigInteger)
+    parts = (
+        select(*(run_totals.c[name] for name in same), facet).where(run_totals.c.tenant == tenant),
+        select(*(run_counts.c[name] for name in same), run_counts.c.facet).where(run_counts.c.tenant == tenant),
+        select(active.c.model, status, func.count().label("count"), none.label("spent_us"), active.c.facet)
+        .where(active.c.tenant == tenant, or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != ""))
+        .group_by(active.c.model, status, active.c.facet),
+    )
+    return union_all(*parts).subquery()
+
+
+def _count_of_user(tenant: str, user: str) -> Any:
+    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
+    groups = (runs.c.model, runs.c.status, runs.c.facet)
+    query = select(*groups, func.count().label("count"), func.sum(spent).label("spent_us"))
+    return query.where(*Filter(tenant=tenant, user=user).conditions()).group_by(*groups).subquery()
+
+
 def summary(conn: Connection, tenant: str, *, grouped: bool, user: str | None = None) -> list[Summary]:
     """How many runs of each model are in each status, and how long those that succeeded took on average.
 
     ``grouped`` also by the value of the parameter that the model is summarised by. Of one user, or of all.
     """
-    names = [runs.c.model, runs.c.facet] if grouped else [runs.c.model]
-    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us))
+    found = _counted(tenant) if user is None else _count_of_user(tenant, user)
+    names = [found.c.model, found.c.facet] if grouped else [found.c.model]
+    count = func.sum(found.c.count)
     rows = conn.execute(
-        select(*names, runs.c.status, func.count(), func.sum(spent))
-        .where(*Filter(tenant=tenant, user=user).conditions())
-        .group_by(*names, runs.c.status)
+        select(*names, found.c.status, count, func.sum(found.c.spent_us))
+        .group_by(*names, found.c.status)
+        .having(count != 0)
         .order_by(*names)
     )
     counts: dict[tuple[str, str | None], dict[str, int]] = {}
     seconds: dict[tuple[str, str | None], float] = {}
     for *name, status, count, total in rows:
         place = (name[0], name[1] if grouped else None)
-        counts.setdefault(place, {})[status] = count
+        counts.setdefault(place, {})[status] = int(count)
         if status == "SUCCEEDED":
-            seconds[place] = float(total) / MICRO / count
+            seconds[place] = float(total) / MICRO / float(count)
     return [
         Summary(model=model, group=group, counts=by_status, mean_seconds=seconds.get((model, group)))
         for (model, group), by_status in counts.items()
@@ -249,26 +300,16 @@ class Backlog(Struct, frozen=True):
 def backlog(conn: Connection, context: StatementContext) -> Backlog:
     """Count the runs that wait and those that run, without the service's own work."""
     now = read_clock(conn, context)
-    pending, running = literal("PENDING", literal_execute=True), literal("RUNNING", literal_execute=True)
-    states = (
-        (runs.c.status == pending, runs.c.ready),
-        (runs.c.status == pending, ~runs.c.ready),
-        (runs.c.status == running,),
-        (STALLED,),
-    )
-    whose = (runs.c.queue != INTERNAL_QUEUE,), (runs.c.queue == INTERNAL_QUEUE, runs.c.user_id != "")  # for the indexes
-    rows = conn.execute(
-        union_all(
-            *(
-                select(literal(number), func.count(), func.min(runs.c.due_us)).where(*state, *which)
-                for number, state in enumerate(states)
-                for which in whose
-            )
-        )
-    ).all()
-    due, later, held, stalled = (sum(row[1] for row in rows if row[0] == number) for number in range(len(states)))
-    oldest = min((row[2] for row in rows if row[0] == 0 and row[2] is not None), default=now)
-    return Backlog(due + later, held, max(0.0, (now - oldest) / MICRO), stalled)
+    waits = active.c.lease_until_us.is_(None)
+    pending, running, oldest = conn.execute(
+        select(
+            func.count().filter(waits),
+            func.count().filter(~waits),
+            func.min(active.c.due_us).filter(waits, active.c.ready),
+        ).where(or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != ""))
+    ).one()
+    stalled = conn.scalar(select(func.count()).where(STALLED, NOT_INTERNAL)) or 0
+    return Backlog(pending, running, 0.0 if oldest is None else max(0.0, (now - oldest) / MICRO), stalled)
 
 
 @hot
@@ -278,7 +319,7 @@ def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting
     row = conn.execute(select(runs).where(runs.c.id == run_id)).one_or_none()
     if row is None or row.status != "PENDING":
         return None
-    if row.due_us - row.created_us >= HELD_US:
+    if row.due_us - row.changed_us >= HELD_US:
         return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
     if row.due_us > now and not row.ready:
         return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
@@ -309,14 +350,13 @@ def _not_yet(row: Any, now: int) -> str:
 def _before(row: Any) -> Any:
     """True for runs that are due and come before this one in the same queue."""
     later = or_(
-        runs.c.priority > row.priority,
+        active.c.priority > row.priority,
         and_(
-            runs.c.priority == row.priority,
-            or_(runs.c.due_us < row.due_us, and_(runs.c.due_us == row.due_us, runs.c.id < row.id)),
+            active.c.priority == row.priority,
+            or_(active.c.due_us < row.due_us, and_(active.c.due_us == row.due_us, active.c.id < row.id)),
         ),
     )
-    pending = literal("PENDING", literal_execute=True)
-    return and_(runs.c.status == pending, runs.c.ready, runs.c.queue == row.queue, later)
+    return and_(active.c.lease_until_us.is_(None), active.c.ready, active.c.queue == row.queue, later)
 
 
 def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo], ahead: int) -> str:
@@ -339,11 +379,10 @@ def _reason(row: Any, serving: Sequence[WorkerInfo], able: Sequence[WorkerInfo],
 def list_workers(conn: Connection, context: StatementContext) -> list[WorkerInfo]:
     """The workers that run, or ran until recently, and how many runs of each model they hold."""
     now = read_clock(conn, context)
-    running = literal("RUNNING", literal_execute=True)
-    groups = (runs.c.worker, runs.c.model)
+    groups = (active.c.worker, active.c.model)
     holds: dict[str, dict[str, int]] = {}
     for worker, model, count in conn.execute(
-        select(*groups, func.count()).where(runs.c.status == running).group_by(*groups)
+        select(*groups, func.count()).where(active.c.lease_until_us.is_not(None)).group_by(*groups)
     ):
         holds.setdefault(worker, {})[model] = count
     return [

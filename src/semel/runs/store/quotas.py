@@ -14,7 +14,7 @@ from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
 from semel.db.dialect import Statement, StatementContext, hot, transaction
-from semel.db.schema import quotas, reservations, runs
+from semel.db.schema import active, quotas, reservations
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
 from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
 from semel.types import moment
@@ -114,13 +114,13 @@ def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
 _USAGE = Statement(
     lambda w: (
         f"""
-SELECT (SELECT count(*) FROM semel_runs
-        WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND status IN ('PENDING', 'RUNNING')),
+SELECT (SELECT count(*) FROM semel_active
+        WHERE tenant = :tenant AND user_id = :person AND user_id <> ''),
        (SELECT count(*) FROM semel_reservations
         WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
        {", ".join(w.total("cost", f"created_us >= :{period}") for period in COST_PERIODS)}
-FROM semel_runs WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
+FROM semel_run_states WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
 """
     )
 )
@@ -328,8 +328,7 @@ def _slot_is_free(conn: Connection, row: Any, job_id: str | None, now: int) -> b
     if row.max_concurrent is None:
         return False
     known = None if job_id is None else checked_id(job_id)
-    active = select(runs.c.id).where(runs.c.id == known, runs.c.status.in_(["PENDING", "RUNNING"]))
-    own = 0 if known is None or conn.scalar(active) is None else 1
+    own = 0 if known is None or conn.scalar(select(active.c.id).where(active.c.id == known)) is None else 1
     others = usage(conn, (row.tenant, row.user_id), now, Quota()).concurrent - own
     return bool(others < row.max_concurrent)
 

@@ -1,65 +1,168 @@
-"""The keys of runs and jobs, as SQL: which run a client's key, or a payload, names, and until when."""
+"""The keys of runs and jobs: claims like every other key, in the scope of their user, with the run as their outcome.
+
+A key of the same scope and name that ``Once`` claimed is the same key. Without a key, the hash of the payload names the
+run while that is pending or running: such a run has ``dedupe`` in ``semel_active``, which is unique.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, Literal, TypeAlias
+from urllib.parse import quote, unquote
+from uuid import UUID
 
 from msgspec import Struct
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, literal, or_, select, update
 
+from semel.codec import PLAIN
 from semel.db.dialect import Statement, StatementContext, hot, transaction
-from semel.db.schema import run_keys
-from semel.errors import StoreUnavailable
+from semel.db.schema import active, has_digest, keys, submitted
+from semel.errors import InProgress, KeyReused, OutcomeUnknown, SemelError
+from semel.once.store import ClaimRequest, Clock, Forget, KeyRef, OutcomeData
+from semel.once.stores import sqlite
 from semel.runs.store import quotas
+from semel.types import Granted, InFlight, Record, Replay, Unknown, Verdict
 
 ROUNDS = 10
 """How often to try to take or read a key that other transactions keep changing."""
 
 KeyKind: TypeAlias = Literal["key", "payload"]
+RUN = "run"
+"""The kind of the outcome of a run's key. Its attempt is the run's id."""
 
-_KEY_COLUMNS = {
-    "in_tenant": "text",
-    "in_user": "text",
-    "in_kind": "text",
-    "in_key": "text",
-    "in_hash": "text",
-    "in_job": "text",
-    "in_ttl": "bigint",
-}
-_GIVES_WAY = """CASE
-    WHEN k.expires_us < {now} THEN true
-    WHEN k.kind = 'payload' THEN NOT EXISTS (
-      SELECT 1 FROM semel_runs AS r WHERE r.id = {id} AND r.status IN ('PENDING', 'RUNNING'))
-    ELSE false END"""
+_SCOPE = "runs"
 
-# Sorted, so that two batches wait for each other's keys in the same order and never deadlock.
-TAKE_KEYS = Statement(
+
+def scope_of_runs(tenant: str, user: str) -> str:
+    """The scope of the keys of this user's runs: ``runs:42``, of a tenant ``acme runs:42``, of nobody ``runs``."""
+    name = f"{_SCOPE}:{user}" if user else _SCOPE
+    return f"{quote(tenant, safe='', errors='surrogatepass')} {name}" if tenant else name
+
+
+def owner_of(scope: str) -> tuple[str, str]:
+    """The tenant and the user whose runs have their keys in this scope."""
+    before, colon, user = scope.partition(f"{_SCOPE}:")  # a quoted tenant has no colon
+    tenant = before if colon else scope.removesuffix(_SCOPE)
+    return unquote(tenant.removesuffix(" "), errors="surrogatepass"), user
+
+
+def in_scope_of(tenant: str, user: str | None) -> ColumnElement[bool]:
+    """True for the keys of this user's runs; None: of every user of the tenant."""
+    scope = scope_of_runs(tenant, user or "")
+    if user is not None:
+        return keys.c.scope == scope
+    return or_(keys.c.scope == scope, and_(keys.c.scope >= f"{scope}:", keys.c.scope < f"{scope};"))
+
+
+def run_key(scope: str, key: str, fingerprint: str, run_id: str, ttl_us: int) -> ClaimRequest:
+    """A claim of a key that is done at once: its outcome is the run."""
+    done = OutcomeData(RUN, PLAIN.encode(run_id))
+    return ClaimRequest(scope, key, fingerprint, run_id, 0, ttl_us, done=done)
+
+
+def take(conn: Connection, requests: Sequence[ClaimRequest], context: StatementContext) -> list[Verdict]:
+    """Claim keys of different runs in the transaction of the connection."""
+    if not requests:
+        return []
+    if conn.dialect.name == "sqlite":
+        return sqlite.claim(conn, requests, _clock(context))
+    from semel.once.stores import postgres
+
+    return postgres.claim(conn, requests, _terms(context))
+
+
+def read(conn: Connection, refs: Sequence[KeyRef], context: StatementContext) -> list[Record | None]:
+    """The records of these keys; None where a key is free."""
+    if not refs:
+        return []
+    if conn.dialect.name == "sqlite":
+        return sqlite.get(conn, refs, _clock(context))
+    from semel.once.stores import postgres
+
+    return postgres.get(conn, refs, _terms(context))
+
+
+def forget(conn: Connection, requests: Sequence[Forget], context: StatementContext) -> list[bool]:
+    """Make these keys free again; False where another has the key."""
+    if conn.dialect.name == "sqlite":
+        return sqlite.forget(conn, requests, _clock(context))
+    from semel.once.stores import postgres
+
+    return postgres.forget(conn, requests, _terms(context))
+
+
+def purge(conn: Connection, most: int, context: StatementContext) -> int:
+    """Remove up to ``most`` expired keys, of runs and all others; return how many."""
+    if conn.dialect.name == "sqlite":
+        return sqlite.purge(conn, most, _clock(context)())
+    from semel.once.stores import postgres
+
+    return postgres.purge(conn, most, _terms(context))
+
+
+def _terms(context: StatementContext) -> dict[str, Any]:
+    return {"now": context.now, "patience": ""}
+
+
+def _clock(context: StatementContext) -> Clock:
+    now = context.now
+    assert now is not None  # SQLite has no clock of its own
+    return lambda: now
+
+
+def refusal(verdict: Verdict, key: str | None) -> SemelError:
+    """Why a key cannot name a run: it belongs to other work, which is done, under way, or perhaps was done."""
+    if isinstance(verdict, InFlight):
+        return InProgress(f"the key {key!r} is held by other work; try again later", verdict.retry_after)
+    if isinstance(verdict, Unknown):
+        return OutcomeUnknown(
+            f"the owner of the key {key!r} vanished; record whether its work was done, then try again"
+        )
+    message = f"key reused with different payload: {key!r} belongs to other work; use a new key for this"
+    return KeyReused(message, idempotency_key=key)
+
+
+def no_run(key: str | None, job_id: str) -> KeyReused:
+    """The error for a key that names a job of another system, or a run that is gone."""
+    message = f"the key {key!r} names the job {job_id!r}, which is not a run of this app"
+    return KeyReused(message, idempotency_key=key)
+
+
+# -- payloads ----------------------------------------------------------------------------------------------------------
+
+
+def dedupe_of(tenant: str, user: str, payload_hash: str) -> str:
+    """What is unique among the active runs of a user that have this payload: the start of a digest, as a UUID."""
+    return str(UUID(bytes=sha256(f"{tenant}\0{user}\0{payload_hash}".encode("utf8", "surrogatepass")).digest()[:16]))
+
+
+_ACTIVE_OF = Statement(
     lambda w: (
-        f"""
-INSERT INTO semel_run_keys AS k (tenant, user_id, kind, key, payload_hash, job_id, created_us, expires_us)
-SELECT in_tenant, in_user, in_kind, in_key, in_hash, in_job, {w.now}, {w.now} + in_ttl
-FROM {w.batch(_KEY_COLUMNS)} WHERE true ORDER BY in_tenant, in_user, in_kind, in_key
-ON CONFLICT (tenant, user_id, kind, key) DO UPDATE
-SET payload_hash = excluded.payload_hash, job_id = excluded.job_id, created_us = excluded.created_us,
-    expires_us = excluded.expires_us
-WHERE {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
-RETURNING job_id
-"""
-    ),
-    _KEY_COLUMNS,
+        f"""SELECT {w.as_text("k.dedupe")}, {w.as_text("k.id")} FROM semel_active AS k
+WHERE {w.is_in("k.dedupe", "dedupes", "uuid")} AND k.dedupe_until_us >= {w.now}"""
+    )
+)
+_LET_GO = Statement(
+    lambda w: (
+        f"""UPDATE semel_active AS k SET dedupe = NULL
+WHERE {w.is_in("k.dedupe", "dedupes", "uuid")} AND k.dedupe_until_us < {w.now}"""
+    )
 )
 
-_PLACE_COLUMNS = {name: _KEY_COLUMNS[name] for name in ("in_tenant", "in_user", "in_kind", "in_key")}
-READ_KEYS = Statement(
-    lambda w: (
-        f"""
-SELECT k.tenant, k.user_id, k.kind, k.key, k.payload_hash, k.job_id, k.expires_us FROM {w.batch(_PLACE_COLUMNS)}
-JOIN semel_run_keys AS k ON k.tenant = in_tenant AND k.user_id = in_user AND k.kind = in_kind AND k.key = in_key
-WHERE NOT {_GIVES_WAY.format(now=w.now, id=w.identity("k.job_id"))}
-"""
-    ),
-    _PLACE_COLUMNS,
-)
+
+def active_of(conn: Connection, dedupes: Sequence[str], context: StatementContext) -> dict[str, str]:
+    """The active runs that payloads name, by ``dedupe``."""
+    return dict(tuple(row) for row in _ACTIVE_OF.rows(conn, dedupes=list(dedupes), now=context.now)) if dedupes else {}
+
+
+def let_go(conn: Connection, dedupes: Sequence[str], context: StatementContext) -> None:
+    """Let payloads whose time is over name no run any more."""
+    if dedupes:
+        _LET_GO.count(conn, dedupes=list(dedupes), now=context.now)
+
+
+# -- keys by themselves ------------------------------------------------------------------------------------------------
 
 
 class KeyEntry(Struct, frozen=True):
@@ -71,6 +174,13 @@ class KeyEntry(Struct, frozen=True):
     payload_hash: str
     created_us: int
     expires_us: int
+
+
+class RunKey(KeyEntry, frozen=True):
+    """A key with its tenant, or a payload that names its run."""
+
+    tenant: str = ""
+    kind: KeyKind = "key"
 
 
 class StoreKey(Struct, frozen=True, kw_only=True):
@@ -87,47 +197,91 @@ class StoreKey(Struct, frozen=True, kw_only=True):
 def store_key(conn: Connection, request: StoreKey, context: StatementContext) -> str:
     """Store the key unless it is in use. Returns the job that it names: the caller's, or an earlier one."""
     with transaction(conn):
-        row = (request.tenant, request.user, "key", request.key, "", request.job_id, request.ttl_us)
-        for _ in range(ROUNDS):
-            if TAKE_KEYS.rows(conn, [row], now=context.now):
-                return request.job_id
-            held = READ_KEYS.rows(conn, [row[:4]], now=context.now)
-            if held:
-                named: str = held[0][5]
-                return named
-        raise StoreUnavailable(f"the key {request.key!r} changed hands {ROUNDS} times; try again")
+        scope = scope_of_runs(request.tenant, request.user)
+        (verdict,) = take(conn, [run_key(scope, request.key, "", request.job_id, request.ttl_us)], context)
+        if isinstance(verdict, Replay):
+            return str(verdict.outcome.value)
+        if not isinstance(verdict, Granted):
+            raise refusal(verdict, request.key)
+        return request.job_id
 
 
 @hot
 def check_key(conn: Connection, person: tuple[str, str | None], key: str, context: StatementContext) -> KeyEntry | None:
     """The live key of one user (None: of any user), or None. Expired ones of this name are removed."""
     with transaction(conn):
-        tenant, user = person
         now = quotas.read_clock(conn, context)
-        own = [run_keys.c.tenant == tenant, run_keys.c.kind == "key", run_keys.c.key == key]
-        if user is not None:
-            own.append(run_keys.c.user_id == user)
-        rows = conn.execute(select(run_keys).where(*own).order_by(run_keys.c.created_us)).all()
-        if any(row.expires_us < now for row in rows):
-            conn.execute(delete(run_keys).where(*own, run_keys.c.expires_us < now))
-        live = [row for row in rows if row.expires_us >= now]
-        if not live:
-            return None
-        row = live[0]
-        return KeyEntry(row.key, row.job_id, row.user_id, row.payload_hash, row.created_us, row.expires_us)
+        own = [keys.c.key == key, _names_run, in_scope_of(*person)]
+        found = [_entry(row) for row in conn.execute(select(keys).where(*own).order_by(keys.c.created_us))]
+        if any(entry.expires_us < now for entry in found):
+            conn.execute(delete(keys).where(*own, keys.c.expires_us < now))
+        live = next((entry for entry in found if entry.expires_us >= now), None)
+        return None if live is None else KeyEntry(*(getattr(live, name) for name in KeyEntry.__struct_fields__))
 
 
-_PURGE_KEYS = Statement(
-    lambda w: (
-        f"""
-DELETE FROM semel_run_keys WHERE (tenant, user_id, kind, key) IN (
-  SELECT p.tenant, p.user_id, p.kind, p.key FROM semel_run_keys AS p WHERE p.expires_us < {w.now}
-  ORDER BY p.expires_us LIMIT :most {w.locking("p", skip=True)}
-)"""
+_names_run = and_(keys.c.kind == literal(RUN, literal_execute=True), keys.c.state == "completed")
+"""True for a record whose outcome is a run; written so that the partial indexes are used."""
+
+
+def _entry(row: Any) -> RunKey:
+    tenant, user = owner_of(row.scope)
+    return RunKey(row.key, row.attempt, user, row.fingerprint, row.created_us, row.expires_us, tenant)
+
+
+MOST = 1000
+"""How many keys of one name are read."""
+
+
+def entries(
+    conn: Connection,
+    key: str,
+    tenant: str | None,
+    user: str | None,
+    context: StatementContext,
+) -> list[RunKey]:
+    """The live keys of this name, and the payload with this hash if it names a run; None: of every tenant or user."""
+    now = quotas.read_clock(conn, context)
+    owned = [keys.c.key == key, _names_run, keys.c.expires_us >= now]
+    if tenant is not None:
+        owned.append(in_scope_of(tenant, user))
+    rows = conn.execute(select(keys).where(*owned).order_by(keys.c.created_us, keys.c.scope).limit(MOST))
+    found = [entry for entry in map(_entry, rows) if user in (None, entry.user)]
+    return found + _payloads(conn, key, tenant, user, now)
+
+
+def _payloads(conn: Connection, payload_hash: str, tenant: str | None, user: str | None, now: int) -> list[RunKey]:
+    query = (
+        select(submitted, active.c.dedupe_until_us)
+        .join_from(submitted, active, submitted.c.id == active.c.id)
+        .where(has_digest(submitted.c.payload_hash, payload_hash), active.c.dedupe_until_us >= now)
+        .where(active.c.dedupe.is_not(None))
     )
-)
+    if tenant is not None:
+        query = query.where(submitted.c.tenant == tenant)
+    if user is not None:
+        query = query.where(submitted.c.user_id == user)
+    return [
+        RunKey(
+            payload_hash,
+            row.id,
+            row.user_id,
+            row.payload_hash,
+            row.created_us,
+            row.dedupe_until_us,
+            row.tenant,
+            "payload",
+        )
+        for row in conn.execute(query.order_by(submitted.c.id).limit(MOST))
+    ]
 
 
-def purge_keys(conn: Connection, context: StatementContext, most: int = 1000) -> int:
-    """Remove up to ``most`` expired keys; return how many."""
-    return _PURGE_KEYS.count(conn, most=most, now=context.now)
+def remove(conn: Connection, found: RunKey, context: StatementContext) -> bool:
+    """Remove the key, unless it names another run by now: the same submission then makes a new run."""
+    if found.kind == "payload":
+        mine = [active.c.id == found.job_id, active.c.dedupe.is_not(None)]
+        return bool(conn.execute(update(active).where(*mine).values(dedupe=None)).rowcount)
+    ref = KeyRef(scope_of_runs(found.tenant, found.user), found.key)
+    (record,) = read(conn, [ref], context)
+    if record is None or record.attempt != found.job_id:
+        return False
+    return all(forget(conn, [Forget(ref.scope, ref.key, record.fence)], context))

@@ -1,8 +1,9 @@
 """Submit, in one transaction: a repeat finds its run by its key; only new runs count against the quota; then key, run
 and event are written together.
 
-A client's key names its run for a day, whatever became of the run. Without a key, the hash of the payload names the
-run, for some minutes, and only while the run is pending or running.
+A client's key is claimed as every other key (see :mod:`semel.runs.store.run_keys`), and names its run for a day,
+whatever became of the run. Without a key, the hash of the payload names the run, for some minutes, and only while the
+run is pending or running.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from copy import copy
 from typing import Any, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, insert, select
 
 from semel.db.dialect import Dialect, Statement, StatementContext
-from semel.db.schema import jobs, run_keys, runs
+from semel.db.schema import jobs, submitted
 from semel.errors import KeyReused, RunNotFound, SemelError, StoreUnavailable
-from semel.runs.store import queries, quotas
+from semel.once.rules import judge
+from semel.once.store import ClaimRequest, Forget, KeyRef
+from semel.runs.store import queries, quotas, run_keys
 from semel.runs.store.quotas import Admission, Meter, Person
-from semel.runs.store.run_keys import READ_KEYS, ROUNDS, TAKE_KEYS, KeyKind
-from semel.runs.store.transitions import CHANNEL, EVENT, NOTED, WANTED, note
-from semel.runs.types import HELD_US, Run
+from semel.runs.store.run_keys import ROUNDS, KeyKind, dedupe_of, refusal, run_key, scope_of_runs
+from semel.runs.store.transitions import CHANNEL, tell, telling
+from semel.runs.types import HELD_US, Run, checked_id
+from semel.types import Claim, Granted, Mismatch, Replay, Verdict
 
 
 class JobDetails(Struct, frozen=True, kw_only=True):
@@ -88,6 +92,11 @@ class Submission(Struct, frozen=True, kw_only=True):
         return since_us + self.key_ttl_us if self.key_kind == "key" and self.key is not None else None
 
     @property
+    def wait_us(self) -> int:
+        """How long the run waits before it is due."""
+        return self.delay_us if self.first is None else HELD_US
+
+    @property
     def person(self) -> Person:
         """The tenant and user whose quota it counts against."""
         return (self.tenant, self.user)
@@ -99,13 +108,33 @@ class Submission(Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[str, str, str, str | None]:
-        """The primary key of its key in ``semel_run_keys``."""
+        """What is equal for two submissions that are to be one run."""
         return (self.tenant, self.user, self.key_kind, self.key)
 
     @property
-    def own_place(self) -> tuple[str, str, str, str | None]:
-        """As ``place``, for the key that is looked up first."""
-        return self.place if self.own_key is None else (self.tenant, self.user, "key", self.own_key)
+    def client_key(self) -> str | None:
+        """The client's key, if it gave one."""
+        return self.own_key if self.own_key is not None or self.key_kind == "payload" else self.key
+
+    @property
+    def ref(self) -> KeyRef | None:
+        """Where the client's key is stored."""
+        key = self.client_key
+        return None if key is None else KeyRef(scope_of_runs(self.tenant, self.user), key)
+
+    def claim(self, run_id: str) -> ClaimRequest:
+        """The claim of the client's key for this run."""
+        ref = self.ref
+        assert ref is not None
+        ttl = self.key_ttl_us if self.own_key is None else self.own_ttl_us
+        return run_key(ref.scope, ref.key, self.key_hash, run_id, ttl)
+
+    @property
+    def dedupe(self) -> str | None:
+        """What is unique among active runs, if the payload names the run."""
+        if self.key_kind == "key" or self.key is None:
+            return None
+        return dedupe_of(self.tenant, self.user, self.key_hash)
 
 
 class Created(Struct, frozen=True):
@@ -146,32 +175,101 @@ _RUN_COLUMNS = {
     "in_max_attempts": "integer",
     "in_max_lost": "integer",
     "in_trace": "text",
+    "in_dedupe": "uuid",
+    "in_dedupe_for": "bigint",
 }
 
 
-def _insert_runs(dialect: Dialect) -> str:
-    inserted = f"""
-INSERT INTO semel_runs AS k (
-  id, tenant, user_id, model, queue, priority, status, ready, step, version, changed_us, fence, attempts, errors,
-  losts, max_attempts, max_lost, parameters, payload_hash, idempotency_key, facet, retry_of, cost, asked_cost,
-  created_us, due_us, lease_us, stall_us, trace, data_ref)
-SELECT in_id, in_tenant, in_user, in_model, in_queue, in_priority, 'PENDING', in_delay <= 0, 'created', 1,
-  {dialect.now}, 0, 0, 0, 0, in_max_attempts, in_max_lost, in_parameters, in_hash, in_key, in_facet, in_retry_of,
-  in_cost, in_cost, {dialect.now}, {dialect.now} + in_delay, in_lease, in_stall, in_trace,
-  (SELECT d.data_ref FROM semel_runs AS d WHERE d.id = in_retry_of)
-FROM {dialect.batch(_RUN_COLUMNS)} WHERE true ON CONFLICT (id) DO NOTHING"""
-    if not dialect.writes_in_with:
-        return f"{inserted} RETURNING id, created_us"
+_SUBMITTED = (
+    "id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost, tenant, user_id, model, "
+    "queue, payload_hash, parameters, idempotency_key, facet, retry_of, data_ref, trace"
+)
+_ACTIVE = (
+    "id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready, tenant, user_id, queue, "
+    "model, facet, dedupe, dedupe_until_us"
+)
+
+
+_IS_NEW = "NOT EXISTS (SELECT 1 FROM semel_runs AS o WHERE o.id = in_id)"
+
+
+def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
+    """Insert the active rows of runs that are not there yet. Sorted, so that two batches never deadlock."""
     return f"""
-WITH made AS ({inserted} RETURNING {dialect.returning(NOTED)}, queue, created_us),
-noted AS (INSERT INTO semel_run_events ({EVENT})
-          SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM made)
+INSERT INTO semel_active AS k ({_ACTIVE})
+SELECT in_id, {dialect.now}, {dialect.now} + in_delay, in_lease, 0, in_priority, 1, 0, 0, 0, in_delay <= 0, in_tenant,
+  in_user, in_queue, in_model, in_facet, in_dedupe, {dialect.now} + in_dedupe_for
+FROM {asked} WHERE {_IS_NEW}
+{"ORDER BY in_dedupe ON CONFLICT DO NOTHING" if deduped else ""}
+RETURNING {dialect.returning("id")}"""
+
+
+def _insert(dialect: Dialect, asked: str) -> str:
+    return f"""
+INSERT INTO semel_runs ({_SUBMITTED})
+SELECT in_id, {dialect.now}, in_lease, in_cost, in_stall, in_priority, in_max_attempts, in_max_lost, in_tenant, in_user,
+  in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet, in_retry_of,
+  (SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of), in_trace
+FROM {asked}"""
+
+
+_TOLD = telling(
+    "(SELECT id AS run_id, 1 AS version, created_us AS at_us, 'created' AS step, 'PENDING' AS status, "
+    "CAST(0 AS bigint) AS fence, CAST(NULL AS text) AS worker, CAST(NULL AS text) AS note FROM made) AS t"
+)
+
+
+def _whole(dialect: Dialect, queued: str, new: str) -> str:
+    """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
+    return f"""
+WITH asked AS MATERIALIZED (SELECT * FROM {dialect.batch(_RUN_COLUMNS)}),
+{queued}
+made AS ({_insert(dialect, new)} RETURNING id, created_us, queue),
+told AS ({_TOLD})
 SELECT CAST(id AS text), created_us,
        (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
 FROM made"""
 
 
-_INSERT_RUNS = Statement(_insert_runs, _RUN_COLUMNS)
+class _Creating:
+    """Writes new runs: on PostgreSQL in one statement, or two, on SQLite in a few. ``deduped``: where a payload names
+    an active run, no other is written."""
+
+    def __init__(self, *, deduped: bool) -> None:
+        self._deduped = deduped
+        new = "asked JOIN queued ON queued.id = in_id" if deduped else f"asked WHERE {_IS_NEW}"
+        self._whole = Statement(
+            lambda w: _whole(w, f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new), _RUN_COLUMNS
+        )
+        self._queue = Statement(lambda w: _queue(w, w.batch(_RUN_COLUMNS), deduped=deduped), _RUN_COLUMNS)
+        self._rest = Statement(lambda w: _whole(w, "", "asked"), _RUN_COLUMNS)
+        self._insert = Statement(
+            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS))} WHERE true RETURNING id, created_us", _RUN_COLUMNS
+        )
+
+    def write(
+        self, conn: Connection, batch: Sequence[Sequence[Any]], context: StatementContext
+    ) -> list[tuple[str, int]]:
+        """Write them; returns the ids and times of those that were created."""
+        sqlite = conn.dialect.name == "sqlite"
+        if not sqlite and (not self._deduped or len(batch) <= _FEW):
+            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish)
+            return [(row[0], row[1]) for row in rows]
+        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now)}
+        new = [row for row in batch if row[0] in queued]
+        if not new:
+            return []
+        if sqlite:
+            rows = self._insert.rows(conn, new, now=context.now)
+            tell(conn, [(row[0], 1) for row in rows], context)
+        else:
+            rows = self._rest.rows(conn, new, now=context.now, publish=context.publish)
+        return [(row[0], row[1]) for row in rows]
+
+
+_FEW = 64
+"""The most runs whose statement may compare each with each: two statements do not, and cost a round trip more."""
+_CREATE, _CREATE_DEDUPED = _Creating(deduped=False), _Creating(deduped=True)
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
@@ -204,7 +302,7 @@ def _without_their_first(
     wanted = {each.retry_of for each in submissions if each.retry_of is not None}
     if not wanted:
         return {}
-    query = select(runs.c.id).where(runs.c.id.in_(wanted)).order_by(runs.c.id)
+    query = select(submitted.c.id).where(submitted.c.id.in_(wanted)).order_by(submitted.c.id)
     there = set(conn.scalars(query.with_for_update(read=True, key_share=True)))
     orphans = [each for each in submissions if each.retry_of is not None and each.retry_of not in there]
     gone = "it was removed, being old, and cannot be retried; submit its work as a new run"
@@ -216,15 +314,13 @@ def _name_found(
     conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], context: StatementContext
 ) -> None:
     """Let a key whose payload found a run name that run from now on, so that a repeat finds the same one."""
-    named: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for each in submissions:
         answer = answers[each.id]
-        if each.own_key is not None and isinstance(answer, Existing) and answer.id != each.id:
-            named.setdefault(each.own_place, (*each.own_place, each.key_hash, answer.id, each.own_ttl_us))
-            if answer.expires_us is None and context.now is not None:
-                answers[each.id] = Existing(answer.id, answer.run, each.key_end(context.now))
-    if named:
-        TAKE_KEYS.rows(conn, list(named.values()), now=context.now)
+        if each.own_key is None or not isinstance(answer, Existing) or answer.id == each.id:
+            continue
+        if answer.expires_us is None and context.now is not None:
+            run_keys.take(conn, [each.claim(answer.id)], context)  # one by one: two may name the same run
+            answers[each.id] = Existing(answer.id, answer.run, each.key_end(context.now))
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
@@ -252,7 +348,7 @@ def _follow(
             undecided.append(each)
             continue
         if each.key_hash != leader.key_hash:
-            answers[each.id] = _reused(each)
+            answers[each.id] = refusal(Mismatch(), each.client_key)
             continue
         until = answer.expires_us if isinstance(answer, Existing) else leader.key_end(answer.created_us)
         answers[each.id] = Existing(answer.id, expires_us=until if each.key_kind == "key" else None)
@@ -317,42 +413,62 @@ def _create(
     """Take the keys and write the runs; where a key is taken, the answer is the run that it names."""
     left = list(submissions)
     for _ in range(ROUNDS):
-        won = _take_keys(conn, left, context)
+        claims = _take_keys(conn, left, answers, context)
+        won = [each for each in left if each.id in claims or each.ref is None]
         written = _write_runs(conn, won, context)
         _write_jobs(conn, won, dict(written), context)
         for run_id, created_us in written:
             answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
         left = [each for each in left if each.id not in answers]
-        if left:
-            answers |= _known(conn, left, context)
-            left = [each for each in left if each.id not in answers]
         if not left:
             return
+        known = _known(conn, left, context)
+        _give_back(conn, [claims[asked] for asked in claims if _names_another(asked, known.get(asked))], context)
+        answers |= known
+        left = [each for each in left if each.id not in answers]
+        if not left:
+            return
+        run_keys.let_go(conn, [each.dedupe for each in left if each.dedupe is not None], context)
     for each in left:
         answers[each.id] = StoreUnavailable(f"the key {each.key!r} changed hands {ROUNDS} times; try again")
 
 
-def _take_keys(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Submission]:
-    keyed = [(*each.place, each.key_hash, each.id, each.key_ttl_us) for each in submissions if each.key is not None]
-    if not keyed:
-        return list(submissions)
-    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=context.now)}
-    return _take_own_keys(conn, [each for each in submissions if each.key is None or each.id in taken], context)
+def _take_keys(
+    conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer], context: StatementContext
+) -> dict[str, Claim]:
+    """Claim the clients' keys, each for one submission. Returns the claims, and answers where a key is taken."""
+    first: dict[KeyRef, Submission] = {}
+    for each in submissions:
+        if each.ref is not None:
+            first.setdefault(each.ref, each)
+    asked = list(first.values())
+    claims: dict[str, Claim] = {}
+    for each, verdict in zip(asked, run_keys.take(conn, [each.claim(each.id) for each in asked], context), strict=True):
+        if isinstance(verdict, Granted):
+            claims[each.id] = verdict.claim
+        else:
+            answers[each.id] = _answer_of(verdict, each)
+    return claims
 
 
-def _take_own_keys(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Submission]:
-    """Take the own keys. A submission that cannot gives back the key of its payload, and is left out."""
-    first = {each.own_place: each for each in reversed(submissions) if each.own_key is not None}
-    if not first:
-        return list(submissions)
-    keyed = [(*place, each.key_hash, each.id, each.own_ttl_us) for place, each in first.items()]
-    taken = {row[0] for row in TAKE_KEYS.rows(conn, keyed, now=context.now)}
-    late = {each.id: each for each in submissions if each.own_key is not None and each.id not in taken}
-    for each in late.values():  # sent twice at the same time, and the other was first
-        place = zip(("tenant", "user_id", "kind", "key"), each.place, strict=True)
-        mine = [*(run_keys.c[name] == value for name, value in place), run_keys.c.job_id == each.id]
-        conn.execute(delete(run_keys).where(*mine))
-    return [each for each in submissions if each.id not in late]
+def _names_another(asked: str, answer: Answer | None) -> bool:
+    return isinstance(answer, Existing) and answer.id != asked
+
+
+def _give_back(conn: Connection, claims: Sequence[Claim], context: StatementContext) -> None:
+    """Make keys free again whose payload named another run: nobody else has seen them taken."""
+    if claims:
+        run_keys.forget(conn, [Forget(claim.scope, claim.key, claim.fence) for claim in claims], context)
+
+
+def _answer_of(verdict: Verdict, each: Submission) -> Answer:
+    """The run that the client's key names, or why it cannot name one."""
+    if not isinstance(verdict, Replay) or verdict.outcome.kind != run_keys.RUN:
+        return refusal(verdict, each.client_key)
+    job = str(verdict.outcome.value)
+    if checked_id(job) != job:
+        return run_keys.no_run(each.client_key, job)
+    return Existing(job, expires_us=verdict.outcome.expires_us)
 
 
 def _write_runs(
@@ -360,10 +476,8 @@ def _write_runs(
 ) -> list[tuple[str, int]]:
     if not submissions:
         return []
-    rows = _INSERT_RUNS.rows(conn, map(_run_row, submissions), now=context.now, publish=context.publish)
-    if conn.dialect.name == "sqlite":
-        note(conn, rows, context)
-    return [(row[0], row[1]) for row in rows]
+    creating = _CREATE if all(each.dedupe is None for each in submissions) else _CREATE_DEDUPED
+    return creating.write(conn, list(map(_run_row, submissions)), context)
 
 
 def _write_jobs(
@@ -404,16 +518,18 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.priority,
         each.parameters,
         each.payload_hash,
-        each.own_place[3] if each.own_place[2] == "key" else None,
+        each.client_key,
         each.facet,
         each.retry_of,
         each.cost,
-        each.delay_us if each.first is None else HELD_US,
+        each.wait_us,
         each.lease_us,
         each.stall_us,
         each.max_attempts,
         each.max_lost,
         each.trace,
+        each.dedupe,
+        each.key_ttl_us,
     )
 
 
@@ -423,44 +539,41 @@ def _known(conn: Connection, submissions: Iterable[Submission], context: Stateme
     if not submissions:
         return {}
     ids = [each.id for each in submissions]
-    rows = conn.execute(select(runs.c.id, runs.c.created_us).where(runs.c.id.in_(ids)))
+    rows = conn.execute(select(submitted.c.id, submitted.c.created_us).where(submitted.c.id.in_(ids)))
     there = dict(tuple(row) for row in rows)  # sent before, and the reply was lost
     answers: dict[str, Answer] = {
         each.id: Existing(each.id, expires_us=each.key_end(there[each.id])) for each in submissions if each.id in there
     }
-    keyed = [each for each in submissions if each.key is not None and each.id not in answers]
-    if not keyed:
-        return answers
-    places = dict.fromkeys(place for each in keyed for place in (each.own_place, each.place))
-    held = {tuple(row[:4]): row for row in READ_KEYS.rows(conn, list(places), now=context.now)}
-    for each in keyed:
-        row = held.get(each.own_place) or held.get(each.place)
-        if row is not None:
-            same = row[4] == each.key_hash
-            answers[each.id] = Existing(row[5], expires_us=_end(row)) if same else _reused(each)
-    return answers
+    return answers | _named(conn, [each for each in submissions if each.id not in answers], context)
+
+
+def _named(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> dict[str, Answer]:
+    """Answers for the submissions whose key or payload names a run."""
+    answers: dict[str, Answer] = {}
+    refs = {each.ref for each in submissions if each.ref is not None}
+    records = dict(zip(refs, run_keys.read(conn, list(refs), context), strict=True))
+    for each in submissions:
+        record = None if each.ref is None else records[each.ref]
+        if record is not None:
+            verdict = judge(record, each.claim(each.id), record.now_us)
+            if not isinstance(verdict, str | Granted):  # else the key may be claimed
+                answers[each.id] = _answer_of(verdict, each)
+    payloads = {each.id: each.dedupe for each in submissions if each.dedupe is not None and each.id not in answers}
+    active = run_keys.active_of(conn, list(set(payloads.values())), context)
+    return answers | {asked: Existing(active[dedupe]) for asked, dedupe in payloads.items() if dedupe in active}
 
 
 def recognised(conn: Connection, submissions: Iterable[Submission], context: StatementContext) -> dict[str, Answer]:
     """Answers for submissions whose keys are in use, read without a transaction or a lock."""
     keyed = [each for each in submissions if each.key is not None and not each.reserved]
-    if not keyed:
-        return {}
-    rows = READ_KEYS.rows(conn, [each.own_place for each in keyed], now=context.now)
-    held = {tuple(row[:4]): row for row in rows}
-    ours = {each.id: held[each.own_place] for each in keyed if each.own_place in held}
-    same = {each.id: ours[each.id] for each in keyed if each.id in ours and ours[each.id][4] == each.key_hash}
-    there = queries.get(conn, list({row[5] for row in same.values()})) if same else {}
-    answers: dict[str, Answer] = {each.id: _reused(each) for each in keyed if each.id in ours}
-    return answers | {asked: Existing(row[5], there.get(row[5]), _end(row)) for asked, row in same.items()}
-
-
-def _end(row: Any) -> int | None:
-    """Until when a key is kept; None for a payload."""
-    return row[6] if row[2] == "key" else None
-
-
-def _reused(each: Submission) -> KeyReused:
-    key = each.own_place[3]
-    message = f"key reused with different payload: {key!r} belongs to other work; use a new key for this"
-    return KeyReused(message, idempotency_key=key)
+    answers = _named(conn, keyed, context) if keyed else {}
+    for each in keyed:
+        answer = answers.get(each.id)
+        if each.own_key is not None and isinstance(answer, Existing) and answer.expires_us is None:
+            del answers[each.id]  # found by its payload: its key is to name the run
+    named = [answer.id for answer in answers.values() if isinstance(answer, Existing)]
+    there = queries.get(conn, named) if named else {}
+    return {
+        asked: Existing(answer.id, there.get(answer.id), answer.expires_us) if isinstance(answer, Existing) else answer
+        for asked, answer in answers.items()
+    }

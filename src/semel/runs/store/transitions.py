@@ -1,4 +1,4 @@
-"""The steps of a run's life, as SQL: each function changes a batch of runs and writes their events, in one statement.
+"""The steps of a run's life, as SQL: each function changes a batch of runs, in one statement or one transaction.
 
       submit           lease                        end
     ──────────▶ PENDING ──────▶ RUNNING ──┬─ succeeded ───────────────▶ SUCCEEDED
@@ -8,24 +8,27 @@
                    └───────────────┘
             retried · lost · snoozed · returned
 
+A run that is PENDING or RUNNING has a row in ``semel_active``; one with the end of a lease is RUNNING. At the end of an
+attempt a row of ``semel_attempts`` is inserted, and the active row is updated, or deleted if the run is over.
 A run whose data is not uploaded yet is PENDING and held; after the step ``uploaded`` it can be leased.
-The database refuses every other step (a trigger), a RUNNING run without the end of a lease, and a result of a run that
-did not succeed (checks). A lease raises the fence; every later write of the attempt names its fence, and changes
+The database refuses every other step, and every change of what was written once (triggers), and a result of a run that
+did not succeed (a check). A lease raises the fence; every later write of the attempt names its fence, and changes
 nothing once the run has a higher one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, bindparam, text
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
-from semel.runs.types import HELD_US, AttemptResult, Status, micros
+from semel.db.schema import jobs
+from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
 
@@ -38,9 +41,7 @@ END_STEPS = {
     "returned": "returned",
 }
 
-NOTED = "id, version, changed_us, step, status, fence, worker, note"
-"""The columns of the changed row that its event keeps."""
-EVENT = "run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent"
+EVENT = "run_id, version, at_us, step, status, fence, worker, note"
 WANTED = """coalesce(
   (SELECT max(CASE events WHEN 'RunCompleted' THEN 1 ELSE 2 END) FROM semel_subscriptions WHERE disabled_us IS NULL), 0
 ) > CASE WHEN status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') THEN 0 ELSE 1 END"""
@@ -79,109 +80,72 @@ class Lost(FinishedRun, frozen=True):
     user_id: str
 
 
-def changing(dialect: Dialect, prelude: str, update: str, returning: str) -> str:
-    """An UPDATE of ``semel_runs AS k`` that also writes the events, where a CTE may write (PostgreSQL)."""
-    with_ = f"WITH {prelude}" if prelude else ""
-    if not dialect.writes_in_with:
-        return f"{with_} {update} RETURNING {returning}"
-    columns = ", ".join(dict.fromkeys([*NOTED.split(", "), *returning.split(", ")]))
-    return f"""
-{with_ + "," if with_ else "WITH"} changed AS ({update} RETURNING {dialect.returning(columns)}),
-noted AS (INSERT INTO semel_run_events ({EVENT}) SELECT {NOTED}, CAST(:publish AS boolean), {WANTED} FROM changed)
-SELECT {returning.replace("id,", "CAST(id AS text),", 1)} FROM changed
-"""
+def telling(source: str, publish: str = "CAST(:publish AS boolean)") -> str:
+    """An INSERT into the outbox of those steps in ``source`` that somebody wants to hear of."""
+    return f"""INSERT INTO semel_outbox ({EVENT}, unpublished, unsent)
+SELECT * FROM (SELECT {EVENT}, {publish} AS unpublished, {WANTED} AS unsent FROM {source}) AS o
+WHERE unpublished OR unsent"""
 
 
-_NOTE = Statement(
-    lambda w: (
-        f"""
-INSERT INTO semel_run_events ({EVENT})
-SELECT {NOTED}, :publish, {WANTED} FROM semel_runs WHERE {w.is_in("id", "ids")}
-"""
-    )
+_STEP_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
+_TELL = Statement(
+    lambda w: telling(
+        f"""(SELECT s.* FROM {w.batch(_STEP_COLUMNS)}
+             JOIN semel_run_steps AS s ON s.run_id = in_id AND s.version = in_version) AS t""",
+        ":publish",
+    ),
+    _STEP_COLUMNS,
 )
 
 
-def change(
-    conn: Connection,
-    statement: Statement,
-    context: StatementContext,
-    batch: Sequence[Sequence[Any]] | None = None,
-    **values: Any,
-) -> Sequence[Any]:
-    """Run a statement of :func:`changing`; return its rows, which must begin with the id."""
-    rows = statement.rows(conn, batch, publish=context.publish, now=context.now, **values)
-    if conn.dialect.name == "sqlite":
-        note(conn, rows, context)
-    return rows
+def tell(conn: Connection, steps: Sequence[tuple[str, int]], context: StatementContext) -> None:
+    """Put these steps (run and version) into the outbox: on SQLite, where the statement could not do so itself."""
+    if steps and conn.dialect.name == "sqlite":
+        _TELL.count(conn, steps, publish=context.publish)
 
 
-def note(conn: Connection, rows: Sequence[Any], context: StatementContext) -> None:
-    """Write the events of runs, whose rows begin with the id: on SQLite, where the statement could not do so itself."""
-    if rows:
-        _NOTE.count(conn, ids=[row[0] for row in rows], publish=context.publish)
+def counting(source: str) -> str:
+    """An INSERT of how many of the attempts in ``source`` ended a run, for the summary: see ``schema.run_counts``."""
+    return f"""INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
+SELECT tenant, model, facet, status, count(*),
+  CAST(coalesce(sum(CASE WHEN status = 'SUCCEEDED' THEN ended_us - first_us END), 0) AS bigint)
+FROM {source} WHERE status <> 'PENDING' AND (queue <> '{INTERNAL_QUEUE}' OR user_id <> '')
+GROUP BY tenant, model, facet, status"""
+
+
+FIRST_START = "coalesce(k.started_us, k.began_us)"
+"""When the first attempt of an active run began."""
+FENCED = "k.id = in_id AND k.fence = in_fence AND k.lease_until_us IS NOT NULL"
 
 
 def unlocked(dialect: Dialect, columns: dict[str, str]) -> str:
     """The batch without runs that are locked: one locked row must not cost a worker all its leases."""
     if not dialect.writes_in_with:
         return f"SELECT * FROM {dialect.batch(columns)}"
-    return f"""SELECT b.* FROM {dialect.batch(columns)}
-  JOIN semel_runs AS h ON h.id = b.in_id AND h.fence = b.in_fence AND {dialect.unindexed("h.status")} = 'RUNNING'
-  FOR UPDATE OF h SKIP LOCKED"""
+    return f"SELECT b.* FROM {dialect.batch(columns)} JOIN semel_active AS k ON {FENCED} FOR UPDATE OF k SKIP LOCKED"
 
 
-def fenced(dialect: Dialect) -> str:
-    return f"k.id = in_id AND k.fence = in_fence AND {dialect.unindexed('k.status')} = 'RUNNING'"
-
-
-_STATUS_AFTER = """CASE
-    WHEN in_kind = 'cancelled' THEN 'CANCELLED'
-    WHEN in_kind = 'fatal' THEN 'FAILED'
-    WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'
-    WHEN in_kind = 'retry' AND k.errors + 1 >= k.max_attempts THEN 'FAILED'
-    WHEN in_kind = 'lost' AND k.losts + 1 >= k.max_lost THEN 'FAILED'
-    ELSE 'PENDING' END"""
-_END_SET = f"""UPDATE semel_runs AS k
-SET status = {_STATUS_AFTER}, ready = (in_delay <= 0),
-    note = CASE WHEN {_STATUS_AFTER} = 'CANCELLED' THEN coalesce(k.note, in_why) ELSE in_why END,
-    step = CASE WHEN in_kind = 'lost' THEN in_step
-                WHEN {_STATUS_AFTER} = 'FAILED' THEN 'failed'
-                WHEN {_STATUS_AFTER} = 'CANCELLED' THEN 'cancelled'
-                ELSE in_step END,
-    version = version + 1, changed_us = {{now}}, lease_until_us = NULL,
-    due_us = CASE WHEN {_STATUS_AFTER} = 'PENDING' THEN {{now}} + in_delay ELSE due_us END,
-    attempts = attempts - CASE WHEN in_kind IN ('snooze', 'returned') THEN 1 ELSE 0 END,
-    errors = errors + CASE WHEN in_kind IN ('retry', 'fatal') THEN 1 ELSE 0 END,
-    losts = losts + CASE WHEN in_kind = 'lost' THEN 1 ELSE 0 END,
-    last_error = CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_why ELSE last_error END,
-    traceback = CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_traceback ELSE traceback END,
-    finished_us = CASE WHEN {_STATUS_AFTER} = 'PENDING' THEN NULL ELSE {{now}} END,
-    cost = coalesce(in_cost, cost)
-FROM held WHERE {{fenced}}"""
-_OVER = "id, status, step, model, started_us, changed_us"
+_OVER = "status, step, model, first_us, ended_us"
 _LOST = f"{_OVER}, fence, worker, payload_hash, attempts, user_id"
+_ATTEMPT = (
+    "run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step, began_us, started_us, "
+    "heartbeat_us, cancel_us, progress_us, cost, progress, worker, note, cancel_note, progress_note, last_error, "
+    "traceback, data_ref"
+)
+"""The columns of an attempt that did not succeed."""
 
-_END_COLUMNS = {
-    "in_id": "uuid",
-    "in_fence": "bigint",
-    "in_kind": "text",
-    "in_step": "text",
-    "in_why": "text",
-    "in_traceback": "text",
-    "in_delay": "bigint",
-    "in_cost": "bigint",
-}
-_END = Statement(
-    lambda w: changing(
-        w,
-        f"held AS MATERIALIZED (SELECT * FROM {w.batch(_END_COLUMNS)})",
-        _END_SET.format(now=w.now, fenced=fenced(w)),
-        _OVER,
-    ),
-    _END_COLUMNS,
+
+def _stored(columns: str) -> str:
+    """These columns of an attempt as they are stored: without the name of the step where the status tells it."""
+    return columns.replace(" step,", " nullif(step, lower(status)),")
+
+
+_UNLIKE_BEGAN = ", ".join(
+    f"CASE WHEN k.{name} <> k.began_us THEN k.{name} END AS {name}"
+    for name in ("started_us", "heartbeat_us", "progress_us")
 )
 
+# -- success ---------------------------------------------------------------------------------------------------------
 
 _SUCCEED_COLUMNS = {
     "in_id": "uuid",
@@ -198,53 +162,203 @@ _SUCCEED_COLUMNS = {
 _PLAIN = 5
 """How many columns every success has; most successes send no more than these."""
 _NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
-
-
-def _succeeding(columns: dict[str, str], more: str = "") -> Statement:
-    return Statement(
-        lambda w: changing(
-            w,
-            f"held AS MATERIALIZED (SELECT * FROM {w.batch(columns)})",
-            f"""UPDATE semel_runs AS k
-SET status = 'SUCCEEDED', step = 'succeeded', note = NULL, version = version + 1, changed_us = {w.now},
-    lease_until_us = NULL, finished_us = {w.now}, progress = 1.0, progress_note = NULL,
-    result = in_result, result_digest = in_digest, result_size = in_size{more}
-FROM held WHERE {fenced(w)}""",
-            _OVER,
-        ),
-        columns,
-    )
-
-
-_SUCCEED = _succeeding(
-    _SUCCEED_COLUMNS,
-    """, result_ref = in_ref, artifacts = in_artifacts, cost = coalesce(in_cost, cost),
-    result_exact = in_exact, warnings = in_warnings""",
+_SUCCESS = (
+    "run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step, began_us, started_us, "
+    "heartbeat_us, progress_us, cancel_us, cost, worker, cancel_note, last_error, traceback, data_ref, result, "
+    "result_digest, result_size"
 )
-_SUCCEED_PLAINLY = _succeeding(dict(islice(_SUCCEED_COLUMNS.items(), _PLAIN)))
+_MORE = ", result_ref, artifacts, result_exact, warnings"
 
 
-def _losing(dialect: Dialect, which: str) -> str:
-    return changing(
-        dialect,
-        f"""held AS MATERIALIZED (
-  SELECT h.id AS in_id, h.fence AS in_fence, 'lost' AS in_kind, 'lost' AS in_step, 0 AS in_delay,
-         CAST(NULL AS text) AS in_traceback, CAST(NULL AS bigint) AS in_cost,
-         'worker ' || h.worker || ' was lost: no sign of life before the lease ended' AS in_why
-  FROM semel_runs AS h
-  WHERE h.status = 'RUNNING' AND h.lease_until_us < {dialect.now} AND {which} {dialect.locking("h", skip=True)}
-)""",
-        _END_SET.format(now=dialect.now, fenced=fenced(dialect)),
-        _LOST,
-    )
+def _success(dialect: Dialect, *, more: bool) -> str:
+    """The columns of an attempt that succeeded, of ``k``, the active row, and the batch."""
+    return f"""k.id AS run_id, k.fence, k.due_us, {dialect.now} AS ended_us, k.version + 1 AS version, k.attempts,
+  k.errors, k.losts, k.tenant, 'SUCCEEDED' AS status, 'succeeded' AS step, k.began_us, {_UNLIKE_BEGAN}, k.cancel_us,
+  {"coalesce(in_cost, k.cost)" if more else "k.cost"} AS cost, k.worker,
+  CASE WHEN k.cancel_us IS NOT NULL THEN k.note END AS cancel_note, k.last_error, k.traceback, k.data_ref,
+  in_result AS result, {dialect.digest("in_digest")} AS result_digest, in_size AS result_size{
+        ", in_ref AS result_ref, in_artifacts AS artifacts, in_exact AS result_exact, in_warnings AS warnings"
+        if more
+        else ""
+    }, k.model, {FIRST_START} AS first_us, CAST(NULL AS text) AS note, k.user_id, k.queue, k.facet"""
 
 
-_LOSE = Statement(
-    lambda w: _losing(
-        w, f"h.id IN (SELECT id FROM semel_runs WHERE status = 'RUNNING' AND lease_until_us < {w.now} LIMIT :most)"
-    )
+class _Succeeding:
+    """Writes successes: on PostgreSQL in one statement, on SQLite in a few."""
+
+    def __init__(self, *, more: bool) -> None:
+        columns = _SUCCEED_COLUMNS if more else dict(islice(_SUCCEED_COLUMNS.items(), _PLAIN))
+        written = _SUCCESS + (_MORE if more else "")
+
+        def whole(w: Dialect) -> str:
+            return f"""
+WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
+e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
+noted AS (INSERT INTO semel_attempts ({written}) SELECT {_stored(written)} FROM e),
+counted AS ({counting("e")}),
+told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
+SELECT CAST(run_id AS text), {_OVER} FROM e"""
+
+        def ended(w: Dialect) -> str:
+            return f"SELECT {_success(w, more=more)} FROM {w.batch(columns)} JOIN semel_active AS k ON {FENCED}"
+
+        self._whole = Statement(whole, columns)
+        self._ended = Statement(lambda w: f"SELECT run_id, {_OVER}, version FROM ({ended(w)}) AS e", columns)
+        self._note = Statement(
+            lambda w: f"INSERT INTO semel_attempts ({written}) SELECT {_stored(written)} FROM ({ended(w)}) AS e",
+            columns,
+        )
+        self._count = Statement(lambda w: counting(f"({ended(w)}) AS e"), columns)
+
+    def rows(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """Write them; returns the runs whose fence held."""
+        now = context.now
+        if conn.dialect.name != "sqlite":
+            return self._whole.rows(conn, batch, publish=context.publish, now=now)
+        ended = self._ended.rows(conn, batch, now=now)
+        self._note.count(conn, batch, now=now)
+        self._count.count(conn, batch, now=now)
+        _remove(conn, [row[0] for row in ended])
+        tell(conn, [(row[0], row[-1]) for row in ended], context)
+        return [row[:-1] for row in ended]
+
+
+_REMOVE = Statement(lambda w: f"DELETE FROM semel_active WHERE {w.is_in('id', 'ids', 'uuid')}")
+
+
+def _remove(conn: Connection, ids: list[str]) -> None:
+    if ids:
+        _REMOVE.count(conn, ids=ids)
+
+
+_SUCCEED, _SUCCEED_PLAINLY = _Succeeding(more=True), _Succeeding(more=False)
+
+# -- every other end -------------------------------------------------------------------------------------------------
+
+_END_COLUMNS = {
+    "in_id": "uuid",
+    "in_fence": "bigint",
+    "in_kind": "text",
+    "in_step": "text",
+    "in_why": "text",
+    "in_traceback": "text",
+    "in_delay": "bigint",
+    "in_cost": "bigint",
+}
+_STATUS_AFTER = """CASE
+    WHEN in_kind = 'cancelled' THEN 'CANCELLED'
+    WHEN in_kind = 'fatal' THEN 'FAILED'
+    WHEN k.cancel_us IS NOT NULL THEN 'CANCELLED'
+    WHEN in_kind = 'retry' AND k.errors + 1 >= r.max_attempts THEN 'FAILED'
+    WHEN in_kind = 'lost' AND k.losts + 1 >= r.max_lost THEN 'FAILED'
+    ELSE 'PENDING' END"""
+
+
+def _ended(dialect: Dialect) -> str:
+    """The attempts that end, with what follows: of ``held``, which has the columns of a batch, and the active rows."""
+    return f"""SELECT k.id AS run_id, k.fence, k.due_us, {dialect.now} AS ended_us, k.version + 1 AS version,
+  k.attempts - CASE WHEN in_kind IN ('snooze', 'returned') THEN 1 ELSE 0 END AS attempts,
+  k.errors + CASE WHEN in_kind IN ('retry', 'fatal') THEN 1 ELSE 0 END AS errors,
+  k.losts + CASE WHEN in_kind = 'lost' THEN 1 ELSE 0 END AS losts,
+  k.tenant, {_STATUS_AFTER} AS status,
+  CASE WHEN in_kind = 'lost' THEN in_step
+       WHEN {_STATUS_AFTER} = 'FAILED' THEN 'failed'
+       WHEN {_STATUS_AFTER} = 'CANCELLED' THEN 'cancelled'
+       ELSE in_step END AS step,
+  k.began_us, {_UNLIKE_BEGAN}, k.cancel_us, coalesce(in_cost, k.cost) AS cost, k.progress, k.worker,
+  CASE WHEN {_STATUS_AFTER} = 'CANCELLED' THEN coalesce(k.note, in_why) ELSE in_why END AS note,
+  CASE WHEN k.cancel_us IS NOT NULL THEN k.note END AS cancel_note, k.progress_note,
+  CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_why ELSE k.last_error END AS last_error,
+  CASE WHEN in_kind IN ('retry', 'fatal', 'lost') THEN in_traceback ELSE k.traceback END AS traceback, k.data_ref,
+  in_delay, k.model, {FIRST_START} AS first_us, {dialect.digits("r.payload_hash")} AS payload_hash,
+  k.user_id, k.queue, k.facet
+FROM held JOIN semel_active AS k ON {FENCED} JOIN semel_runs AS r ON r.id = k.id"""
+
+
+def _again(now: str) -> str:
+    """The active row of a run that waits again."""
+    return f"""UPDATE semel_active AS k
+SET since_us = {now}, due_us = {now} + e.in_delay, ready = (e.in_delay <= 0), lease_until_us = NULL,
+    version = e.version, attempts = e.attempts, errors = e.errors, losts = e.losts, step = e.step, note = e.note,
+    cost = e.cost, last_error = e.last_error, traceback = e.traceback
+FROM e WHERE k.id = e.run_id AND e.status = 'PENDING'"""
+
+
+def _ending(dialect: Dialect, held: str) -> str:
+    """End the attempts ``held``, where a CTE may write (PostgreSQL)."""
+    return f"""
+WITH held AS MATERIALIZED ({held}),
+e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
+noted AS (INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(_ATTEMPT)} FROM e),
+counted AS ({counting("e")}),
+again AS ({_again(dialect.now)}),
+gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
+told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
+SELECT CAST(run_id AS text), {_LOST} FROM e"""
+
+
+_END = Statement(lambda w: _ending(w, f"SELECT * FROM {w.batch(_END_COLUMNS)}"), _END_COLUMNS)
+
+
+def _with_ended(dialect: Dialect, then: str) -> str:
+    return f"WITH held AS (SELECT * FROM {dialect.batch(_END_COLUMNS)}), e AS ({_ended(dialect)}) {then}"
+
+
+_ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
+_NOTE = Statement(
+    lambda w: _with_ended(w, f"INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(_ATTEMPT)} FROM e"), _END_COLUMNS
 )
-LOSE_THESE = Statement(lambda w: _losing(w, w.is_in("h.id", "ids", "uuid")))
+_COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
+_WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)
+
+
+def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementContext) -> Sequence[Any]:
+    now = context.now
+    if conn.dialect.name != "sqlite":
+        return _END.rows(conn, batch, publish=context.publish, now=now)
+    rows = _ENDED.rows(conn, batch, now=now)
+    _NOTE.count(conn, batch, now=now)
+    _COUNT.count(conn, batch, now=now)
+    _WAIT_AGAIN.count(conn, batch, now=now)
+    _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
+    tell(conn, [(row[0], row[-1]) for row in rows], context)
+    return [row[:-1] for row in rows]
+
+
+def _expired(dialect: Dialect, which: str) -> str:
+    """The ends of attempts whose lease expired, as a batch."""
+    return f"""
+SELECT h.id AS in_id, h.fence AS in_fence, 'lost' AS in_kind, 'lost' AS in_step,
+       'worker ' || h.worker || ' was lost: no sign of life before the lease ended' AS in_why,
+       CAST(NULL AS text) AS in_traceback, 0 AS in_delay, CAST(NULL AS bigint) AS in_cost
+FROM semel_active AS h WHERE h.lease_until_us < {dialect.now} AND {which}"""
+
+
+def _some(dialect: Dialect) -> str:
+    return _expired(dialect, "true") + f" LIMIT :most {dialect.locking('h', skip=True)}"
+
+
+def _these(dialect: Dialect) -> str:
+    return _expired(dialect, dialect.is_in("h.id", "ids", "uuid")) + f" {dialect.locking('h', skip=True)}"
+
+
+class _Losing:
+    """Takes back runs whose lease expired."""
+
+    def __init__(self, held: Callable[[Dialect], str]) -> None:
+        self._whole = Statement(lambda w: _ending(w, held(w)))
+        self._expired = Statement(held)
+
+    def rows(self, conn: Connection, context: StatementContext, **values: Any) -> list[Lost]:
+        if conn.dialect.name != "sqlite":
+            rows = self._whole.rows(conn, publish=context.publish, now=context.now, **values)
+        else:
+            expired = [tuple(row) for row in self._expired.rows(conn, now=context.now, **values)]
+            rows = _end(conn, expired, context) if expired else []
+        return [Lost(*row) for row in rows]
+
+
+_LOSE, LOSE_THESE = _Losing(_some), _Losing(_these)
 
 
 @hot
@@ -256,12 +370,12 @@ def end(conn: Connection, endings: Sequence[FinishRequest], context: StatementCo
     rows: list[Any] = []
     succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
     if plain := [row[:_PLAIN] for row in succeeded if row[_PLAIN:] == _NO_MORE]:
-        rows += change(conn, _SUCCEED_PLAINLY, context, plain)
+        rows += _SUCCEED_PLAINLY.rows(conn, context, plain)
     if more := [row for row in succeeded if row[_PLAIN:] != _NO_MORE]:
-        rows += change(conn, _SUCCEED, context, more)
+        rows += _SUCCEED.rows(conn, context, more)
     if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
-        rows += change(conn, _END, context, sorted(others))
-    over = {row[0]: FinishedRun(*row) for row in rows}
+        rows += _end(conn, sorted(others), context)
+    over = {row[0]: FinishedRun(*row[: len(FinishedRun.__struct_fields__)]) for row in rows}
     if len(over) < len(endings):
         missing = [each for each in endings if each.run_id not in over and each.ended.kind == "succeeded"]
         over |= _succeeded_before(conn, missing)
@@ -309,7 +423,7 @@ def storable(text: str) -> str:
 @hot
 def lose_expired(conn: Connection, context: StatementContext, most: int = 500) -> list[Lost]:
     """Take back the runs whose lease expired: they are PENDING again, or FAILED if they were lost too often."""
-    return [Lost(*row) for row in change(conn, _LOSE, context, most=most)]
+    return _LOSE.rows(conn, context, most=most)
 
 
 _BEGAN_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
@@ -317,7 +431,7 @@ _BEGAN = Statement(
     lambda w: (
         f"""
 SELECT {w.as_text("k.run_id")}, k.at_us FROM {w.batch(_BEGAN_COLUMNS)}
-JOIN semel_run_events AS k ON k.run_id = in_id AND k.fence = in_fence AND k.step = 'leased'
+JOIN semel_run_steps AS k ON k.run_id = in_id AND k.fence = in_fence AND k.step = 'leased'
 """
     ),
     _BEGAN_COLUMNS,
@@ -334,9 +448,11 @@ _MINE_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _MINE = Statement(
     lambda w: (
         f"""
-SELECT {w.as_text("k.id")}, {", ".join(f"k.{name}" for name in _OVER.split(", ")[1:])}
-FROM {w.batch(_MINE_COLUMNS)} JOIN semel_runs AS k ON k.id = in_id AND k.fence = in_fence
-WHERE {w.unindexed("k.status")} = 'SUCCEEDED'
+SELECT {w.as_text("e.run_id")}, e.status, coalesce(e.step, lower(e.status)), r.model,
+  coalesce(e.started_us, e.began_us), e.ended_us
+FROM {w.batch(_MINE_COLUMNS)} JOIN semel_attempts AS e ON e.run_id = in_id AND e.fence = in_fence
+JOIN semel_runs AS r ON r.id = e.run_id
+WHERE e.status = 'SUCCEEDED'
 """
     ),
     _MINE_COLUMNS,
@@ -349,42 +465,85 @@ def _succeeded_before(conn: Connection, endings: Sequence[FinishRequest]) -> dic
     return {row[0]: FinishedRun(*row) for row in _MINE.rows(conn, [(each.run_id, each.fence) for each in endings])}
 
 
+# -- cancel and release ----------------------------------------------------------------------------------------------
+
+
+def _cancellable(dialect: Dialect) -> str:
+    return f"""SELECT h.*, {dialect.now} AS at_us,
+  CASE WHEN h.lease_until_us IS NULL THEN 'CANCELLED' ELSE 'RUNNING' END AS status
+FROM semel_active AS h
+WHERE {dialect.is_in("h.id", "ids", "uuid")} AND (h.lease_until_us IS NULL OR h.cancel_us IS NULL)
+ORDER BY h.id {dialect.locking("h", skip=False)}"""
+
+
+_CANCELLED = f"""INSERT INTO semel_attempts ({_ATTEMPT})
+SELECT id, fence, due_us, at_us, version + 1, attempts, errors, losts, tenant, status, CAST(NULL AS text),
+  CAST(NULL AS bigint), coalesce(started_us, began_us), coalesce(heartbeat_us, began_us), at_us,
+  coalesce(progress_us, began_us), CASE WHEN began_us IS NULL THEN 0 ELSE cost END, progress, worker,
+  CAST(:why AS text), CAST(NULL AS text), progress_note, last_error, traceback, data_ref
+FROM held WHERE status = 'CANCELLED'"""
+_COUNT_CANCELLED = counting(
+    "(SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED') AS e"
+)
+_ASK = """UPDATE semel_active AS k
+SET cancel_us = held.at_us, note = CAST(:why AS text), step = 'cancel_requested', version = k.version + 1
+FROM held WHERE k.id = held.id AND held.status = 'RUNNING'"""
 _CANCEL = Statement(
-    lambda w: changing(
-        w,
-        f"""held AS MATERIALIZED (
-  SELECT h.id AS held_id FROM semel_runs AS h
-  WHERE {w.is_in("h.id", "ids", "uuid")} AND (h.status = 'PENDING' OR (h.status = 'RUNNING' AND h.cancel_us IS NULL))
-  ORDER BY h.id {w.locking("h", skip=False)}
-)""",
-        f"""UPDATE semel_runs AS k
-SET status = CASE k.status WHEN 'PENDING' THEN 'CANCELLED' ELSE k.status END, cancel_us = {w.now}, note = :why,
-    step = CASE k.status WHEN 'PENDING' THEN 'cancelled' ELSE 'cancel_requested' END,
-    finished_us = CASE k.status WHEN 'PENDING' THEN {w.now} END, version = version + 1, changed_us = {w.now},
-    cost = CASE WHEN k.status = 'PENDING' AND k.started_us IS NULL THEN 0 ELSE k.cost END
-FROM held
-WHERE k.id = held_id AND {w.unindexed("k.status")} IN ('PENDING', 'RUNNING')""",
-        "id, status",
+    lambda w: (
+        f"""
+WITH held AS MATERIALIZED ({_cancellable(w)}),
+noted AS ({_CANCELLED}),
+counted AS ({_COUNT_CANCELLED}),
+gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
+asked AS ({_ASK}),
+told AS ({
+            telling(
+                "(SELECT id AS run_id, version + 1 AS version, at_us, status, fence, worker, "
+                "CAST(:why AS text) AS note, "
+                "CASE status WHEN 'CANCELLED' THEN 'cancelled' ELSE 'cancel_requested' END AS step FROM held) AS t"
+            )
+        })
+SELECT CAST(id AS text), status FROM held"""
     )
 )
+_CANCELLABLE = Statement(_cancellable)
+_NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_CANCELLED}")
+_NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
+_ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
 
 
 @hot
 def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementContext) -> dict[str, Status]:
     """Cancel pending runs, and request the cancellation of running ones. Returns those that it changed."""
-    return {row[0]: row[1] for row in change(conn, _CANCEL, context, ids=list(ids), why=storable(why))}
+    values: dict[str, Any] = {"ids": list(ids), "why": storable(why), "now": context.now}
+    if conn.dialect.name != "sqlite":
+        return {row[0]: row[1] for row in _CANCEL.rows(conn, publish=context.publish, **values)}
+    rows = _CANCELLABLE.rows(conn, ids=values["ids"], now=values["now"])
+    _NOTE_CANCELLED.count(conn, **values)
+    _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
+    _ASK_RUNNING.count(conn, **values)
+    _remove(conn, [row.id for row in rows if row.status == "CANCELLED"])
+    tell(conn, [(row.id, row.version + 1) for row in rows], context)
+    return {row.id: row.status for row in rows}
 
 
 _RELEASE = Statement(
-    lambda w: changing(
-        w,
-        "",
-        f"""UPDATE semel_runs AS k
-SET ready = true, due_us = {w.now}, data_ref = :data_ref, step = 'uploaded', note = NULL, version = version + 1,
-    changed_us = {w.now}
-WHERE {w.is_in("k.id", "ids", "uuid")} AND {w.unindexed("k.status")} = 'PENDING'
-  AND k.due_us - k.created_us >= {HELD_US}""",
-        "id, queue",
+    lambda w: (
+        f"""
+UPDATE semel_active AS k
+SET ready = true, due_us = {w.now}, since_us = {w.now}, data_ref = :data_ref, step = 'uploaded', note = NULL,
+    version = version + 1
+WHERE {w.is_in("k.id", "ids", "uuid")} AND k.lease_until_us IS NULL AND k.due_us - k.since_us >= {HELD_US}
+RETURNING {w.as_text(w.returning("id"))}, queue, version, since_us"""
+    )
+)
+_RELEASED = text("UPDATE semel_jobs SET data_us = :at WHERE run_id = :run_id").bindparams(
+    bindparam("run_id", type_=jobs.c.run_id.type)
+)
+_TELL_RELEASED = Statement(
+    lambda w: telling(
+        f"""(SELECT s.* FROM semel_run_steps AS s
+             WHERE s.run_id = {w.identity(":run_id")} AND s.version = CAST(:version AS integer)) AS t"""
     )
 )
 _CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
@@ -392,7 +551,9 @@ _CALL = text(f"SELECT pg_notify('{CHANNEL}', :queue)")
 
 def release(conn: Connection, run_id: str, data_ref: str, context: StatementContext) -> str | None:
     """Make a run that waits for its data ready to be leased. Returns its queue, or None if it did not wait."""
-    for _, queue in change(conn, _RELEASE, context, ids=[run_id], data_ref=data_ref):
+    for _, queue, version, since_us in _RELEASE.rows(conn, ids=[run_id], data_ref=data_ref, now=context.now):
+        conn.execute(_RELEASED, {"at": since_us, "run_id": run_id})
+        _TELL_RELEASED.count(conn, run_id=run_id, version=version, publish=context.publish)
         if conn.dialect.name == "postgresql":
             conn.execute(_CALL, {"queue": queue})
         return str(queue)

@@ -126,8 +126,9 @@ class Completer:
     def _report(self, run: ActiveRun, ending: FinishRequest, end: FinishedRun) -> None:
         seconds = (end.changed_us - run.leased.changed_us) / 1e6
         level = logging.INFO if end.status == "SUCCEEDED" else logging.WARNING
-        reason = f": {ending.ended.reason}" if ending.ended.reason else ""
-        self._log.log(level, f"run {end.step} after {seconds:.3f} s{reason}", run, end.status)
+        if self._log.logs(level):
+            reason = f": {ending.ended.reason}" if ending.ended.reason else ""
+            self._log.log(level, f"run {end.step} after {seconds:.3f} s{reason}", run, end.status)
         if self._hooks.has_hooks and not is_own_work(end.model, run.leased.user_id):
             again = end.status == "PENDING"
             self._hooks.emit(RunEvent("retried" if again else "ended", end.model, end.status, seconds))

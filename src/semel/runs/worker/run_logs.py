@@ -48,6 +48,10 @@ class WorkerLogger:
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
 
+    def logs(self, level: int) -> bool:
+        """Whether a line of this level goes anywhere."""
+        return _log.isEnabledFor(level)
+
     def log(self, level: int, message: str, run: ActiveRun | None = None, status: str | None = None) -> None:
         """Log one line. ``status`` is the run's, RUNNING unless given."""
         if run is None:

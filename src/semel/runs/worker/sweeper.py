@@ -129,6 +129,7 @@ class Sweeper(LeaderTask):
         while more and time.monotonic() < ends_at:
             removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
+        await self._store.write(maintenance.add_up, self._store.statement_context)
         return total
 
     async def _take_back(self) -> int:

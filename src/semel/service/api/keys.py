@@ -11,14 +11,13 @@ from litestar import delete, get, post
 from litestar.params import JSONBody, QueryParameter
 from msgspec import Meta, Struct
 from sqlalchemy import Connection, and_, or_, select
-from sqlalchemy import delete as deleting
 
 from semel._validation import checked_key, checked_name
 from semel.db.dialect import StatementContext
-from semel.db.schema import keys, run_keys
+from semel.db.schema import keys
 from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
 from semel.http.protocol import scope_of
-from semel.runs.store import quotas
+from semel.runs.store import quotas, run_keys
 from semel.runs.types import MICRO
 from semel.service.api.params import Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
@@ -208,7 +207,9 @@ async def delete_run_key(
 ) -> None:
     """Delete a key: the same submission then creates a new run. The old run stays."""
     whose = (tenant_for(caller, tenant), checked_name("user", user))
-    if not await service.store.write(_remove_run_key, whose, kind, checked_name("key", key, most=255)):
+    if not await service.store.write(
+        _remove_run_key, whose, kind, checked_name("key", key, most=255), service.store.statement_context
+    ):
         raise absent("such key")
     _log.info("the run key %r of %r, tenant %r, was deleted by %r", key, whose[1], whose[0], caller.user)
 
@@ -250,33 +251,25 @@ _KEPT = tuple(name for name in Record.__struct_fields__ if name != "now_us")
 
 def _run_keys(conn: Connection, whose: tuple[str, str | None], key: str, terms: StatementContext) -> list[RunKeyView]:
     now = quotas.read_clock(conn, terms)
-    tenant, user = whose
-    live = [run_keys.c.tenant == tenant, run_keys.c.key == key, run_keys.c.expires_us >= now]
-    if user is not None:
-        live.append(run_keys.c.user_id == user)
-    rows = conn.execute(select(run_keys).where(*live).order_by(run_keys.c.created_us, run_keys.c.user_id).limit(1000))
     return [
         RunKeyView(
-            key=row.key,
-            kind=row.kind,
-            tenant=row.tenant,
-            user=row.user_id,
-            payload_hash=row.payload_hash,
-            run_id=row.job_id,
-            created_at=moment(row.created_us),
-            expires_at=moment(row.expires_us),
-            expires_in=(row.expires_us - now) / MICRO,
+            key=each.key,
+            kind=each.kind,
+            tenant=each.tenant,
+            user=each.user,
+            payload_hash=each.payload_hash,
+            run_id=each.job_id,
+            created_at=moment(each.created_us),
+            expires_at=moment(each.expires_us),
+            expires_in=(each.expires_us - now) / MICRO,
         )
-        for row in rows
+        for each in run_keys.entries(conn, key, *whose, terms)
     ]
 
 
-def _remove_run_key(conn: Connection, whose: tuple[str, str], kind: str, key: str) -> bool:
-    tenant, user = whose
-    gone = deleting(run_keys).where(
-        run_keys.c.tenant == tenant, run_keys.c.user_id == user, run_keys.c.kind == kind, run_keys.c.key == key
-    )
-    return bool(conn.execute(gone).rowcount)
+def _remove_run_key(conn: Connection, whose: tuple[str, str], kind: str, key: str, terms: StatementContext) -> bool:
+    found = [each for each in run_keys.entries(conn, key, *whose, terms) if each.kind == kind]
+    return sum(run_keys.remove(conn, each, terms) for each in found) > 0
 
 
 def _view(record: Record, tenant: str) -> KeyView:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, exists, or_, select, update
 
 from semel._concurrency.sync import run_sync
 from semel.db.dialect import StatementContext
-from semel.db.schema import jobs, runs
+from semel.db.schema import active, jobs, runs
 from semel.errors import Fatal, ResultStoreError, Retry, RunCancelled
 from semel.runs.app import App
 from semel.runs.execution.context import Context
@@ -138,7 +138,7 @@ def folder_of(conn: Connection, run_id: str) -> str | None:
 
 def write_progress(conn: Connection, run_id: str, packed: int, total: int) -> bool:
     """Store the progress. Returns False, and cancels the upload, if the run does not wait for it any more."""
-    waits = exists().where(runs.c.id == run_id, runs.c.status == "PENDING")
+    waits = exists().where(active.c.id == run_id, active.c.lease_until_us.is_(None))
     noted = update(jobs).where(_uploading(run_id), waits).values(data_bytes=packed, data_total=total)
     if conn.execute(noted).rowcount:
         return True

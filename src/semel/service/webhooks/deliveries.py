@@ -21,7 +21,8 @@ from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, delete, exists, select, tuple_, update
 
 from semel.db.dialect import Dialect, Statement, StatementContext
-from semel.db.schema import deliveries, run_events
+from semel.db.schema import deliveries
+from semel.db.schema import outbox as outbox_table
 from semel.db.schema import subscriptions as subscription_table
 from semel.runs.store import outbox
 from semel.runs.store.outbox import OutboxEvent
@@ -125,7 +126,7 @@ def read_pending(conn: Connection, terms: StatementContext) -> Pending:
         subscription_table.c.disabled_us.is_(None), exists().where(*waits, deliveries.c.due_us <= now)
     )
     ids = set(conn.scalars(due)) if active else set()
-    events = conn.execute(select(run_events.c.version).where(run_events.c.unsent).limit(1)).first() is not None
+    events = conn.execute(select(outbox_table.c.version).where(outbox_table.c.unsent).limit(1)).first() is not None
     return Pending(now, bool(active), events, [each for each in active if each.id in ids])
 
 
