@@ -203,3 +203,31 @@ def _values_of(found: inspect.Type) -> list[str]:
         case inspect.EnumType():
             return [str(each.value) for each in found.cls]
     return []
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def span_in(text: str) -> float:
+    """The seconds in ``90``, ``90s``, ``15m``, ``12h``, ``30d`` or ``2w``."""
+    found = _SPAN.fullmatch(text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a span of time, such as 90s, 15m, 12h, 30d or 2w")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def is_span(text: str) -> bool:
+    """Whether the text is a number with a unit of time, or looks like one."""
+    return not _has_no_unit(text) and _SPAN.fullmatch(text.strip().lower()) is not None
+
+
+def age_in(text: str) -> float:
+    """The seconds in a span that has a unit: where data is deleted, a bare number is ambiguous."""
+    if _has_no_unit(text):
+        raise ValueError(f"{text!r} has no unit; days are written as {text.strip()}d")
+    return span_in(text)
+
+
+def _has_no_unit(text: str) -> bool:
+    return text.strip().replace(".", "", 1).isdecimal()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from semel import _validation
 from semel.cli import _options, _output
 
 
@@ -26,13 +27,13 @@ from semel.cli import _options, _output
     ],
 )
 def test_a_span_is_read(text: str, seconds: float) -> None:
-    assert _options.span(text) == seconds
+    assert _validation.span_in(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "d", "-1d", "1y", "1d2h", "soon", "1e3", "nan", "inf"])
 def test_what_is_no_span_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="span of time"):
-        _options.span(text)
+        _validation.span_in(text)
 
 
 def test_a_time_is_read_with_a_zone() -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
+from semel._validation import age_in, is_span, span_in
 from semel.errors import MissingExtra
 
 SERVER = "http://127.0.0.1:8001"
@@ -150,35 +151,12 @@ class Value(click.ParamType):  # type: ignore[type-arg]  # older Clicks have it 
             self.fail(str(error), param, ctx)
 
 
-_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
-
-
-def span(text: str) -> float:
-    """Parse ``90``, ``90s``, ``15m``, ``12h``, ``30d`` or ``2w`` to seconds."""
-    found = _SPAN.fullmatch(text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a span of time, such as 90s, 15m, 12h, 30d or 2w")
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def _has_no_unit(text: str) -> bool:
-    return text.strip().replace(".", "", 1).isdecimal()
-
-
-def age(text: str) -> float:
-    """Parse a span that has a unit: where data is deleted, a bare number is ambiguous."""
-    if _has_no_unit(text):
-        raise ValueError(f"{text!r} has no unit; days are written as {text.strip()}d")
-    return span(text)
-
-
 def time_of(text: str) -> datetime:
     """Parse a time in ISO 8601, local unless it has a zone; or a span before now."""
     from semel.types import time_in
 
-    if not _has_no_unit(text) and _SPAN.fullmatch(text.strip().lower()):
-        return datetime.now(UTC) - timedelta(seconds=span(text))
+    if is_span(text):
+        return datetime.now(UTC) - timedelta(seconds=span_in(text))
     try:
         return time_in(text).astimezone()
     except ValueError:
@@ -277,7 +255,7 @@ def _strict_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-SPAN, AGE, TIME = Value("TIME", span), Value("TIME", age), Value("TIME", time_of)
+SPAN, AGE, TIME = Value("TIME", span_in), Value("TIME", age_in), Value("TIME", time_of)
 POSITIVE, COUNT = Value("N", whole_number(1)), Value("N", whole_number(0))
 PORT, PRIORITY = Value("N", whole_number(0, 65535)), Value("N", whole_number(-(2**31), 2**31 - 1))
 AMOUNT, COST = Value("SECONDS", amount), Value("X", cost)

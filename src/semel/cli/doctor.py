@@ -237,7 +237,7 @@ def _runs(conn: Connection) -> Finding:
     terms = _terms(conn)
     now = read_clock(conn, terms)
     late = runs.c.lease_until_us < now - round(LATE * MICRO)
-    lost = conn.scalar(select(func.count()).where(runs.c.status == "RUNNING", late)) or 0
+    lost = conn.scalar(select(func.count()).where(queries.has_status("RUNNING"), late)) or 0
     backlog = queries.backlog(conn, terms)
     message = f"{backlog.pending} pending, {backlog.running} running"
     if backlog.stalled:

@@ -116,6 +116,7 @@ def sweep(every: float, once: bool, wait_for_database: float | None, quiet: bool
 def _place_app(options: dict[str, Any]) -> App:
     """Load the app that the options name, and pop those options."""
     from semel._validation import checked_choice
+    from semel.runs.app import retention_by_environment
 
     place = options.pop("app") or os.environ.get("SEMEL_APP")
     if not place:
@@ -125,7 +126,8 @@ def _place_app(options: dict[str, Any]) -> App:
     if transport is not None:
         checked_choice("SEMEL_TRANSPORT", transport, TRANSPORTS)
     where = {name: options.pop(name) for name in ("redis", "artifacts")}
-    return load_app(place).place(url=options.pop("db"), transport=transport, **where)  # type: ignore[arg-type]  # checked above
+    kept = retention_by_environment()
+    return load_app(place).place(url=options.pop("db"), transport=transport, retention=kept, **where)  # type: ignore[arg-type]  # checked above
 
 
 def _set_up_log(quiet: bool, log_format: str | None = None) -> None:

@@ -338,6 +338,17 @@ run_totals = Table(
 )
 """The sums of ``run_counts`` so far. ``facet`` is ``=`` and its value, or empty for none."""
 
+costs = Table(
+    "semel_costs",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("day_us", BigInteger, nullable=False),
+    Column("cost", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", "day_us", name="semel_costs_pkey"),
+)
+"""What the removed runs of a user cost, for each day (UTC) on which they were submitted: cost limits still count it."""
+
 views = MetaData()
 
 runs = Table(
@@ -392,8 +403,13 @@ runs = Table(
     Column("trace", Text),
     Column("result_exact", Text),
     Column("warnings", Text),
+    Column("active_id", _id),
+    Column("ended", Text),
+    Column("ended_tenant", _name),
 )
-"""A view of every run as it is now: its active row, or else its last attempt, with what was submitted."""
+"""A view of every run as it is now: its active row, or else its last attempt, with what was submitted. A condition on
+``active_id`` or ``ended`` (its status, once it has ended) lets the database begin with the table where such runs are.
+"""
 
 steps = Table(
     "semel_run_steps",

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Outage
 from semel._concurrency.sync import async_method, sync_method
+from semel._validation import TEN_YEARS, age_in, checked_number
 from semel.errors import InvalidRequest
 from semel.once.store import Clock
 from semel.runs.engine import RunEngine
@@ -84,6 +85,7 @@ class App:
     ``publish`` is called with every step of every run, at least once, after it was committed.
     ``retry_for`` is for how many seconds an operation is retried while the database is unavailable or silent.
     ``pool`` (PostgreSQL) is the most connections that the operations of a process share, 5 by default.
+    ``retention`` is after how many seconds workers remove a run that ended; by default runs are kept for ever.
     """
 
     def __init__(
@@ -101,8 +103,10 @@ class App:
         clock: Clock | None = None,
         retry_for: float = RETRY_FOR,
         pool: int | None = None,
+        retention: float | None = None,
     ) -> None:
         self.url = url
+        self.retention = _checked_retention(retention)
         self.registry = Registry()
         self.hooks = EventHooks()
         self.outage = Outage(
@@ -132,12 +136,15 @@ class App:
         artifacts: str | None = None,
         transport: Literal["database", "rq", "celery"] | None = None,
         redis: str | None = None,
+        retention: float | None = None,
     ) -> App:
         """Change these settings before the app is used; None leaves one as it is. Returns the app."""
         transport_changed = (transport, redis) not in ((None, None), self._transport_settings)
         moves = url not in (None, self.url) or artifacts is not None or transport_changed
         if moves and self.__dict__.keys() & {"aio", "_engine"}:
             raise InvalidRequest("the app is already in use, so its settings cannot be changed")
+        if retention is not None:
+            self.retention = _checked_retention(retention)
         kind, broker = self._transport_settings
         kind = transport or kind
         settings = (kind, redis or (broker if kind != "database" else None))
@@ -153,9 +160,11 @@ class App:
         return self
 
     def place_by_environment(self) -> App:
-        """As :meth:`place`, with ``SEMEL_DB``, ``SEMEL_ARTIFACTS``, ``SEMEL_TRANSPORT`` and ``SEMEL_REDIS``, if set."""
-        found = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
-        return self.place(**cast("dict[str, Any]", found))
+        """As :meth:`place`, with ``SEMEL_DB``, ``SEMEL_ARTIFACTS``, ``SEMEL_TRANSPORT``, ``SEMEL_REDIS`` and
+        ``SEMEL_RETENTION`` (such as ``90d``), if set.
+        """
+        found: dict[str, Any] = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
+        return self.place(**found, retention=retention_by_environment())
 
     def after_fork(self) -> None:
         """Replace the lock: a thread that stayed in the parent may hold it."""
@@ -189,11 +198,10 @@ class App:
             pool=self._pool,
         )
 
-    def engine(self, *, awaited: bool) -> RunEngine:
-        """The operations on a new store."""
-        store = self.ledger(awaited=awaited)
+    def engine(self, *, awaited: bool, store: RunStore | None = None) -> RunEngine:
+        """The operations on a new store, or on the given one."""
         return RunEngine(
-            store,
+            store or self.ledger(awaited=awaited),
             self.registry,
             results=lambda: self.results,
             transport=lambda: self.transport,
@@ -258,6 +266,19 @@ class App:
 def apps() -> list[App]:
     """Every app of this process."""
     return list(_apps)
+
+
+def retention_by_environment() -> float | None:
+    """The seconds in ``SEMEL_RETENTION``, such as ``90d``; None if it is not set."""
+    kept = os.environ.get("SEMEL_RETENTION")
+    try:
+        return age_in(kept) if kept else None
+    except ValueError as error:
+        raise InvalidRequest(f"SEMEL_RETENTION: {error}") from error
+
+
+def _checked_retention(seconds: float | None) -> float | None:
+    return None if seconds is None else checked_number("retention", seconds, 1, TEN_YEARS)
 
 
 def _absolute(target: str | Path | ResultStore) -> str | Path | ResultStore:

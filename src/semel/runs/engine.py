@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -408,17 +409,22 @@ class RunEngine:
         A run that a live key names stays until the key expires. What an earlier purge left behind because it died, or
         could not reach the files (``ResultStoreError``), is removed, too.
         """
-        age = checked_number("older_than", older_than, 0, TEN_YEARS)
-        total, after, more, failed = 0, None, True, None
-        while more:
-            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.statement_context)
-            total, after, more = total + removed.count, removed.next, removed.next is not None
-            failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
+        total, failed = await self.remove_old(checked_number("older_than", older_than, 0, TEN_YEARS))
         if failed is not None:
             raise ResultStoreError(
                 f"{total} runs were removed, but not all files: {failed}; purge again to remove them"
             )
         return total
+
+    async def remove_old(self, age: float, seconds: float = math.inf) -> tuple[int, ResultStoreError | None]:
+        """As :meth:`purge`, for at most so many seconds; returns how many runs, and why files could not be removed."""
+        ends = time.monotonic() + seconds
+        total, after, more, failed = 0, None, True, None
+        while more and time.monotonic() < ends:
+            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.statement_context)
+            total, after, more = total + removed.count, removed.next, removed.next is not None
+            failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
+        return total, failed
 
     async def _remove_files(self) -> ResultStoreError | None:
         """Remove the files of removed runs. What cannot be removed stays for the next purge; return the last error."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from semel import JobStore, Run, RunNotFound
+from semel import App, CostLimitExceeded, InvalidRequest, JobStore, Quota, Run, RunNotFound
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel
 from semel.db.dialect import StatementContext, hot, transaction
@@ -22,6 +22,7 @@ from semel.runs.results import FileResults
 from semel.runs.store import maintenance, submit, transitions
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import Artifact
+from semel.runs.worker.sweeper import Sweeper, remover
 from support.databases import DATABASES, Databases
 from support.programs import Program
 from support.runs_harness import PATIENCE, RunsHarness
@@ -350,3 +351,87 @@ def test_the_logs_of_a_run_go_in_batches(harness: RunsHarness, monkeypatch: pyte
     harness.clock.advance(DAY)
     assert harness.timeless.purge(0) == 1
     assert harness.sql("SELECT count(*) FROM semel_run_logs")[0][0] == 0
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_removed_runs_cost_still_counts_against_the_limits(harness: RunsHarness) -> None:
+    app = harness.timeless
+    app.set_quota("ann", Quota(cost_daily=10, cost_yearly=20))
+    for cost in (3, 4):
+        ended(harness, user="ann", cost=cost)
+    waits = app.submit("add", {"a": 2}, user="ann", cost=2)
+    before = app.usage("ann").spent
+    assert before == {"daily": 9, "weekly": 9, "monthly": 9, "yearly": 9}
+    harness.clock.advance(1)
+    assert app.purge(0) == 2
+    assert app.usage("ann").spent == before
+    with pytest.raises(CostLimitExceeded):
+        app.submit("add", {"a": 3}, user="ann", cost=2)
+    app.cancel(waits.id)
+    harness.clock.advance(DAY)  # the next day, which is the first of a month
+    assert app.purge(0) == 1
+    assert app.usage("ann").spent == {"daily": 0, "weekly": 7, "monthly": 0, "yearly": 7}, (
+        "a run that never began is free"
+    )
+    assert app.usage("bob").spent["yearly"] == 0
+    harness.clock.advance(401 * DAY)
+    sweep(harness)
+    assert harness.sql("SELECT count(*) FROM semel_costs")[0][0] == 0
+
+
+def sweep(harness: RunsHarness, **options: Any) -> None:
+    """One turn of the sweeper of an app with these options, on the harness's clock."""
+
+    async def turn() -> None:
+        app = App(harness.url, clock=harness.clock, artifacts=harness.folder / "artifacts", **options)
+        store = app.ledger(awaited=True)
+        sweeper = Sweeper(store, "sweeper", transport=app.transport, hooks=app.hooks, remove_old=remover(app, store))
+        await sweeper.sweep()
+        await store.close()
+
+    asyncio.run(turn())
+
+
+def test_a_sweeper_removes_what_ended_longer_ago_than_the_retention(harness: RunsHarness) -> None:
+    old, named, failed = ended(harness), ended(harness, idempotency_key="k", key_ttl=30 * DAY), ended(harness, "fatal")
+    waits = harness.timeless.submit("add", {"a": 7})
+    harness.clock.advance(3 * DAY)
+    late = ended(harness)
+    everything = {run.id for run in (old, named, failed, waits, late)}
+    for options in ({}, {"retention": 4 * DAY}):
+        sweep(harness, **options)
+        assert {run.id for run in harness.timeless.runs().runs} == everything
+    sweep(harness, retention=2 * DAY)
+    assert {run.id for run in harness.timeless.runs().runs} == {named.id, waits.id, late.id}
+    assert {path.split("/")[0] for path in files(harness)} == {named.id, late.id}
+
+
+def test_a_retention_has_a_unit_and_is_a_number(harness: RunsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = harness.timeless
+    assert app.retention is None
+    monkeypatch.setenv("SEMEL_RETENTION", "90d")
+    assert app.place_by_environment().retention == 90 * DAY
+    monkeypatch.setenv("SEMEL_RETENTION", "90")
+    with pytest.raises(InvalidRequest, match="SEMEL_RETENTION: '90' has no unit; days are written as 90d"):
+        app.place_by_environment()
+    for wrong in (0, -1, float("nan"), "90d", True):
+        with pytest.raises(InvalidRequest, match="retention must be"):
+            App(harness.url, retention=wrong)  # type: ignore[arg-type]
+
+
+def test_a_purge_looks_at_no_run_that_was_submitted_too_lately(
+    harness: RunsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maintenance, "RUNS_BATCH", 2)
+    for _ in range(3):
+        ended(harness)
+    harness.clock.advance(DAY)
+    for _ in range(5):
+        ended(harness)
+    looks = []
+    is_old = maintenance.is_old
+    monkeypatch.setattr(maintenance, "is_old", lambda *about: looks.append(about) or is_old(*about))
+    assert harness.timeless.purge(DAY / 2) == 3
+    assert len(looks) == 2, "eight runs are four windows, and two of them began too lately"

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import BindParameter, Connection, Select, bindparam, func, literal, select
+from sqlalchemy import BindParameter, Connection, Select, bindparam, func, select
 
 from semel.db.dialect import StatementContext
 from semel.db.schema import runs
 from semel.runs.store import queries, quotas
-from semel.runs.store.queries import Filter
+from semel.runs.store.queries import Filter, has_status
 from semel.runs.types import MICRO, Quota, Usage, WorkerInfo, id_at
 
 MAX_COUNTED = 10_000
@@ -273,7 +273,8 @@ def _running(conn: Connection, audience: Audience) -> list[RunningRun]:
 def _failures(conn: Connection, audience: Audience, now_us: int) -> list[Failure]:
     query = select(*(runs.c[name] for name in ("id", "model", "user_id", "finished_us", "attempts", "last_error")))
     recent = (
-        runs.c.status == literal("FAILED", literal_execute=True),
+        has_status("FAILED"),
+        runs.c.ended_tenant == audience.tenant,  # so that the index of failures is used
         runs.c.finished_us >= now_us - FAILED_WITHIN * MICRO,
     )
     latest = query.where(*audience.filter().conditions(), *recent).order_by(runs.c.finished_us.desc())

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Text, case, cast, func, literal, or_, select
 
 from semel.db.schema import has_digest, keys, run_logs, runs
 from semel.db.schema import steps as run_steps
-from semel.runs.store.queries import STALLED, Filter
+from semel.runs.store.queries import STALLED, Filter, has_status
 from semel.runs.store.run_keys import RUN, in_scope_of
 from semel.runs.types import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id, id_at
 
@@ -156,7 +156,7 @@ def _scan_status(
 ) -> SearchResult:
     wanted = msgspec.structs.replace(wanted, status=None if status is None else [status])
     order = runs.c.id.desc() if ids.down else runs.c.id.asc()
-    indexed = [] if status is None else [runs.c.status == literal(status, literal_execute=True)]
+    indexed = [] if status is None else [has_status(status)]
     if wanted.user:  # a user's runs have an index of their own
         indexed = Filter(tenant=wanted.tenant, user=wanted.user).conditions()
     found: list[str] = []

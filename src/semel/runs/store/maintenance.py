@@ -39,6 +39,7 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import (
     active,
     attempts,
+    costs,
     deliveries,
     jobs,
     keys,
@@ -59,6 +60,8 @@ from semel.runs.types import MICRO, TERMINAL
 BATCH = 1000
 """Rows of a kind that one transaction removes."""
 DAY_US = 86400 * MICRO
+COSTS_KEPT_US = 400 * DAY_US
+"""The longest period of a cost limit is a year."""
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
@@ -137,12 +140,13 @@ def add_up(conn: Connection, context: StatementContext) -> None:
 
 
 def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bool]:
-    """Remove keys and reservations that expired, and workers not seen for a day.
+    """Remove keys and reservations that expired, workers not seen for a day, and costs that no limit counts any more.
 
     Returns how many keys and reservations were removed, and whether there may be more.
     """
     now = read_clock(conn, context)
     conn.execute(delete(workers).where(workers.c.seen_us < now - DAY_US))
+    conn.execute(delete(costs).where(costs.c.day_us < now - COSTS_KEPT_US))
     removed = run_keys.purge(conn, BATCH, context), quotas.purge_reservations(conn, context, BATCH)
     return sum(removed), max(removed) >= BATCH
 
@@ -253,27 +257,50 @@ SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true 
 
 
 def remove_runs(conn: Connection, age: float, after: str | None, context: StatementContext) -> Removed:
-    """Remove the next old runs, in the order of their ids, and note their files. A run that is being retried stays."""
+    """Remove the old ones of the next runs, in the order of their ids, and note their files. One that is being retried
+    stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time.
+    """
     now = read_clock(conn, context)
+    window = select(submitted.c.id, submitted.c.created_us).order_by(submitted.c.id).limit(RUNS_BATCH)
+    looked = conn.execute(window if after is None else window.where(submitted.c.id > after)).all()
+    if not looked or min(row.created_us for row in looked) >= now - round(age * MICRO):
+        return Removed(0, None)
+    last = looked[-1].id
     files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
-    query = select(runs.c.id, runs.c.data_ref, files).where(is_old(now, age)).order_by(runs.c.id).limit(RUNS_BATCH)
-    if after is not None:
-        query = query.where(runs.c.id > after)
+    query = select(runs.c.id, runs.c.data_ref, files).where(is_old(now, age), runs.c.id.in_([row.id for row in looked]))
     old = {row[0]: row for row in conn.execute(query)}
     if not old:
-        return Removed(0, None)
+        return Removed(0, last)
     unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(old))).order_by(submitted.c.id)
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if not ids:
-        return Removed(0, max(old))
+        return Removed(0, last)
     _uncount(conn, ids)
+    _keep_costs(conn, ids)
     for table in (attempts, outbox, jobs, deliveries):
         conn.execute(delete(table).where(table.c.run_id.in_(ids)))
     conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
     refs = {old[each][1] for each in ids if old[each][1] is not None}
     notes: list[tuple[Any, ...]] = [(each, None, bool(old[each][2])) for each in ids]
     _NOTE_REMOVAL.count(conn, notes + [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
-    return Removed(len(ids), max(old))
+    return Removed(len(ids), last)
+
+
+_KEEP_COSTS = Statement(
+    lambda w: (
+        f"""
+INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
+SELECT tenant, user_id, created_us - created_us % {DAY_US}, CAST(sum(cost) AS bigint) FROM semel_run_states
+WHERE {w.is_in("id", "ids", "uuid")} AND user_id <> '' AND cost <> 0
+GROUP BY tenant, user_id, created_us - created_us % {DAY_US}
+ON CONFLICT (tenant, user_id, day_us) DO UPDATE SET cost = k.cost + excluded.cost"""
+    )
+)
+
+
+def _keep_costs(conn: Connection, ids: Sequence[str]) -> None:
+    """Keep what these runs, which are about to be removed, cost their users."""
+    _KEEP_COSTS.count(conn, ids=list(ids))
 
 
 def _uncount(conn: Connection, ids: Sequence[str]) -> None:

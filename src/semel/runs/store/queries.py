@@ -7,7 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import BigInteger, Column, Connection, Uuid, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Uuid,
+    and_,
+    case,
+    false,
+    func,
+    literal,
+    or_,
+    select,
+    union_all,
+)
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import (
@@ -27,6 +41,7 @@ from semel.runs.types import (
     HELD_US,
     INTERNAL_QUEUE,
     MICRO,
+    TERMINAL,
     LogLine,
     Page,
     Run,
@@ -40,7 +55,18 @@ from semel.runs.types import (
 WORKER_SILENCE_US = 45 * MICRO
 """A worker that was not seen for this long counts as dead."""
 
-_HIDDEN = ("ready", "changed_us", "lease_us", "facet", "result", "result_exact", "trace")
+_HIDDEN = (
+    "ready",
+    "changed_us",
+    "lease_us",
+    "facet",
+    "result",
+    "result_exact",
+    "trace",
+    "active_id",
+    "ended",
+    "ended_tenant",
+)
 _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
 _LISTED = [column for column in _SHOWN if column.name != "parameters"]
 _FIRST_PORTION = 16
@@ -51,8 +77,17 @@ NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
 """True for runs that a user submitted, false for the service's own work."""
 
 
+def has_status(*statuses: str) -> ColumnElement[bool]:
+    """True for runs in one of these statuses, so that the database reads the table where they are."""
+    wanted = [literal(status, literal_execute=True) for status in statuses]
+    if all(status in TERMINAL for status in statuses):
+        return runs.c.ended == wanted[0] if len(wanted) == 1 else runs.c.ended.in_(wanted)
+    found = runs.c.status.in_(wanted)
+    return found if any(status in TERMINAL for status in statuses) else and_(runs.c.active_id.is_not(None), found)
+
+
 STALLED = and_(
-    runs.c.status == literal("RUNNING", literal_execute=True),
+    has_status("RUNNING"),
     runs.c.stall_us.is_not(None),
     runs.c.heartbeat_us - runs.c.progress_us >= runs.c.stall_us,
 )
@@ -91,7 +126,7 @@ class Filter(Struct, frozen=True, kw_only=True):
         if self.user:
             found.append(runs.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
         if self.status is not None:
-            found.append(runs.c.status.in_([literal(status, literal_execute=True) for status in self.status]))
+            found.append(has_status(*self.status) if self.status else false())
         if self.since_us is not None:
             found.append(runs.c.created_us >= self.since_us)
         if self.until_us is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
-from semel.db.dialect import Statement, StatementContext, hot, transaction
+from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active, quotas, reservations
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
 from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
@@ -111,6 +111,12 @@ def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
     return {row.user_id: _quota(row) for row in rows}
 
 
+def _removed(dialect: Dialect, period: str) -> str:
+    """What the user's runs cost that were removed since: see ``schema.costs``."""
+    spent = f"SELECT {dialect.total('cost', 'true')} FROM semel_costs"
+    return f"({spent} WHERE tenant = :tenant AND user_id = :person AND day_us >= :{period})"
+
+
 _USAGE = Statement(
     lambda w: (
         f"""
@@ -119,7 +125,7 @@ SELECT (SELECT count(*) FROM semel_active
        (SELECT count(*) FROM semel_reservations
         WHERE tenant = :tenant AND user_id = :person AND expires_us >= :at AND NOT consumed AND job_id IS NULL),
        count(*) FILTER (WHERE created_us > :hour), count(*) FILTER (WHERE created_us > :day),
-       {", ".join(w.total("cost", f"created_us >= :{period}") for period in COST_PERIODS)}
+       {", ".join(f"{w.total('cost', f'created_us >= :{period}')} + {_removed(w, period)}" for period in COST_PERIODS)}
 FROM semel_run_states WHERE tenant = :tenant AND user_id = :person AND user_id <> '' AND created_us >= :oldest
 """
     )

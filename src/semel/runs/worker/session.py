@@ -32,7 +32,7 @@ from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.notifier import ChangeNotifier
 from semel.runs.worker.run_logs import EVERY as RUN_LOGS_EVERY
 from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
-from semel.runs.worker.sweeper import ROLE, Sweeper
+from semel.runs.worker.sweeper import ROLE, Sweeper, remover
 
 FORCED_STOP_TIMEOUT = 1.0
 """Seconds that a model in the loop may take to end once it is cancelled by force."""
@@ -88,6 +88,7 @@ class WorkerSession:
             transport=app.transport,
             hooks=app.hooks,
             publish=app.publish,
+            remove_old=remover(app, self._store),
             interval=config.sweep_every or 5.0,
         )
         self._notifier = ChangeNotifier(self._store.url, self._fetcher.on_change, poll=config.poll, database=app.outage)

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ class Sweeper(LeaderTask):
         transport: Transport,
         hooks: EventHooks,
         publish: Callable[[OutboxEvent], None] | None = None,
+        remove_old: Callable[[float], Awaitable[None]] | None = None,
         interval: float = 5.0,
         tell_again: float = 30.0,
     ) -> None:
@@ -86,6 +87,7 @@ class Sweeper(LeaderTask):
         self._transport = transport
         self._hooks = hooks
         self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
+        self._remove_old = remove_old
         self._announce_after = tell_again
         self._turns = 0
         self._announced: dict[tuple[str, int], float] = {}
@@ -130,6 +132,8 @@ class Sweeper(LeaderTask):
             removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
         await self._store.write(maintenance.add_up, self._store.statement_context)
+        if self._remove_old is not None:
+            await self._remove_old(CLEAN_UP_FOR)
         return total
 
     async def _take_back(self) -> int:
@@ -180,6 +184,23 @@ class Sweeper(LeaderTask):
                 self._announced |= {run.step: now for run in runs}
 
 
+def remover(app: App, store: RunStore) -> Callable[[float], Awaitable[None]] | None:
+    """Removes the app's runs whose retention is over, for at most so many seconds; None if all are kept."""
+    retention = app.retention
+    if retention is None:
+        return None
+    engine = app.engine(awaited=True, store=store)
+
+    async def remove(seconds: float) -> None:
+        removed, failed = await engine.remove_old(retention, seconds)
+        if removed:
+            _log.info("removed %d runs that ended more than %g s ago", removed, retention, extra={"removed": removed})
+        if failed is not None:
+            _log.warning("files of removed runs are left, and will be removed later: %s", failed)
+
+    return remove
+
+
 def sweep_until_signalled(app: App, *, every: float, once: bool = False) -> int:
     """Sweep for an app until SIGTERM or SIGINT; if ``once``, do one turn and return how many lost runs it found."""
     return asyncio.run(_sweep(app, every, once))
@@ -189,7 +210,15 @@ async def _sweep(app: App, every: float, once: bool) -> int:
     store = app.ledger(awaited=True)
     store.outage = app.outage
     holder = f"sweeper-{os.getpid()}-{new_id()[-6:]}"
-    sweeper = Sweeper(store, holder, transport=app.transport, hooks=app.hooks, publish=app.publish, interval=every)
+    sweeper = Sweeper(
+        store,
+        holder,
+        transport=app.transport,
+        hooks=app.hooks,
+        publish=app.publish,
+        remove_old=remover(app, store),
+        interval=every,
+    )
     stop_requested = asyncio.Event()
     try:
         if once:

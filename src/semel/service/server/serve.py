@@ -14,7 +14,7 @@ from semel.db.database import parse
 from semel.db.sqlite_file import FileReplaced, KnownFile, know
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.redaction import printable, without_secrets
-from semel.runs.app import App
+from semel.runs.app import App, retention_by_environment
 from semel.runs.store import wait_for_database
 from semel.runs.worker import Worker
 from semel.runs.worker.sweeper import sweep_until_signalled
@@ -83,7 +83,11 @@ class ProcessFactory:
         """The app, configured by the settings. Also exports them, for child processes that load the app themselves."""
         settings = self._settings
         app = self._load(settings.app).place(
-            url=settings.db, artifacts=settings.artifacts, transport=settings.transport, redis=settings.redis
+            url=settings.db,
+            artifacts=settings.artifacts,
+            transport=settings.transport,
+            redis=settings.redis,
+            retention=retention_by_environment(),
         )
         os.environ |= {name: value for name, value in settings.environment().items() if name in _PLACES}
         self._file.require(app)

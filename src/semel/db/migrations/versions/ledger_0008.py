@@ -273,6 +273,16 @@ _run_totals = Table(
     PrimaryKeyConstraint("tenant", "model", "facet", "status", name="semel_run_totals_pkey"),
 )
 
+_costs = Table(
+    "semel_costs",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("day_us", BigInteger, nullable=False),
+    Column("cost", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "user_id", "day_us", name="semel_costs_pkey"),
+)
+
 SUBMITTED = (
     "r.id",
     "r.tenant",
@@ -297,35 +307,19 @@ ACTIVE = {
     "status": "CASE WHEN a.lease_until_us IS NULL THEN 'PENDING' ELSE 'RUNNING' END",
     "ready": "a.ready",
     "step": "coalesce(a.step, 'created')",
-    "note": "a.note",
-    "version": "a.version",
     "changed_us": "CASE WHEN a.lease_until_us IS NULL THEN a.since_us ELSE coalesce(a.cancel_us, a.began_us) END",
-    "fence": "a.fence",
-    "attempts": "a.attempts",
-    "errors": "a.errors",
-    "losts": "a.losts",
     "cost": "coalesce(a.cost, r.asked_cost)",
-    "due_us": "a.due_us",
     "started_us": "coalesce(a.started_us, a.began_us)",
-    "finished_us": "CAST(NULL AS bigint)",
-    "worker": "a.worker",
-    "lease_until_us": "a.lease_until_us",
     "heartbeat_us": "coalesce(a.heartbeat_us, a.began_us)",
-    "cancel_us": "a.cancel_us",
     "progress": "a.progress",
-    "progress_note": "a.progress_note",
     "progress_us": "coalesce(a.progress_us, a.began_us)",
-    "last_error": "a.last_error",
-    "traceback": "a.traceback",
-    "result": "CAST(NULL AS text)",
-    "result_ref": "CAST(NULL AS text)",
-    "result_digest": "CAST(NULL AS {digest})",
-    "result_size": "CAST(NULL AS bigint)",
-    "artifacts": "CAST(NULL AS text)",
-    "data_ref": "coalesce(a.data_ref, r.data_ref)",
-    "result_exact": "CAST(NULL AS text)",
-    "warnings": "CAST(NULL AS text)",
+    **{
+        name: f"a.{name}"
+        for name in ("note", "version", "fence", "attempts", "errors", "losts", "due_us", "worker", "cancel_us")
+    },
+    **{name: f"a.{name}" for name in ("progress_note", "last_error", "traceback")},
 }
+"""The columns that a run has both while it is active and when it has ended."""
 ENDED = {
     **{name: f"e.{name}" for name in ACTIVE},
     "ready": "{true}",
@@ -333,13 +327,21 @@ ENDED = {
     "changed_us": "e.ended_us",
     "cost": "coalesce(e.cost, r.asked_cost)",
     "started_us": "coalesce(e.started_us, e.began_us)",
-    "finished_us": "e.ended_us",
-    "lease_until_us": "CAST(NULL AS bigint)",
     "heartbeat_us": "coalesce(e.heartbeat_us, e.began_us)",
     "progress": "CASE WHEN e.status = 'SUCCEEDED' THEN 1.0 ELSE e.progress END",
     "progress_us": "coalesce(e.progress_us, e.began_us)",
-    "data_ref": "coalesce(e.data_ref, r.data_ref)",
 }
+ONE = {
+    "lease_until_us": "a.lease_until_us",
+    "finished_us": "e.ended_us",
+    **{name: f"e.{name}" for name in ("result", "result_ref", "result_digest", "result_size", "artifacts")},
+    **{name: f"e.{name}" for name in ("result_exact", "warnings")},
+    "data_ref": "coalesce(a.data_ref, e.data_ref, r.data_ref)",
+    "active_id": "a.id",
+    "ended": "e.status",
+    "ended_tenant": "e.tenant",
+}
+"""The columns that only one of them has. A condition on ``active_id`` or ``ended`` lets the database begin there."""
 STEPS = """
 SELECT r.id AS run_id, 1 AS version, r.created_us AS at_us, 'created' AS step, 'PENDING' AS status,
        CAST(0 AS bigint) AS fence, CAST(NULL AS text) AS worker, CAST(NULL AS text) AS note
@@ -605,15 +607,14 @@ END $$
 
 
 def _views(postgres: bool, *, model_runs: bool) -> None:
-    def branch(columns: dict[str, str], source: str) -> str:
-        shown = [*SUBMITTED, *(f"{value} AS {name}" for name, value in columns.items())]
-        return f"SELECT {', '.join(shown)} FROM {source}".replace("{true}", "true" if postgres else "1").replace(
-            "{digest}", "bytea" if postgres else "text"
-        )
-
-    active = branch(ACTIVE, "semel_active AS a JOIN semel_runs AS r ON r.id = a.id")
-    ended = branch(ENDED, "semel_attempts AS e JOIN semel_runs AS r ON r.id = e.run_id WHERE e.status <> 'PENDING'")
-    op.execute(f"CREATE VIEW semel_run_states AS {active} UNION ALL {ended}")
+    both = [f"CASE WHEN a.id IS NULL THEN {ENDED[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
+    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in ONE.items())]
+    shown = ", ".join(columns).replace("{true}", "true" if postgres else "1")
+    op.execute(f"""
+CREATE VIEW semel_run_states AS SELECT {shown} FROM semel_runs AS r
+LEFT JOIN semel_active AS a ON a.id = r.id
+LEFT JOIN semel_attempts AS e ON e.run_id = r.id AND e.status <> 'PENDING'
+""")
     op.execute(f"CREATE VIEW semel_run_steps AS {STEPS}")
     if model_runs:
         _model_runs(postgres, "semel_run_states", "encode(payload_hash, 'hex')" if postgres else "payload_hash")
