@@ -34,6 +34,7 @@ from semel.db.schema import (
     run_totals,
     runs,
     steps,
+    submitted,
     workers,
 )
 from semel.runs.store.quotas import read_clock
@@ -336,14 +337,17 @@ def backlog(conn: Connection, context: StatementContext) -> Backlog:
     """Count the runs that wait and those that run, without the service's own work."""
     now = read_clock(conn, context)
     waits = active.c.lease_until_us.is_(None)
+    users = or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != "")
     pending, running, oldest = conn.execute(
         select(
             func.count().filter(waits),
             func.count().filter(~waits),
             func.min(active.c.due_us).filter(waits, active.c.ready),
-        ).where(or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != ""))
+        ).where(users)
     ).one()
-    stalled = conn.scalar(select(func.count()).where(STALLED, NOT_INTERNAL)) or 0
+    beat, moved = (func.coalesce(column, active.c.began_us) for column in (active.c.heartbeat_us, active.c.progress_us))
+    still = select(func.count()).join_from(active, submitted, active.c.id == submitted.c.id)
+    stalled = conn.scalar(still.where(users, ~waits, beat - moved >= submitted.c.stall_us)) or 0
     return Backlog(pending, running, 0.0 if oldest is None else max(0.0, (now - oldest) / MICRO), stalled)
 
 
