@@ -87,21 +87,17 @@ SELECT * FROM (SELECT {EVENT}, {publish} AS unpublished, {WANTED} AS unsent FROM
 WHERE unpublished OR unsent"""
 
 
-_STEP_COLUMNS = {"in_id": "uuid", "in_version": "integer"}
-_TELL = Statement(
-    lambda w: telling(
-        f"""(SELECT s.* FROM {w.batch(_STEP_COLUMNS)}
-             JOIN semel_run_steps AS s ON s.run_id = in_id AND s.version = in_version) AS t""",
-        ":publish",
-    ),
-    _STEP_COLUMNS,
-)
+_IS_WANTED = Statement(lambda _: "SELECT 1 FROM semel_subscriptions WHERE disabled_us IS NULL LIMIT 1")
 
 
 def tell(conn: Connection, steps: Sequence[tuple[str, int]], context: StatementContext) -> None:
-    """Put these steps (run and version) into the outbox: on SQLite, where the statement could not do so itself."""
-    if steps and conn.dialect.name == "sqlite":
-        _TELL.count(conn, steps, publish=context.publish)
+    """Put these steps (run and version) into the outbox: on SQLite, where the statement could not do so itself.
+
+    One by one: for a batch, SQLite would read the steps of all runs there ever were.
+    """
+    if conn.dialect.name == "sqlite" and steps and (context.publish or _IS_WANTED.rows(conn)):
+        for run_id, version in steps:
+            _TELL_STEP.count(conn, run_id=run_id, version=version, publish=context.publish)
 
 
 def counting(source: str) -> str:
@@ -540,7 +536,7 @@ RETURNING {w.as_text(w.returning("id"))}, queue, version, since_us"""
 _RELEASED = text("UPDATE semel_jobs SET data_us = :at WHERE run_id = :run_id").bindparams(
     bindparam("run_id", type_=jobs.c.run_id.type)
 )
-_TELL_RELEASED = Statement(
+_TELL_STEP = Statement(
     lambda w: telling(
         f"""(SELECT s.* FROM semel_run_steps AS s
              WHERE s.run_id = {w.identity(":run_id")} AND s.version = CAST(:version AS integer)) AS t"""
@@ -553,7 +549,7 @@ def release(conn: Connection, run_id: str, data_ref: str, context: StatementCont
     """Make a run that waits for its data ready to be leased. Returns its queue, or None if it did not wait."""
     for _, queue, version, since_us in _RELEASE.rows(conn, ids=[run_id], data_ref=data_ref, now=context.now):
         conn.execute(_RELEASED, {"at": since_us, "run_id": run_id})
-        _TELL_RELEASED.count(conn, run_id=run_id, version=version, publish=context.publish)
+        _TELL_STEP.count(conn, run_id=run_id, version=version, publish=context.publish)
         if conn.dialect.name == "postgresql":
             conn.execute(_CALL, {"queue": queue})
         return str(queue)
