@@ -164,7 +164,7 @@ class SqliteStore:
 
     async def purge(self, limit: int) -> int:
         await self._prepare()
-        return await self._database.write_many(purge, limit, self._clock())
+        return await self._database.write_many(purge, limit, self._clock)
 
     async def stats(self) -> Held:
         await self._prepare()
@@ -316,8 +316,9 @@ def get(conn: Connection, refs: Sequence[KeyRef], clock: Clock) -> list[Record |
     return [None if record is None or gone(record, now) else record for record in found]
 
 
-def purge(conn: Connection, limit: int, now: int) -> int:
+def purge(conn: Connection, limit: int, clock: Clock) -> int:
     """Remove records and values whose time is over, in the transaction of the connection."""
+    now = clock()
     removed: int = conn.execute(_PURGE, {"now": now, "most": limit}).rowcount
     if removed < limit:
         removed += conn.execute(_FADE, {"now": now, "most": limit - removed}).rowcount

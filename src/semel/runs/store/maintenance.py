@@ -22,7 +22,6 @@ from sqlalchemy import (
     Connection,
     Text,
     and_,
-    case,
     cast,
     delete,
     exists,
@@ -52,7 +51,7 @@ from semel.db.schema import (
 )
 from semel.runs.execution.input_data import folder_of
 from semel.runs.store import quotas, run_keys
-from semel.runs.store.queries import NOT_INTERNAL
+from semel.runs.store.queries import NOT_INTERNAL, SPENT_US
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import MICRO, TERMINAL
@@ -306,8 +305,9 @@ def _keep_costs(conn: Connection, ids: Sequence[str]) -> None:
 def _uncount(conn: Connection, ids: Sequence[str]) -> None:
     """Count these runs, which are about to be removed, no longer."""
     groups = (runs.c.tenant, runs.c.model, runs.c.facet, runs.c.status)
-    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
-    removed = select(*groups, -func.count(), -cast(func.sum(spent), BigInteger)).where(runs.c.id.in_(ids), NOT_INTERNAL)
+    removed = select(*groups, -func.count(), -cast(func.sum(SPENT_US), BigInteger)).where(
+        runs.c.id.in_(ids), NOT_INTERNAL
+    )
     names = ("tenant", "model", "facet", "status", "count", "spent_us")
     conn.execute(insert(run_counts).from_select(names, removed.group_by(*groups)))
 

@@ -76,6 +76,10 @@ _FIRST_PORTION = 16
 
 NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
 """True for runs that a user submitted, false for the service's own work."""
+_OF_USERS = or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != "")
+"""The same for active rows."""
+SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
+"""For how long a run that succeeded ran."""
 
 
 def has_status(*statuses: str) -> ColumnElement[bool]:
@@ -283,16 +287,15 @@ def _counted(tenant: str) -> Any:
         select(*(run_totals.c[name] for name in same), facet).where(run_totals.c.tenant == tenant),
         select(*(run_counts.c[name] for name in same), run_counts.c.facet).where(run_counts.c.tenant == tenant),
         select(active.c.model, status, func.count().label("count"), none.label("spent_us"), active.c.facet)
-        .where(active.c.tenant == tenant, or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != ""))
+        .where(active.c.tenant == tenant, _OF_USERS)
         .group_by(active.c.model, status, active.c.facet),
     )
     return union_all(*parts).subquery()
 
 
 def _count_of_user(tenant: str, user: str) -> Any:
-    spent = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
     groups = (runs.c.model, runs.c.status, runs.c.facet)
-    query = select(*groups, func.count().label("count"), func.sum(spent).label("spent_us"))
+    query = select(*groups, func.count().label("count"), func.sum(SPENT_US).label("spent_us"))
     return query.where(*Filter(tenant=tenant, user=user).conditions()).group_by(*groups).subquery()
 
 
@@ -337,17 +340,16 @@ def backlog(conn: Connection, context: StatementContext) -> Backlog:
     """Count the runs that wait and those that run, without the service's own work."""
     now = read_clock(conn, context)
     waits = active.c.lease_until_us.is_(None)
-    users = or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != "")
     pending, running, oldest = conn.execute(
         select(
             func.count().filter(waits),
             func.count().filter(~waits),
             func.min(active.c.due_us).filter(waits, active.c.ready),
-        ).where(users)
+        ).where(_OF_USERS)
     ).one()
     beat, moved = (func.coalesce(column, active.c.began_us) for column in (active.c.heartbeat_us, active.c.progress_us))
     still = select(func.count()).join_from(active, submitted, active.c.id == submitted.c.id)
-    stalled = conn.scalar(still.where(users, ~waits, beat - moved >= submitted.c.stall_us)) or 0
+    stalled = conn.scalar(still.where(_OF_USERS, ~waits, beat - moved >= submitted.c.stall_us)) or 0
     return Backlog(pending, running, 0.0 if oldest is None else max(0.0, (now - oldest) / MICRO), stalled)
 
 

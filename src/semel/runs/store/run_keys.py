@@ -19,7 +19,7 @@ from semel.codec import PLAIN
 from semel.db.dialect import Statement, StatementContext, hot, transaction
 from semel.db.schema import active, has_digest, keys, submitted
 from semel.errors import InProgress, KeyReused, OutcomeUnknown, SemelError
-from semel.once.store import ClaimRequest, Clock, Forget, KeyRef, OutcomeData
+from semel.once.store import ClaimRequest, Forget, KeyRef, OutcomeData
 from semel.once.stores import sqlite
 from semel.runs.store import quotas
 from semel.types import Granted, InFlight, Record, Replay, Unknown, Verdict
@@ -63,52 +63,40 @@ def run_key(scope: str, key: str, fingerprint: str, run_id: str, ttl_us: int) ->
 
 def take(conn: Connection, requests: Sequence[ClaimRequest], context: StatementContext) -> list[Verdict]:
     """Claim keys of different runs in the transaction of the connection."""
-    if not requests:
-        return []
-    if conn.dialect.name == "sqlite":
-        return sqlite.claim(conn, requests, _clock(context))
-    from semel.once.stores import postgres
-
-    return postgres.claim(conn, requests, _terms(context))
+    store, terms = _store(conn, context)
+    verdicts: list[Verdict] = store.claim(conn, requests, terms) if requests else []
+    return verdicts
 
 
 def read(conn: Connection, refs: Sequence[KeyRef], context: StatementContext) -> list[Record | None]:
     """The records of these keys; None where a key is free."""
-    if not refs:
-        return []
-    if conn.dialect.name == "sqlite":
-        return sqlite.get(conn, refs, _clock(context))
-    from semel.once.stores import postgres
-
-    return postgres.get(conn, refs, _terms(context))
+    store, terms = _store(conn, context)
+    records: list[Record | None] = store.get(conn, refs, terms) if refs else []
+    return records
 
 
 def forget(conn: Connection, requests: Sequence[Forget], context: StatementContext) -> list[bool]:
     """Make these keys free again; False where another has the key."""
-    if conn.dialect.name == "sqlite":
-        return sqlite.forget(conn, requests, _clock(context))
-    from semel.once.stores import postgres
-
-    return postgres.forget(conn, requests, _terms(context))
+    store, terms = _store(conn, context)
+    forgotten: list[bool] = store.forget(conn, requests, terms)
+    return forgotten
 
 
 def purge(conn: Connection, most: int, context: StatementContext) -> int:
     """Remove up to ``most`` expired keys, of runs and all others; return how many."""
+    store, terms = _store(conn, context)
+    removed: int = store.purge(conn, most, terms)
+    return removed
+
+
+def _store(conn: Connection, context: StatementContext) -> tuple[Any, Any]:
+    """The module with the verbs of the connection's store, and the time as they take it."""
+    now = context.now
     if conn.dialect.name == "sqlite":
-        return sqlite.purge(conn, most, _clock(context)())
+        return sqlite, lambda: now
     from semel.once.stores import postgres
 
-    return postgres.purge(conn, most, _terms(context))
-
-
-def _terms(context: StatementContext) -> dict[str, Any]:
-    return {"now": context.now, "patience": ""}
-
-
-def _clock(context: StatementContext) -> Clock:
-    now = context.now
-    assert now is not None  # SQLite has no clock of its own
-    return lambda: now
+    return postgres, {"now": now, "patience": ""}
 
 
 def refusal(verdict: Verdict, key: str | None) -> SemelError:

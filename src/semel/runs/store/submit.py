@@ -509,6 +509,7 @@ def _job_row(each: Submission, created_us: int) -> dict[str, Any]:
 
 
 def _run_row(each: Submission) -> tuple[Any, ...]:
+    dedupe = each.dedupe
     return (
         each.id,
         each.tenant,
@@ -528,8 +529,8 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.max_attempts,
         each.max_lost,
         each.trace,
-        each.dedupe,
-        each.key_ttl_us,
+        dedupe,
+        None if dedupe is None else each.key_ttl_us,
     )
 
 
