@@ -72,19 +72,20 @@ def _preparations(before: str) -> list[tuple[str, Part]]:
 
 
 def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> None:
-    most, copied = LARGEST, 0
+    most = LARGEST
     while True:
         began = time.monotonic()
         done = _alone(engine, _next_part, version, part, most)
         if done is None:
-            progress(copied, copied)
-            return
+            break
         took = time.monotonic() - began
         progress(*done)
-        copied = done[0]
         most = max(SMALLEST, min(LARGEST, round(most * AIM / max(took, AIM / 2))))
         if engine.dialect.name == "sqlite":
             time.sleep(took)  # its writers poll for the lock: now it is their turn
+    whole = _alone(engine, copied)
+    if whole is not None:  # unless another process has finished
+        progress(whole[0], whole[0])
 
 
 def _next_part(conn: Connection, version: str, part: Part, most: int) -> tuple[int, int] | None:

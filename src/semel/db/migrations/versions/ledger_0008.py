@@ -492,17 +492,16 @@ def _create_tables(conn: Connection) -> None:
 
 
 def _index_next(conn: Connection) -> bool:
-    """Make an index that is missing, on a table that nobody else uses. Returns whether one was."""
+    """Make the missing indexes of a table, which nobody else uses yet. Returns whether a table lacked some."""
     found = inspect(conn)
     for table in metadata.sorted_tables:
         there = {index["name"] for index in found.get_indexes(table.name)}
-        missing = sorted({str(index.name) for index in table.indexes} - there)
+        missing = [index for index in table.indexes if index.name not in there]
+        for index in missing:
+            index.create(conn)  # if it is this database's
+        if missing and table in (_runs, _attempts) and _progress(conn)[0]:
+            conn.execute(text(f"ANALYZE {table.name}"))  # not an empty one: the planner would take it to stay so
         if missing:
-            for index in table.indexes:
-                if index.name == missing[0]:
-                    index.create(conn)  # if it is this database's
-            if table in (_runs, _attempts) and _progress(conn)[0]:  # an empty table is better not known as such
-                conn.execute(text(f"ANALYZE {table.name}"))
             return True
     return False
 
