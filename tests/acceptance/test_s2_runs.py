@@ -278,7 +278,7 @@ def test_s2_14_model_runs_has_the_documents_columns_and_tells_the_truth(app: App
 
 ASKED = {
     "SELECT run_id FROM semel_attempts WHERE status = 'FAILED' ORDER BY run_id LIMIT 10": "semel_attempts_unsuccessful",
-    "SELECT id FROM semel_runs WHERE {payload} = 'x'": "semel_runs_payload",
+    "SELECT id FROM semel_runs WHERE {payload} = 'x'": "semel_runs_hash",
     "SELECT id FROM semel_active WHERE lease_until_us < 7": "semel_active_lease",
 }
 

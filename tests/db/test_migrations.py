@@ -48,7 +48,7 @@ def belongs(conn: Connection) -> Callable[..., bool]:
     Alembic does not know which is whose."""
 
     def include(thing: object, name: str | None, kind: str, *_: Any) -> bool:
-        if kind == "index" and name == "semel_runs_payload":
+        if kind == "index" and name == "semel_runs_hash":
             return False
         return not (kind == "table" and name == "semel_fence_counter" and conn.dialect.name == "postgresql")
 

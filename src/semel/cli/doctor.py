@@ -191,10 +191,13 @@ def _migrations(conn: Connection, url: str) -> Finding:
     from semel.db import migrate
     from semel.db.schema import REVISIONS
 
-    version = migrate.current(conn)
+    version, run = migrate.current(conn), f"run: semel migrate '{without_password(url)}'"
+    if migrate.behind(conn) and (copied := migrate.copied(conn)):
+        message = f"a migration from {version} is under way: {copied[0]:,} of {copied[1]:,} runs are copied"
+        return Finding("migrations", "broken", message, f"if it does not go on by itself, {run}")
     if migrate.behind(conn):
         message = f"the database is at {version or 'nothing'}, this release needs {REVISIONS[-1]}"
-        return Finding("migrations", "broken", message, f"run: semel migrate '{without_password(url)}'")
+        return Finding("migrations", "broken", message, run)
     if version not in REVISIONS:
         message = f"the database is at {version}, which this release does not know"
         return Finding("migrations", "warning", message, "a newer semel migrated it: update this one")

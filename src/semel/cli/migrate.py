@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+import json
+import sys
+from typing import Self
 
 from semel.cli._database import engine_of
 from semel.cli._options import argument, command, db_options, examples
-from semel.cli._output import print_result
-from semel.errors import StoreBroken, StoreUnavailable
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
-
-PATIENCE = 30.0
-"""Seconds to wait while another process migrates the same file."""
+from semel.cli._output import note, print_result
 
 
 @command
@@ -24,32 +18,45 @@ PATIENCE = 30.0
 def migrate(url: str | None, db: str, as_json: bool) -> None:
     """Create or update semel's tables in a database.
 
-    Safe to run again, and to run twice at the same time.
+    Servers and workers of the release before may go on meanwhile. Safe to stop and run again, and to run twice at the
+    same time. Progress is shown on stderr.
     """
+    from semel.db import migrate
+    from semel.db.errors import translate_errors
+
     engine = engine_of(db if url is None else url)
     try:
-        before, after = _upgrade(engine)
+        with translate_errors(), _CopyProgress(as_json) as progress:
+            before, after = migrate.run(engine, progress)
     finally:
         engine.dispose()
     text = f"already at {after}" if before == after else f"migrated from {before or 'nothing'} to {after}"
     print_result(as_json, {"before": before, "after": after}, text)
 
 
-def _upgrade(engine: Engine) -> tuple[str | None, str | None]:
-    """Migrate, and wait while another process does. Returns the versions before and after."""
-    from semel._concurrency.retry import Backoff
-    from semel.db import migrate
-    from semel.db.errors import translate_errors
+class _CopyProgress:
+    """Shows on stderr how many runs are copied: one line on a terminal, else a line, or JSON, for every tenth."""
 
-    started, backoff, tries = time.monotonic(), Backoff(0.05, 1.0), 0
-    while True:
-        tries += 1
-        try:
-            with translate_errors(), engine.begin() as conn:
-                return migrate.upgrade(conn)
-        except StoreBroken:
-            raise
-        except StoreUnavailable:
-            if engine.dialect.name != "sqlite" or time.monotonic() > started + PATIENCE:
-                raise
-            time.sleep(backoff.after(tries))
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._on_terminal = sys.stderr.isatty() and not as_json
+        self._shown = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_terminal and self._shown >= 0:
+            print(file=sys.stderr, flush=True)
+
+    def __call__(self, copied: int, total: int) -> None:
+        if not total:
+            return
+        percent = 100 * copied // total
+        line = f"copied {copied:,} of {total:,} runs ({percent} %)"
+        if self._on_terminal:
+            self._shown = percent
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        elif percent // 10 != self._shown // 10 or self._shown < 0:
+            self._shown = percent
+            note(json.dumps({"copied": copied, "total": total}) if self._as_json else line)

@@ -19,7 +19,7 @@ _BROKEN_STATES = {
 _PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 """Connections, read-only standbys, deadlocks, resources, locks, shutdowns, I/O: another try may succeed."""
 
-LOCK_TIMEOUT, UNIQUE_VIOLATION = "55P03", "23505"
+LOCK_TIMEOUT, UNIQUE_VIOLATION, DEADLOCK = "55P03", "23505", "40P01"
 
 # psycopg has no error code for a failure to connect, only the server's message.
 _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
@@ -52,6 +52,12 @@ def sqlstate(error: exc.DBAPIError) -> str | None:
     """PostgreSQL's five-character code, whichever driver raised the error."""
     state = getattr(error.orig, "sqlstate", None)
     return state if isinstance(state, str) else None
+
+
+def is_lock_error(error: exc.DBAPIError) -> bool:
+    """Whether others held a lock for too long: another try may get it."""
+    name = str(getattr(error.orig, "sqlite_errorname", ""))
+    return sqlstate(error) in (LOCK_TIMEOUT, DEADLOCK) or name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
 
 
 def _is_statement_error(error: BaseException | None) -> bool:

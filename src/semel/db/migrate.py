@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, exc, text
 
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.retry import Backoff
+from semel.db.errors import is_lock_error
 from semel.db.schema import REVISIONS, VERSION_TABLE
 from semel.errors import NotMigrated
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LOCK = 0x53454D454C  # "SEMEL": PostgreSQL's advisory lock, so that two migrations wait for each other
 
@@ -20,28 +30,126 @@ _IS_TABLE = {  # every process asks when it starts: reflection takes ten times a
 }
 
 
-def upgrade(conn: Connection) -> tuple[str | None, str | None]:
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with how many rows of how many are copied."""
+Part: TypeAlias = Callable[[Connection, int], tuple[int, int] | None]
+"""What a migration calls ``prepare``: does a part, of at most so many rows, and returns how many of how many are done.
+
+It returns None when nothing is left that can be done while the release before still works.
+"""
+
+LARGEST, SMALLEST = 1000, 50
+"""How many rows a part copies at most, and at least."""
+AIM = 0.2
+"""Seconds that a part should take: SQLite has one writer, and the others wait for a second."""
+PATIENCE = 30.0
+"""Seconds to wait for a lock that others hold: programs that write, or a migration of the same file."""
+
+
+def run(engine: Engine, progress: Progress) -> tuple[str | None, str | None]:
+    """Run the missing migrations, and return the version before and after.
+
+    What a migration can do while the release before still works, it does first, in short transactions. A process that
+    dies in between loses nothing: the next one goes on. Concurrent ones share the work. A database of a newer release
+    is not changed.
+    """
+    before = _alone(engine, current)
+    if before in REVISIONS[:-1]:
+        for version, part in _preparations(before):
+            _alone(engine, upgrade, version)
+            _prepare(engine, version, part, progress)
+    _, after = _alone(engine, upgrade)
+    return before, after
+
+
+def _preparations(before: str) -> list[tuple[str, Part]]:
+    """What the missing migrations do first, each with the version that it starts from."""
+    from alembic.script import ScriptDirectory
+
+    scripts = reversed(list(ScriptDirectory.from_config(_config()).walk_revisions()))
+    parts = [(str(script.down_revision), getattr(script.module, "prepare", None)) for script in scripts]
+    return [(version, part) for version, part in parts if part is not None and before <= version]
+
+
+def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> None:
+    most = LARGEST
+    while True:
+        began = time.monotonic()
+        done = _alone(engine, _next_part, version, part, most)
+        if done is None:
+            break
+        took = time.monotonic() - began
+        progress(*done)
+        most = max(SMALLEST, min(LARGEST, round(most * AIM / max(took, AIM / 2))))
+        if engine.dialect.name == "sqlite":
+            time.sleep(took)  # its writers poll for the lock: now it is their turn
+    whole = _alone(engine, copied)
+    if whole is not None:  # unless another process has finished
+        progress(whole[0], whole[0])
+
+
+def _next_part(conn: Connection, version: str, part: Part, most: int) -> tuple[int, int] | None:
+    """The next part, unless another process has finished the migration meanwhile."""
+    return part(conn, most) if current(conn) == version else None
+
+
+def _alone(engine: Engine, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work in a transaction, while no other process migrates. Without a lock that it needs, it tries again."""
+    ends, backoff, tries = time.monotonic() + PATIENCE, Backoff(0.05, 1.0), 0
+    while True:
+        tries += 1
+        try:
+            with engine.begin() as conn:
+                _lock(conn)
+                return work(conn, *args, **kwargs)
+        except exc.DBAPIError as error:
+            if not is_lock_error(error) or time.monotonic() > ends:
+                raise
+        time.sleep(backoff.after(tries))
+
+
+def _lock(conn: Connection) -> None:
+    """Wait for other migrations; then wait for others' locks only briefly, since whoever comes later waits behind."""
+    if conn.dialect.name == "postgresql":
+        conn.execute(text("SET LOCAL lock_timeout = 0"))
+        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table may take long
+        conn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+        conn.execute(text("SET LOCAL lock_timeout = '2s'"))
+
+
+def upgrade(conn: Connection, to: str = "head") -> tuple[str | None, str | None]:
     """Run the missing migrations in the connection's transaction, and return the version before and after.
 
     Concurrent migrations of a database wait for each other. A database of a newer release is not changed.
     """
     from alembic import command
-    from alembic.config import Config
 
-    if conn.dialect.name == "postgresql":
-        conn.execute(text("SET LOCAL lock_timeout = '30s'"))
-        conn.execute(text("SET LOCAL statement_timeout = 0"))  # a large table may take long
-        conn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
-        conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    _lock(conn)
     before = current(conn)
-    if behind(conn):
-        config = Config()
-        config.set_main_option("script_location", "semel.db:migrations")
-        config.set_main_option("path_separator", "os")
+    if behind(conn) and before != to:
+        config = _config()
         config.attributes["connection"] = conn
         with _alembic.lock:
-            command.upgrade(config, "head")
+            command.upgrade(config, to)
     return before, current(conn)
+
+
+def _config() -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "semel.db:migrations")
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def copied(conn: Connection) -> tuple[int, int] | None:
+    """How many of how many runs a migration that is under way has copied; None if none is under way."""
+    if not conn.scalar(text(_IS_TABLE[conn.dialect.name]), {"name": "semel_migration"}):
+        return None
+    done, total = conn.execute(text("SELECT copied, total FROM semel_migration")).one()
+    return done, max(done, total)
 
 
 def bring_up(conn: Connection) -> None:

@@ -149,7 +149,7 @@ submitted = Table(
 """What was submitted: a row is inserted once, and never updated."""
 _somebody = "user_id <> ''"
 Index(
-    "semel_runs_user",
+    "semel_runs_user_time",
     submitted.c.tenant,
     submitted.c.user_id,
     submitted.c.created_us,
@@ -157,17 +157,17 @@ Index(
     sqlite_where=text(_somebody),
 )
 Index(
-    "semel_runs_user_list",
+    "semel_runs_user_page",
     submitted.c.tenant,
     submitted.c.user_id,
     submitted.c.id,
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
-Index("semel_runs_payload", func.substr(submitted.c.payload_hash, 1, _START)).ddl_if("postgresql")
-Index("semel_runs_payload", submitted.c.payload_hash).ddl_if("sqlite")
+Index("semel_runs_hash", func.substr(submitted.c.payload_hash, 1, _START)).ddl_if("postgresql")
+Index("semel_runs_hash", submitted.c.payload_hash).ddl_if("sqlite")
 Index(
-    "semel_runs_data",
+    "semel_runs_data_ref",
     submitted.c.data_ref,
     postgresql_where=submitted.c.data_ref.is_not(None),
     sqlite_where=submitted.c.data_ref.is_not(None),

@@ -7,12 +7,18 @@
 
 A run's key becomes a key like every other, in ``semel_keys``. The views ``semel_run_states`` and ``semel_run_steps``
 show each run as it is now, and its history.
+
+The runs are copied by :func:`prepare`, in bounded transactions, while servers and workers of the release before go on.
+A run that has ended changes no more, and what was submitted never does; a trigger notes which runs end or are removed
+meanwhile. So :func:`upgrade`, the only time that others wait, copies what is under way and what was noted last, and no
+more. Whatever is not copied when it begins, it copies itself.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 from urllib.parse import quote, unquote
@@ -24,6 +30,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Connection,
     Float,
     Index,
     Integer,
@@ -37,8 +44,10 @@ from sqlalchemy import (
     bindparam,
     func,
     inspect,
+    select,
     text,
 )
+from sqlalchemy.schema import CreateTable
 
 from semel.codec import PLAIN
 
@@ -47,6 +56,9 @@ down_revision = "0007"
 branch_labels = None
 depends_on = None
 
+NEXT = "semel_runs_0008"
+"""The name of the new table of runs for as long as the old one has its name."""
+
 metadata = MetaData()
 _name = Text(collation="C").with_variant(Text(), "sqlite")
 _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
@@ -54,7 +66,7 @@ _id = Uuid(as_uuid=False).with_variant(Text(), "sqlite")
 _digest = LargeBinary().with_variant(Text(), "sqlite")
 
 _runs = Table(
-    "semel_runs",
+    NEXT,
     metadata,
     Column("id", _id, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
@@ -77,8 +89,9 @@ _runs = Table(
     Column("trace", Text, nullable=True),
 )
 _somebody = "user_id <> ''"
+# SQLite cannot rename an index: these have other names than those of the old table, which are in use meanwhile.
 Index(
-    "semel_runs_user",
+    "semel_runs_user_time",
     _runs.c.tenant,
     _runs.c.user_id,
     _runs.c.created_us,
@@ -86,17 +99,17 @@ Index(
     sqlite_where=text(_somebody),
 )
 Index(
-    "semel_runs_user_list",
+    "semel_runs_user_page",
     _runs.c.tenant,
     _runs.c.user_id,
     _runs.c.id,
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
-Index("semel_runs_payload", func.substr(_runs.c.payload_hash, 1, 8)).ddl_if("postgresql")
-Index("semel_runs_payload", _runs.c.payload_hash).ddl_if("sqlite")
+Index("semel_runs_hash", func.substr(_runs.c.payload_hash, 1, 8)).ddl_if("postgresql")
+Index("semel_runs_hash", _runs.c.payload_hash).ddl_if("sqlite")
 Index(
-    "semel_runs_data",
+    "semel_runs_data_ref",
     _runs.c.data_ref,
     postgresql_where=_runs.c.data_ref.is_not(None),
     sqlite_where=_runs.c.data_ref.is_not(None),
@@ -379,40 +392,196 @@ _ILLEGAL = f"""
 """
 
 
+def prepare(conn: Connection, most: int) -> tuple[int, int] | None:
+    """Do the next part of the copying, of at most ``most`` runs. Returns how many of how many runs are copied.
+
+    None means that only the switch is left. Each part is a transaction, and says itself how far it came: whoever comes
+    next goes on from there.
+    """
+    if not inspect(conn).has_table(_note.name):
+        _expand(conn)
+        return _progress(conn)
+    if _copy_next(conn, most) == most or _index_next(conn) or _catch_up(conn, most) == most:
+        return _progress(conn)
+    return None
+
+
 def upgrade() -> None:
-    """Make the tables, move every run into them, and show them in views."""
-    shown, keys_shown = _drop_view("model_runs"), _drop_view("idempotency_keys")
-    for index in inspect(op.get_bind()).get_indexes("semel_runs"):
-        op.execute(f"DROP INDEX {index['name']}")
-    postgres = op.get_bind().dialect.name == "postgresql"
-    op.execute("DROP TRIGGER semel_runs_guard" + (" ON semel_runs" if postgres else ""))
-    op.rename_table("semel_runs", "semel_runs_0007")
+    """Copy what is left, put the new tables in the place of the old ones, and show them in views."""
+    conn, postgres = op.get_bind(), op.get_bind().dialect.name == "postgresql"
     if postgres:
-        op.execute("ALTER INDEX semel_runs_pkey RENAME TO semel_runs_0007_pkey")
-    op.add_column("semel_jobs", Column("data_us", BigInteger, nullable=True))
-    metadata.create_all(op.get_bind())
-    for statement in _MOVES:
-        op.execute(_DIGEST.sub(r"decode(\1, 'hex')" if postgres else r"\1", statement))
-    op.drop_table("semel_runs_0007")
-    op.drop_table("semel_run_events")
+        op.execute("LOCK TABLE semel_runs, semel_run_events, semel_run_keys IN ACCESS EXCLUSIVE MODE")
+    shown, keys_shown = _drop_view("model_runs"), _drop_view("idempotency_keys")
+    if not inspect(conn).has_table(_note.name):
+        _expand(conn)
+    for copy in (_copy_next, _catch_up):
+        while copy(conn, _BATCH):
+            pass
+    while _index_next(conn):
+        pass
+    _copy_active(conn)
     _move_keys(postgres)
-    op.drop_table("semel_run_keys")
+    for table in ("semel_runs", "semel_run_events", "semel_run_keys", _changes.name, _note.name):
+        op.drop_table(table)
+    op.rename_table(NEXT, "semel_runs")
+    if postgres:
+        op.execute("DROP FUNCTION semel_note_change")
+        op.execute(f"ALTER INDEX {NEXT}_pkey RENAME TO semel_runs_pkey")
     _guard(postgres)
     _views(postgres, model_runs=shown)
     if keys_shown:
         _idempotency_keys(postgres)
 
 
-_DIGEST = re.compile(r"\{digest:([a-z_.]+)\}")
-_MOVES = (
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+_meanwhile = MetaData()
+_note = Table(
+    "semel_migration",
+    _meanwhile,
+    Column("revision", Text, primary_key=True),
+    Column("copied", BigInteger, nullable=False),
+    Column("total", BigInteger, nullable=False),
+    Column("position", _id, nullable=True),
+)
+_changes = Table(
+    "semel_changes_0008",
+    _meanwhile,
+    Column("number", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
+    Column("id", _id, nullable=False),
+)
+_ENDED = "{} NOT IN ('PENDING', 'RUNNING')"
+_NOTED = {
+    "semel_runs_ended": (f"UPDATE OF status ON semel_runs FOR EACH ROW WHEN ({_ENDED.format('NEW.status')})", "NEW"),
+    "semel_runs_gone": ("DELETE ON semel_runs FOR EACH ROW", "OLD"),
+}
+
+
+def _expand(conn: Connection) -> None:
+    """Make the new tables, and note from now on which runs of the old one end or are removed."""
+    postgres = conn.dialect.name == "postgresql"
+    _create_tables(conn)
+    _meanwhile.create_all(conn)
+    conn.execute(text("ALTER TABLE semel_jobs ADD COLUMN data_us BIGINT"))
+    if postgres:  # with the owner's rights: a program that may write runs may not know this table
+        place = conn.scalar(text("SELECT quote_ident(current_schema())"))
+        conn.execute(
+            text(f"""
+CREATE FUNCTION semel_note_change() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+SET search_path = {place}, pg_temp AS $$
+BEGIN
+  INSERT INTO {_changes.name} (id) VALUES (CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END);
+  RETURN NULL;
+END $$""")
+        )
+    for name, (when, row) in _NOTED.items():
+        noting = f"BEGIN INSERT INTO {_changes.name} (id) VALUES ({row}.id); END"
+        what = "EXECUTE FUNCTION semel_note_change()" if postgres else noting
+        conn.execute(text(f"CREATE TRIGGER {name} AFTER {when} {what}"))
+    total = conn.scalar(text("SELECT count(*) FROM semel_runs"))
+    conn.execute(_note.insert(), {"revision": revision, "copied": 0, "total": total})
+
+
+def _create_tables(conn: Connection) -> None:
+    """Make the new tables. On SQLite with their indexes, since to make one later would keep all others waiting."""
+    for table in metadata.sorted_tables:
+        if conn.dialect.name == "sqlite":
+            table.create(conn)
+        else:
+            conn.execute(CreateTable(table))
+
+
+def _index_next(conn: Connection) -> bool:
+    """Make the missing indexes of a table, which nobody else uses yet. Returns whether a table lacked some."""
+    found = inspect(conn)
+    for table in metadata.sorted_tables:
+        there = {index["name"] for index in found.get_indexes(table.name)}
+        missing = [index for index in table.indexes if index.name not in there]
+        for index in missing:
+            index.create(conn)  # if it is this database's
+        if missing and table in (_runs, _attempts) and _progress(conn)[0]:
+            conn.execute(text(f"ANALYZE {table.name}"))  # not an empty one: the planner would take it to stay so
+        if missing:
+            return True
+    return False
+
+
+def _progress(conn: Connection) -> tuple[int, int]:
+    row = conn.execute(_note.select()).one()
+    return row.copied, max(row.copied, row.total)
+
+
+def _copy_next(conn: Connection, most: int) -> int:
+    """Copy the next runs, in the order of their ids, and say how far that came. Returns how many there were."""
+    position = conn.scalar(select(_note.c.position))
+    query = select(_old_runs.c.id).order_by(_old_runs.c.id).limit(most)
+    ids = list(conn.scalars(query if position is None else query.where(_old_runs.c.id > position)))
+    if ids:
+        _copy(conn, ids)
+        conn.execute(_note.update().values(copied=_note.c.copied + len(ids), position=ids[-1]))
+    return len(ids)
+
+
+def _catch_up(conn: Connection, most: int) -> int:
+    """Copy runs that ended, and remove those that were removed, since they were copied. Returns how many there were."""
+    noted = conn.execute(select(_changes.c.number, _changes.c.id).limit(most)).all()
+    ids = [row.id for row in noted]
+    kept = set(conn.scalars(_old_runs.select().with_only_columns(_old_runs.c.id).where(_old_runs.c.id.in_(ids))))
+    if gone := [each for each in ids if each not in kept]:
+        _run(conn, _COUNT.format(sign="-"), gone)
+        _run(conn, "DELETE FROM semel_attempts WHERE run_id {ids}", gone)
+        _run(conn, f"DELETE FROM {NEXT} WHERE id {{ids}}", gone)
+    if kept:
+        _copy(conn, sorted(kept))
+    conn.execute(_changes.delete().where(_changes.c.number.in_([row.number for row in noted])))  # and none noted since
+    return len(noted)
+
+
+def _copy(conn: Connection, ids: Sequence[str]) -> None:
+    """Copy what was submitted, and how the runs among these that have ended did. What is there already stays.
+
+    A run that ends in between is noted, and copied again. The final attempt comes first: who has one has ended, so that
+    those before it are known.
     """
-INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost,
+    _run(conn, _SUBMITTED, ids)
+    ended = [str(row[0]) for row in _run(conn, _FINAL_ATTEMPT, ids)]
+    if ended:
+        _run(conn, _COUNT.format(sign=""), ended)
+    _run(conn, _FORMER_ATTEMPTS.format(which=_ENDED.format("r.status")), ids)
+    _run(conn, _UPLOADED, ids)
+
+
+def _copy_active(conn: Connection) -> None:
+    """Copy the runs that are pending or running, and what somebody is still to be told."""
+    active = "IN (SELECT id FROM semel_runs WHERE status IN ('PENDING', 'RUNNING'))"
+    for statement in (_SUBMITTED, _ACTIVE, _FORMER_ATTEMPTS.format(which="true"), _UPLOADED):
+        _run(conn, statement.replace("{ids}", active))
+    _run(conn, _UNTOLD)
+
+
+_DIGEST = re.compile(r"\{digest:([a-z_.]+)\}")
+
+
+def _run(conn: Connection, statement: str, ids: Sequence[str] = ()) -> Sequence[Row[Any]]:
+    """Execute a statement on the runs of these ids."""
+    if conn.dialect.name == "postgresql":
+        sql = _DIGEST.sub(r"decode(\1, 'hex')", statement).replace("{ids}", "= ANY(CAST(:ids AS uuid[]))")
+        values: dict[str, Any] = {"ids": list(ids)}
+    else:
+        sql = _DIGEST.sub(r"\1", statement).replace("{ids}", "IN (SELECT value FROM json_each(:ids))")
+        values = {"ids": json.dumps(list(ids))}
+    result = conn.execute(text(sql), values if ":ids" in sql else {})
+    return result.all() if result.returns_rows else ()
+
+
+_SUBMITTED = f"""
+INSERT INTO {NEXT} (id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost,
   tenant, user_id, model, queue, payload_hash, parameters, idempotency_key, facet, retry_of, data_ref, trace)
 SELECT id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost, tenant, user_id, model,
-  queue, {digest:payload_hash}, parameters, idempotency_key, facet, retry_of, data_ref, trace
-FROM semel_runs_0007
-""",
-    """
+  queue, {{digest:payload_hash}}, parameters, idempotency_key, facet, retry_of, data_ref, trace
+FROM semel_runs WHERE id {{ids}} ON CONFLICT DO NOTHING
+"""
+_ACTIVE = """
 INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
   tenant, user_id, queue, model, began_us, started_us, lease_until_us, heartbeat_us, cancel_us, progress_us, cost,
   progress, worker, step, note, progress_note, last_error, traceback, data_ref, facet)
@@ -423,18 +592,9 @@ SELECT id, changed_us, due_us, lease_us, fence, priority, version, attempts, err
   started_us, lease_until_us, heartbeat_us, cancel_us, progress_us, cost, progress,
   worker, CASE step WHEN 'created' THEN NULL ELSE step END, note, progress_note, last_error, traceback, data_ref,
   facet
-FROM semel_runs_0007 WHERE status IN ('PENDING', 'RUNNING')
-""",
-    """
-INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step,
-  began_us, worker, note)
-SELECT e.run_id, e.fence, r.due_us, e.at_us, e.version, 0, 0, 0, r.tenant, e.status, nullif(e.step, lower(e.status)),
-  (SELECT max(l.at_us) FROM semel_run_events AS l WHERE l.run_id = e.run_id AND l.step = 'leased'
-     AND l.fence = e.fence), e.worker, e.note
-FROM semel_run_events AS e JOIN semel_runs_0007 AS r ON r.id = e.run_id
-WHERE e.step IN ('retried', 'lost', 'snoozed', 'returned') AND e.status = 'PENDING'
-""",
-    """
+FROM semel_runs WHERE id {ids}
+"""
+_FINAL_ATTEMPT = f"""
 INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step,
   began_us, started_us, heartbeat_us, cancel_us, progress_us, cost, result_size, progress, worker, note, cancel_note,
   progress_note, last_error, traceback, result_digest, result, result_ref, result_exact, artifacts, warnings, data_ref)
@@ -445,29 +605,40 @@ SELECT r.id, r.fence, r.due_us, r.finished_us, r.version, r.attempts, r.errors, 
                  AND p.step IN ('leased', 'cancel_requested'))),
   r.started_us, r.heartbeat_us, r.cancel_us, r.progress_us, r.cost, r.result_size, r.progress, r.worker, r.note,
   (SELECT p.note FROM semel_run_events AS p WHERE p.run_id = r.id AND p.step = 'cancel_requested'),
-  r.progress_note, r.last_error, r.traceback, {digest:r.result_digest}, r.result, r.result_ref,
+  r.progress_note, r.last_error, r.traceback, {{digest:r.result_digest}}, r.result, r.result_ref,
   r.result_exact, r.artifacts, r.warnings, r.data_ref
-FROM semel_runs_0007 AS r WHERE r.status NOT IN ('PENDING', 'RUNNING')
-""",
-    """
-INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
-SELECT tenant, model, facet, status, count(*),
-  CAST(coalesce(sum(CASE WHEN status = 'SUCCEEDED' THEN finished_us - started_us END), 0) AS bigint)
-FROM semel_runs_0007
-WHERE status NOT IN ('PENDING', 'RUNNING') AND (queue <> 'semel-service' OR user_id <> '')
-GROUP BY tenant, model, facet, status
-""",
-    """
+FROM semel_runs AS r WHERE r.id {{ids}} AND {_ENDED.format("r.status")}
+ON CONFLICT DO NOTHING RETURNING CAST(run_id AS text)
+"""
+_FORMER_ATTEMPTS = """
+INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step,
+  began_us, worker, note)
+SELECT e.run_id, e.fence, r.due_us, e.at_us, e.version, 0, 0, 0, r.tenant, e.status, nullif(e.step, lower(e.status)),
+  (SELECT max(l.at_us) FROM semel_run_events AS l WHERE l.run_id = e.run_id AND l.step = 'leased'
+     AND l.fence = e.fence), e.worker, e.note
+FROM semel_run_events AS e JOIN semel_runs AS r ON r.id = e.run_id
+WHERE e.run_id {{ids}} AND e.step IN ('retried', 'lost', 'snoozed', 'returned') AND e.status = 'PENDING' AND {which}
+ON CONFLICT DO NOTHING
+"""
+_UPLOADED = """
 UPDATE semel_jobs SET data_us = (
   SELECT max(at_us) FROM semel_run_events WHERE run_id = semel_jobs.run_id AND step = 'uploaded')
-WHERE EXISTS (SELECT 1 FROM semel_run_events WHERE run_id = semel_jobs.run_id AND step = 'uploaded')
-""",
-    """
-INSERT INTO semel_outbox (run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent)
-SELECT run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent FROM semel_run_events
-WHERE unpublished OR unsent
-""",
-)
+WHERE run_id {ids} AND EXISTS (
+  SELECT 1 FROM semel_run_events WHERE run_id = semel_jobs.run_id AND step = 'uploaded')
+"""
+_COUNT = f"""
+INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
+SELECT r.tenant, r.model, r.facet, e.status, {{sign}}count(*), {{sign}}CAST(coalesce(
+  sum(CASE WHEN e.status = 'SUCCEEDED' THEN e.ended_us - coalesce(e.started_us, e.began_us) END), 0) AS bigint)
+FROM {NEXT} AS r JOIN semel_attempts AS e ON e.run_id = r.id AND e.status <> 'PENDING'
+WHERE r.id {{{{ids}}}} AND (r.queue <> 'semel-service' OR r.user_id <> '')
+GROUP BY r.tenant, r.model, r.facet, e.status
+"""
+_STEP = "run_id, version, at_us, step, status, fence, worker, note, unpublished, unsent"
+_UNTOLD = f"""
+INSERT INTO semel_outbox ({_STEP})
+SELECT {_STEP} FROM semel_run_events WHERE unpublished UNION SELECT {_STEP} FROM semel_run_events WHERE unsent
+"""
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -877,18 +1048,19 @@ def downgrade() -> None:
     shown, keys_shown = _drop_view("model_runs"), _drop_view("idempotency_keys")
     _old_run_keys.create(op.get_bind())
     _move_keys_back()
-    op.execute("CREATE TABLE semel_runs_0008 AS SELECT * FROM semel_run_states")
+    op.execute("CREATE TABLE semel_runs_kept AS SELECT * FROM semel_run_states")
     op.execute("""
-CREATE TABLE semel_steps_0008 AS
+CREATE TABLE semel_steps_kept AS
 SELECT s.*, o.run_id IS NOT NULL AND o.unpublished AS unpublished, o.run_id IS NOT NULL AND o.unsent AS unsent
 FROM semel_run_steps AS s LEFT JOIN semel_outbox AS o ON o.run_id = s.run_id AND o.version = s.version
 """)
     op.execute("DROP VIEW semel_run_steps")
     op.execute("DROP VIEW semel_run_states")
+    op.rename_table("semel_runs", NEXT)
     metadata.drop_all(op.get_bind())
     op.drop_column("semel_jobs", "data_us")
     _before.create_all(op.get_bind())
-    for table, kept in ((_old_runs, "semel_runs_0008"), (_old_events, "semel_steps_0008")):
+    for table, kept in ((_old_runs, "semel_runs_kept"), (_old_events, "semel_steps_kept")):
         columns = [column.name for column in table.c]
         digits = ["encode(" + name + ", 'hex')" if postgres and name in _DIGESTS else name for name in columns]
         op.execute(f"INSERT INTO {table.name} ({', '.join(columns)}) SELECT {', '.join(digits)} FROM {kept}")
