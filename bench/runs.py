@@ -13,12 +13,13 @@ import asyncio
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ from meter import Cost, Meter, middle
 from noop_model import blocking_noop
 from peers import Absent, Peer, opened
 from peers.watch import from_tasks, in_a_process
+from sqlalchemy import Engine, event
 from table import Row, show
 
 from semel import App, Worker
@@ -123,6 +125,39 @@ def drained(url: str, count: int, model: str) -> float:
     app.on_event(note)
     worker.run()
     return times[1] - times[0]
+
+
+def sqlite_drain() -> Iterator[Row]:
+    """On a file, each round on a new one: rates, and what a run costs in this process, which is the database, too."""
+    rates, cpu, statements = [], [], []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as folder, _statements() as sent:
+            ours = Semel()
+            ours.url = f"sqlite:///{folder}/semel.db"
+            ours.enqueue_many(ours.jobs)
+            sent.clear()
+            before = time.process_time()
+            rates.append(ours.jobs / drained(ours.url, ours.jobs, ours.model))
+            cpu.append((time.process_time() - before) * 1e6 / ours.jobs)
+            statements.append(len(sent) / ours.jobs)
+    note = f"{median(statements):.3f} statements a run"
+    yield Row("drain on SQLite, runs a second", rates, None, note=note)
+    yield Row("drain on SQLite, µs of CPU a run", cpu, None)
+
+
+@contextmanager
+def _statements() -> Iterator[list[str]]:
+    """The statements that are sent in the block, in this process."""
+    sent: list[str] = []
+
+    def note(_conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        sent.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield sent
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
 
 
 class Bench:
@@ -347,11 +382,58 @@ def growth(bench: Bench) -> Iterator[Row]:
         row = connection.execute("SELECT pg_database_size(current_database())").fetchone()
         assert row is not None
         yield Row(f"disk for {LARGE:,} small ended runs, GB", [row[0] / 1e9], 3.5, at_most=True)
-    for what, (few, many) in asyncio.run(_verb_costs(small, large)).items():
-        note = f"{many * 1e3:.2f} ms against {few * 1e3:.2f} ms"
-        yield Row(f"growth: {what}, {LARGE:,} ended runs / {SMALL:,}", [many / few], 1.25, at_most=True, note=note)
+    yield from _growth_rows("growth", small, large, LARGE)
     bench.postgres.drop(small)
     bench.postgres.drop(large)
+
+
+def _growth_rows(name: str, small: str, large: str, ended: int) -> Iterator[Row]:
+    for what, (few, many) in asyncio.run(_verb_costs(small, large)).items():
+        note = f"{many * 1e3:.2f} ms against {few * 1e3:.2f} ms"
+        yield Row(f"{name}: {what}, {ended:,} ended runs / {SMALL:,}", [many / few], 1.25, at_most=True, note=note)
+
+
+LARGE_FILE = 1_000_000
+SQLITE_RUNS = """
+INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id,
+  model, queue, payload_hash, parameters)
+WITH RECURSIVE made(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM made WHERE n < :count)
+SELECT printf('{kind}-0000-7000-8000-%012x', n), n, 60000000, 0, 0, 3, 3, '', '', 'noop', 'default',
+  printf('%064x', n * 7919), '{{}}' FROM made
+"""
+SQLITE_ENDED = """
+INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
+  result_size, worker, result_digest, result)
+SELECT id, 1, created_us, created_us, 3, 1, 0, 0, '',
+  CASE created_us % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, created_us, 4, 'worker-1',
+  CASE created_us % 100 WHEN 0 THEN NULL ELSE payload_hash END, CASE created_us % 100 WHEN 0 THEN NULL ELSE 'null' END
+FROM semel_runs
+"""
+SQLITE_PENDING = """
+INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
+  tenant, user_id, queue, model)
+SELECT id, created_us, created_us, 60000000, 0, 0, 1, 0, 0, 0, true, '', '', 'default', 'noop' FROM semel_runs
+WHERE id NOT IN (SELECT run_id FROM semel_attempts)
+"""
+
+
+def filled_file(folder: str, finished: int) -> str:
+    file = f"{folder}/{finished}.db"
+    semel_command(["migrate", f"sqlite:///{file}", "--json"])
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute(SQLITE_RUNS.format(kind="00000000"), {"count": finished})
+        connection.execute(SQLITE_ENDED)
+        connection.execute(SQLITE_RUNS.format(kind="00000001"), {"count": WAITING})
+        connection.execute(SQLITE_PENDING)
+        connection.execute(COUNT.format(count=finished))
+    return f"sqlite:///{file}"
+
+
+def sqlite_growth() -> Iterator[Row]:
+    """As growth, on files."""
+    with tempfile.TemporaryDirectory() as folder:
+        small, large = (filled_file(folder, count) for count in (SMALL, LARGE_FILE))
+        yield from _growth_rows("growth on SQLite", small, large, LARGE_FILE)
 
 
 async def _verb_costs(*urls: str) -> dict[str, tuple[float, float]]:
@@ -464,10 +546,12 @@ def rows(bench: Bench, wanted: list[str]) -> Iterator[Row]:
     parts: dict[str, Part] = {
         "wal": lambda: wal_rows(bench),
         **drain_rows(bench),
+        "drain sqlite": sqlite_drain,
         **submit_rows(bench),
         "latency postgresql": lambda: [latency(bench.url, 10)],
         "latency sqlite": lambda: [latency(sqlite, 20)],
         "growth": lambda: growth(bench),
+        "growth sqlite": sqlite_growth,
         "heartbeat": lambda: [heartbeat(bench)],
         "idle": lambda: idle(bench),
     }

@@ -6,11 +6,11 @@ injected clock's, or None for the database's own; on SQLite the injected clock's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, TextClause, text
 
@@ -191,7 +191,19 @@ class Statement:
 
 
 def _json(value: list[Any]) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return _encoder.encode(value).decode()
+
+
+def _plain(value: object) -> object:
+    """The text or number of a subclass, such as numpy's floats: msgspec encodes only the types themselves."""
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
+    raise TypeError(f"a statement cannot take a {type(value).__name__}")
+
+
+_PLAIN: dict[type, Callable[[Any], object]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def hot(verb: F) -> F:

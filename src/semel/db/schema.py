@@ -225,6 +225,7 @@ Index(
     active.c.priority.desc(),
     active.c.due_us,
     active.c.id,
+    sqlite_where=text("lease_until_us IS NULL"),
 )
 _leased = "lease_until_us IS NOT NULL"
 Index("semel_active_lease", active.c.lease_until_us, postgresql_using="brin", sqlite_where=text(_leased))

@@ -52,12 +52,11 @@ def _picked(dialect: Dialect, which: str) -> str:
 WHERE p.lease_until_us IS NULL AND {which} {dialect.locking("p", skip=True)}"""
 
 
-def _take(now: str) -> str:
+def _taken(now: str) -> str:
     return f"""UPDATE semel_active AS k
 SET step = 'leased', note = NULL, version = version + 1, fence = fence + 1, attempts = attempts + 1, worker = :worker,
     began_us = {now}, lease_until_us = {now} + lease_us, started_us = coalesce(started_us, began_us),
-    heartbeat_us = NULL, progress = NULL, progress_note = NULL, progress_us = NULL
-FROM picked WHERE k.id = in_id AND k.lease_until_us IS NULL"""
+    heartbeat_us = NULL, progress = NULL, progress_note = NULL, progress_us = NULL"""
 
 
 def _leased(dialect: Dialect) -> str:
@@ -68,44 +67,50 @@ def _leased(dialect: Dialect) -> str:
 
 
 class _Leasing:
-    """Leases runs: on PostgreSQL in one statement, on SQLite in a few."""
+    """Leases runs: on PostgreSQL in one statement, on SQLite in two."""
 
     def __init__(self, which: Callable[[Dialect], str]) -> None:
         self._whole = Statement(
             lambda w: (
                 f"""
 WITH picked AS MATERIALIZED ({_picked(w, which(w))}),
-k AS ({_take(w.now)} RETURNING k.*),
+k AS ({_taken(w.now)} FROM picked WHERE k.id = in_id AND k.lease_until_us IS NULL RETURNING k.*),
 told AS ({telling("(SELECT k.*, id AS run_id, began_us AS at_us, 'RUNNING' AS status FROM k) AS t")})
 SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
             )
         )
-        self._take = Statement(
-            lambda w: f"WITH picked AS ({_picked(w, which(w))}) {_take(w.now)} RETURNING id, version"
-        )
+        self._waiting = Statement(lambda w: f"{_WAITING} WHERE p.lease_until_us IS NULL AND {which(w)}")
 
     def rows(self, conn: Connection, context: StatementContext, **values: Any) -> list[Leased]:
         """Lease them."""
-        if conn.dialect.name != "sqlite":
-            rows = self._whole.rows(conn, publish=context.publish, now=context.now, **values)
-        else:
-            taken = self._take.rows(conn, now=context.now, **values)
-            tell(conn, [tuple(row) for row in taken], context)
-            rows = _HELD.rows(conn, ids=[row[0] for row in taken]) if taken else []
+        if conn.dialect.name == "sqlite":
+            return self._by_row(conn, context, **values)
+        rows = self._whole.rows(conn, publish=context.publish, now=context.now, **values)
         return [Leased(*row) for row in rows]
 
+    def _by_row(self, conn: Connection, context: StatementContext, **values: Any) -> list[Leased]:
+        """Read the runs as they will be, then take them: there is no other writer."""
+        now, worker = context.now, values.pop("worker")
+        rows = self._waiting.rows(conn, now=now, **values)
+        if rows:
+            _TAKE_ROWS.count(conn, rows=[row[0] for row in rows], worker=worker, now=now)
+            tell(conn, [(row[2], row[1]) for row in rows], context)
+        return [Leased(*row[2:]) for row in rows]
 
-_HELD = Statement(
-    lambda w: (
-        f"""
-SELECT {_leased(w)} FROM semel_active AS k JOIN semel_runs AS r ON r.id = k.id
-WHERE {w.is_in("k.id", "ids", "uuid")} ORDER BY k.priority DESC, k.due_us, k.id"""
-    )
+
+_WAITING = """
+SELECT p.rowid, p.version + 1, p.id, p.fence + 1, p.model, r.parameters, r.payload_hash, p.attempts + 1, p.errors,
+  p.user_id, p.tenant, p.queue, p.lease_us, r.created_us, coalesce(p.started_us, p.began_us, :now), :now,
+  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us
+FROM semel_active AS p CROSS JOIN semel_runs AS r ON r.id = p.id"""
+"""SQLite: the columns of :class:`Leased` of runs that wait, as they are after the lease."""
+_TAKE_ROWS = Statement(
+    lambda w: f"{_taken(w.now)} WHERE {w.is_in('k.rowid', 'rows')} AND k.lease_until_us IS NULL",
 )
 
 _LEASE = _Leasing(
     lambda w: (
-        f"p.ready AND p.queue = :queue AND {w.is_in('p.model', 'models')} "
+        f"p.ready = true AND p.queue = :queue AND {w.is_in('p.model', 'models')} "
         "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most"
     )
 )

@@ -195,30 +195,49 @@ counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
 
-        def ended(w: Dialect) -> str:
-            return f"SELECT {_success(w, more=more)} FROM {w.batch(columns)} JOIN semel_active AS k ON {FENCED}"
+        def noted(w: Dialect) -> str:
+            ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
+            return f"""INSERT INTO semel_attempts ({written})
+SELECT {_stored(written)} FROM ({ended} ON k.rowid = in_row) AS e"""
 
+        of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
-        self._ended = Statement(lambda w: f"SELECT run_id, {_OVER}, version FROM ({ended(w)}) AS e", columns)
-        self._note = Statement(
-            lambda w: f"INSERT INTO semel_attempts ({written}) SELECT {_stored(written)} FROM ({ended(w)}) AS e",
-            columns,
-        )
-        self._count = Statement(lambda w: counting(f"({ended(w)}) AS e"), columns)
+        self._note = Statement(noted, of_rows)
 
     def rows(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """Write them; returns the runs whose fence held."""
+        if conn.dialect.name == "sqlite":
+            return self._by_row(conn, context, batch)
+        return self._whole.rows(conn, batch, publish=context.publish, now=context.now)
+
+    def _by_row(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """Find the rows of those whose fence holds, then name them by row: there is no other writer."""
         now = context.now
-        if conn.dialect.name != "sqlite":
-            return self._whole.rows(conn, batch, publish=context.publish, now=now)
-        ended = self._ended.rows(conn, batch, now=now)
-        self._note.count(conn, batch, now=now)
-        self._count.count(conn, batch, now=now)
-        _remove(conn, [row[0] for row in ended])
-        tell(conn, [(row[0], row[-1]) for row in ended], context)
-        return [row[:-1] for row in ended]
+        asked = {(row[0], row[1]): row[2:] for row in batch}
+        running = _RUNNING.rows(conn, ids=[run_id for run_id, _ in asked])
+        held = {row[0]: row for row in running if (row[1], row[2]) in asked}
+        if held:
+            self._note.count(conn, [(at, *asked[row[1], row[2]]) for at, row in held.items()], now=now)
+            _COUNT_SUCCESSES.count(conn, rows=list(held), now=now)
+            _REMOVE_ROWS.count(conn, rows=list(held))
+            tell(conn, [(row[1], row[3] + 1) for row in held.values()], context)
+        return [(row[1], "SUCCEEDED", "succeeded", row[4], row[5], now) for row in held.values()]
 
 
+_RUNNING = Statement(
+    lambda _: (
+        f"""
+SELECT k.rowid, k.id, k.fence, k.version, k.model, {FIRST_START}
+FROM json_each(:ids) AS b CROSS JOIN semel_active AS k ON k.id = b.value WHERE k.lease_until_us IS NOT NULL"""
+    )
+)
+_COUNT_SUCCESSES = Statement(
+    lambda w: counting(
+        f"""(SELECT k.*, 'SUCCEEDED' AS status, {w.now} AS ended_us, {FIRST_START} AS first_us
+             FROM semel_active AS k WHERE {w.is_in("k.rowid", "rows")}) AS e"""
+    )
+)
+_REMOVE_ROWS = Statement(lambda w: f"DELETE FROM semel_active WHERE {w.is_in('rowid', 'rows')}")
 _REMOVE = Statement(lambda w: f"DELETE FROM semel_active WHERE {w.is_in('id', 'ids', 'uuid')}")
 
 

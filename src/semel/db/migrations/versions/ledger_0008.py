@@ -162,6 +162,7 @@ Index(
     _active.c.priority.desc(),
     _active.c.due_us,
     _active.c.id,
+    sqlite_where=text("lease_until_us IS NULL"),
 )
 _leased = "lease_until_us IS NOT NULL"
 Index("semel_active_lease", _active.c.lease_until_us, postgresql_using="brin", sqlite_where=text(_leased))

@@ -1,0 +1,80 @@
+"""SQLite's own statements: a lease reads no more than it takes, and whatever a caller's text and numbers are made of."""
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import create_engine
+
+from semel.db.dialect import StatementContext
+from semel.runs.store import lease, transitions
+from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import AttemptResult
+from support.databases import LEASE, Databases, TestDatabase
+
+
+@pytest.fixture
+def database(databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty("sqlite") as database:
+        yield database
+
+
+def steps_of_a_lease(database: TestDatabase) -> int:
+    """How many steps, in hundreds, SQLite's machine takes to lease ten runs; the lease is rolled back."""
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    engine = create_engine(database.url)
+    with engine.connect() as conn:
+        conn.connection.dbapi_connection.set_progress_handler(count, 100)  # type: ignore[union-attr]
+        request = LeaseRequest("worker-1", ("default",), ["train"], 10)
+        assert len(lease.lease(conn, request, StatementContext(database.clock.us))) == 10
+    engine.dispose()
+    return steps
+
+
+def test_a_lease_reads_no_more_runs_than_it_takes_however_many_wait_or_run(database: TestDatabase) -> None:
+    submissions = [{"model": "train", "parameters": {"number": number}} for number in range(20)]
+    database.app.submit_many(submissions)
+    few = steps_of_a_lease(database)
+    database.app.submit_many([{"model": "train", "parameters": {"number": -number}} for number in range(1, 1000)])
+    database.lease(500)
+    assert steps_of_a_lease(database) <= few + 1
+
+
+def test_of_two_ends_of_a_run_the_one_whose_fence_holds_is_written(database: TestDatabase) -> None:
+    run = database.submit()
+    (lost,) = database.lease()
+    database.clock.advance(LEASE + 1)
+    assert database.lose_expired() == 1
+    (heir,) = database.lease()
+
+    def end(leased: Leased, size: int) -> FinishRequest:
+        ended = AttemptResult(kind="succeeded", result="null", result_digest="d" * 64, result_size=size)
+        return FinishRequest(leased.id, leased.fence, ended)
+
+    over = database.do(transitions.end, [end(heir, 2), end(lost, 1)])
+    assert (list(over), database.app.get(run.id).result_size) == ([run.id], 2)
+    assert [each.counts["SUCCEEDED"] for each in database.app.summary()] == [1]
+
+
+class Name(str):
+    """Text of a caller's own class, such as a template's."""
+
+    def __str__(self) -> str:
+        return "another text"
+
+
+class Fraction(float):
+    """A number of a caller's own class, such as numpy's."""
+
+
+def test_text_and_numbers_of_a_callers_own_class_are_stored_as_what_they_are(database: TestDatabase) -> None:
+    database.submit()
+    (leased,) = database.lease()
+    database.do(lease.renew, [LeaseRenewal(leased.id, leased.fence, Fraction(0.25), Name("half\u2028way"))])
+    run = database.app.get(leased.id)
+    assert (run.progress, run.progress_note) == (0.25, "half\u2028way")
