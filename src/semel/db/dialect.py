@@ -1,7 +1,9 @@
 """One statement for both databases: its text is rendered once for each, from the few expressions that differ.
 
-A statement takes a whole batch: arrays on PostgreSQL, JSON text on SQLite. Its time is ``:now``: on PostgreSQL the
-injected clock's, or None for the database's own; on SQLite the injected clock's, or the host's.
+A statement takes a whole batch: arrays on PostgreSQL, JSON text on SQLite. An array of one element stands for a column
+that is the same in every row; only the first column, which names the row, has all its elements. The statement's time is
+``:now``: on PostgreSQL the injected clock's, or None for the database's own; on SQLite the injected clock's, or the
+host's.
 """
 
 from __future__ import annotations
@@ -70,8 +72,11 @@ class Postgres:
     writes_in_with = True
 
     def batch(self, columns: Mapping[str, str]) -> str:
-        arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in columns.items())
-        return f"unnest({arrays}) AS b({', '.join(columns)})"
+        arrays = {name: f"CAST(:{name} AS {kind}[])" for name, kind in columns.items()}
+        first, *others = columns
+        picks = [f"CASE cardinality({arrays[name]}) WHEN 1 THEN ({arrays[name]})[1] ELSE {name} END" for name in others]
+        named = ", ".join([first, *(f"{pick} AS {name}" for pick, name in zip(picks, others, strict=True))])
+        return f"(SELECT {named} FROM unnest({', '.join(arrays.values())}) AS a({', '.join(columns)})) AS b"
 
     def is_in(self, column: str, name: str, kind: str = "text") -> str:
         return f"{column} = ANY(CAST(:{name} AS {kind}[]))"
@@ -186,8 +191,14 @@ class Statement:
             return values
         if sqlite:
             return {**values, "batch": _json(list(batch))}
-        arrays = zip(*batch, strict=True)
-        return {**values, **{name: list(array) for name, array in zip(self._columns, arrays, strict=True)}}
+        first, *others = zip(*batch, strict=True)
+        arrays = zip(self._columns, [list(first), *map(_shortest, others)], strict=True)
+        return {**values, **dict(arrays)}
+
+
+def _shortest(array: tuple[Any, ...]) -> list[Any]:
+    """The array, or one element if all are equal: drivers and servers take long over many."""
+    return list(array[:1] if array.count(array[0]) == len(array) else array)
 
 
 def _json(value: list[Any]) -> str:

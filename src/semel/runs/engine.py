@@ -32,7 +32,7 @@ from semel.runs.store.maintenance import Removal
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
 from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission
-from semel.runs.submission import DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
+from semel.runs.submission import BulkBuilder, DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
 from semel.runs.transports import Transport
 from semel.runs.types import (
     MICRO,
@@ -178,9 +178,10 @@ class RunEngine:
     ) -> tuple[list[Submission], dict[int, SemelError]]:
         asked: list[Submission] = []
         refused: dict[int, SemelError] = {}
+        builder = BulkBuilder(self._builder)
         for place, each in enumerate(submissions):
             try:
-                asked.append(self._builder.from_mapping(each))
+                asked.append(builder.from_mapping(each))
             except SemelError as error:
                 if strict:
                     raise type(error)(f"submission {place}: {error}") from error
@@ -468,7 +469,10 @@ def _with_slots(asked: Sequence[Submission]) -> list[Submission]:
     left: dict[Person, list[str]] = {}
     given = []
     for each in asked:
-        slots = left.setdefault(each.person, open_reservations(*each.person))
+        person = each.person
+        if person not in left:
+            left[person] = open_reservations(*person)
+        slots = left[person]
         slot = slots.pop(0) if slots and each.reservation is None else None
         given.append(each if slot is None else msgspec.structs.replace(each, slot=slot))
     return given

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from semel._validation import (
     MAX_INT,
@@ -25,7 +26,6 @@ from semel.runs.models.model import Model, Registry, refuse_while_loading
 from semel.runs.store.run_keys import KeyKind, no_run
 from semel.runs.store.submit import Answer, Created, JobDetails, Submission
 from semel.runs.types import (
-    HELD_US,
     INTERNAL_PREFIX,
     INTERNAL_QUEUE,
     MICRO,
@@ -34,6 +34,7 @@ from semel.runs.types import (
     checked_user,
     micros,
     new_id,
+    new_ids,
 )
 
 RETRY_WINDOW = 30 * 86400.0
@@ -84,11 +85,7 @@ class SubmissionBuilder:
 
     def from_mapping(self, asked: Mapping[str, Any]) -> Submission:
         """A submission from the arguments of ``submit`` as a mapping."""
-        if not isinstance(asked, Mapping):
-            raise InvalidRequest(
-                f"a submission is a mapping with 'model' and 'parameters', not a {type(asked).__name__}"
-            )
-        options = dict(asked)
+        options = dict(_checked_mapping(asked))
         known = {"model", "parameters", *SubmitOptions.__annotations__}
         for name in options:
             if name not in known:
@@ -100,6 +97,28 @@ class SubmissionBuilder:
             )
         model, parameters = options.pop("model"), options.pop("parameters", None)
         return self.submission(model, parameters or {}, SubmitOptions(**options))  # type: ignore[typeddict-item]
+
+    def another(self, like: Submission, run_id: str, parameters: Mapping[str, Any], key: object) -> Submission:
+        """A submission with the options of ``like``, which has a key if this one has."""
+        model = self._registry[like.model]
+        given = model.check(parameters)
+        own_key = None if key is None else checked_run_key("idempotency_key", key)
+        if given == like.parameters:
+            payload_hash, facet = like.payload_hash, like.facet
+        else:
+            payload_hash, facet = model.payload_hash(given), _group(model, given)
+        names, also = (own_key, None) if like.own_key is None else (None, own_key)
+        if like.key_kind == "payload" and like.key is not None:
+            names = payload_hash
+        return replace(
+            like,
+            id=run_id,
+            parameters=given,
+            payload_hash=payload_hash,
+            key=names,
+            own_key=also,
+            facet=facet,
+        )
 
     def submission(
         self,
@@ -182,6 +201,41 @@ class SubmissionBuilder:
         return None, "payload", 0.0
 
 
+class BulkBuilder:
+    """Makes the submissions of one call: options that are the same as in an earlier one are not checked again."""
+
+    def __init__(self, builder: SubmissionBuilder) -> None:
+        self._builder = builder
+        self._like: dict[Any, Submission] = {}
+        self._ids = _ids()
+
+    def from_mapping(self, asked: Mapping[str, Any]) -> Submission:
+        """As :meth:`SubmissionBuilder.from_mapping`; the ids ascend."""
+        options = dict(_checked_mapping(asked))
+        parameters, key = options.pop("parameters", None), options.pop("idempotency_key", None)
+        same = (key is None, *options.items(), *map(type, options.values()))  # True equals 1, and is no valid priority
+        try:
+            like = self._like.get(same)
+        except TypeError:  # a value that cannot be hashed cannot be valid, either
+            return self._builder.from_mapping(asked)
+        if like is not None:
+            return self._builder.another(like, next(self._ids), parameters or {}, key)
+        made = self._like[same] = replace(self._builder.from_mapping(asked), id=next(self._ids))
+        return made
+
+
+def _checked_mapping(asked: object) -> Mapping[str, Any]:
+    if not isinstance(asked, Mapping):
+        raise InvalidRequest(f"a submission is a mapping with 'model' and 'parameters', not a {type(asked).__name__}")
+    return asked
+
+
+def _ids() -> Iterator[str]:
+    """Ids without end, made some at a time."""
+    while True:
+        yield from new_ids(100)
+
+
 def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:
     """The run that the store's answer to a submission names, or the error."""
     if isinstance(answer, SemelError):
@@ -191,55 +245,80 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
     run = there.get(answer.id)
     if run is None:
         return no_run(submission.client_key, answer.id)
-    return msgspec.structs.replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
+    return replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 
 
 def _new_run(submission: Submission, answer: Created) -> Run:
     """The run as it was just written: reading it back would cost as much as writing it."""
-    return Run(
+    cost = submission.cost / MICRO
+    return replace(
+        _NEW,
         id=submission.id,
         tenant=submission.tenant,
         user=submission.user,
         model=submission.model,
         queue=submission.queue,
         priority=submission.priority,
-        status="PENDING",
-        step="created",
-        note=None,
-        version=1,
-        fence=0,
-        attempts=0,
-        errors=0,
-        losts=0,
         max_attempts=submission.max_attempts,
         max_lost=submission.max_lost,
         parameters_json=submission.parameters,
         payload_hash=submission.payload_hash,
         idempotency_key=submission.client_key,
         retry_of=submission.retry_of,
-        cost=submission.cost / MICRO,
-        asked_cost=submission.cost / MICRO,
+        cost=cost,
+        asked_cost=cost,
         created_us=answer.created_us,
-        due_us=answer.created_us + (submission.delay_us if submission.first is None else HELD_US),
-        started_us=None,
-        finished_us=None,
-        worker=None,
-        lease_until_us=None,
-        heartbeat_us=None,
-        cancel_us=None,
-        progress=None,
-        progress_note=None,
-        last_error=None,
-        traceback=None,
-        result_ref=None,
-        result_digest=None,
+        due_us=answer.created_us + submission.wait_us,
         stall_us=submission.stall_us,
         key_expires_us=submission.key_end(answer.created_us),
-        result_size=None,
         artifacts=[],
+        warnings=[],
         quota_warnings=answer.admission.quota_warnings,
         cost_limit_warning=answer.admission.cost_limit_warning,
     )
+
+
+_NEW = Run(
+    id="",
+    tenant="",
+    user="",
+    model="",
+    queue="",
+    priority=0,
+    status="PENDING",
+    step="created",
+    note=None,
+    version=1,
+    fence=0,
+    attempts=0,
+    errors=0,
+    losts=0,
+    max_attempts=0,
+    max_lost=0,
+    parameters_json="",
+    payload_hash="",
+    idempotency_key=None,
+    retry_of=None,
+    cost=0.0,
+    asked_cost=0.0,
+    created_us=0,
+    due_us=0,
+    started_us=None,
+    finished_us=None,
+    worker=None,
+    lease_until_us=None,
+    heartbeat_us=None,
+    cancel_us=None,
+    progress=None,
+    progress_note=None,
+    last_error=None,
+    traceback=None,
+    result_ref=None,
+    result_digest=None,
+    result_size=None,
+    artifacts=[],
+)
+"""What every run is when it is new; a copy of it is made faster than such a run."""
 
 
 def _group(model: Model, parameters: str) -> str | None:

@@ -95,7 +95,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     """What the attempt really cost, if the model reported it."""
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class Run(Struct, frozen=True, kw_only=True, gc=False):
     """A run as it was when it was read. ``version`` grows with every step of its life."""
 
     id: str
@@ -385,10 +385,11 @@ class _Stamps:
         """Another thread may have held the lock at the moment of the fork."""
         self._lock = threading.Lock()
 
-    def next(self) -> int:
+    def take(self, count: int) -> range:
         with self._lock:
-            self._last = max(self._last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 below them
-            return self._last
+            first = max(self._last + 1, time.time_ns() * 4096 // MICRO)  # 48 bits of milliseconds, 12 below them
+            self._last = first + count - 1
+        return range(first, first + count)
 
 
 _stamps = _Stamps()
@@ -396,11 +397,23 @@ _stamps = _Stamps()
 
 def new_id() -> str:
     """A UUIDv7: unique, and greater than every id made before in this process."""
-    stamp = _stamps.next()
-    tail = int.from_bytes(os.urandom(8)) >> 2
-    value = (stamp >> 12) << 80 | 0x7 << 76 | (stamp & 0xFFF) << 64 | 0x2 << 62 | tail
-    text = f"{value:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+    return new_ids(1)[0]
+
+
+def new_ids(count: int) -> list[str]:
+    """Ascending ids, as :func:`new_id` makes them one by one."""
+    chance = os.urandom(8 * count).hex()
+    tails = (chance[at : at + 16] for at in range(0, len(chance), 16))
+    return [_id(stamp, tail) for stamp, tail in zip(_stamps.take(count), tails, strict=True)]
+
+
+def _id(stamp: int, tail: str) -> str:
+    time = f"{stamp >> 12:012x}"
+    return f"{time[:8]}-{time[8:]}-7{stamp & 0xFFF:03x}-{_VARIANT[tail[0]]}{tail[1:4]}-{tail[4:]}"
+
+
+_VARIANT = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
+"""The two highest bits after the stamp are 10 in every UUID of RFC 9562."""
 
 
 def id_at(at_us: int) -> str:

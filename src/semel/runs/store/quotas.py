@@ -32,7 +32,7 @@ WAITED_US = 10 * MICRO
 """By how much a reservation may be later than the time of a transaction, which may have waited for a lock."""
 
 
-class Admission(Struct, frozen=True):
+class Admission(Struct, frozen=True, gc=False):
     """A submission that the quota allows, with warnings for the user."""
 
     quota_warnings: list[str] = []

@@ -43,7 +43,7 @@ class JobDetails(Struct, frozen=True, kw_only=True):
     remote_status: str | None = None
 
 
-class Submission(Struct, frozen=True, kw_only=True):
+class Submission(Struct, frozen=True, kw_only=True, gc=False):
     """One run to be created. ``key`` is None if a repeat is not to be recognised."""
 
     id: str
@@ -137,7 +137,7 @@ class Submission(Struct, frozen=True, kw_only=True):
         return dedupe_of(self.tenant, self.user, self.key_hash)
 
 
-class Created(Struct, frozen=True):
+class Created(Struct, frozen=True, gc=False):
     """The run is new."""
 
     id: str
@@ -145,7 +145,7 @@ class Created(Struct, frozen=True):
     admission: Admission
 
 
-class Existing(Struct, frozen=True):
+class Existing(Struct, frozen=True, gc=False):
     """The run existed; ``id`` is what the key names, ``run`` the run if it was read on the way."""
 
     id: str
@@ -190,16 +190,18 @@ _ACTIVE = (
 )
 
 
-_IS_NEW = "NOT EXISTS (SELECT 1 FROM semel_runs AS o WHERE o.id = in_id)"
+def _unseen(dialect: Dialect) -> str:
+    """The batch without the runs that are there: they were sent before, and the reply was lost."""
+    return f"{dialect.batch(_RUN_COLUMNS)} WHERE NOT EXISTS (SELECT 1 FROM semel_runs AS o WHERE o.id = in_id)"
 
 
 def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
-    """Insert the active rows of runs that are not there yet. Sorted, so that two batches never deadlock."""
+    """Insert the active rows of runs. Sorted, so that two batches never deadlock."""
     return f"""
 INSERT INTO semel_active AS k ({_ACTIVE})
 SELECT in_id, {dialect.now}, {dialect.now} + in_delay, in_lease, 0, in_priority, 1, 0, 0, 0, in_delay <= 0, in_tenant,
   in_user, in_queue, in_model, in_facet, in_dedupe, {dialect.now} + in_dedupe_for
-FROM {asked} WHERE {_IS_NEW}
+FROM {asked}
 {"ORDER BY in_dedupe ON CONFLICT DO NOTHING" if deduped else ""}
 RETURNING {dialect.returning("id")}"""
 
@@ -209,7 +211,8 @@ def _insert(dialect: Dialect, asked: str) -> str:
 INSERT INTO semel_runs ({_SUBMITTED})
 SELECT in_id, {dialect.now}, in_lease, in_cost, in_stall, in_priority, in_max_attempts, in_max_lost, in_tenant, in_user,
   in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet, in_retry_of,
-  (SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of), in_trace
+  CASE WHEN in_retry_of IS NOT NULL THEN (SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of) END,
+  in_trace
 FROM {asked}"""
 
 
@@ -219,10 +222,10 @@ _TOLD = telling(
 )
 
 
-def _whole(dialect: Dialect, queued: str, new: str) -> str:
+def _whole(dialect: Dialect, asked: str, queued: str, new: str) -> str:
     """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
     return f"""
-WITH asked AS MATERIALIZED (SELECT * FROM {dialect.batch(_RUN_COLUMNS)}),
+WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
 made AS ({_insert(dialect, new)} RETURNING id, created_us, queue),
 told AS ({_TOLD})
@@ -237,12 +240,12 @@ class _Creating:
 
     def __init__(self, *, deduped: bool) -> None:
         self._deduped = deduped
-        new = "asked JOIN queued ON queued.id = in_id" if deduped else f"asked WHERE {_IS_NEW}"
+        new = "asked JOIN queued ON queued.id = in_id" if deduped else "asked"
         self._whole = Statement(
-            lambda w: _whole(w, f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new), _RUN_COLUMNS
+            lambda w: _whole(w, _unseen(w), f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new), _RUN_COLUMNS
         )
-        self._queue = Statement(lambda w: _queue(w, w.batch(_RUN_COLUMNS), deduped=deduped), _RUN_COLUMNS)
-        self._rest = Statement(lambda w: _whole(w, "", "asked"), _RUN_COLUMNS)
+        self._queue = Statement(lambda w: _queue(w, _unseen(w), deduped=deduped), _RUN_COLUMNS)
+        self._rest = Statement(lambda w: _whole(w, w.batch(_RUN_COLUMNS), "", "asked"), _RUN_COLUMNS)
         self._insert = Statement(
             lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS))} WHERE true RETURNING id, created_us", _RUN_COLUMNS
         )
