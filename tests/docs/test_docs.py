@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, make_url
 
 import semel
 from semel import App, AsyncOnce, Context, IdempotentProcessor, JobStore, Once, Policy, Quota, Usage, Worker
@@ -52,10 +52,16 @@ Fixture = Callable[[str], str]
 SERVERS: dict[str, Callable[[Fixture], str]] = {
     "redis://localhost/0": lambda fixture: fixture("redis_url"),
     "redis+cluster://localhost:7000": lambda fixture: fixture("redis_cluster_url").replace("redis:", "redis+cluster:"),
+    "postgresql://localhost/app?pool_mode=transaction": lambda fixture: _pooled(fixture("postgres_url")),
     "postgresql://localhost/app": lambda fixture: fixture("postgres_url"),
     "postgresql+psycopg://localhost/app": lambda fixture: fixture("postgres_url").replace(":", "+psycopg:", 1),
     "postgresql+asyncpg://localhost/app": lambda fixture: fixture("postgres_url").replace(":", "+asyncpg:", 1),
 }
+
+
+def _pooled(url: str) -> str:
+    return make_url(url).update_query_dict({"pool_mode": "transaction"}).render_as_string(hide_password=False)
+
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"#\s*(→|raises)\s+(.+)")

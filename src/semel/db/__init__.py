@@ -9,7 +9,7 @@ from sqlalchemy import URL
 
 from semel._validation import checked_int
 from semel.db.database import BlockingDatabase, Database, ThreadedDatabase, missing, sqlite_engine
-from semel.db.postgres import POOL, PostgresDatabase, postgres_engine
+from semel.db.postgres import POOL, PostgresDatabase, pools_transactions, postgres_engine
 from semel.db.sqlite_file import WatchedFile
 
 
@@ -22,6 +22,8 @@ def open_database(url: URL, *, is_async: bool, pool: int | None = None) -> Datab
         return ThreadedDatabase(database) if is_async else database
     if not is_async:
         return PostgresDatabase(postgres_engine(url), size)
+    if pools_transactions(url):  # asyncpg prepares every statement, in a message of its own
+        return ThreadedDatabase(PostgresDatabase(postgres_engine(url), size), size)
     try:
         from semel.db.asyncio import AsyncPostgresDatabase
     except ImportError as error:  # SQLAlchemy raises it if greenlet is missing

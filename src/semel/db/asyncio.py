@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from semel._concurrency.runtime import deadline_passed
 from semel._concurrency.sync import LoopGuard, PerLoop, close_all
 from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate, translate_errors
-from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, IdleConnections, PooledConnection, is_broken, plan
+from semel.db.postgres import KEEPALIVE, POOL, SETTINGS, IdleConnections, PooledConnection, is_broken, plan, settings_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,7 +175,8 @@ async def _discard(conn: AsyncConnection) -> None:
 def async_postgres_engine(url: URL) -> AsyncEngine:
     """An async engine over asyncpg whose statements commit by themselves. Accepts libpq's URL parameters."""
     query = {name: value if isinstance(value, str) else value[-1] for name, value in url.query.items()}
-    settings = SETTINGS | dict(re.findall(r"(?:-c\s*|--)(\w+)=(\S+)", query.pop("options", "")))
+    query.pop("pool_mode", None)  # 'session': see open_database
+    settings = SETTINGS | settings_in(query.pop("options", ""))
     if "application_name" in query:
         settings["application_name"] = query.pop("application_name")
     timeout = float(query.pop("connect_timeout", 5))

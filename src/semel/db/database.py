@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -147,16 +148,20 @@ class BlockingDatabase:
 
 
 class ThreadedDatabase:
-    """A blocking database in a separate thread, for an event loop; used for SQLite, whose calls are short."""
+    """A blocking database in separate threads, for event loops.
 
-    def __init__(self, inner: BlockingDatabase) -> None:
+    Used for SQLite, whose calls are short, with one thread, and for PostgreSQL where asyncpg cannot be used.
+    """
+
+    def __init__(self, inner: Database, threads: int = 1) -> None:
         self._inner = inner
+        self._size = threads
         self.after_fork()
         survive_fork(self)
 
     def after_fork(self) -> None:
         """Threads do not survive a fork."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="semel-sqlite")
+        self._threads = ThreadPoolExecutor(self._size, thread_name_prefix="semel-database")
         self._closed = False
 
     async def write(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -178,7 +183,8 @@ class ThreadedDatabase:
 
     async def _there(self, call: Callable[[], R]) -> R:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+            # The context has the deadline, which the thread keeps: nobody can cancel it.
+            return await asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, call)
         except RuntimeError:
             if not self._closed:
                 raise
@@ -186,7 +192,7 @@ class ThreadedDatabase:
 
     async def close(self) -> None:
         self._closed = True
-        self._thread.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
         await self._inner.close()
 
 

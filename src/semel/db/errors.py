@@ -21,6 +21,9 @@ _PASSING_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 
 LOCK_TIMEOUT, UNIQUE_VIOLATION, DEADLOCK = "55P03", "23505", "40P01"
 
+_POOLER = ("prepared statement", "unsupported startup parameter")
+"""What PostgreSQL or PgBouncer says if a session is lent for one transaction, and the client does not know it."""
+
 # psycopg has no error code for a failure to connect, only the server's message.
 _BROKEN_CONNECTION = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
 _BROKEN_SQLITE = ("readonly", "disk is full", "not a database", "malformed", "unable to open", "no such column")
@@ -79,6 +82,11 @@ def _of_driver(error: exc.DBAPIError, file: str) -> Exception:
     state = sqlstate(error)
     if state == "42P01" or "no such table" in message:
         return NotMigrated(f"the database lacks semel's tables ({message}); run: semel migrate URL")
+    if any(words in str(error.orig) for words in _POOLER):
+        return StoreBroken(
+            f"the database refused the connection's settings or prepared statements: {message}; "
+            "if PgBouncer is between, add pool_mode=transaction to the URL: postgresql://host/name?pool_mode=transaction"
+        )
     if state in _BROKEN_STATES:
         return StoreBroken(f"{_BROKEN_STATES[state]}: {message}")
     if state is not None:

@@ -3,10 +3,14 @@
 A statement that is run for every key or run, or every few seconds (a *hot* one), finds its rows by an index. It is
 planned once, and a plan made while the table was empty must not scan it when it has grown: the settings of its
 connection prevent that. Lists, counts and clean-ups read many rows; the server plans them as it does by default.
+
+Behind a pooler that lends a server's session for one transaction (``pool_mode=transaction``) nothing may be left in a
+session: no settings, no prepared statements, no LISTEN. Every transaction brings its settings with it.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -17,7 +21,7 @@ from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import seconds_left
 from semel.db.database import COMMITS, abandoned_connections, missing
 from semel.db.errors import DATABASE_ERRORS, translate
-from semel.errors import StoreUnavailable
+from semel.errors import InvalidRequest, StoreUnavailable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,7 +123,11 @@ def is_broken(conn: Connection) -> bool:
 
 def plan(conn: Connection, *, hot: bool) -> None:
     """Plan the statements of this connection as hot ones from now on, or with the server's defaults."""
-    conn.execute(_TO_HOT if hot else _TO_PLAIN)
+    driver: Any = conn.connection.driver_connection
+    if hasattr(driver, "plan_with"):
+        driver.plan_with(_HOT if hot else {})
+    else:
+        conn.execute(_TO_HOT if hot else _TO_PLAIN)
 
 
 class PostgresDatabase:
@@ -219,18 +227,31 @@ def all_in_use(size: int) -> StoreUnavailable:
     )
 
 
+def pools_transactions(url: URL) -> bool:
+    """Whether the URL names a pooler that lends a session for one transaction: ``?pool_mode=transaction``."""
+    mode = url.query.get("pool_mode", "session")
+    if mode not in ("session", "transaction"):
+        raise InvalidRequest(
+            f"pool_mode in the URL must be 'session' (the default) or 'transaction', as in PgBouncer, not {mode!r}"
+        )
+    return mode == "transaction"
+
+
+def settings_in(options: str) -> dict[str, str]:
+    """The settings in libpq's URL parameter ``options``, such as ``-c search_path=app``."""
+    return dict(re.findall(r"(?:-c\s*|--)(\w+)=(\S+)", options))
+
+
 def postgres_engine(url: URL) -> Engine:
     """A blocking engine over psycopg whose statements commit by themselves. It has no pool."""
-    query = dict(url.query)
-    escaped = {name: value.replace(" ", "\\ ") for name, value in SETTINGS.items()}
-    ours = " ".join(f"-c {name}={value}" for name, value in escaped.items())
-    options = f"{ours} {query.pop('options', '')}".strip()
+    query: dict[str, Any] = {"connect_timeout": "5", **url.query}
+    options = query.pop("options", "")
     try:
         engine = create_engine(
-            url.set(drivername="postgresql+psycopg", query={"connect_timeout": "5", **query}),
+            url.set(drivername="postgresql+psycopg", query=query),
             poolclass=NullPool,
             isolation_level="AUTOCOMMIT",
-            connect_args={"options": options, **KEEPALIVE},
+            connect_args=KEEPALIVE,
             pool_reset_on_return=None,
             execution_options={COMMITS: True},
             use_native_hstore=False,
@@ -239,10 +260,21 @@ def postgres_engine(url: URL) -> Engine:
     except ModuleNotFoundError as error:
         raise missing("postgres", error) from error
     # Imported here and not while connecting: a child that is forked during an import would wait for it forever.
-    from semel.db.psycopg_connection import BoundedConnection
+    from semel.db.psycopg_connection import BoundedConnection, TransactionPooledConnection
+
+    pooled = pools_transactions(url)
+    escaped = {name: value.replace(" ", "\\ ") for name, value in SETTINGS.items()}
+    at_start = " ".join((*(f"-c {name}={value}" for name, value in escaped.items()), options)).strip()
 
     @event.listens_for(engine, "do_connect")
     def _connect(_dialect: Any, _record: Any, args: Any, values: Any) -> Any:
-        return BoundedConnection.connect(*args, **values)
+        values = {name: value for name, value in values.items() if name != "pool_mode"}
+        if not pooled:
+            return BoundedConnection.connect(*args, options=at_start, **values)
+        own = SETTINGS | settings_in(options)
+        conn = TransactionPooledConnection.connect(*args, **{"application_name": own.pop("application_name"), **values})
+        conn.settings = own
+        conn.plan_with({})
+        return conn
 
     return engine

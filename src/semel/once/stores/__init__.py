@@ -77,9 +77,11 @@ def _sqlite(url: URL, is_async: bool, clock: Clock | None) -> Store:
 
 
 def _postgres(url: URL, is_async: bool, clock: Clock | None, pool: int | None) -> Store:
+    from semel.db.postgres import pools_transactions
     from semel.once.stores.postgres import PostgresStore, subscriber
 
-    return PostgresStore(open_database(url, is_async=is_async, pool=pool), clock, Listener(subscriber(url)))
+    listener = None if pools_transactions(url) else Listener(subscriber(url))
+    return PostgresStore(open_database(url, is_async=is_async, pool=pool), clock, listener)
 
 
 def _of_engine(engine: Any, is_async: bool, clock: Clock | None) -> Store:

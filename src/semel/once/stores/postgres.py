@@ -269,14 +269,14 @@ def subscriber(url: URL, first_payload: str | None = None) -> Subscribe:
     A connection that only listens would never notice that its server is gone, since it sends nothing. So it sends a
     query now and then.
     """
-    address = url.set(drivername="postgresql").render_as_string(hide_password=False)
-    options: Any = {"application_name": "semel-listener", "connect_timeout": 5, **KEEPALIVE}
+    address = url.set(drivername="postgresql").difference_update_query(["pool_mode"])
+    options: Any = {"application_name": "semel-listener", "connect_timeout": 5, "prepare_threshold": None, **KEEPALIVE}
 
     def subscribe(channel: str, stopped: Event) -> Iterator[str | None]:
         from semel.db.psycopg_connection import BoundedConnection
 
         with deadline(_CONNECTING):
-            conn = BoundedConnection.connect(address, autocommit=True, **options)
+            conn = BoundedConnection.connect(address.render_as_string(hide_password=False), autocommit=True, **options)
         with conn:
             with deadline(_ANSWER):
                 conn.execute(f"LISTEN {channel}")
@@ -375,7 +375,7 @@ class PostgresStore:
         return cast("Held", await self._run(self._database.survey, _stats))
 
     def watch(self, ring: OnReleased) -> None:
-        """LISTEN on a separate connection."""
+        """LISTEN on a separate connection, unless a pooler is between: then waiting callers poll."""
         if self._listener is not None:
             self._listener.start(CHANNEL, lambda payload: ring(*payload.split(SEPARATOR, 1)))
 

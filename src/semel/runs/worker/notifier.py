@@ -1,5 +1,7 @@
 """Wakes a worker when there may be new runs: by PostgreSQL's notifications, or by watching SQLite's WAL file.
 
+Behind a pooler that lends a session for one transaction there are no notifications: the worker looks every second.
+
 Nothing depends on it: the next poll finds the runs anyway, only later.
 """
 
@@ -15,12 +17,16 @@ from sqlalchemy import URL
 from semel._concurrency.listener import PATIENCE, Listener
 from semel._concurrency.periodic import repeat
 from semel._concurrency.retry import Outage
+from semel.db.postgres import pools_transactions
 from semel.runs.store.transitions import CHANNEL
 
 _log = logging.getLogger("semel.listener")
 
 WAL_POLL = 0.01
 """Seconds between two checks of the WAL file's time and size; a check takes a microsecond and no query."""
+
+POOLED_POLL = 1.0
+"""Seconds between two looks for runs where PostgreSQL cannot announce them."""
 
 
 class ChangeNotifier:
@@ -43,7 +49,9 @@ class ChangeNotifier:
     def start(self) -> None:
         """Start watching."""
         loop = asyncio.get_running_loop()
-        if self._url.get_backend_name() == "postgresql":
+        if pools_transactions(self._url):
+            self._task = loop.create_task(repeat(self._look, "looking for runs", 1.0))
+        elif self._url.get_backend_name() == "postgresql":
             from semel.once.stores.postgres import subscriber
 
             self._listener = Listener(
@@ -56,6 +64,10 @@ class ChangeNotifier:
             self._wal = f"{self._url.database}-wal"
             self._last = _mark(self._wal)
             self._task = loop.create_task(repeat(self._check_wal, "watching the WAL file", 1.0))
+
+    async def _look(self) -> float:
+        self._on_change()
+        return POOLED_POLL
 
     async def _check_wal(self) -> float:
         """Call ``on_change`` if the WAL file has changed; returns after how many seconds to check again."""
