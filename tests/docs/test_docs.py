@@ -44,6 +44,7 @@ from semel.metrics.names import RUN_MEANINGS
 from semel.runs.app import apps
 from semel.runs.models.model import _OPTIONS as MODEL_OPTIONS
 from semel.runs.store.transitions import END_STEPS
+from support.warm_python import WarmPython, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -171,8 +172,7 @@ class Workers:
     def start(self, words: list[str], place: str) -> None:
         said = self._folder / f".worker-{len(self._started)}.log"
         with said.open("wb") as output:
-            program = str(Path(sys.executable).with_name(words[0]))
-            process = subprocess.Popen([program, *words[1:]], stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+            process = WarmPython(installed(words), stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         self._started.append((place, process, said))
         deadline = time.monotonic() + PATIENCE
         while WORKS[words[0]] not in said.read_text():
@@ -189,6 +189,11 @@ class Workers:
             finally:
                 process.kill()
             assert code == 0, f"{place}: it stopped with {code}: {said.read_text()}"
+
+
+def installed(words: list[str]) -> list[str]:
+    """A command, as Python finds it beside itself."""
+    return [sys.executable, str(Path(sys.executable).with_name(words[0])), *words[1:]]
 
 
 def run_shell(block: Block, name: str, workers: Workers) -> None:
@@ -212,8 +217,7 @@ def run_shell(block: Block, name: str, workers: Workers) -> None:
 
 
 def check_command(line: str, arguments: list[str], place: str) -> None:
-    program = Path(sys.executable).with_name("semel")
-    finished = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    finished = run(installed(["semel", *arguments]), timeout=PATIENCE)
     assert finished.returncode == 0, f"{place}: {finished.stderr}"
     if found := _MARK.search(line):
         assert Mark(*found.groups()).is_kept_by(finished.stdout.strip()), f"{place}: it printed {finished.stdout!r}"

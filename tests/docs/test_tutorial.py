@@ -6,15 +6,19 @@ How the page is written, so that it is checked:
   (``pip install``) is here already, so such a block is left out.
 * One that begins with ``# in the first terminal`` is a server. It is started there, after Ctrl-C for the one before.
 * A ``python`` block that begins with ``# name.py`` is that file.
+* The shell's ``semel`` has done its imports (see ``support.warm_python``); the servers start from nothing.
 * A ``text`` block is what the block before it prints, line by line, where ``…`` stands for anything, also for lines.
 * The page's port is 8001. Here it is one that is free.
 """
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,11 +28,23 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from support.servers import free_port
+from support.warm_python import WarmPython
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 SERVES = "# in the first terminal\n"
 PATIENCE = 120.0
 """Seconds for one block, on a machine that has much else to do."""
+
+SEMEL = Path(sys.executable).with_name("semel")
+ASKING = """#!{python} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({address!r})
+    socket.send_fds(asked, [b"."], [0, 1, 2])
+    asked.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode())
+    asked.shutdown(socket.SHUT_WR)
+    sys.exit(int(asked.recv(4)))
+"""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPACE = re.compile(r"\s+")
@@ -127,11 +143,55 @@ class Terminal:
         self.process.wait(PATIENCE)
 
 
+class WarmSemel:
+    """A command ``semel`` that asks this process to start the installed one, as its own standard streams and status."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / "commands"
+        self.place.mkdir()
+        address = str(self.place / "asked")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen()
+        (self.place / "semel").write_text(ASKING.format(python=sys.executable, address=address))
+        (self.place / "semel").chmod(0o700)
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                asked, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with asked:
+                asked.sendall(str(self._start(asked).wait(PATIENCE)).encode())
+
+    def _start(self, asked: socket.socket) -> WarmPython:
+        _, streams, _, _ = socket.recv_fds(asked, 1, 3)
+        with asked.makefile("rb") as order:
+            words, folder, environment = json.load(order)
+        stdin, stdout, stderr = streams
+        try:
+            command = [sys.executable, str(SEMEL), *words]
+            return WarmPython(command, cwd=folder, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
+        finally:
+            for stream in streams:
+                os.close(stream)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(PATIENCE)
+
+
 class Shell(Terminal):
     """The second terminal."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        super().__init__(["bash", "--noprofile", "--norc"], folder, "second", environment)
+        self._semel = WarmSemel(folder)
+        path = f"{self._semel.place}{os.pathsep}{environment['PATH']}"
+        super().__init__(["bash", "--noprofile", "--norc"], folder, "second", environment | {"PATH": path})
         self._blocks = 0
 
     def type(self, step: Step) -> str:
@@ -143,6 +203,10 @@ class Shell(Terminal):
         self.process.stdin.flush()
         until(lambda: end in self.printed, lambda: f"{step.place} is not through: {self.printed[before:]}")
         return self.printed[before:].removesuffix(end)
+
+    def end(self) -> None:
+        super().end()
+        self._semel.close()
 
 
 class Server(Terminal):

@@ -119,9 +119,7 @@ SERVED = (
 
 
 def test_how_commands_without_a_server_end_stays(tmp_path: Path) -> None:
-    ended = run_each(
-        [line.split() for line in ALONE], tmp_path, preloaded=True, SEMEL_DB=f"sqlite:///{tmp_path / 'semel.db'}"
-    )
+    ended = run_each([line.split() for line in ALONE], tmp_path, SEMEL_DB=f"sqlite:///{tmp_path / 'semel.db'}")
     compare("exit-codes.txt", "\n".join(_told(line, each) for line, each in zip(ALONE, ended, strict=True)))
 
 
@@ -130,11 +128,11 @@ def test_how_commands_with_a_server_end_stays(tmp_path: Path) -> None:
         settings = {"SEMEL_DB": server.url, "SEMEL_SERVER": server.address}
         config = 'config set sums {"model":"add","parameters":{"a":1}}'
         first = [config, *SERVED[: SERVED.index("runs")]]
-        ended = run_each([line.split() for line in first], tmp_path, preloaded=True, **settings)[1:]
+        ended = run_each([line.split() for line in first], tmp_path, **settings)[1:]
         (listed,) = run_each([["runs", "--json"]], tmp_path, **settings)
         ids = _ids(listed.out)
         rest = [re.sub(r"DONE|FAILED|PENDING", lambda found: ids[found[0]], line) for line in SERVED[len(ended) :]]
-        ended += run_each([line.split() for line in rest], tmp_path, preloaded=True, **settings)
+        ended += run_each([line.split() for line in rest], tmp_path, **settings)
     compare("exit-codes-served.txt", "\n".join(_told(line, each) for line, each in zip(SERVED, ended, strict=True)))
 
 

@@ -30,6 +30,7 @@ class ReplicateApi:
             base_url=url.rstrip("/"),
             headers={"Authorization": f"Bearer {token}", "User-Agent": "semel"},
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            verify=not url.startswith("http:"),  # to load the authorities takes time, and redirects are not followed
         )
 
     async def close(self) -> None:
