@@ -80,8 +80,9 @@ def _permission_hint(message: str) -> str:
 def _of_driver(error: exc.DBAPIError, file: str) -> Exception:
     message = str(error.orig).strip().split("\n")[0]
     state = sqlstate(error)
-    if state == "42P01" or "no such table" in message:
-        return NotMigrated(f"the database lacks semel's tables ({message}); run: semel migrate URL")
+    if state in ("42P01", "42703") or "no such table" in message:
+        advice = "run: semel migrate URL, or update this program if a newer release has migrated it"
+        return NotMigrated(f"the database lacks semel's tables ({message}); {advice}")
     if any(words in str(error.orig) for words in _POOLER):
         return StoreBroken(
             f"the database refused the connection's settings or prepared statements: {message}; "

@@ -40,8 +40,8 @@ It returns None when nothing is left that can be done while the release before s
 
 LARGEST, SMALLEST = 1000, 50
 """How many rows a part copies at most, and at least."""
-AIM = 0.2
-"""Seconds that a part should take: SQLite has one writer, and the others wait for a second."""
+AIM = {"sqlite": 0.2, "postgresql": 2.0}
+"""Seconds that a part should take at most. SQLite has one writer, and the others wait for a second."""
 PATIENCE = 30.0
 """Seconds to wait for a lock that others hold: programs that write, or a migration of the same file."""
 
@@ -72,7 +72,7 @@ def _preparations(before: str) -> list[tuple[str, Part]]:
 
 
 def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> None:
-    most = LARGEST
+    most, aim = LARGEST, AIM[engine.dialect.name]
     while True:
         began = time.monotonic()
         done = _alone(engine, _next_part, version, part, most)
@@ -80,7 +80,7 @@ def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> No
             break
         took = time.monotonic() - began
         progress(*done)
-        most = max(SMALLEST, min(LARGEST, round(most * AIM / max(took, AIM / 2))))
+        most = max(SMALLEST, min(LARGEST, round(most * aim / max(took, aim / 2))))
         if engine.dialect.name == "sqlite":
             time.sleep(took)  # its writers poll for the lock: now it is their turn
     whole = _alone(engine, copied)
