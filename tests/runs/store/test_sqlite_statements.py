@@ -1,4 +1,4 @@
-"""SQLite's own statements: a lease reads no more than it takes, and whatever a caller's text and numbers are made of."""
+"""SQLite's own statements: what a lease reads, which ends are written, and of what classes values may be."""
 
 from collections.abc import Iterator
 
@@ -63,6 +63,8 @@ def test_of_two_ends_of_a_run_the_one_whose_fence_holds_is_written(database: Tes
 
 class Name(str):
     """Text of a caller's own class, such as a template's."""
+
+    __slots__ = ()
 
     def __str__(self) -> str:
         return "another text"

@@ -213,23 +213,26 @@ SELECT {_stored(written)} FROM ({ended} ON k.rowid = in_row) AS e"""
     def _by_row(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """Find the rows of those whose fence holds, then name them by row: there is no other writer."""
         now = context.now
-        asked = {(row[0], row[1]): row[2:] for row in batch}
-        running = _RUNNING.rows(conn, ids=[run_id for run_id, _ in asked])
-        held = {row[0]: row for row in running if (row[1], row[2]) in asked}
+        outcomes = {(row[0], row[1]): row[2:] for row in batch}
+        held = _HELD.rows(conn, outcomes, now=now)
         if held:
-            self._note.count(conn, [(at, *asked[row[1], row[2]]) for at, row in held.items()], now=now)
-            _COUNT_SUCCESSES.count(conn, rows=list(held), now=now)
-            _REMOVE_ROWS.count(conn, rows=list(held))
-            tell(conn, [(row[1], row[3] + 1) for row in held.values()], context)
-        return [(row[1], "SUCCEEDED", "succeeded", row[4], row[5], now) for row in held.values()]
+            rows = [row[0] for row in held]
+            self._note.count(conn, [(row[0], *outcomes[row[3], row[1]]) for row in held], now=now)
+            _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
+            _REMOVE_ROWS.count(conn, rows=rows)
+            tell(conn, [(row[3], row[2]) for row in held], context)
+        return [row[3:] for row in held]
 
 
-_RUNNING = Statement(
-    lambda _: (
+_HELD_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
+_HELD = Statement(
+    lambda w: (
         f"""
-SELECT k.rowid, k.id, k.fence, k.version, k.model, {FIRST_START}
-FROM json_each(:ids) AS b CROSS JOIN semel_active AS k ON k.id = b.value WHERE k.lease_until_us IS NOT NULL"""
-    )
+SELECT k.rowid, in_fence, k.version + 1, k.id, 'SUCCEEDED' AS status, 'succeeded' AS step, k.model, {FIRST_START},
+  {w.now}
+FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
+    ),
+    _HELD_COLUMNS,
 )
 _COUNT_SUCCESSES = Statement(
     lambda w: counting(
