@@ -168,8 +168,9 @@ class RunEngine:
         had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
         runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
         new = [run for run in runs if isinstance(run, Run) and not run.replayed]
-        for run in new:
-            self._tell("created", run.model)
+        if self._hooks.has_hooks:
+            for run in new:
+                self._tell("created", run.model)
         await self._announce(new)
         return runs
 

@@ -417,7 +417,7 @@ def _create(
     left = list(submissions)
     for _ in range(ROUNDS):
         claims = _take_keys(conn, left, answers, context)
-        won = [each for each in left if each.id in claims or each.ref is None]
+        won = [each for each in left if each.client_key is None or each.id in claims]
         written = _write_runs(conn, won, context)
         _write_jobs(conn, won, dict(written), context)
         for run_id, created_us in written:
@@ -442,8 +442,8 @@ def _take_keys(
     """Claim the clients' keys, each for one submission. Returns the claims, and answers where a key is taken."""
     first: dict[KeyRef, Submission] = {}
     for each in submissions:
-        if each.ref is not None:
-            first.setdefault(each.ref, each)
+        if (ref := each.ref) is not None:
+            first.setdefault(ref, each)
     asked = list(first.values())
     claims: dict[str, Claim] = {}
     for each, verdict in zip(asked, run_keys.take(conn, [each.claim(each.id) for each in asked], context), strict=True):
