@@ -15,27 +15,13 @@ from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from support import warm_python
 from support.long_lived import collect_seldom
 
 PATIENCE = 60
 """Seconds without a message after which a program counts as hanging."""
 
-PRELOADED = [
-    "pytest",
-    "semel.testing.rules.multiprocess",
-    "semel.runs.app",
-    "semel.runs.job_store",
-    "semel.runs.worker.session",
-    "semel.client",
-    "semel.once.stores.redis",
-    "semel.once.stores.postgres",
-    "semel.db.asyncio",
-    "psycopg",
-    "asyncpg",
-    "alembic.command",
-    "sqlalchemy.dialects.postgresql.asyncpg",
-    "sqlalchemy.dialects.postgresql.psycopg",
-]
+PRELOADED = ["pytest", "semel.testing.rules.multiprocess", "uvicorn", *warm_python.PRELOADED]
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(PRELOADED)

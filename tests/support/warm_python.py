@@ -31,10 +31,12 @@ from typing import Any, NamedTuple, NoReturn
 from support.long_lived import collect_seldom
 
 PRELOADED = (
-    *("alembic.command", "asyncpg", "httpx", "jinja2", "litestar", "litestar.openapi", "psycopg", "redis.asyncio"),
-    *("rich.console", "sqlalchemy.ext.asyncio", "sqlalchemy.dialects.postgresql.asyncpg", "structlog"),
-    *("sqlalchemy.dialects.postgresql.psycopg", "sqlalchemy.dialects.sqlite", "opentelemetry.trace"),
-    *("semel.cli", "semel.api_types", "semel.runs.app", "semel.runs.celery", "semel.runs.rq", "semel.db.asyncio"),
+    *("alembic.command", "alembic.config", "asyncpg", "granian.server.embed", "httpcore", "httpx", "jinja2"),
+    *("litestar", "litestar.openapi", "psycopg", "redis.asyncio", "rich.console", "sqlite3", "structlog"),
+    *("sqlalchemy.ext.asyncio", "sqlalchemy.dialects.postgresql.asyncpg", "sqlalchemy.dialects.postgresql.psycopg"),
+    *("sqlalchemy.dialects.sqlite", "opentelemetry.trace"),
+    *("semel.cli", "semel.api_types", "semel.client", "semel.runs.app", "semel.runs.celery", "semel.runs.rq"),
+    *("semel.db.asyncio", "semel.runs.job_store"),
     *("semel.runs.worker.session", "semel.once.stores.postgres", "semel.once.stores.redis"),
 )
 """Nothing that reads its settings when it is imported, as prometheus_client does, and so not the service."""
