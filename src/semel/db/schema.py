@@ -145,6 +145,7 @@ submitted = Table(
     Column("retry_of", _id, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    postgresql_partition_by="RANGE (id)",
 )
 """What was submitted: a row is inserted once, and never updated."""
 _somebody = "user_id <> ''"
@@ -283,6 +284,7 @@ attempts = Table(
         "semel_attempts_result",
     ),
     CheckConstraint("status = 'CANCELLED' OR began_us IS NOT NULL", "semel_attempts_began"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 """Every attempt that ended, with the run's status after it, and the outcome of the run if it was the last. A row is
 inserted once, and never updated. A pending run that is cancelled has a row without ``began_us``. ``step`` is NULL where
@@ -465,6 +467,7 @@ run_logs = Table(
     Column("level", Text, nullable=False),
     Column("text", Text, nullable=False),
     PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 
 quotas = Table(

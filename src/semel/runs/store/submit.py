@@ -190,7 +190,11 @@ _ACTIVE = (
 )
 
 
-_IS_NEW = "NOT EXISTS (SELECT 1 FROM semel_runs AS o WHERE o.id = in_id)"
+def _is_new(dialect: Dialect) -> str:
+    """True if the run is not there yet. The bounds let PostgreSQL begin with the partitions of these ids alone."""
+    least, greatest = dialect.identity(":least"), dialect.identity(":greatest")
+    return f"""NOT EXISTS (
+  SELECT 1 FROM semel_runs AS o WHERE o.id = in_id AND o.id >= {least} AND o.id <= {greatest})"""
 
 
 def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
@@ -199,17 +203,18 @@ def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
 INSERT INTO semel_active AS k ({_ACTIVE})
 SELECT in_id, {dialect.now}, {dialect.now} + in_delay, in_lease, 0, in_priority, 1, 0, 0, 0, in_delay <= 0, in_tenant,
   in_user, in_queue, in_model, in_facet, in_dedupe, {dialect.now} + in_dedupe_for
-FROM {asked} WHERE {_IS_NEW}
+FROM {asked} WHERE {_is_new(dialect)}
 {"ORDER BY in_dedupe ON CONFLICT DO NOTHING" if deduped else ""}
 RETURNING {dialect.returning("id")}"""
 
 
-def _insert(dialect: Dialect, asked: str) -> str:
+def _insert(dialect: Dialect, asked: str, *, retries: bool) -> str:
+    data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of)" if retries else "NULL"
     return f"""
 INSERT INTO semel_runs ({_SUBMITTED})
 SELECT in_id, {dialect.now}, in_lease, in_cost, in_stall, in_priority, in_max_attempts, in_max_lost, in_tenant, in_user,
   in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet, in_retry_of,
-  (SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of), in_trace
+  {data}, in_trace
 FROM {asked}"""
 
 
@@ -219,12 +224,12 @@ _TOLD = telling(
 )
 
 
-def _whole(dialect: Dialect, queued: str, new: str) -> str:
+def _whole(dialect: Dialect, queued: str, new: str, *, retries: bool) -> str:
     """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {dialect.batch(_RUN_COLUMNS)}),
 {queued}
-made AS ({_insert(dialect, new)} RETURNING id, created_us, queue),
+made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us, queue),
 told AS ({_TOLD})
 SELECT CAST(id AS text), created_us,
        (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
@@ -233,18 +238,21 @@ FROM made"""
 
 class _Creating:
     """Writes new runs: on PostgreSQL in one statement, or two, on SQLite in a few. ``deduped``: where a payload names
-    an active run, no other is written."""
+    an active run, no other is written. ``retries``: some have the data of the run that they retry."""
 
-    def __init__(self, *, deduped: bool) -> None:
+    def __init__(self, *, deduped: bool, retries: bool) -> None:
         self._deduped = deduped
-        new = "asked JOIN queued ON queued.id = in_id" if deduped else f"asked WHERE {_IS_NEW}"
-        self._whole = Statement(
-            lambda w: _whole(w, f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new), _RUN_COLUMNS
-        )
+
+        def whole(w: Dialect) -> str:
+            new = "asked JOIN queued ON queued.id = in_id" if deduped else f"asked WHERE {_is_new(w)}"
+            return _whole(w, f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new, retries=retries)
+
+        self._whole = Statement(whole, _RUN_COLUMNS)
         self._queue = Statement(lambda w: _queue(w, w.batch(_RUN_COLUMNS), deduped=deduped), _RUN_COLUMNS)
-        self._rest = Statement(lambda w: _whole(w, "", "asked"), _RUN_COLUMNS)
+        self._rest = Statement(lambda w: _whole(w, "", "asked", retries=retries), _RUN_COLUMNS)
         self._insert = Statement(
-            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS))} WHERE true RETURNING id, created_us", _RUN_COLUMNS
+            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS), retries=retries)} WHERE true RETURNING id, created_us",
+            _RUN_COLUMNS,
         )
 
     def write(
@@ -252,10 +260,12 @@ class _Creating:
     ) -> list[tuple[str, int]]:
         """Write them; returns the ids and times of those that were created."""
         sqlite = conn.dialect.name == "sqlite"
+        ids = [row[0] for row in batch]
+        bounds = {"least": min(ids), "greatest": max(ids)}
         if not sqlite and (not self._deduped or len(batch) <= _FEW):
-            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish)
+            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish, **bounds)
             return [(row[0], row[1]) for row in rows]
-        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now)}
+        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now, **bounds)}
         new = [row for row in batch if row[0] in queued]
         if not new:
             return []
@@ -269,7 +279,11 @@ class _Creating:
 
 _FEW = 64
 """The most runs whose statement may compare each with each: two statements do not, and cost a round trip more."""
-_CREATE, _CREATE_DEDUPED = _Creating(deduped=False), _Creating(deduped=True)
+_CREATE = {
+    (deduped, retries): _Creating(deduped=deduped, retries=retries)
+    for deduped in (False, True)
+    for retries in (False, True)
+}
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
@@ -476,8 +490,9 @@ def _write_runs(
 ) -> list[tuple[str, int]]:
     if not submissions:
         return []
-    creating = _CREATE if all(each.dedupe is None for each in submissions) else _CREATE_DEDUPED
-    return creating.write(conn, list(map(_run_row, submissions)), context)
+    deduped = any(each.dedupe is not None for each in submissions)
+    retries = any(each.retry_of is not None for each in submissions)
+    return _CREATE[deduped, retries].write(conn, list(map(_run_row, submissions)), context)
 
 
 def _write_jobs(

@@ -75,6 +75,7 @@ _runs = Table(
     Column("retry_of", _id, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    postgresql_partition_by="RANGE (id)",
 )
 _somebody = "user_id <> ''"
 Index(
@@ -207,6 +208,7 @@ _attempts = Table(
         "semel_attempts_result",
     ),
     CheckConstraint("status = 'CANCELLED' OR began_us IS NOT NULL", "semel_attempts_began"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(
@@ -391,6 +393,8 @@ def upgrade() -> None:
         op.execute("ALTER INDEX semel_runs_pkey RENAME TO semel_runs_0007_pkey")
     op.add_column("semel_jobs", Column("data_us", BigInteger, nullable=True))
     metadata.create_all(op.get_bind())
+    if postgres:
+        _partition()
     for statement in _MOVES:
         op.execute(_DIGEST.sub(r"decode(\1, 'hex')" if postgres else r"\1", statement))
     op.drop_table("semel_runs_0007")
@@ -468,6 +472,136 @@ SELECT run_id, version, at_us, step, status, fence, worker, note, unpublished, u
 WHERE unpublished OR unsent
 """,
 )
+
+
+# -- partitions of PostgreSQL ------------------------------------------------------------------------------------------
+
+_run_logs = Table(
+    "semel_run_logs",
+    MetaData(),
+    Column("run_id", _id, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("line", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("level", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+    postgresql_partition_by="RANGE (run_id)",
+)
+_FIRST = "86400"
+"""Seconds for which the first partition has room: by then a sweeper has made the next."""
+_PARTITIONED = ("semel_runs", "semel_attempts", "semel_run_logs")
+_STRAYS = 1000
+"""How many rows that were written early a new partition takes over from the default one."""
+_FUNCTIONS = (
+    """
+CREATE FUNCTION semel_make_partition(since uuid, until uuid) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  begins timestamp := to_timestamp(('x' || left(replace(since::text, '-', ''), 12))::bit(48)::bigint / 1000)
+                      AT TIME ZONE 'UTC';
+  suffix text := to_char(begins, '"_p"YYYYMMDD"t"HH24MISS');
+  parent text;
+  id text;
+  strays bigint;
+BEGIN
+  IF since IS NULL OR until IS NULL OR since >= until OR to_regclass('semel_runs' || suffix) IS NOT NULL THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('LOCK TABLE ONLY %I IN ACCESS EXCLUSIVE MODE', parent || '_default');
+  END LOOP;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    id := CASE parent WHEN 'semel_runs' THEN 'id' ELSE 'run_id' END;
+    EXECUTE format('SELECT count(*) FROM (SELECT FROM %I WHERE %I >= $1 AND %2$I < $2 LIMIT {strays} + 1) AS s',
+                   parent || '_default', id) INTO strays USING since, until;
+    IF strays > {strays} THEN
+      RAISE lock_not_available;
+    END IF;
+    EXECUTE format('CREATE TABLE %I (LIKE %I INCLUDING ALL)', parent || suffix, parent);
+    EXECUTE format('WITH early AS (DELETE FROM %I WHERE %I >= $1 AND %2$I < $2 RETURNING *) '
+                   'INSERT INTO %I SELECT * FROM early', parent || '_default', id, parent || suffix) USING since, until;
+    EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)', parent, parent || suffix, since,
+                   until);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR query_canceled OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+    """
+CREATE FUNCTION semel_lock_partition(name text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  parent text;
+BEGIN
+  IF name IS NULL OR name !~ '^_(first|p[0-9]+t[0-9]+)$' OR to_regclass('semel_runs' || name) IS NULL THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('LOCK TABLE ONLY %I IN SHARE ROW EXCLUSIVE MODE', parent || name);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+    """
+CREATE FUNCTION semel_drop_partition(name text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  parent text;
+BEGIN
+  IF NOT semel_lock_partition(name) THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('DROP TABLE %I', parent || name);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+)
+"""A role that may only write rows makes and drops partitions by these, if it may execute them. They wait for no lock
+longer than others wait for theirs, and return false if there is nothing to do or if it is not possible now.
+"""
+_NAMES = "semel_make_partition, semel_lock_partition, semel_drop_partition"
+
+
+def _partition() -> None:
+    """Make the first partitions: one for all ids until tomorrow, and one for ids of no partition's time."""
+    op.execute("ALTER TABLE semel_run_logs RENAME TO semel_run_logs_first")
+    op.execute("ALTER INDEX semel_run_logs_pkey RENAME TO semel_run_logs_first_pkey")
+    _run_logs.create(op.get_bind())
+    for parent in _PARTITIONED:
+        op.execute(f"CREATE TABLE {parent}_default PARTITION OF {parent} DEFAULT")
+    now = f"(extract(epoch FROM now())::bigint + {_FIRST}) * 1000"
+    bound = op.get_bind().scalar(text(f"SELECT rpad(lpad(to_hex({now}), 12, '0'), 32, '0')::uuid::text"))
+    op.execute(f"""
+WITH later AS (DELETE FROM semel_run_logs_first WHERE run_id >= '{bound}' RETURNING *)
+INSERT INTO semel_run_logs SELECT * FROM later""")
+    for parent in _PARTITIONED:
+        first = f"FOR VALUES FROM (MINVALUE) TO ('{bound}')"
+        if parent == "semel_run_logs":
+            op.execute(f"ALTER TABLE {parent} ATTACH PARTITION {parent}_first {first}")
+        else:
+            op.execute(f"CREATE TABLE {parent}_first PARTITION OF {parent} {first}")
+    schema = op.get_bind().scalar(text("SELECT quote_ident(current_schema())"))
+    for function in _FUNCTIONS:
+        op.execute(function.format(schema=schema, strays=_STRAYS))
+    op.execute(f"REVOKE EXECUTE ON FUNCTION {_NAMES} FROM PUBLIC")
+
+
+def _unpartition() -> None:
+    op.execute(f"DROP FUNCTION {_NAMES}")
+    op.execute("CREATE TABLE semel_run_logs_0008 AS SELECT * FROM semel_run_logs")
+    op.execute("DROP TABLE semel_run_logs")
+    op.execute("ALTER TABLE semel_run_logs_0008 RENAME TO semel_run_logs")
+    for column in _run_logs.c:
+        op.execute(f"ALTER TABLE semel_run_logs ALTER COLUMN {column.name} SET NOT NULL")
+    op.execute("ALTER TABLE semel_run_logs ADD CONSTRAINT semel_run_logs_pkey PRIMARY KEY (run_id, fence, line)")
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -886,6 +1020,8 @@ FROM semel_run_steps AS s LEFT JOIN semel_outbox AS o ON o.run_id = s.run_id AND
     op.execute("DROP VIEW semel_run_steps")
     op.execute("DROP VIEW semel_run_states")
     metadata.drop_all(op.get_bind())
+    if postgres:
+        _unpartition()
     op.drop_column("semel_jobs", "data_us")
     _before.create_all(op.get_bind())
     for table, kept in ((_old_runs, "semel_runs_0008"), (_old_events, "semel_steps_0008")):
