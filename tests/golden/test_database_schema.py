@@ -37,7 +37,8 @@ PARTS = {
     "view": "SELECT viewname, definition FROM pg_views WHERE schemaname = current_schema() ORDER BY viewname",
     "function": "SELECT proname, pg_get_functiondef(oid) FROM pg_proc"
     " WHERE pronamespace = current_schema()::regnamespace ORDER BY proname",
-    "trigger": "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger WHERE NOT tgisinternal AND tgparentid = 0 ORDER BY tgname",
+    "trigger": "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger"
+    " WHERE NOT tgisinternal AND tgparentid = 0 ORDER BY tgname",
     "sequence": "SELECT sequencename, data_type::text FROM pg_sequences"
     " WHERE schemaname = current_schema() ORDER BY sequencename",
     "options of": "SELECT relname, array_to_string(reloptions, ', ') FROM pg_class"

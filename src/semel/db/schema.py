@@ -113,8 +113,8 @@ class Digest(TypeDecorator[str]):
         return value if value is None or isinstance(value, str) else bytes(value).hex()
 
 
-_START = 8
-"""How much of a digest an index holds: enough to find its row."""
+_START = 7
+"""How much of a digest an index holds: enough to find its row, and no more than fits into 16 bytes with its header."""
 
 
 def has_digest(column: Column[Any], digits: str) -> ColumnElement[bool]:
@@ -290,6 +290,7 @@ attempts = Table(
 inserted once, and never updated. A pending run that is cancelled has a row without ``began_us``. ``step`` is NULL where
 it has the name of the status. ``started_us``, the
 start of the first attempt, and the times of the heartbeat and the progress are NULL where they equal ``began_us``.
+On PostgreSQL, digest and size of a result that is in the row are NULL: the view computes them.
 """
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(

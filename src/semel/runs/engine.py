@@ -428,18 +428,25 @@ class RunEngine:
         With ``whole``, runs in a partition stay until all of them can be removed at once.
         """
         ends = time.monotonic() + seconds
-        total = await self._drop_partitions(age)
-        failed = await self._remove_files()
+        total, failed = await self._drop_partitions(age), await self._remove_files()
         spans = [partitions.ALL]
         if whole:
             spans = await self.store.read(partitions.spans, age, self.store.statement_context)
-        for after, until in spans:
-            more = True
-            while more and time.monotonic() < ends:
-                context = self.store.statement_context
-                removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
-                total, after, more = total + removed.count, removed.next, removed.next is not None
-                failed = await self._remove_files() or failed  # also after none: the reply may have been lost
+        for span in spans:
+            removed, error = await self._remove_in_batches(age, span, ends)
+            total, failed = total + removed, error or failed
+        return total, failed
+
+    async def _remove_in_batches(
+        self, age: float, span: partitions.Span, ends: float
+    ) -> tuple[int, ResultStoreError | None]:
+        total, failed, more = 0, None, True
+        after, until = span
+        while more and time.monotonic() < ends:
+            context = self.store.statement_context
+            removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
+            total, after, more = total + removed.count, removed.next, removed.next is not None
+            failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         return total, failed
 
     async def _drop_partitions(self, age: float) -> int:

@@ -94,7 +94,7 @@ Index(
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
-Index("semel_runs_payload", func.substr(_runs.c.payload_hash, 1, 8)).ddl_if("postgresql")
+Index("semel_runs_payload", func.substr(_runs.c.payload_hash, 1, 7)).ddl_if("postgresql")
 Index("semel_runs_payload", _runs.c.payload_hash).ddl_if("sqlite")
 Index(
     "semel_runs_data",
@@ -344,6 +344,11 @@ ONE = {
     "ended_tenant": "e.tenant",
 }
 """The columns that only one of them has. A condition on ``active_id`` or ``ended`` lets the database begin there."""
+COMPUTED = {
+    "result_digest": "coalesce(e.result_digest, sha256(convert_to(e.result, 'UTF8')))",
+    "result_size": "coalesce(e.result_size, octet_length(e.result))",
+}
+"""What PostgreSQL does not store for a result that is in the row."""
 STEPS = """
 SELECT r.id AS run_id, 1 AS version, r.created_us AS at_us, 'created' AS step, 'PENDING' AS status,
        CAST(0 AS bigint) AS fence, CAST(NULL AS text) AS worker, CAST(NULL AS text) AS note
@@ -742,7 +747,8 @@ END $$
 
 def _views(postgres: bool, *, model_runs: bool) -> None:
     both = [f"CASE WHEN a.id IS NULL THEN {ENDED[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
-    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in ONE.items())]
+    one = ONE | COMPUTED if postgres else ONE
+    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in one.items())]
     shown = ", ".join(columns).replace("{true}", "true" if postgres else "1")
     op.execute(f"""
 CREATE VIEW semel_run_states AS SELECT {shown} FROM semel_runs AS r
