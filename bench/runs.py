@@ -296,9 +296,9 @@ async def _latency(url: str) -> tuple[float, float]:
 
 FILL = """
 WITH made AS (
-  INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id,
+  INSERT INTO semel_runs (id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id,
     model, queue, payload_hash, parameters)
-  SELECT uuidv7(), n, 60000000, 0, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  SELECT uuidv7(), n, 60000000, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
   FROM generate_series(1, {count}) AS n RETURNING id, created_us AS n
 )
 """

@@ -129,7 +129,7 @@ submitted = Table(
     Column("id", _id, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_us", BigInteger, nullable=False),
-    Column("asked_cost", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=True),
     Column("stall_us", BigInteger, nullable=True),
     Column("priority", Integer, nullable=False),
     Column("max_attempts", Integer, nullable=False),
@@ -147,7 +147,7 @@ submitted = Table(
     Column("trace", Text, nullable=True),
     postgresql_partition_by="RANGE (id)",
 )
-"""What was submitted: a row is inserted once, and never updated."""
+"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0."""
 _somebody = "user_id <> ''"
 Index(
     "semel_runs_user",

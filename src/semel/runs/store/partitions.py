@@ -178,8 +178,8 @@ SELECT r.tenant, r.model, r.facet, e.status, -count(*), -CAST(sum(
 {_ENDED} AND (r.queue <> '{INTERNAL_QUEUE}' OR r.user_id <> '') GROUP BY r.tenant, r.model, r.facet, e.status""",
     f"""
 INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
-SELECT r.tenant, r.user_id, {_DAY}, CAST(sum(coalesce(e.cost, r.asked_cost)) AS bigint)
-{_ENDED} AND r.user_id <> '' AND coalesce(e.cost, r.asked_cost) <> 0 GROUP BY r.tenant, r.user_id, {_DAY}
+SELECT r.tenant, r.user_id, {_DAY}, CAST(sum(coalesce(e.cost, r.asked_cost, 0)) AS bigint)
+{_ENDED} AND r.user_id <> '' AND coalesce(e.cost, r.asked_cost, 0) <> 0 GROUP BY r.tenant, r.user_id, {_DAY}
 ON CONFLICT (tenant, user_id, day_us) DO UPDATE SET cost = k.cost + excluded.cost""",
     f"""
 INSERT INTO semel_removals (prefix, has_files) SELECT CAST(r.id AS text), {_HAS_FILES}

@@ -212,9 +212,9 @@ def _insert(dialect: Dialect, asked: str, *, retries: bool) -> str:
     data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of)" if retries else "NULL"
     return f"""
 INSERT INTO semel_runs ({_SUBMITTED})
-SELECT in_id, {dialect.now}, in_lease, in_cost, in_stall, in_priority, in_max_attempts, in_max_lost, in_tenant, in_user,
-  in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet, in_retry_of,
-  {data}, in_trace
+SELECT in_id, {dialect.now}, in_lease, nullif(in_cost, 0), in_stall, in_priority, in_max_attempts, in_max_lost,
+  in_tenant, in_user, in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet,
+  in_retry_of, {data}, in_trace
 FROM {asked}"""
 
 
