@@ -331,9 +331,9 @@ async def _latency(url: str) -> tuple[float, float]:
 
 FILL = """
 WITH made AS (
-  INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id,
+  INSERT INTO semel_runs (id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id,
     model, queue, payload_hash, parameters)
-  SELECT uuidv7(), n, 60000000, 0, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  SELECT uuidv7(), n, 60000000, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
   FROM generate_series(1, {count}) AS n RETURNING id, created_us AS n
 )
 """
@@ -344,9 +344,9 @@ SELECT id, n, n, 60000000, 0, 0, 1, 0, 0, 0, true, '', '', 'default', 'noop' FRO
 """
 ENDED = """
 INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
-  result_size, worker, result_digest, result)
-SELECT id, 1, n, n, 3, 1, 0, 0, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 4, 'worker-1',
-  CASE n % 100 WHEN 0 THEN NULL ELSE sha256('null') END, CASE n % 100 WHEN 0 THEN NULL ELSE 'null' END
+  worker, result)
+SELECT id, 1, n, n, 3, 1, 0, 0, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 'worker-1',
+  CASE n % 100 WHEN 0 THEN NULL ELSE 'null' END
 FROM made
 """
 COUNT = """

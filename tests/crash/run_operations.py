@@ -1,6 +1,7 @@
 """What a process does with runs and quotas, and what must hold whenever it dies."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -11,10 +12,12 @@ from crash.ledger import Ledger
 from crash.points import Ended, Place
 from crash.wire import FAULTS
 from semel import Quota, Run
+from semel._concurrency.sync import run_sync
+from semel.runs.store import partitions
 from semel.runs.store.lease import Leased
-from semel.runs.types import EndKind
+from semel.runs.types import MICRO, EndKind
 from semel.runs.worker.sweeper import sweep_until_signalled
-from support.databases import LEASE, TestDatabase
+from support.databases import LEASE, MISCOUNTED, TestDatabase
 from support.waiting import eventually
 
 COST = 1.5
@@ -340,7 +343,7 @@ class Purge(OfRunningRun):
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)
         with opened(place) as database:
-            assert database.end(leased)
+            assert database.end(leased, result=None, result_ref=f"{leased.id}/1/result")
             self._results(place, database).put(f"{leased.id}/1/result", b"1")
         return leased
 
@@ -371,6 +374,31 @@ class Purge(OfRunningRun):
         assert list((place.folder / "artifacts").rglob("result*")) == []
         with opened(place) as database:
             assert database.count("semel_removals") == 0
+
+
+class DropPartition(Purge):
+    """``purge`` when every run of a partition is old: the partition is there with all its runs, or gone."""
+
+    def prepare(self, place: Place) -> Leased:
+        with opened(place) as database:
+            now = time.time_ns() // 1000
+            there = database.ask(partitions.partitions)
+            if database.kind == "postgres" and not any(each.start_us <= now < each.end_us for each in there):
+                hour = 3600 * MICRO
+                assert run_sync(database.store.write(partitions.make, now - hour, now + hour))
+        return super().prepare(place)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        super().check(place, given, ended)
+        with opened(place) as database:
+            assert database.rows(MISCOUNTED) == []
+            if database.kind == "postgres":
+                assert database.count("semel_run_logs_default") == 0
+                assert database.ask(partitions.partitions) == []
+
+    def _purge(self, place: Place) -> int:
+        with opened(place, 20 * 365 * 86400) as database:  # the time of the partition is long over
+            return database.open_app(artifacts=place.folder / "artifacts").purge(100)
 
 
 class OfQuota(Connected):

@@ -45,12 +45,14 @@ def engine(url: str) -> Iterator[Engine]:
 
 def belongs(conn: Connection) -> Callable[..., bool]:
     """PostgreSQL draws fences from a sequence, SQLite from a table of one row. Their indexes of payloads differ, and
-    Alembic does not know which is whose."""
+    Alembic does not know which is whose, nor that a partition belongs to its table."""
 
     def include(thing: object, name: str | None, kind: str, *_: Any) -> bool:
         if kind == "index" and name == "semel_runs_hash":
             return False
-        return not (kind == "table" and name == "semel_fence_counter" and conn.dialect.name == "postgresql")
+        if conn.dialect.name != "postgresql" or kind != "table":
+            return True
+        return name != "semel_fence_counter" and not str(name).endswith(("_first", "_default"))
 
     return include
 

@@ -19,7 +19,7 @@ SELECT c.relname, a.attname, format_type(a.atttypid, a.atttypmod),
        CASE WHEN a.attidentity = '' THEN '' ELSE ' identity' END,
        CASE WHEN coll.collname IS NULL OR coll.collname = 'default' THEN '' ELSE ' collate ' || coll.collname END
 FROM pg_attribute a
-JOIN pg_class c ON c.oid = a.attrelid AND c.relkind IN ('r', 'p', 'v')
+JOIN pg_class c ON c.oid = a.attrelid AND c.relkind IN ('r', 'p', 'v') AND NOT c.relispartition
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = current_schema()
 LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
 LEFT JOIN pg_collation coll ON coll.oid = a.attcollation
@@ -28,12 +28,17 @@ ORDER BY c.relname, a.attnum
 """
 PARTS = {
     "constraint": "SELECT conname, pg_get_constraintdef(oid) FROM pg_constraint"
-    " WHERE connamespace = current_schema()::regnamespace AND contype <> 'n' ORDER BY conname, conrelid",
-    "index": "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = current_schema() ORDER BY indexname",
+    " WHERE connamespace = current_schema()::regnamespace AND contype <> 'n'"
+    " AND conrelid NOT IN (SELECT inhrelid FROM pg_inherits) ORDER BY conname, conrelid",
+    "index": "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = current_schema()"
+    " AND tablename NOT IN (SELECT relname FROM pg_class WHERE relispartition) ORDER BY indexname",
+    "partitions of": "SELECT relname, pg_get_partkeydef(oid) FROM pg_class"
+    " WHERE relnamespace = current_schema()::regnamespace AND relkind = 'p' ORDER BY relname",
     "view": "SELECT viewname, definition FROM pg_views WHERE schemaname = current_schema() ORDER BY viewname",
     "function": "SELECT proname, pg_get_functiondef(oid) FROM pg_proc"
     " WHERE pronamespace = current_schema()::regnamespace ORDER BY proname",
-    "trigger": "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger WHERE NOT tgisinternal ORDER BY tgname",
+    "trigger": "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger"
+    " WHERE NOT tgisinternal AND tgparentid = 0 ORDER BY tgname",
     "sequence": "SELECT sequencename, data_type::text FROM pg_sequences"
     " WHERE schemaname = current_schema() ORDER BY sequencename",
     "options of": "SELECT relname, array_to_string(reloptions, ', ') FROM pg_class"

@@ -162,6 +162,7 @@ def _in_database(engine: Engine, target: Target) -> Iterator[Finding]:
         return
     yield _checked("write access", engine, _writes)
     yield _checked("runs", engine, _runs)
+    yield _checked("partitions", engine, _partitions)
     yield _checked("workers", engine, _workers)
     yield _checked("tokens", engine, _tokens, target.host)
 
@@ -252,6 +253,18 @@ def _runs(conn: Connection) -> Finding:
         message += f"; the oldest that is due has waited for {format_span(backlog.oldest_wait)}"
         return Finding("runs", "warning", message, "semel show RUN explains why; start more workers?")
     return Finding("runs", "ok", message)
+
+
+def _partitions(conn: Connection) -> Finding:
+    from semel.runs.store import partitions
+
+    if conn.dialect.name == "sqlite":
+        return Finding("partitions", "skipped", "SQLite has none")
+    there = partitions.partitions(conn)
+    message = f"{len(there)}, and the default one"
+    if not partitions.may_make(conn):
+        return Finding("partitions", "warning", message, partitions.NO_PRIVILEGE)
+    return Finding("partitions", "ok", message)
 
 
 def _workers(conn: Connection) -> Finding:

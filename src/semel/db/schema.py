@@ -113,8 +113,8 @@ class Digest(TypeDecorator[str]):
         return value if value is None or isinstance(value, str) else bytes(value).hex()
 
 
-_START = 8
-"""How much of a digest an index holds: enough to find its row."""
+_START = 7
+"""How much of a digest an index holds: enough to find its row, and no more than fits into 16 bytes with its header."""
 
 
 def has_digest(column: Column[Any], digits: str) -> ColumnElement[bool]:
@@ -129,7 +129,7 @@ submitted = Table(
     Column("id", _id, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_us", BigInteger, nullable=False),
-    Column("asked_cost", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=True),
     Column("stall_us", BigInteger, nullable=True),
     Column("priority", Integer, nullable=False),
     Column("max_attempts", Integer, nullable=False),
@@ -145,8 +145,9 @@ submitted = Table(
     Column("retry_of", _id, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    postgresql_partition_by="RANGE (id)",
 )
-"""What was submitted: a row is inserted once, and never updated."""
+"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0."""
 _somebody = "user_id <> ''"
 Index(
     "semel_runs_user_time",
@@ -284,11 +285,13 @@ attempts = Table(
         "semel_attempts_result",
     ),
     CheckConstraint("status = 'CANCELLED' OR began_us IS NOT NULL", "semel_attempts_began"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 """Every attempt that ended, with the run's status after it, and the outcome of the run if it was the last. A row is
 inserted once, and never updated. A pending run that is cancelled has a row without ``began_us``. ``step`` is NULL where
 it has the name of the status. ``started_us``, the
 start of the first attempt, and the times of the heartbeat and the progress are NULL where they equal ``began_us``.
+On PostgreSQL, digest and size of a result that is in the row are NULL: the view computes them.
 """
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(
@@ -466,6 +469,7 @@ run_logs = Table(
     Column("level", Text, nullable=False),
     Column("text", Text, nullable=False),
     PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 
 quotas = Table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, maintenance, queries, quotas, transitions
+from semel.runs.store import RunStore, maintenance, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
@@ -52,6 +53,8 @@ from semel.runs.types import (
 AT_ONCE = 16 * 1024
 """Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
 
+_log = logging.getLogger("semel.runs")
+
 
 class RunEngine:
     """The operations on the runs of one app."""
@@ -72,6 +75,7 @@ class RunEngine:
         self._transport = transport
         self._builder = SubmissionBuilder(registry, dedupe_policy)
         self._hooks = hooks
+        self._put_off: set[str] = set()
 
     async def submit(
         self,
@@ -418,15 +422,46 @@ class RunEngine:
             )
         return total
 
-    async def remove_old(self, age: float, seconds: float = math.inf) -> tuple[int, ResultStoreError | None]:
-        """As :meth:`purge`, for at most so many seconds; returns how many runs, and why files could not be removed."""
+    async def remove_old(
+        self, age: float, seconds: float = math.inf, *, whole: bool = False
+    ) -> tuple[int, ResultStoreError | None]:
+        """As :meth:`purge`, for at most so many seconds; returns how many runs, and why files could not be removed.
+
+        With ``whole``, runs in a partition stay until all of them can be removed at once.
+        """
         ends = time.monotonic() + seconds
-        total, after, more, failed = 0, None, True, None
+        total, failed = await self._drop_partitions(age), await self._remove_files()
+        spans = [partitions.ALL]
+        if whole:
+            spans = await self.store.read(partitions.spans, age, self.store.statement_context)
+        for span in spans:
+            removed, error = await self._remove_in_batches(age, span, ends)
+            total, failed = total + removed, error or failed
+        return total, failed
+
+    async def _remove_in_batches(
+        self, age: float, span: partitions.Span, ends: float
+    ) -> tuple[int, ResultStoreError | None]:
+        total, failed, more = 0, None, True
+        after, until = span
         while more and time.monotonic() < ends:
-            removed = await self.store.write(maintenance.remove_runs, age, after, self.store.statement_context)
+            context = self.store.statement_context
+            removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
             total, after, more = total + removed.count, removed.next, removed.next is not None
             failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         return total, failed
+
+    async def _drop_partitions(self, age: float) -> int:
+        """Drop the partitions all of whose runs may be removed, unless somebody uses one; returns how many runs."""
+        total = 0
+        for each in await self.store.read(partitions.removable, age, self.store.statement_context):
+            try:
+                total += await self.store.write(partitions.drop, each, age, self.store.statement_context)
+            except partitions.PartitionBusy:
+                if each.name not in self._put_off:
+                    self._put_off.add(each.name)
+                    _log.info("semel_runs%s has only old runs, but is in use: it is dropped later", each.name)
+        return total
 
     async def _remove_files(self) -> ResultStoreError | None:
         """Remove the files of removed runs. What cannot be removed stays for the next purge; return the last error."""

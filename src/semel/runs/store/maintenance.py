@@ -255,13 +255,23 @@ SELECT in_prefix, in_data, in_files FROM {w.batch(_REMOVAL_COLUMNS)} WHERE true 
 )
 
 
-def remove_runs(conn: Connection, age: float, after: str | None, context: StatementContext) -> Removed:
+def note_removals(conn: Connection, notes: Sequence[tuple[str, str | None, bool]]) -> None:
+    """Note files to be removed: a prefix, the data if it is data's, and whether there are files for sure."""
+    if notes:
+        _NOTE_REMOVAL.count(conn, notes)
+
+
+def remove_runs(
+    conn: Connection, age: float, after: str | None, context: StatementContext, until: str | None = None
+) -> Removed:
     """Remove the old ones of the next runs, in the order of their ids, and note their files. One that is being retried
-    stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time.
+    stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time. Nor are
+    those from the id ``until`` on.
     """
     now = read_clock(conn, context)
     window = select(submitted.c.id, submitted.c.created_us).order_by(submitted.c.id).limit(RUNS_BATCH)
-    looked = conn.execute(window if after is None else window.where(submitted.c.id > after)).all()
+    window = window if after is None else window.where(submitted.c.id > after)
+    looked = conn.execute(window if until is None else window.where(submitted.c.id < until)).all()
     if not looked or min(row.created_us for row in looked) >= now - round(age * MICRO):
         return Removed(0, None)
     last = looked[-1].id
@@ -280,8 +290,8 @@ def remove_runs(conn: Connection, age: float, after: str | None, context: Statem
         conn.execute(delete(table).where(table.c.run_id.in_(ids)))
     conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
     refs = {old[each][1] for each in ids if old[each][1] is not None}
-    notes: list[tuple[Any, ...]] = [(each, None, bool(old[each][2])) for each in ids]
-    _NOTE_REMOVAL.count(conn, notes + [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
+    note_removals(conn, [(each, None, bool(old[each][2])) for each in ids])
+    note_removals(conn, [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
     return Removed(len(ids), last)
 
 

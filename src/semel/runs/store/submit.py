@@ -191,8 +191,13 @@ _ACTIVE = (
 
 
 def _unseen(dialect: Dialect) -> str:
-    """The batch without the runs that are there: they were sent before, and the reply was lost."""
-    return f"{dialect.batch(_RUN_COLUMNS)} WHERE NOT EXISTS (SELECT 1 FROM semel_runs AS o WHERE o.id = in_id)"
+    """The batch without the runs that are there: they were sent before, and the reply was lost.
+
+    The bounds let PostgreSQL begin with the partitions of these ids alone.
+    """
+    least, greatest = dialect.identity(":least"), dialect.identity(":greatest")
+    return f"""{dialect.batch(_RUN_COLUMNS)} WHERE NOT EXISTS (
+  SELECT 1 FROM semel_runs AS o WHERE o.id = in_id AND o.id >= {least} AND o.id <= {greatest})"""
 
 
 def _queue(dialect: Dialect, asked: str, *, deduped: bool) -> str:
@@ -206,13 +211,13 @@ FROM {asked}
 RETURNING {dialect.returning("id")}"""
 
 
-def _insert(dialect: Dialect, asked: str) -> str:
+def _insert(dialect: Dialect, asked: str, *, retries: bool) -> str:
+    data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of)" if retries else "NULL"
     return f"""
 INSERT INTO semel_runs ({_SUBMITTED})
-SELECT in_id, {dialect.now}, in_lease, in_cost, in_stall, in_priority, in_max_attempts, in_max_lost, in_tenant, in_user,
-  in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet, in_retry_of,
-  CASE WHEN in_retry_of IS NOT NULL THEN (SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of) END,
-  in_trace
+SELECT in_id, {dialect.now}, in_lease, nullif(in_cost, 0), in_stall, in_priority, in_max_attempts, in_max_lost,
+  in_tenant, in_user, in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet,
+  in_retry_of, {data}, in_trace
 FROM {asked}"""
 
 
@@ -222,12 +227,12 @@ _TOLD = telling(
 )
 
 
-def _whole(dialect: Dialect, asked: str, queued: str, new: str) -> str:
+def _whole(dialect: Dialect, asked: str, queued: str, new: str, *, retries: bool) -> str:
     """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
-made AS ({_insert(dialect, new)} RETURNING id, created_us, queue),
+made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us, queue),
 told AS ({_TOLD})
 SELECT CAST(id AS text), created_us,
        (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
@@ -236,18 +241,22 @@ FROM made"""
 
 class _Creating:
     """Writes new runs: on PostgreSQL in one statement, or two, on SQLite in a few. ``deduped``: where a payload names
-    an active run, no other is written."""
+    an active run, no other is written. ``retries``: some have the data of the run that they retry."""
 
-    def __init__(self, *, deduped: bool) -> None:
+    def __init__(self, *, deduped: bool, retries: bool) -> None:
         self._deduped = deduped
         new = "asked JOIN queued ON queued.id = in_id" if deduped else "asked"
-        self._whole = Statement(
-            lambda w: _whole(w, _unseen(w), f"queued AS ({_queue(w, 'asked', deduped=deduped)}),", new), _RUN_COLUMNS
-        )
+
+        def whole(w: Dialect) -> str:
+            queued = f"queued AS ({_queue(w, 'asked', deduped=deduped)}),"
+            return _whole(w, _unseen(w), queued, new, retries=retries)
+
+        self._whole = Statement(whole, _RUN_COLUMNS)
         self._queue = Statement(lambda w: _queue(w, _unseen(w), deduped=deduped), _RUN_COLUMNS)
-        self._rest = Statement(lambda w: _whole(w, w.batch(_RUN_COLUMNS), "", "asked"), _RUN_COLUMNS)
+        self._rest = Statement(lambda w: _whole(w, w.batch(_RUN_COLUMNS), "", "asked", retries=retries), _RUN_COLUMNS)
         self._insert = Statement(
-            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS))} WHERE true RETURNING id, created_us", _RUN_COLUMNS
+            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS), retries=retries)} WHERE true RETURNING id, created_us",
+            _RUN_COLUMNS,
         )
 
     def write(
@@ -255,10 +264,12 @@ class _Creating:
     ) -> list[tuple[str, int]]:
         """Write them; returns the ids and times of those that were created."""
         sqlite = conn.dialect.name == "sqlite"
+        ids = [row[0] for row in batch]
+        bounds = {"least": min(ids), "greatest": max(ids)}
         if not sqlite and (not self._deduped or len(batch) <= _FEW):
-            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish)
+            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish, **bounds)
             return [(row[0], row[1]) for row in rows]
-        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now)}
+        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now, **bounds)}
         new = [row for row in batch if row[0] in queued]
         if not new:
             return []
@@ -272,7 +283,11 @@ class _Creating:
 
 _FEW = 64
 """The most runs whose statement may compare each with each: two statements do not, and cost a round trip more."""
-_CREATE, _CREATE_DEDUPED = _Creating(deduped=False), _Creating(deduped=True)
+_CREATE = {
+    (deduped, retries): _Creating(deduped=deduped, retries=retries)
+    for deduped in (False, True)
+    for retries in (False, True)
+}
 
 
 def submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
@@ -479,8 +494,9 @@ def _write_runs(
 ) -> list[tuple[str, int]]:
     if not submissions:
         return []
-    creating = _CREATE if all(each.dedupe is None for each in submissions) else _CREATE_DEDUPED
-    return creating.write(conn, list(map(_run_row, submissions)), context)
+    deduped = any(each.dedupe is not None for each in submissions)
+    retries = any(each.retry_of is not None for each in submissions)
+    return _CREATE[deduped, retries].write(conn, list(map(_run_row, submissions)), context)
 
 
 def _write_jobs(

@@ -166,13 +166,22 @@ _SUCCESS = (
 _MORE = ", result_ref, artifacts, result_exact, warnings"
 
 
+def _stored_of_result(dialect: Dialect) -> str:
+    """Digest and size of a result: on PostgreSQL only where they are not those of the text beside them."""
+    digest, size = dialect.digest("in_digest"), "in_size"
+    if dialect.writes_in_with:
+        digest = f"nullif({digest}, sha256(convert_to(in_result, 'UTF8')))"
+        size = "nullif(in_size, octet_length(in_result))"
+    return f"{digest} AS result_digest, {size} AS result_size"
+
+
 def _success(dialect: Dialect, *, more: bool) -> str:
     """The columns of an attempt that succeeded, of ``k``, the active row, and the batch."""
     return f"""k.id AS run_id, k.fence, k.due_us, {dialect.now} AS ended_us, k.version + 1 AS version, k.attempts,
   k.errors, k.losts, k.tenant, 'SUCCEEDED' AS status, 'succeeded' AS step, k.began_us, {_UNLIKE_BEGAN}, k.cancel_us,
   {"coalesce(in_cost, k.cost)" if more else "k.cost"} AS cost, k.worker,
   CASE WHEN k.cancel_us IS NOT NULL THEN k.note END AS cancel_note, k.last_error, k.traceback, k.data_ref,
-  in_result AS result, {dialect.digest("in_digest")} AS result_digest, in_size AS result_size{
+  in_result AS result, {_stored_of_result(dialect)}{
         ", in_ref AS result_ref, in_artifacts AS artifacts, in_exact AS result_exact, in_warnings AS warnings"
         if more
         else ""

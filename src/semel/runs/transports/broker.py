@@ -193,7 +193,8 @@ async def _sweep_once(app: App, store: RunStore, holder: str) -> None:
         transport: Transport = app.transport
         if isinstance(transport, BrokerTransport):  # which runs others have announced is unknown
             transport = _Notifier(transport, again=True)
-        await Sweeper(store, holder, transport=transport, hooks=app.hooks, publish=app.publish).sweep()
+        kept = app.retention
+        await Sweeper(store, holder, transport=transport, hooks=app.hooks, publish=app.publish, retention=kept).sweep()
 
 
 class BrokerTransport(ABC):
@@ -286,6 +287,7 @@ class BrokerTransport(ABC):
                     transport=_Notifier(self),
                     hooks=self._app.hooks,
                     publish=self._app.publish,
+                    retention=self._app.retention,
                     interval=self._sweep_every,
                     tell_again=self._tell_again,
                 )

@@ -89,6 +89,7 @@ class WorkerSession:
             hooks=app.hooks,
             publish=app.publish,
             remove_old=remover(app, self._store),
+            retention=app.retention,
             interval=config.sweep_every or 5.0,
         )
         self._notifier = ChangeNotifier(self._store.url, self._fetcher.on_change, poll=config.poll, database=app.outage)

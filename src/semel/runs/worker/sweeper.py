@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.leader import LeaderTask
-from semel.runs.store import RunStore, lease, maintenance, outbox, transitions
+from semel.runs.store import RunStore, lease, maintenance, outbox, partitions, transitions
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.transitions import Lost
 from semel.runs.transports import Transport
@@ -80,6 +80,7 @@ class Sweeper(LeaderTask):
         hooks: EventHooks,
         publish: Callable[[OutboxEvent], None] | None = None,
         remove_old: Callable[[float], Awaitable[None]] | None = None,
+        retention: float | None = None,
         interval: float = 5.0,
         tell_again: float = 30.0,
     ) -> None:
@@ -88,6 +89,8 @@ class Sweeper(LeaderTask):
         self._hooks = hooks
         self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
         self._remove_old = remove_old
+        self._retention = retention
+        self._without_partitions = False
         self._announce_after = tell_again
         self._turns = 0
         self._announced: dict[tuple[str, int], float] = {}
@@ -132,9 +135,21 @@ class Sweeper(LeaderTask):
             removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
         await self._store.write(maintenance.add_up, self._store.statement_context)
+        await self._make_partitions()
         if self._remove_old is not None:
             await self._remove_old(CLEAN_UP_FOR)
         return total
+
+    async def _make_partitions(self) -> None:
+        """Make the partitions of the time ahead. Without them all goes on, in the default partition."""
+        context = self._store.statement_context
+        wanted = await self._store.read(partitions.missing, self._retention, context)
+        may = not wanted or await self._store.read(partitions.may_make)
+        for start_us, end_us in wanted if may else ():
+            await self._store.write(partitions.make, start_us, end_us)
+        if not may and not self._without_partitions:
+            _log.warning("%s", partitions.NO_PRIVILEGE)
+        self._without_partitions = not may
 
     async def _take_back(self) -> int:
         total = 0
@@ -192,7 +207,7 @@ def remover(app: App, store: RunStore) -> Callable[[float], Awaitable[None]] | N
     engine = app.engine(awaited=True, store=store)
 
     async def remove(seconds: float) -> None:
-        removed, failed = await engine.remove_old(retention, seconds)
+        removed, failed = await engine.remove_old(retention, seconds, whole=True)
         if removed:
             _log.info("removed %d runs that ended more than %g s ago", removed, retention, extra={"removed": removed})
         if failed is not None:
@@ -217,6 +232,7 @@ async def _sweep(app: App, every: float, once: bool) -> int:
         hooks=app.hooks,
         publish=app.publish,
         remove_old=remover(app, store),
+        retention=app.retention,
         interval=every,
     )
     stop_requested = asyncio.Event()

@@ -70,7 +70,7 @@ _runs = Table(
     Column("id", _id, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_us", BigInteger, nullable=False),
-    Column("asked_cost", BigInteger, nullable=False),
+    Column("asked_cost", BigInteger, nullable=True),
     Column("stall_us", BigInteger, nullable=True),
     Column("priority", Integer, nullable=False),
     Column("max_attempts", Integer, nullable=False),
@@ -86,6 +86,7 @@ _runs = Table(
     Column("retry_of", _id, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    postgresql_partition_by="RANGE (id)",
 )
 _somebody = "user_id <> ''"
 # SQLite cannot rename an index: these have other names than those of the old table, which are in use meanwhile.
@@ -105,7 +106,7 @@ Index(
     postgresql_where=text(_somebody),
     sqlite_where=text(_somebody),
 )
-Index("semel_runs_hash", func.substr(_runs.c.payload_hash, 1, 8)).ddl_if("postgresql")
+Index("semel_runs_hash", func.substr(_runs.c.payload_hash, 1, 7)).ddl_if("postgresql")
 Index("semel_runs_hash", _runs.c.payload_hash).ddl_if("sqlite")
 Index(
     "semel_runs_data_ref",
@@ -220,6 +221,7 @@ _attempts = Table(
         "semel_attempts_result",
     ),
     CheckConstraint("status = 'CANCELLED' OR began_us IS NOT NULL", "semel_attempts_began"),
+    postgresql_partition_by="RANGE (run_id)",
 )
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(
@@ -310,7 +312,7 @@ SUBMITTED = (
     "r.idempotency_key",
     "r.facet",
     "r.retry_of",
-    "r.asked_cost",
+    "coalesce(r.asked_cost, 0) AS asked_cost",
     "r.created_us",
     "r.lease_us",
     "r.stall_us",
@@ -321,7 +323,7 @@ ACTIVE = {
     "ready": "a.ready",
     "step": "coalesce(a.step, 'created')",
     "changed_us": "CASE WHEN a.lease_until_us IS NULL THEN a.since_us ELSE coalesce(a.cancel_us, a.began_us) END",
-    "cost": "coalesce(a.cost, r.asked_cost)",
+    "cost": "coalesce(a.cost, r.asked_cost, 0)",
     "started_us": "coalesce(a.started_us, a.began_us)",
     "heartbeat_us": "coalesce(a.heartbeat_us, a.began_us)",
     "progress": "a.progress",
@@ -338,7 +340,7 @@ ENDED = {
     "ready": "{true}",
     "step": "coalesce(e.step, lower(e.status))",
     "changed_us": "e.ended_us",
-    "cost": "coalesce(e.cost, r.asked_cost)",
+    "cost": "coalesce(e.cost, r.asked_cost, 0)",
     "started_us": "coalesce(e.started_us, e.began_us)",
     "heartbeat_us": "coalesce(e.heartbeat_us, e.began_us)",
     "progress": "CASE WHEN e.status = 'SUCCEEDED' THEN 1.0 ELSE e.progress END",
@@ -355,6 +357,11 @@ ONE = {
     "ended_tenant": "e.tenant",
 }
 """The columns that only one of them has. A condition on ``active_id`` or ``ended`` lets the database begin there."""
+COMPUTED = {
+    "result_digest": "coalesce(e.result_digest, sha256(convert_to(e.result, 'UTF8')))",
+    "result_size": "coalesce(e.result_size, octet_length(e.result))",
+}
+"""What PostgreSQL does not store for a result that is in the row."""
 STEPS = """
 SELECT r.id AS run_id, 1 AS version, r.created_us AS at_us, 'created' AS step, 'PENDING' AS status,
        CAST(0 AS bigint) AS fence, CAST(NULL AS text) AS worker, CAST(NULL AS text) AS note
@@ -427,6 +434,7 @@ def upgrade() -> None:
     if postgres:
         op.execute("DROP FUNCTION semel_note_change")
         op.execute(f"ALTER INDEX {NEXT}_pkey RENAME TO semel_runs_pkey")
+        _partition_logs()
     _guard(postgres)
     _views(postgres, model_runs=shown)
     if keys_shown:
@@ -489,6 +497,8 @@ def _create_tables(conn: Connection) -> None:
             table.create(conn)
         else:
             conn.execute(CreateTable(table))
+    if conn.dialect.name == "postgresql":
+        _make_first_partitions(conn)
 
 
 def _index_next(conn: Connection) -> bool:
@@ -651,6 +661,140 @@ SELECT {_STEP} FROM semel_run_events WHERE unpublished UNION SELECT {_STEP} FROM
 """
 
 
+# -- partitions of PostgreSQL ------------------------------------------------------------------------------------------
+
+_run_logs = Table(
+    "semel_run_logs",
+    MetaData(),
+    Column("run_id", _id, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("line", Integer, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("level", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    PrimaryKeyConstraint("run_id", "fence", "line", name="semel_run_logs_pkey"),
+    postgresql_partition_by="RANGE (run_id)",
+)
+_FIRST = "86400"
+"""Seconds for which the first partition has room: by then a sweeper has made the next."""
+_STRAYS = 1000
+"""How many rows that were written early a new partition takes over from the default one."""
+_FUNCTIONS = (
+    """
+CREATE FUNCTION semel_make_partition(since uuid, until uuid) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  begins timestamp := to_timestamp(('x' || left(replace(since::text, '-', ''), 12))::bit(48)::bigint / 1000)
+                      AT TIME ZONE 'UTC';
+  suffix text := to_char(begins, '"_p"YYYYMMDD"t"HH24MISS');
+  parent text;
+  id text;
+  strays bigint;
+BEGIN
+  IF since IS NULL OR until IS NULL OR since >= until OR to_regclass('semel_runs' || suffix) IS NOT NULL THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('LOCK TABLE ONLY %I IN ACCESS EXCLUSIVE MODE', parent || '_default');
+  END LOOP;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    id := CASE parent WHEN 'semel_runs' THEN 'id' ELSE 'run_id' END;
+    EXECUTE format('SELECT count(*) FROM (SELECT FROM %I WHERE %I >= $1 AND %2$I < $2 LIMIT {strays} + 1) AS s',
+                   parent || '_default', id) INTO strays USING since, until;
+    IF strays > {strays} THEN
+      RAISE lock_not_available;
+    END IF;
+    EXECUTE format('CREATE TABLE %I (LIKE %I INCLUDING ALL)', parent || suffix, parent);
+    EXECUTE format('WITH early AS (DELETE FROM %I WHERE %I >= $1 AND %2$I < $2 RETURNING *) '
+                   'INSERT INTO %I SELECT * FROM early', parent || '_default', id, parent || suffix) USING since, until;
+    EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)', parent, parent || suffix, since,
+                   until);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR query_canceled OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+    """
+CREATE FUNCTION semel_lock_partition(name text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  parent text;
+BEGIN
+  IF name IS NULL OR name !~ '^_(first|p[0-9]+t[0-9]+)$' OR to_regclass('semel_runs' || name) IS NULL THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('LOCK TABLE ONLY %I IN SHARE ROW EXCLUSIVE MODE', parent || name);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+    """
+CREATE FUNCTION semel_drop_partition(name text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = {schema}, pg_temp SET lock_timeout = '50ms' AS $$
+DECLARE
+  parent text;
+BEGIN
+  IF NOT semel_lock_partition(name) THEN
+    RETURN false;
+  END IF;
+  FOREACH parent IN ARRAY ARRAY['semel_runs', 'semel_attempts', 'semel_run_logs'] LOOP
+    EXECUTE format('DROP TABLE %I', parent || name);
+  END LOOP;
+  RETURN true;
+EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+  RETURN false;
+END $$
+""",
+)
+"""A role that may only write rows makes and drops partitions by these, if it may execute them. They wait for no lock
+longer than others wait for theirs, and return false if there is nothing to do or if it is not possible now.
+"""
+_NAMES = "semel_make_partition, semel_lock_partition, semel_drop_partition"
+
+
+def _make_first_partitions(conn: Connection) -> None:
+    """Make a partition of runs and attempts for all ids until tomorrow, and one for ids of no partition's time."""
+    now = f"(extract(epoch FROM now())::bigint + {_FIRST}) * 1000"
+    bound = conn.scalar(text(f"SELECT rpad(lpad(to_hex({now}), 12, '0'), 32, '0')::uuid::text"))
+    for name, parent in (("semel_runs", NEXT), ("semel_attempts", "semel_attempts")):
+        conn.execute(text(f"CREATE TABLE {name}_default PARTITION OF {parent} DEFAULT"))
+        conn.execute(text(f"CREATE TABLE {name}_first PARTITION OF {parent} FOR VALUES FROM (MINVALUE) TO ('{bound}')"))
+
+
+_BOUND = text("SELECT pg_get_expr(relpartbound, oid) FROM pg_class WHERE oid = to_regclass('semel_runs_first')")
+
+
+def _partition_logs() -> None:
+    """Make the table of logs a partition, beside those of runs, and the functions that make and drop partitions."""
+    op.execute("ALTER TABLE semel_run_logs RENAME TO semel_run_logs_first")
+    op.execute("ALTER INDEX semel_run_logs_pkey RENAME TO semel_run_logs_first_pkey")
+    _run_logs.create(op.get_bind())
+    op.execute("CREATE TABLE semel_run_logs_default PARTITION OF semel_run_logs DEFAULT")
+    first = op.get_bind().scalar(_BOUND)  # FOR VALUES FROM (MINVALUE) TO ('…')
+    op.execute(f"""
+WITH later AS (DELETE FROM semel_run_logs_first WHERE run_id >= {first.rpartition("TO (")[2][:-1]} RETURNING *)
+INSERT INTO semel_run_logs SELECT * FROM later""")
+    op.execute(f"ALTER TABLE semel_run_logs ATTACH PARTITION semel_run_logs_first {first}")
+    schema = op.get_bind().scalar(text("SELECT quote_ident(current_schema())"))
+    for function in _FUNCTIONS:
+        op.execute(function.format(schema=schema, strays=_STRAYS))
+    op.execute(f"REVOKE EXECUTE ON FUNCTION {_NAMES} FROM PUBLIC")
+
+
+def _unpartition() -> None:
+    op.execute(f"DROP FUNCTION {_NAMES}")
+    op.execute("CREATE TABLE semel_run_logs_kept AS SELECT * FROM semel_run_logs")
+    op.execute("DROP TABLE semel_run_logs")
+    op.execute("ALTER TABLE semel_run_logs_kept RENAME TO semel_run_logs")
+    for column in _run_logs.c:
+        op.execute(f"ALTER TABLE semel_run_logs ALTER COLUMN {column.name} SET NOT NULL")
+    op.execute("ALTER TABLE semel_run_logs ADD CONSTRAINT semel_run_logs_pkey PRIMARY KEY (run_id, fence, line)")
+
+
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 _RUN = "kind = 'run'"
@@ -795,7 +939,8 @@ END $$
 
 def _views(postgres: bool, *, model_runs: bool) -> None:
     both = [f"CASE WHEN a.id IS NULL THEN {ENDED[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
-    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in ONE.items())]
+    one = ONE | COMPUTED if postgres else ONE
+    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in one.items())]
     shown = ", ".join(columns).replace("{true}", "true" if postgres else "1")
     op.execute(f"""
 CREATE VIEW semel_run_states AS SELECT {shown} FROM semel_runs AS r
@@ -1074,6 +1219,8 @@ FROM semel_run_steps AS s LEFT JOIN semel_outbox AS o ON o.run_id = s.run_id AND
     op.execute("DROP VIEW semel_run_states")
     op.rename_table("semel_runs", NEXT)
     metadata.drop_all(op.get_bind())
+    if postgres:
+        _unpartition()
     op.drop_column("semel_jobs", "data_us")
     _before.create_all(op.get_bind())
     for table, kept in ((_old_runs, "semel_runs_kept"), (_old_events, "semel_steps_kept")):

@@ -1,0 +1,301 @@
+"""Runs of a time are in one partition, which the sweeper makes ahead and drops whole when all its runs may go."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, LiteralString
+
+import psycopg
+import pytest
+from sqlalchemy.engine import make_url
+
+from semel import App, Run
+from semel._concurrency.sync import run_sync
+from semel.runs.store import partitions, submit
+from semel.runs.store.partitions import Partition
+from semel.runs.submission import SubmitOptions
+from semel.runs.types import MICRO, id_at, new_id
+from semel.runs.worker.sweeper import Sweeper, remover
+from semel.testing import FakeClock
+from support.databases import MISCOUNTED, database_url
+from support.runs_harness import RunsHarness
+
+HOUR, DAY = 3600, 86400
+RETENTION = DAY
+TABLES = ("semel_runs", "semel_attempts", "semel_run_logs")
+
+
+class Ledger(RunsHarness):
+    """A database with a partition for the runs that are submitted in this test, and the clock of this machine."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        super().__init__("postgres", url, folder)
+        self.clock = FakeClock(time.time())
+        self.client = self._closing.enter_context(closing(psycopg.connect(url, autocommit=True)))
+        self.began = round(self.clock.us / MICRO)
+
+    def begin(self) -> Partition:
+        """Give the runs of now a partition of four hours, in the place of the first one."""
+        assert self.value("SELECT semel_drop_partition('_first')")
+        self.make(self.began - 2 * HOUR, self.began + 2 * HOUR)
+        return self.partitions[0]
+
+    def make(self, start: float, end: float) -> bool:
+        return bool(self.value("SELECT semel_make_partition(%s, %s)", id_of(start), id_of(end)))
+
+    def value(self, query: LiteralString, *values: object) -> Any:
+        row = self.client.execute(query, values or None).fetchone()
+        return None if row is None else row[0]
+
+    @property
+    def partitions(self) -> list[Partition]:
+        return run_sync(self.timeless._engine.store.read(partitions.partitions))
+
+    @property
+    def names(self) -> list[str]:
+        return [each.name for each in self.partitions]
+
+    def ended(self, kind: Any = "succeeded", **options: Any) -> Run:
+        hand = self.hand()
+        run = self.timeless.submit("add", {"a": 1}, dedupe=False, **options)
+        (taken,) = hand.lease()
+        told = {"reason": "it failed"} if kind == "fatal" else {"result": None}
+        assert hand.end(taken, kind, **told)
+        self.client.execute("INSERT INTO semel_run_logs VALUES (%s, 1, 1, 1, 'INFO', 'said')", [run.id])
+        return run
+
+    def sweep(self, url: str = "", times: int = 1, **options: Any) -> None:
+        """Turns of the sweeper of an app with these options, on the clock of the test."""
+
+        async def turn() -> None:
+            app = App(url or self.url, clock=self.clock, artifacts=self.folder / "artifacts", **options)
+            store = app.ledger(awaited=True)
+            more: dict[str, Any] = {"remove_old": remover(app, store), "retention": app.retention}
+            sweeper = Sweeper(store, "sweeper", transport=app.transport, hooks=app.hooks, **more)
+            for _ in range(times):
+                await sweeper.sweep()
+                sweeper._turns = 0
+            await store.close()
+
+        asyncio.run(turn())
+
+
+def id_of(seconds: float) -> str:
+    return id_at(round(seconds * MICRO))
+
+
+@pytest.fixture
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
+    with database_url(request, "postgres") as url, Ledger(url, tmp_path) as ledger:
+        yield ledger
+
+
+# -- where a run is ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_its_attempts_and_its_logs_are_in_the_partitions_of_its_time(ledger: Ledger) -> None:
+    name = ledger.begin().name
+    ledger.ended()
+    for table in TABLES:
+        rows = ledger.client.execute(f"SELECT CAST(tableoid AS regclass)::text FROM {table}").fetchall()  # type: ignore[call-overload]
+        assert rows == [(table + name,)]
+
+
+def test_an_id_of_no_partitions_time_is_in_the_default_one_and_works_as_every_other(ledger: Ledger) -> None:
+    assert ledger.value("SELECT semel_drop_partition('_first')")
+    run = ledger.ended("fatal", idempotency_key="k")
+    assert ledger.value("SELECT count(*) FROM semel_runs_default") == 1
+    assert ledger.timeless.get(run.id).status == "FAILED"
+    assert ledger.timeless.submit("add", {"a": 1}, idempotency_key="k", dedupe=False).id == run.id
+    assert ledger.timeless.retry(run.id).retry_of == run.id
+    assert len(ledger.timeless.runs().runs) == 2
+
+
+def test_a_look_up_by_id_reads_one_partition(ledger: Ledger) -> None:
+    ledger.begin()
+    ledger.make(ledger.began + 2 * HOUR, ledger.began + 3 * HOUR)
+    ledger.client.execute("SET plan_cache_mode = force_generic_plan")
+    ledger.client.execute("PREPARE one(uuid) AS SELECT * FROM semel_run_states WHERE id = $1")
+    plan = ledger.client.execute(f"EXPLAIN EXECUTE one('{new_id()}')").fetchall()  # type: ignore[call-overload]
+    scanned = set(re.findall(r"on (semel_(?:runs|attempts)_\w+)", str(plan)))
+    name = ledger.names[0]
+    assert scanned == {f"semel_runs{name}", f"semel_attempts{name}"}
+
+
+# -- made ahead --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retention", [None, 90 * DAY, DAY, 60])
+def test_the_sweeper_makes_partitions_ahead_without_a_gap(ledger: Ledger, retention: float | None) -> None:
+    ledger.sweep(retention=retention)
+    made = ledger.partitions
+    assert made[0].name == "_first"
+    assert all(before.end == after.start for before, after in pairwise(made))
+    period = partitions.period_of(retention)
+    assert made[-1].end_us >= ledger.clock.us + min(2 * period, partitions.AHEAD_US)
+    ledger.sweep(retention=retention)
+    assert ledger.partitions == made, "there are enough"
+    ledger.clock.advance((made[-1].end_us - ledger.clock.us) / MICRO)
+    ledger.sweep(retention=retention)
+    assert len(ledger.partitions) > len(made)
+    assert len(ledger.names) <= partitions.SHARE + 4
+
+
+def test_a_role_that_may_only_write_rows_makes_and_drops_partitions_if_it_may_execute_the_functions(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    grants = re.findall(r"GRANT [^;]+;", Path("docs/deploy.md").read_text() + Path("docs/stores.md").read_text())
+    execute = [each for each in grants if "EXECUTE" in each]
+    assert execute
+    role = f"app_{new_id()[-12:]}"
+    ledger.client.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'")  # type: ignore[call-overload]
+    try:
+        for grant in [each for each in grants if each not in execute]:
+            ledger.client.execute(grant.replace("TO app", f"TO {role}"))  # type: ignore[call-overload]
+        url = make_url(ledger.url).set(username=role, password="secret").render_as_string(hide_password=False)
+        with caplog.at_level(logging.WARNING, "semel"):
+            ledger.sweep(url, times=2, retention=90 * DAY)
+        assert caplog.messages.count(partitions.NO_PRIVILEGE) == 1
+        assert ledger.names == ["_first"]
+        for grant in execute:
+            ledger.client.execute(grant.replace("TO app", f"TO {role}"))  # type: ignore[call-overload]
+        ledger.sweep(url, retention=90 * DAY)
+        assert len(ledger.names) > 1
+        ledger.clock.advance(100 * DAY)
+        ledger.sweep(url, retention=90 * DAY)
+        assert "_first" not in ledger.names
+    finally:
+        ledger.client.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")  # type: ignore[call-overload]
+
+
+def test_a_new_partition_takes_over_what_a_clock_that_was_ahead_wrote(ledger: Ledger) -> None:
+    assert ledger.value("SELECT semel_drop_partition('_first')")
+    run = ledger.ended()
+    assert ledger.make(ledger.began - HOUR, ledger.began + HOUR)
+    assert ledger.value("SELECT count(*) FROM semel_runs_default") == 0
+    assert ledger.timeless.get(run.id).status == "SUCCEEDED"
+    assert ledger.value("SELECT count(*) FROM semel_run_logs WHERE run_id = %s", run.id) == 1
+
+
+def test_a_time_with_many_rows_in_the_default_partition_is_left_to_it(ledger: Ledger) -> None:
+    assert ledger.value("SELECT semel_drop_partition('_first')")
+    ledger.client.execute(
+        "INSERT INTO semel_run_logs SELECT %s, 1, n, 1, '', '' FROM generate_series(1, 1001) AS n", [new_id()]
+    )
+    assert not ledger.make(ledger.began - HOUR, ledger.began + HOUR)
+    assert ledger.names == []
+    ledger.sweep(retention=RETENTION)
+    assert ledger.partitions[0].start_us > ledger.clock.us
+
+
+def test_a_clock_that_was_far_ahead_and_is_right_again_leaves_no_time_without_a_partition(ledger: Ledger) -> None:
+    ledger.clock.advance(3650 * DAY)
+    ledger.sweep(retention=RETENTION)
+    ledger.clock.advance(-3650 * DAY)
+    ledger.sweep(retention=RETENTION)
+    store = ledger.timeless._engine.store
+    assert run_sync(store.read(partitions.missing, RETENTION, store.statement_context)) == []
+
+
+@pytest.mark.parametrize("arguments", ["NULL, NULL", "'{1}', '{0}'", "'{0}', '{0}'"])
+def test_nonsense_makes_no_partition(ledger: Ledger, arguments: str) -> None:
+    query = f"SELECT semel_make_partition({arguments.format(id_of(1), id_of(2))})"
+    assert ledger.client.execute(query).fetchone() == (False,)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", ["", "_default", "; DROP TABLE semel_keys", "_p20000101t000000", None])
+def test_only_a_partition_is_dropped(ledger: Ledger, name: str | None) -> None:
+    assert ledger.value("SELECT semel_drop_partition(%s)", name) is False
+    assert ledger.names == ["_first"]
+
+
+# -- dropped whole -----------------------------------------------------------------------------------------------------
+
+
+def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(ledger: Ledger) -> None:
+    name = ledger.begin().name
+    ledger.ended(user="ann", cost=3)
+    failed = ledger.ended("fatal", user="ann", cost=4)
+    (ledger.folder / "artifacts" / failed.id / "1").mkdir(parents=True)
+    (ledger.folder / "artifacts" / failed.id / "1" / "left").write_text("by an attempt that failed")
+    ledger.timeless.cancel(ledger.timeless.submit("add", {"a": 3}, user="bob", cost=5).id)
+    ledger.sweep(retention=RETENTION)
+    spent = ledger.timeless.usage("ann").spent["yearly"]
+    ledger.clock.advance(DAY + 3 * HOUR)
+    ledger.sweep(retention=RETENTION)
+    assert name not in ledger.names
+    assert not ledger.timeless.runs().runs
+    assert ledger.timeless.usage("ann").spent["yearly"] == spent == 7
+    assert ledger.sql(MISCOUNTED) == []
+    for table in (*TABLES, "semel_removals", "semel_outbox"):
+        assert ledger.sql(f"SELECT count(*) FROM {table}")[0][0] == 0
+    assert not [path for path in (ledger.folder / "artifacts").rglob("*") if path.is_file()]
+
+
+def test_runs_in_a_partition_wait_for_the_last_of_them_and_no_longer_than_its_time(ledger: Ledger) -> None:
+    ledger.begin()
+    ledger.ended()
+    ledger.clock.advance(DAY + HOUR)
+    ledger.sweep(retention=RETENTION)
+    assert len(ledger.timeless.runs().runs) == 1, "the partition's time is not over for so long"
+    assert ledger.timeless.purge(RETENTION) == 1, "by hand it is exact"
+
+
+@pytest.mark.parametrize("what", ["a live key", "an active run", "a run that ended lately"])
+def test_one_run_that_must_stay_keeps_its_partition(ledger: Ledger, what: str) -> None:
+    name = ledger.begin().name
+    old = ledger.ended()
+    if what == "a live key":
+        kept = ledger.ended(idempotency_key="k", key_ttl=30 * DAY)
+    else:
+        kept = ledger.timeless.submit("add", {"a": 2})
+    ledger.clock.advance(DAY + 3 * HOUR)
+    if what == "a run that ended lately":
+        ledger.timeless.cancel(kept.id)
+    ledger.sweep(retention=RETENTION)
+    assert name in ledger.names
+    assert {run.id for run in ledger.timeless.runs().runs} == {old.id, kept.id}
+    ledger.clock.advance(6 * HOUR)  # long overdue: what may go goes in batches
+    ledger.sweep(retention=RETENTION)
+    assert {run.id for run in ledger.timeless.runs().runs} == {kept.id}
+    assert ledger.sql(MISCOUNTED) == []
+
+
+def test_a_drop_waits_for_nobody_and_nobody_waits_for_it(ledger: Ledger, caplog: pytest.LogCaptureFixture) -> None:
+    name = ledger.begin().name
+    ledger.ended()
+    ledger.sweep(retention=RETENTION)
+    ledger.clock.advance(DAY + 3 * HOUR)
+    with caplog.at_level(logging.INFO, "semel"), psycopg.connect(ledger.url) as reader:
+        reader.execute("SELECT count(*) FROM semel_runs")
+        ledger.sweep(times=2, retention=RETENTION)
+        assert name in ledger.names
+        assert len([line for line in caplog.messages if "is in use" in line]) == 1
+        new = ledger.timeless.submit("add", {"a": 2})
+        assert ledger.sql("SELECT count(*) FROM semel_run_counts WHERE count < 0")[0][0] == 0, "all is as before"
+    ledger.timeless.cancel(new.id)
+    ledger.clock.advance(DAY + HOUR)
+    ledger.sweep(retention=RETENTION)
+    assert name not in ledger.names
+
+
+def test_a_partition_of_which_a_run_is_being_retried_is_not_dropped(ledger: Ledger) -> None:
+    name = ledger.begin().name
+    old = ledger.ended()
+    ledger.sweep(retention=RETENTION)
+    ledger.clock.advance(DAY + 3 * HOUR)
+    store = ledger.timeless._engine.store
+    again = ledger.timeless._engine._builder.submission("add", {"a": 1}, SubmitOptions(), retry_of=old.id)
+
+    def retry_slowly(conn: Any) -> submit.Answer:
+        (answer,) = submit.submit(conn, [again], store.statement_context)
+        ledger.sweep(retention=RETENTION)
+        return answer
+
+    assert isinstance(run_sync(store.write(retry_slowly)), submit.Created)
+    assert name in ledger.names
