@@ -58,8 +58,8 @@ def run(engine: Engine, progress: Progress) -> tuple[str | None, str | None]:
         for version, part in _preparations(before):
             _alone(engine, upgrade, version)
             _prepare(engine, version, part, progress)
-    _, after = _alone(engine, upgrade)
-    return before, after
+    switched_from, after = _alone(engine, upgrade)
+    return (after if switched_from == after else before), after
 
 
 def _preparations(before: str) -> list[tuple[str, Part]]:
