@@ -1,6 +1,6 @@
 """The migration to tables that are written once: runs in every state, while old programs go on, killed and run again.
 
-5,000 runs, or as many as SEMEL_TEST_RUNS says.
+3,000 runs, or as many as SEMEL_TEST_RUNS says.
 
 What the old tables held at the moment of the switch is kept beside the new ones and compared with their views, row by
 row.
@@ -28,7 +28,7 @@ from semel.runs.app import App
 from support.databases import MISCOUNTED
 from support.programs import PATIENCE, Program
 
-MANY = int(os.environ.get("SEMEL_TEST_RUNS", "5000"))
+MANY = int(os.environ.get("SEMEL_TEST_RUNS", "3000"))
 LATER_US = 1_700_000_000_000_000
 
 RUNS = f"""
@@ -329,6 +329,7 @@ try:
             number, now = number + 1, now + 1000
             for call, *args in ((submit, number), (every_step, newest), (purge, newest), (forget,)):
                 once(call, *args)
+                sleep(0.005)  # who waits for SQLite's lock polls, and would never get it
         tell({"rounds": number})
 except exc.DBAPIError as error:
     tell({"error": str(error.orig), "done": dict(done)})
@@ -377,11 +378,12 @@ def test_old_programs_go_on_while_runs_are_copied_and_lose_nothing(
 
         def progress(copied: int, total: int) -> None:
             shown.append((copied, total))
-            theirs.wait_for_more()
+            if len(shown) < 10:  # then both run as fast as they can
+                theirs.wait_for_more()
 
         assert migrate.run(old, progress) == ("0007", "0008")
         end = theirs.wait_for_its_end()
-    assert re.search("no such|does not exist|has no column", end["error"])  # by which statement comes first
+    assert re.search("no such|does not exist|has no column", end["error"])
     assert min(end["done"][each] for each in ("succeeded", "failed", "retried", "cancelled", "uploaded", "purged")) > 3
     assert len(shown) > 5
     assert shown[-1][0] == shown[-1][1] >= MANY - end["done"]["purged"]

@@ -74,11 +74,9 @@ def _preparations(before: str) -> list[tuple[str, Part]]:
 def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> None:
     most, aim = LARGEST, AIM[engine.dialect.name]
     while True:
-        began = time.monotonic()
-        done = _alone(engine, _next_part, version, part, most)
+        done, took = _alone(engine, _next_part, version, part, most)
         if done is None:
             break
-        took = time.monotonic() - began
         progress(*done)
         most = max(SMALLEST, min(LARGEST, round(most * aim / max(took, aim / 2))))
         if engine.dialect.name == "sqlite":
@@ -88,9 +86,11 @@ def _prepare(engine: Engine, version: str, part: Part, progress: Progress) -> No
         progress(whole[0], whole[0])
 
 
-def _next_part(conn: Connection, version: str, part: Part, most: int) -> tuple[int, int] | None:
-    """The next part, unless another process has finished the migration meanwhile."""
-    return part(conn, most) if current(conn) == version else None
+def _next_part(conn: Connection, version: str, part: Part, most: int) -> tuple[tuple[int, int] | None, float]:
+    """The next part, unless another process has finished the migration meanwhile; and how many seconds it took."""
+    began = time.monotonic()
+    done = part(conn, most) if current(conn) == version else None
+    return done, time.monotonic() - began
 
 
 def _alone(engine: Engine, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -408,7 +408,7 @@ def prepare(conn: Connection, most: int) -> tuple[int, int] | None:
     if not inspect(conn).has_table(_note.name):
         _expand(conn)
         return _progress(conn)
-    if _copy_next(conn, most) == most or _index_next(conn) or _catch_up(conn, most) == most:
+    if _copy_next(conn, most) == most or _index_next(conn) or _index_keys(conn) or _catch_up(conn, most) == most:
         return _progress(conn)
     return None
 
@@ -424,7 +424,7 @@ def upgrade() -> None:
     for copy in (_copy_next, _catch_up):
         while copy(conn, _BATCH):
             pass
-    while _index_next(conn):
+    while _index_next(conn) or _index_keys(conn):
         pass
     _copy_active(conn)
     _move_keys(postgres)
@@ -468,9 +468,9 @@ _NOTED = {
 def _expand(conn: Connection) -> None:
     """Make the new tables, and note from now on which runs of the old one end or are removed."""
     postgres = conn.dialect.name == "postgresql"
+    total = conn.scalar(text("SELECT count(*) FROM semel_runs"))  # before the triggers, for which writers wait
     _create_tables(conn)
     _meanwhile.create_all(conn)
-    conn.execute(text("ALTER TABLE semel_jobs ADD COLUMN data_us BIGINT"))
     if postgres:  # with the owner's rights: a program that may write runs may not know this table
         place = conn.scalar(text("SELECT quote_ident(current_schema())"))
         conn.execute(
@@ -482,11 +482,11 @@ BEGIN
   RETURN NULL;
 END $$""")
         )
+    conn.execute(text("ALTER TABLE semel_jobs ADD COLUMN data_us BIGINT"))
     for name, (when, row) in _NOTED.items():
         noting = f"BEGIN INSERT INTO {_changes.name} (id) VALUES ({row}.id); END"
         what = "EXECUTE FUNCTION semel_note_change()" if postgres else noting
         conn.execute(text(f"CREATE TRIGGER {name} AFTER {when} {what}"))
-    total = conn.scalar(text("SELECT count(*) FROM semel_runs"))
     conn.execute(_note.insert(), {"revision": revision, "copied": 0, "total": total})
 
 
@@ -514,6 +514,15 @@ def _index_next(conn: Connection) -> bool:
         if missing:
             return True
     return False
+
+
+def _index_keys(conn: Connection) -> bool:
+    """Make the indexes of the keys of runs, of which there are none yet. Returns whether they were missing."""
+    if any(index["name"] == "semel_keys_run" for index in inspect(conn).get_indexes("semel_keys")):
+        return False
+    for name, column in (("semel_keys_run", "attempt"), ("semel_keys_run_key", "key")):
+        conn.execute(text(f"CREATE INDEX {name} ON semel_keys ({column}) WHERE {_RUN}"))
+    return True
 
 
 def _progress(conn: Connection) -> tuple[int, int]:
@@ -819,8 +828,6 @@ UPDATE semel_active SET dedupe = b.dedupe, dedupe_until_us = b.until FROM {sourc
 def _move_keys(postgres: bool) -> None:
     """A client's key becomes a claim whose outcome is the run; that of a payload, a column of the active run."""
     conn = op.get_bind()
-    for name, column in (("semel_keys_run", "attempt"), ("semel_keys_run_key", "key")):
-        op.create_index(name, "semel_keys", [column], postgresql_where=text(_RUN), sqlite_where=text(_RUN))
     if not postgres:
         conn.execute(text("UPDATE semel_fence_counter SET last = last + (SELECT count(*) FROM semel_run_keys)"))
     fence = "nextval('semel_fence')" if postgres else "(SELECT last FROM semel_fence_counter)"
