@@ -48,16 +48,16 @@ class Leased(Struct, frozen=True):
 
 def _picked(dialect: Dialect, which: str) -> str:
     """The runs (``p``) that wait and for which ``which`` is true, except those that another transaction has locked."""
-    return f"""SELECT p.id AS in_id FROM semel_active AS p
+    return f"""SELECT p.id AS in_id{", p.ctid AS in_place" if dialect.writes_in_with else ""} FROM semel_active AS p
 WHERE p.lease_until_us IS NULL AND {which} {dialect.locking("p", skip=True)}"""
 
 
-def _take(now: str) -> str:
+def _take(now: str, place: str = "k.id = in_id") -> str:
     return f"""UPDATE semel_active AS k
 SET step = 'leased', note = NULL, version = version + 1, fence = fence + 1, attempts = attempts + 1, worker = :worker,
     began_us = {now}, lease_until_us = {now} + lease_us, started_us = coalesce(started_us, began_us),
     heartbeat_us = NULL, progress = NULL, progress_note = NULL, progress_us = NULL
-FROM picked WHERE k.id = in_id AND k.lease_until_us IS NULL"""
+FROM picked WHERE {place} AND k.lease_until_us IS NULL"""
 
 
 def _leased(dialect: Dialect) -> str:
@@ -65,6 +65,11 @@ def _leased(dialect: Dialect) -> str:
     return f"""{dialect.as_text("k.id")}, k.fence, k.model, r.parameters, {dialect.digits("r.payload_hash")},
   k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, r.created_us, {FIRST_START}, k.began_us,
   coalesce(k.data_ref, r.data_ref), r.trace, k.due_us"""
+
+
+_TAKEN = """k.id, k.fence, k.model, k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, k.started_us,
+  k.began_us, k.data_ref, k.due_us, k.version, k.step, k.worker"""
+"""What the rest of the statement reads of a row that was leased: to form and to read all its columns takes time."""
 
 
 class _Leasing:
@@ -75,8 +80,8 @@ class _Leasing:
             lambda w: (
                 f"""
 WITH picked AS MATERIALIZED ({_picked(w, which(w))}),
-k AS ({_take(w.now)} RETURNING k.*),
-told AS ({telling("(SELECT k.*, id AS run_id, began_us AS at_us, 'RUNNING' AS status FROM k) AS t")})
+k AS ({_take(w.now, "k.ctid = in_place")} RETURNING {_TAKEN}),
+told AS ({telling("(SELECT k.*, id AS run_id, began_us AS at_us, 'RUNNING' AS status, NULL AS note FROM k) AS t")})
 SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
             )
         )
