@@ -276,6 +276,8 @@ class WorkerSession:
         return await execute(run.attempt, run.model, run, self._results, self._app.limits, cancelled=run.stop)
 
     def _ending(self, run: ActiveRun, ended: AttemptResult) -> FinishRequest:
+        if ended.kind == "succeeded":
+            return FinishRequest(run.leased.id, run.leased.fence, ended)
         if ended.kind == "unstarted":
             return FinishRequest(run.leased.id, run.leased.fence, ended, round(COOLDOWN / 10 * MICRO), returned=True)
         delay = ended.after or 0.0
