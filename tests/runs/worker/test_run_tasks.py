@@ -76,6 +76,8 @@ def test_a_run_that_cancels_its_task_cancels_no_other_run(app: App, harness: Run
     runs = submit(app, "give_up", *["go_on"] * MANY)
     with harness.working(app):
         assert results(app, runs[1:]) == {"done"}
+    for run in runs[1:]:
+        assert [step.step for step in app.timeline(run.id)] == ["created", "leased", "succeeded"]
 
 
 def test_a_run_that_is_cancelled_by_force_ends_alone(app: App, harness: RunsHarness) -> None:
