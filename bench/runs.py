@@ -20,6 +20,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
@@ -28,7 +30,7 @@ import psycopg
 from meter import Cost, Meter, middle
 from noop_model import blocking_noop
 from peers import Absent, Peer, opened
-from peers.watch import from_tasks, in_a_process
+from peers.watch import LIMIT, end_in_time, from_tasks, in_a_process
 from sqlalchemy import Engine, event
 from table import Row, show
 
@@ -160,6 +162,42 @@ def _statements() -> Iterator[list[str]]:
         event.remove(Engine, "before_cursor_execute", note)
 
 
+SPAN = """
+SELECT count(*), count(*) FILTER (WHERE fence = 1 AND status = 'SUCCEEDED'), max(ended_us) - min(began_us)
+FROM semel_attempts
+"""
+
+
+def drained_by(url: str, processes: int, count: int) -> float:
+    """Runs a second, by the database's clock, that so many worker processes drain from one queue; each run once."""
+    context = get_context("spawn")
+    ready = context.Barrier(processes + 1)
+    workers = [context.Process(target=work_when_ready, args=(url, ready)) for _ in range(processes)]
+    for each in workers:
+        each.start()
+    try:
+        ready.wait(LIMIT)
+        with psycopg.connect(url, autocommit=True) as connection:
+            while connection.execute("SELECT 1 FROM semel_active LIMIT 1").fetchone():
+                time.sleep(0.02)  # the database sends no signal for this
+            ended, once, span = connection.execute(SPAN).fetchone() or (0, 0, 1)
+    finally:
+        for each in workers:
+            each.terminate()
+            each.join()
+    if not ended == once == count:
+        raise RuntimeError(f"{count} runs have {ended} attempts, of which {once} succeeded under the first lease")
+    return count * 1e6 / span
+
+
+def work_when_ready(url: str, ready: Barrier) -> None:
+    """Work until terminated, from the moment when all processes have started."""
+    end_in_time()
+    worker = Worker(app_on(url), concurrency=1000, processes=0, threads=0)
+    ready.wait(LIMIT)
+    worker.run()
+
+
 class Bench:
     """The servers, semel set up on them, and the results so far."""
 
@@ -238,6 +276,19 @@ def wal_rows(bench: Bench) -> Iterator[Row]:
         yield Row(
             f"WAL to {what} a run, bytes", [each.wal for each in costs], most, at_most=True, note=str(middle(costs))
         )
+
+
+def process_rows(bench: Bench) -> Iterator[Row]:
+    """Several worker processes on one queue against one. No run is leased twice, or it raises."""
+    peer, rates = bench.ours, dict[int, list[float]]()
+    for processes in (1, 2, 4) * ROUNDS:
+        peer.enqueue_many(peer.jobs)
+        rates.setdefault(processes, []).append(drained_by(peer.url, processes, peer.jobs))
+        peer.clear()
+    for processes in (2, 4):
+        ratios = [a / b for a, b in zip(rates[processes], rates[1], strict=True)]
+        note = f"{median(rates[processes]):,.0f}/s against {median(rates[1]):,.0f}/s"
+        yield Row(f"drain by {processes} worker processes / by one", ratios, 1, note=note)
 
 
 def drain_rows(bench: Bench) -> dict[str, Part]:
@@ -547,6 +598,7 @@ def rows(bench: Bench, wanted: list[str]) -> Iterator[Row]:
         "wal": lambda: wal_rows(bench),
         **drain_rows(bench),
         "drain sqlite": sqlite_drain,
+        "processes": lambda: process_rows(bench),
         **submit_rows(bench),
         "latency postgresql": lambda: [latency(bench.url, 10)],
         "latency sqlite": lambda: [latency(sqlite, 20)],

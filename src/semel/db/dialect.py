@@ -49,6 +49,9 @@ class Dialect(Protocol):
     def digits(self, column: str) -> str:
         """The hexadecimal digits of a digest."""
 
+    def size(self, column: str) -> str:
+        """How many bytes a text has in UTF-8."""
+
     def locking(self, table: str, *, skip: bool) -> str:
         """Lock the selected rows; with ``skip``, leave out locked ones. Empty on SQLite, whose one writer locks all."""
 
@@ -93,6 +96,9 @@ class Postgres:
     def digits(self, column: str) -> str:
         return f"encode({column}, 'hex')"
 
+    def size(self, column: str) -> str:
+        return f"octet_length({column})"
+
     def locking(self, table: str, *, skip: bool) -> str:
         return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
@@ -125,6 +131,9 @@ class Sqlite:
         return column
 
     identity = digest = digits = as_text
+
+    def size(self, column: str) -> str:
+        return f"length(CAST({column} AS BLOB))"
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
         return ""

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
@@ -155,12 +156,25 @@ def publish(
     return PublishedResult(
         result=data.decode() if ref is None else None,
         result_ref=ref,
-        result_digest=sha256(data).hexdigest(),
+        result_digest=_digest(data),
         result_size=len(data),
         artifacts=artifacts,
         result_exact=None if exact is None else _kept_exactly(store, attempt, exact, inline=ref is None),
         warnings=[] if exact is None else _warnings(exact),
     )
+
+
+SMALL = 64
+"""Up to so many bytes, the digest of a result is remembered: many runs end with the same few words."""
+
+
+def _digest(data: bytes) -> str:
+    return _small_digest(data) if len(data) <= SMALL else sha256(data).hexdigest()
+
+
+@lru_cache(1024)
+def _small_digest(data: bytes) -> str:
+    return sha256(data).hexdigest()
 
 
 def flat_ref(run_id: str) -> str:

@@ -148,15 +148,15 @@ _SUCCEED_COLUMNS = {
     "in_fence": "bigint",
     "in_result": "text",
     "in_digest": "text",
-    "in_size": "bigint",
     "in_ref": "text",
+    "in_size": "bigint",
     "in_artifacts": "text",
     "in_cost": "bigint",
     "in_exact": "text",
     "in_warnings": "text",
 }
-_PLAIN = 5
-"""How many columns every success has; most successes send no more than these."""
+_PLAIN = 4
+"""How many columns every success has. Most successes send no more than these: their result is in the row."""
 _NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
 _SUCCESS = (
     "run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step, began_us, started_us, "
@@ -166,12 +166,12 @@ _SUCCESS = (
 _MORE = ", result_ref, artifacts, result_exact, warnings"
 
 
-def _stored_of_result(dialect: Dialect) -> str:
+def _stored_of_result(dialect: Dialect, *, more: bool) -> str:
     """Digest and size of a result: on PostgreSQL only where they are not those of the text beside them."""
-    digest, size = dialect.digest("in_digest"), "in_size"
+    own = dialect.size("in_result")
+    digest, size = dialect.digest("in_digest"), f"coalesce({f'in_size, {own}' if more else own}, 0)"
     if dialect.writes_in_with:
-        digest = f"nullif({digest}, sha256(convert_to(in_result, 'UTF8')))"
-        size = "nullif(in_size, octet_length(in_result))"
+        digest, size = f"nullif({digest}, sha256(convert_to(in_result, 'UTF8')))", f"nullif({size}, {own})"
     return f"{digest} AS result_digest, {size} AS result_size"
 
 
@@ -181,7 +181,7 @@ def _success(dialect: Dialect, *, more: bool) -> str:
   k.errors, k.losts, k.tenant, 'SUCCEEDED' AS status, 'succeeded' AS step, k.began_us, {_UNLIKE_BEGAN}, k.cancel_us,
   {"coalesce(in_cost, k.cost)" if more else "k.cost"} AS cost, k.worker,
   CASE WHEN k.cancel_us IS NOT NULL THEN k.note END AS cancel_note, k.last_error, k.traceback, k.data_ref,
-  in_result AS result, {_stored_of_result(dialect)}{
+  in_result AS result, {_stored_of_result(dialect, more=more)}{
         ", in_ref AS result_ref, in_artifacts AS artifacts, in_exact AS result_exact, in_warnings AS warnings"
         if more
         else ""
@@ -416,8 +416,8 @@ def _success_row(ending: FinishRequest) -> tuple[Any, ...]:
         ending.fence,
         ended.result,
         ended.result_digest,
-        ended.result_size,
         ended.result_ref,
+        None if ended.result_ref is None else ended.result_size,
         msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None,
         None if ended.cost is None else micros(ended.cost),
         ended.result_exact,

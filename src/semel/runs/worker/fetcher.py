@@ -54,7 +54,7 @@ class Fetcher:
         active: ActiveRuns,
         *,
         log: WorkerLogger,
-        begin: Callable[[Leased], None],
+        begin: Callable[[list[Leased]], None],
         unwritten: Callable[[], int],
     ) -> None:
         self.wakeup = asyncio.Event()
@@ -177,8 +177,7 @@ class Fetcher:
             self._lost_reply = True
             await self.sleep(1.0)
             return 0
-        for each in leased:
-            self._begin(each)
+        self._begin(leased)
         if self._lost_reply:
             try:
                 async with asyncio.timeout(5.0):

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ from semel.runs.worker.heartbeat import Heartbeat
 from semel.runs.worker.notifier import ChangeNotifier
 from semel.runs.worker.run_logs import EVERY as RUN_LOGS_EVERY
 from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
+from semel.runs.worker.run_tasks import RunTasks
 from semel.runs.worker.sweeper import ROLE, Sweeper, remover
 
 FORCED_STOP_TIMEOUT = 1.0
@@ -51,6 +52,7 @@ class WorkerSession:
         self._log = WorkerLogger(config.id)
         self._stop_requested = asyncio.Event()
         self._active = ActiveRuns()
+        self._tasks = RunTasks(self._attempt)
         self._stopping = self._at_once = self._database_silent = False
         self._store = app.ledger(awaited=True)
         self._store.outage = app.outage
@@ -171,7 +173,7 @@ class WorkerSession:
         leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.statement_context)
         for each in leased:
             if each.model in self._app.registry:
-                self._begin(each)
+                self._begin([each])
             else:
                 await self._store.write(
                     transitions.end,
@@ -200,19 +202,27 @@ class WorkerSession:
                 task.cancel()
             await asyncio.gather(fetching, stopped, return_exceptions=True)
 
-    def _begin(self, leased: Leased) -> None:
-        model = self._app.registry[leased.model]
-        run = ActiveRun(leased, model, self._config.id, time.monotonic())
-        self._active.add(run)
-        self._heartbeat.watch(run)
-        self._fetcher.busy[model.isolation] += 1
+    def _begin(self, leased: Sequence[Leased]) -> None:
+        now = time.monotonic()
+        runs = [ActiveRun(each, self._app.registry[each.model], self._config.id, now) for each in leased]
+        watched = self._app.hooks.has_hooks or self._log.logs(logging.INFO)
+        for run in runs:
+            self._active.add(run)
+            self._heartbeat.watch(run)
+            self._fetcher.busy[run.model.isolation] += 1
+            if watched:
+                self._report(run)
+            if run.model.timeout is not None and run.model.isolation == "loop":
+                limit = run.model.timeout + run.model.grace
+                asyncio.get_running_loop().call_later(limit, self._overdue, run)
+        self._tasks.start(runs)
+
+    def _report(self, run: ActiveRun) -> None:
+        leased = run.leased
         if self._app.hooks.has_hooks and not is_own_work(leased.model, leased.user_id):
             lag = max(0.0, (leased.changed_us - leased.due_us) / MICRO)
             self._app.hooks.emit(RunEvent("started", leased.model, "RUNNING", lag))
         self._log.log(logging.INFO, "run started", run)
-        if model.isolation == "loop" and model.timeout is not None:
-            asyncio.get_running_loop().call_later(model.timeout + model.grace, self._overdue, run)
-        run.task = asyncio.get_running_loop().create_task(self._attempt(run))
 
     async def _attempt(self, run: ActiveRun) -> None:
         try:
@@ -267,6 +277,8 @@ class WorkerSession:
         return await execute(run.attempt, run.model, run, self._results, self._app.limits, cancelled=run.stop)
 
     def _ending(self, run: ActiveRun, ended: AttemptResult) -> FinishRequest:
+        if ended.kind == "succeeded":
+            return FinishRequest(run.leased.id, run.leased.fence, ended)
         if ended.kind == "unstarted":
             return FinishRequest(run.leased.id, run.leased.fence, ended, round(COOLDOWN / 10 * MICRO), returned=True)
         delay = ended.after or 0.0

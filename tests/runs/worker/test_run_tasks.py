@@ -1,0 +1,100 @@
+"""Runs that share a task: to a model it looks as if each run had a task of its own."""
+
+import asyncio
+from contextvars import ContextVar
+
+import pytest
+
+from semel import App, Run
+from support.runs_harness import PATIENCE, RunsHarness
+
+MANY = 8
+here: ContextVar[str] = ContextVar("here", default="nothing")
+
+
+@pytest.fixture
+def app(harness: RunsHarness) -> App:
+    return App(harness.url, artifacts=harness.folder / "artifacts", dedupe_window=0)
+
+
+def submit(app: App, *models: str) -> list[Run]:
+    return app.submit_many([{"model": model} for model in models])
+
+
+def ended(app: App, runs: list[Run]) -> set[str]:
+    """How they ended."""
+    return {app.wait(run.id, timeout=PATIENCE).status for run in runs}
+
+
+def results(app: App, runs: list[Run]) -> set[str]:
+    assert ended(app, runs) == {"SUCCEEDED"}
+    return {app.result(run.id) for run in runs}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_run_sees_the_context_variables_of_another(app: App, harness: RunsHarness, waits: bool) -> None:
+    @app.model("look")
+    async def look() -> str:
+        seen = here.get()
+        here.set("another run")
+        if waits:
+            await asyncio.sleep(0)
+            seen += f", then {here.get()}"
+        return seen
+
+    runs = submit(app, *["look"] * MANY)
+    with harness.working(app):
+        seen = results(app, runs)
+    assert seen == {"nothing, then another run" if waits else "nothing"}
+
+
+def test_runs_that_wait_are_under_way_together(app: App, harness: RunsHarness) -> None:
+    """Also the first ones, of a model that is not known to wait: each waits for all the others."""
+    together = asyncio.Barrier(MANY)
+
+    @app.model("meet")
+    async def meet() -> None:
+        await together.wait()
+
+    runs = submit(app, *["meet"] * MANY)
+    with harness.working(app):
+        assert ended(app, runs) == {"SUCCEEDED"}
+
+
+def test_a_run_that_cancels_its_task_cancels_no_other_run(app: App, harness: RunsHarness) -> None:
+    @app.model("give_up", max_attempts=1)
+    async def give_up() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    @app.model("go_on", max_attempts=1)
+    async def go_on() -> str:
+        await asyncio.sleep(0)
+        return "done"
+
+    runs = submit(app, "give_up", *["go_on"] * MANY)
+    with harness.working(app):
+        assert results(app, runs[1:]) == {"done"}
+    for run in runs[1:]:
+        assert [step.step for step in app.timeline(run.id)] == ["created", "leased", "succeeded"]
+
+
+def test_a_run_that_is_cancelled_by_force_ends_alone(app: App, harness: RunsHarness) -> None:
+    """It waits in a task that other runs began in, and the others wait, too."""
+    go_on = asyncio.Event()
+
+    @app.model("wait", grace=0.05)
+    async def wait() -> None:
+        await go_on.wait()
+
+    @app.model("open")
+    async def open_() -> None:
+        go_on.set()
+
+    first, *others = submit(app, *["wait"] * MANY)
+    with harness.working(app):
+        app.cancel(first.id)
+        assert app.wait(first.id, timeout=PATIENCE).status == "CANCELLED"
+        submit(app, "open")
+        assert ended(app, others) == {"SUCCEEDED"}
