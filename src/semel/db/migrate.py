@@ -54,12 +54,12 @@ def run(engine: Engine, progress: Progress) -> tuple[str | None, str | None]:
     is not changed.
     """
     before = _alone(engine, current)
-    if before in REVISIONS[:-1]:
-        for version, part in _preparations(before):
-            _alone(engine, upgrade, version)
-            _prepare(engine, version, part, progress)
-    switched_from, after = _alone(engine, upgrade)
-    return (after if switched_from == after else before), after
+    if before not in REVISIONS[:-1]:
+        return _alone(engine, upgrade)
+    for version, part in _preparations(before):
+        _alone(engine, upgrade, version)
+        _prepare(engine, version, part, progress)
+    return before, _alone(engine, upgrade)[1]
 
 
 def _preparations(before: str) -> list[tuple[str, Part]]:
