@@ -601,7 +601,7 @@ def rows(bench: Bench, wanted: list[str]) -> Iterator[Row]:
         "processes": lambda: process_rows(bench),
         **submit_rows(bench),
         "latency postgresql": lambda: [latency(bench.url, 10)],
-        "latency sqlite": lambda: [latency(sqlite, 20)],
+        "latency sqlite": lambda: [latency(sqlite, 11.8)],
         "growth": lambda: growth(bench),
         "growth sqlite": sqlite_growth,
         "heartbeat": lambda: [heartbeat(bench)],

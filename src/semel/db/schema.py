@@ -409,6 +409,7 @@ runs = Table(
     Column("warnings", Text),
     Column("active_id", _id),
     Column("ended", Text),
+    Column("ended_id", _id),
     Column("ended_tenant", _name),
 )
 """A view of every run as it is now: its active row, or else its last attempt, with what was submitted. A condition on

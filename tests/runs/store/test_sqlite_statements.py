@@ -1,13 +1,14 @@
 """SQLite's own statements: what a lease reads, which ends are written, and of what classes values may be."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine
 
 from semel.db.dialect import StatementContext
-from semel.runs.store import lease, transitions
+from semel.runs.store import lease, queries, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
+from semel.runs.store.queries import Filter
 from semel.runs.store.transitions import FinishRequest
 from semel.runs.types import AttemptResult
 from support.databases import LEASE, Databases, TestDatabase
@@ -19,8 +20,8 @@ def database(databases: Databases) -> Iterator[TestDatabase]:
         yield database
 
 
-def steps_of_a_lease(database: TestDatabase) -> int:
-    """How many steps, in hundreds, SQLite's machine takes to lease ten runs; the lease is rolled back."""
+def steps_of(database: TestDatabase, work: Callable[[Connection], int]) -> int:
+    """How many steps, in hundreds, SQLite's machine takes for ten runs; what they change is rolled back."""
     steps = 0
 
     def count() -> None:
@@ -30,19 +31,44 @@ def steps_of_a_lease(database: TestDatabase) -> int:
     engine = create_engine(database.url)
     with engine.connect() as conn:
         conn.connection.dbapi_connection.set_progress_handler(count, 100)  # type: ignore[union-attr]
-        request = LeaseRequest("worker-1", ("default",), ["train"], 10)
-        assert len(lease.lease(conn, request, StatementContext(database.clock.us))) == 10
+        assert work(conn) == 10
     engine.dispose()
     return steps
 
 
+def submit_many(database: TestDatabase, numbers: range) -> None:
+    database.app.submit_many([{"model": "train", "parameters": {"number": number}} for number in numbers])
+
+
 def test_a_lease_reads_no_more_runs_than_it_takes_however_many_wait_or_run(database: TestDatabase) -> None:
-    submissions = [{"model": "train", "parameters": {"number": number}} for number in range(20)]
-    database.app.submit_many(submissions)
-    few = steps_of_a_lease(database)
-    database.app.submit_many([{"model": "train", "parameters": {"number": -number}} for number in range(1, 1000)])
+    def lease_ten(conn: Connection) -> int:
+        request = LeaseRequest("worker-1", ("default",), ["train"], 10)
+        return len(lease.lease(conn, request, StatementContext(database.clock.us)))
+
+    submit_many(database, range(20))
+    few = steps_of(database, lease_ten)
+    submit_many(database, range(20, 1000))
     database.lease(500)
-    assert steps_of_a_lease(database) <= few + 1
+    assert steps_of(database, lease_ten) <= few + 1
+
+
+def test_a_page_of_failed_runs_reads_no_more_than_it_shows_however_many_failed(database: TestDatabase) -> None:
+    cursor: str | None = None
+
+    def list_ten(conn: Connection) -> int:
+        return len(queries.list_runs(conn, Filter(status=["FAILED"]), 10, cursor).runs)
+
+    def fail(numbers: range) -> None:
+        submit_many(database, numbers)
+        failed = AttemptResult(kind="fatal", reason="no")
+        database.do(transitions.end, [FinishRequest(each.id, each.fence, failed) for each in database.lease(500)])
+
+    fail(range(20))
+    few = steps_of(database, list_ten)
+    fail(range(20, 500))
+    assert steps_of(database, list_ten) <= few + 1
+    cursor = database.app.runs(limit=400, status="FAILED").runs[-1].id
+    assert steps_of(database, list_ten) <= few + 2, "and so does a later page"
 
 
 def test_of_two_ends_of_a_run_the_one_whose_fence_holds_is_written(database: TestDatabase) -> None:
@@ -53,7 +79,7 @@ def test_of_two_ends_of_a_run_the_one_whose_fence_holds_is_written(database: Tes
     (heir,) = database.lease()
 
     def end(leased: Leased, size: int) -> FinishRequest:
-        ended = AttemptResult(kind="succeeded", result="null", result_digest="d" * 64, result_size=size)
+        ended = AttemptResult(kind="succeeded", result="1" * size, result_digest="d" * 64, result_size=size)
         return FinishRequest(leased.id, leased.fence, ended)
 
     over = database.do(transitions.end, [end(heir, 2), end(lost, 1)])

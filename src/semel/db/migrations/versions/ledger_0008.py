@@ -354,6 +354,7 @@ ONE = {
     "data_ref": "coalesce(a.data_ref, e.data_ref, r.data_ref)",
     "active_id": "a.id",
     "ended": "e.status",
+    "ended_id": "e.run_id",
     "ended_tenant": "e.tenant",
 }
 """The columns that only one of them has. A condition on ``active_id`` or ``ended`` lets the database begin there."""
