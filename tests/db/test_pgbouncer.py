@@ -33,7 +33,6 @@ from semel.db import open_database
 from semel.db.dialect import transaction
 from semel.once.store import Clock, Store
 from semel.once.stores import open_store
-from semel.runs.store.transitions import CHANNEL
 from semel.testing import StoreSuite
 from support import servers
 from support.databases import TestDatabase, database_url, held
@@ -73,7 +72,7 @@ def database(url: str) -> Iterator[TestDatabase]:
 @pytest.fixture
 def clients(url: str) -> Iterator[list[Once]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(Once(url)) for _ in range(CLIENTS)]
+        yield [stack.enter_context(Once(url, retry_for=PATIENCE)) for _ in range(CLIENTS)]
 
 
 def test_threads_of_many_clients_do_each_key_once(clients: list[Once]) -> None:
@@ -106,7 +105,7 @@ def test_tasks_of_many_clients_do_each_key_once(url: str) -> None:
         return value
 
     async def scenario() -> list[bytes]:
-        clients = [AsyncOnce(url) for _ in range(CLIENTS)]
+        clients = [AsyncOnce(url, retry_for=PATIENCE) for _ in range(CLIENTS)]
         calls = [call(clients[number % CLIENTS], f"key {number // 3}") for number in range(600)]
         answers = await asyncio.gather(*calls)
         for client in clients:
@@ -192,10 +191,10 @@ def test_every_transaction_has_its_settings(url: str, migrated_postgres_url: str
     run_sync(database.close())
 
 
-LEFT = f"""
+LEFT = """
 SELECT current_setting('lock_timeout'), current_setting('enable_seqscan'), current_setting('statement_timeout'),
        (SELECT count(*) FROM pg_prepared_statements), (SELECT count(*) FROM pg_listening_channels()),
-       (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'), pg_backend_pid(), '{CHANNEL}'
+       (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()), pg_backend_pid()
 """
 
 
@@ -246,7 +245,7 @@ def test_two_workers_execute_each_of_many_runs_once(harness: RunsHarness) -> Non
 
 
 def test_runs_fail_retry_stop_and_keep_their_leases(harness: RunsHarness) -> None:
-    app = harness.open({"lease": 1.0, "backoff": (0,), "max_attempts": 3})
+    app = harness.open({"lease": 20.0, "backoff": (0,), "max_attempts": 3})
     folder = harness.place("held")
     with harness.working(app):
         flaky = app.submit("flaky", {"failures": 2})
@@ -362,7 +361,7 @@ def test_calls_and_runs_survive_a_restart_of_pgbouncer(
         value: int = clients[number % CLIENTS].call(f"key {number}", partial(work, number)).value
         return value
 
-    app = harness.app
+    app = harness.open(retry_for=PATIENCE)
     with harness.working(app), ThreadPoolExecutor(8) as threads:
         runs = submitted(app, 100)
         answers = [threads.submit(call, number) for number in range(400)]
