@@ -25,18 +25,16 @@ from semel.runs.store.maintenance import WorkerRecord
 from semel.runs.types import INTERNAL_QUEUE
 from semel.service.auth import tokens
 from semel.testing import FakeClock
-from support import servers
 
 DAY = 86400
 
 Told = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest) -> str:
     """A database that is migrated."""
-    found: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
-    assert main(["migrate", found]) == 0
+    found: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return found
 
 
@@ -521,10 +519,9 @@ def test_the_doctor_says_that_a_database_cannot_be_had(url: str, capsys: pytest.
 
 
 def test_the_doctor_finds_a_database_that_cannot_be_written(
-    postgres_server: servers.Postgres, postgres_url: str, capsys: pytest.CaptureFixture[str]
+    migrated_postgres_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["migrate", postgres_url]) == 0
-    read_only = make_url(postgres_url).update_query_dict({"options": "-c default_transaction_read_only=on"})
+    read_only = make_url(migrated_postgres_url).update_query_dict({"options": "-c default_transaction_read_only=on"})
     capsys.readouterr()
     assert main(["doctor", "--json", "--db", read_only.render_as_string(hide_password=False)]) == 1
     found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}

@@ -487,13 +487,15 @@ def test_the_fields_of_a_run_that_waits_are_in_line(server: CliServer, semel: To
 
 
 @pytest.fixture
-def guarded(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TestServer, str]]:
+def guarded(
+    migrated_sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TestServer, str]]:
     """A server that wants tokens, and the URL of its database."""
-    app = make_app(sqlite_url, tmp_path)
+    app = make_app(migrated_sqlite_url, tmp_path)
     add_models(app, threading.Event())
     with serve(app) as service:
         monkeypatch.setenv("SEMEL_SERVER", service.address)
-        yield service, sqlite_url
+        yield service, migrated_sqlite_url
     app.close()
 
 

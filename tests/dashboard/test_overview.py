@@ -238,7 +238,7 @@ def drive_quota(app: App, tenant: str, user: str, **limits: Any) -> None:
 def test_after_a_restart_a_stream_begins_with_everything(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    url = request.getfixturevalue(f"{kind}_url")
+    url = request.getfixturevalue(f"migrated_{kind}_url")
     with token_server(url, tmp_path) as server, browser(server, server.root) as root:
         secret = server.root.secret
         with listening(root.client, "/ui/live") as events:

@@ -10,7 +10,6 @@ from playwright.sync_api import Locator, Page, expect
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from semel.cli import main as semel_command
 from semel.service import asgi
 from support.apps import dashboard_app
 from support.browser import Visitor
@@ -40,11 +39,10 @@ def figure(page: Page, name: str) -> Locator:
 
 
 def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
-    visit: Visit, postgres_url: str, tmp_path: Path
+    visit: Visit, migrated_postgres_url: str, tmp_path: Path
 ) -> None:
-    assert semel_command(["migrate", postgres_url]) == 0
     gate = tmp_path / "gate"
-    with ServeProcess(tmp_path, APP, "--db", postgres_url) as serving:
+    with ServeProcess(tmp_path, APP, "--db", migrated_postgres_url) as serving:
         _, worker = eventually(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
         run_id = serving.submit("frail", {"until": str(gate)})["run_id"]
         serving.becomes(run_id, "RUNNING")
@@ -64,9 +62,9 @@ def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
 
 
 def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
-    visit: Visit, sqlite_url: str, tmp_path: Path
+    visit: Visit, migrated_sqlite_url: str, tmp_path: Path
 ) -> None:
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url) as serving:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url) as serving:
         visitor = visit(serving.address)
         visitor.pardon(f"failed: GET .*: {AWAY}")
         page = live_page(visitor, "/")
@@ -76,7 +74,7 @@ def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
         expect(page.locator("#workers")).to_contain_text("alive")
         port = serving.address.rpartition(":")[2]
     expect(page.locator(".live")).to_have_text("offline")
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--port", port) as serving:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url, "--port", port) as serving:
         expect(page.locator(".live")).to_have_text("live")
         serving.submit("add", {"a": 2})
         expect(figure(page, "Succeeded")).to_have_text(re.compile("^2 "))
@@ -84,9 +82,9 @@ def test_the_overview_is_live_and_goes_on_after_the_server_was_started_again(
 
 
 def test_below_a_prefix_every_link_form_and_stream_of_the_pages_stays_below_it(
-    visit: Visit, sqlite_url: str, tmp_path: Path
+    visit: Visit, migrated_sqlite_url: str, tmp_path: Path
 ) -> None:
-    app = dashboard_app.register(make_app(sqlite_url, tmp_path, dedupe_window=0))
+    app = dashboard_app.register(make_app(migrated_sqlite_url, tmp_path, dedupe_window=0))
     application = Starlette(routes=[Mount("/below", asgi(app))])
     with closing(app), host_asgi(application) as client, app.working(processes=0, poll=0.2, drain=0.0):
         visitor = visit(str(client.base_url))

@@ -54,14 +54,14 @@ def _no_failed_logins(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(params=DATABASES)
 def new_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TokenServer]:
     """A server of the test's own, where it matters which tokens there are."""
-    with token_server(request.getfixturevalue(f"{request.param}_url"), tmp_path) as server:
+    with token_server(request.getfixturevalue(f"migrated_{request.param}_url"), tmp_path) as server:
         yield server
 
 
 @pytest.fixture
-def service(sqlite_url: str, tmp_path: Path) -> Iterator[TestServer]:
+def service(migrated_sqlite_url: str, tmp_path: Path) -> Iterator[TestServer]:
     """A service without tokens."""
-    with local_server(sqlite_url, tmp_path, dedupe_window=0) as service:
+    with local_server(migrated_sqlite_url, tmp_path, dedupe_window=0) as service:
         yield service
 
 
@@ -226,9 +226,9 @@ def test_after_a_rotation_the_old_token_works_for_the_grace_and_the_new_one_from
     assert server.root.post(f"/admin/tokens/{fresh.id}/rotate", json={}).status_code == 404
 
 
-def test_tokens_that_expired_a_month_ago_are_forgotten(tmp_path: Path, sqlite_url: str) -> None:
+def test_tokens_that_expired_a_month_ago_are_forgotten(tmp_path: Path, migrated_sqlite_url: str) -> None:
     now = 1_800_000_000_000_000
-    app = make_app(sqlite_url, tmp_path, clock=lambda: now)
+    app = make_app(migrated_sqlite_url, tmp_path, clock=lambda: now)
     issue_token(app, "old", ttl=10)
     now += 29 * 86400 * 1_000_000
     issue_token(app, "kept")
@@ -393,8 +393,10 @@ def test_whoever_has_one_address_of_an_ipv6_network_has_them_all() -> None:
     assert address_of({"client": None}) == address_of({}) == ""
 
 
-def test_the_rate_of_a_token_is_limited_and_that_of_another_is_its_own(sqlite_url: str, tmp_path: Path) -> None:
-    with token_server(sqlite_url, tmp_path, Settings(rate=0.01)) as server:
+def test_the_rate_of_a_token_is_limited_and_that_of_another_is_its_own(
+    migrated_sqlite_url: str, tmp_path: Path
+) -> None:
+    with token_server(migrated_sqlite_url, tmp_path, Settings(rate=0.01)) as server:
         alice, bob = server.admit("alice"), server.admit("bob")
         assert [alice.get("/runs").status_code for _ in range(3)] == [200, 429, 429]
         refused = alice.get("/runs")
@@ -459,8 +461,11 @@ def test_a_token_that_is_rotated_twice_is_replaced_for_as_long_as_it_was_made(se
         assert lifetimes == [ttl, ttl]
 
 
-def test_so_many_requests_of_a_caller_wait_or_listen_at_a_time(tmp_path: Path, sqlite_url: str) -> None:
-    with token_server(sqlite_url, tmp_path, Settings(max_waiting=3)) as server, ThreadPoolExecutor(4) as threads:
+def test_so_many_requests_of_a_caller_wait_or_listen_at_a_time(tmp_path: Path, migrated_sqlite_url: str) -> None:
+    with (
+        token_server(migrated_sqlite_url, tmp_path, Settings(max_waiting=3)) as server,
+        ThreadPoolExecutor(4) as threads,
+    ):
         alice, bert = server.admit("alice", "operator"), server.admit("bert", "operator")
         run = server.root.post("/runs", json={"model": "add", "parameters": {"a": 1}, "delay": 3600}).json()["run_id"]
         paths = [f"/runs/{run}?wait=60", f"/runs/{run}?wait=60", f"/runs/{run}/events"]

@@ -112,8 +112,8 @@ def test_a_refused_client_that_sends_all_before_it_reads_sees_why(server: TokenS
         assert answer.status_code == (413 if who is server.root else 401)
 
 
-def test_a_body_that_comes_too_slowly_is_given_up(tmp_path: Any, sqlite_url: str) -> None:
-    app = make_app(sqlite_url, tmp_path)
+def test_a_body_that_comes_too_slowly_is_given_up(tmp_path: Any, migrated_sqlite_url: str) -> None:
+    app = make_app(migrated_sqlite_url, tmp_path)
     with serve(app, Settings(body_timeout=0.2)) as service:
         told = b"POST /runs HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         answer = send_raw(service.address, told)

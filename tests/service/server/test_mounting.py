@@ -26,8 +26,8 @@ from support.waiting import eventually
 
 
 @pytest.fixture
-def app(sqlite_url: str, tmp_path: Path) -> Iterator[App]:
-    app = make_app(sqlite_url, tmp_path, dedupe_window=0)
+def app(migrated_sqlite_url: str, tmp_path: Path) -> Iterator[App]:
+    app = make_app(migrated_sqlite_url, tmp_path, dedupe_window=0)
 
     @app.model("add")
     async def add(a: int, b: int = 0) -> int:
@@ -160,7 +160,7 @@ list(application({environ!r}, lambda *_: None))  # before the server forks
 
 
 def test_it_works_in_the_processes_of_a_server_that_forks(
-    sqlite_url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    migrated_sqlite_url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """gunicorn imports the application, and a request may come, before it forks its workers."""
     environ = {
@@ -171,7 +171,7 @@ def test_it_works_in_the_processes_of_a_server_that_forks(
         "wsgi.input": None,
     }
     (tmp_path / "forked.py").write_text(
-        _PROGRAM.format(url=sqlite_url, artifacts=str(tmp_path / "artifacts"), environ=environ)
+        _PROGRAM.format(url=migrated_sqlite_url, artifacts=str(tmp_path / "artifacts"), environ=environ)
     )
     socket_path = tmp_path_factory.mktemp("s") / "http"  # the path of a Unix socket is short
     command = [sys.executable, "-m", "gunicorn", "--preload", "-w", "2", "--threads", "2", "-b", f"unix:{socket_path}"]
@@ -212,8 +212,8 @@ print(b"".join(service(environ, lambda status, headers, *more: print(status))).d
 """
 
 
-def test_a_process_that_closes_nothing_ends_without_a_complaint(sqlite_url: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", _UNCLOSED, sqlite_url, str(tmp_path)]
+def test_a_process_that_closes_nothing_ends_without_a_complaint(migrated_sqlite_url: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _UNCLOSED, migrated_sqlite_url, str(tmp_path)]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment(), check=False)
     assert ended.stdout.startswith("200 OK\n"), ended.stderr
     assert (ended.returncode, ended.stderr) == (0, "")

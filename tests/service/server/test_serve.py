@@ -33,9 +33,7 @@ APP = "support.apps.serve_app:app"
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    url: str = request.getfixturevalue(f"{request.param}_url")
-    if request.param == "postgres":
-        assert semel_command(["migrate", url]) == 0
+    url: str = request.getfixturevalue(f"migrated_{request.param}_url")
     return url
 
 
@@ -149,8 +147,7 @@ def test_told_to_end_it_lets_requests_streams_and_runs_end(
     terminal: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Ctrl-C reaches every process of the terminal's group, and counts once."""
-    db: str = request.getfixturevalue("sqlite_url" if terminal else "postgres_url")
-    assert semel_command(["migrate", db]) == 0
+    db: str = request.getfixturevalue("migrated_sqlite_url" if terminal else "migrated_postgres_url")
     with ServeProcess(tmp_path, APP, "--db", db) as serving:
         run = serving.submit("sleep", {"seconds": 1.5})
         waits = serving.submit("add", {"a": 1}, queue="nobodys")
@@ -195,27 +192,26 @@ def test_told_twice_it_ends_at_once_and_gives_runs_back(db: str, tmp_path: Path)
     app.close()
 
 
-def test_told_twice_it_waits_until_the_runs_are_given_back(sqlite_url: str, tmp_path: Path) -> None:
+def test_told_twice_it_waits_until_the_runs_are_given_back(migrated_sqlite_url: str, tmp_path: Path) -> None:
     """Somebody else holds the lock of the file for some seconds: the worker is not killed before it gets its turn."""
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--drain", "600") as serving:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url, "--drain", "600") as serving:
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
         serving.stop()
         eventually(lambda: "a second signal gives them back" in serving.log, "the worker drains")
-        with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+        with closing(sqlite3.connect(migrated_sqlite_url.removeprefix("sqlite:///"), isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             serving.stop()
             time.sleep(5.5)  # longer than a database may keep the last courtesies of a worker waiting
         assert serving.ended() == 0
-    app = App(sqlite_url)
+    app = App(migrated_sqlite_url)
     given_back = app.get(run["run_id"])
     assert (given_back.status, given_back.attempts) == ("PENDING", 0)
     app.close()
 
 
-def test_when_the_parent_is_killed_nothing_is_left(postgres_url: str, tmp_path: Path) -> None:
-    assert semel_command(["migrate", postgres_url]) == 0
-    with ServeProcess(tmp_path, APP, "--db", postgres_url, "--processes", "2") as serving:
+def test_when_the_parent_is_killed_nothing_is_left(migrated_postgres_url: str, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path, APP, "--db", migrated_postgres_url, "--processes", "2") as serving:
         eventually(lambda: len(serving.children()) == 3, "two servers and a worker")
         run = serving.submit("sleep", {"seconds": 600})
         serving.becomes(run["run_id"], "RUNNING")
@@ -289,8 +285,8 @@ def test_a_process_that_dies_again_and_again_is_started_ever_more_seldom() -> No
     assert outcome(_DYING) == (0, [0.01, 0.02, 0.04, 0.04, 0.04])
 
 
-def test_a_worker_that_is_killed_is_started_again(sqlite_url: str, tmp_path: Path) -> None:
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--log-format", "json") as serving:
+def test_a_worker_that_is_killed_is_started_again(migrated_sqlite_url: str, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url, "--log-format", "json") as serving:
         _, worker = eventually(lambda: len(serving.children()) == 2 and serving.children(), "a server and a worker")
         os.kill(worker, signal.SIGKILL)
         said = eventually(
@@ -301,9 +297,11 @@ def test_a_worker_that_is_killed_is_started_again(sqlite_url: str, tmp_path: Pat
         serving.becomes(run["run_id"], "SUCCEEDED")
 
 
-def test_a_server_that_is_killed_is_started_again_while_another_answers(sqlite_url: str, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_is_started_again_while_another_answers(
+    migrated_sqlite_url: str, tmp_path: Path
+) -> None:
     """And without a worker the runs wait."""
-    with ServeProcess(tmp_path, APP, "--processes", "2", SEMEL_DB=sqlite_url, SEMEL_WORKER="false") as serving:
+    with ServeProcess(tmp_path, APP, "--processes", "2", SEMEL_DB=migrated_sqlite_url, SEMEL_WORKER="false") as serving:
         eventually(lambda: len(serving.children()) == 2, "two servers")
         first, second = serving.children()
         run = serving.submit("add", {"a": 1})
@@ -364,8 +362,8 @@ def _pasted(line: str, folder: Path) -> str:
     ).stdout
 
 
-def test_for_rq_only_the_sweeper_runs_beside(sqlite_url: str, redis_url: str, tmp_path: Path) -> None:
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--transport", "rq", "--redis", redis_url) as serving:
+def test_for_rq_only_the_sweeper_runs_beside(migrated_sqlite_url: str, redis_url: str, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url, "--transport", "rq", "--redis", redis_url) as serving:
         eventually(lambda: "this process only sweeps" in serving.log, "it says so")
         run = serving.submit("add", {"a": 1})
         assert serving.run(run["run_id"])["status"] == "PENDING"
@@ -438,13 +436,24 @@ def test_a_setting_that_makes_no_sense_is_refused(name: str) -> None:
     assert getattr(Settings(), name.lower()) is not None
 
 
-def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, tmp_path: Path) -> None:
+def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(migrated_sqlite_url: str, tmp_path: Path) -> None:
     port = free_port()
-    app = App(sqlite_url)
+    app = App(migrated_sqlite_url)
     app.model("add", isolation="thread")(lambda a: None)
     run = app.submit("add", {"a": 1})
     log = tmp_path / "worker.txt"
-    arguments = ["worker", APP, "--db", sqlite_url, "--metrics", str(port), "--log", "json", "--processes", "1"]
+    arguments = [
+        "worker",
+        APP,
+        "--db",
+        migrated_sqlite_url,
+        "--metrics",
+        str(port),
+        "--log",
+        "json",
+        "--processes",
+        "1",
+    ]
     with log.open("w") as out:
         worker = WarmPython(
             [sys.executable, "-m", "semel.cli", *arguments], env=environment(), cwd=tmp_path, stdout=out, stderr=out
@@ -461,8 +470,8 @@ def test_a_worker_elsewhere_tells_prometheus_and_logs_as_json(sqlite_url: str, t
     assert [line["status"] for line in lines if line.get("run_id") == run.id] == ["RUNNING", "SUCCEEDED"]
 
 
-def test_a_server_without_a_worker_says_once_that_it_serves(sqlite_url: str, tmp_path: Path) -> None:
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url, "--no-worker") as serving:
+def test_a_server_without_a_worker_says_once_that_it_serves(migrated_sqlite_url: str, tmp_path: Path) -> None:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url, "--no-worker") as serving:
         (server,) = eventually(serving.children, "the server")
         os.kill(server, signal.SIGKILL)
         eventually(lambda: serving.children() not in ([], [server]), "another")
@@ -470,8 +479,8 @@ def test_a_server_without_a_worker_says_once_that_it_serves(sqlite_url: str, tmp
         assert serving.said.count("semel serves") == 1
 
 
-def test_a_full_folder_for_temporary_files_stops_nothing(sqlite_url: str, tmp_path: Path) -> None:
+def test_a_full_folder_for_temporary_files_stops_nothing(migrated_sqlite_url: str, tmp_path: Path) -> None:
     """Counters lie in memory: a file of theirs that finds no room would end the process that counts."""
-    with ServeProcess(tmp_path, APP, "--db", sqlite_url) as serving:
+    with ServeProcess(tmp_path, APP, "--db", migrated_sqlite_url) as serving:
         assert list(tmp_path.glob("semel-metrics-*")) == []
         assert _metrics(serving)

@@ -111,9 +111,9 @@ def test_a_database_without_tables_is_not_ready(postgres_url: str, tmp_path: Pat
     assert (answer.status_code, answer.json()["checks"]) == (503, {"database": "not migrated"})
 
 
-def test_a_database_that_takes_no_writes_is_alive_but_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    app = make_app(postgres_url, tmp_path)
-    with psycopg.connect(postgres_url, autocommit=True) as conn:
+def test_a_database_that_takes_no_writes_is_alive_but_not_ready(migrated_postgres_url: str, tmp_path: Path) -> None:
+    app = make_app(migrated_postgres_url, tmp_path)
+    with psycopg.connect(migrated_postgres_url, autocommit=True) as conn:
         name = conn.info.dbname
         conn.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
     with host_without_lifespan(app) as client:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from semel.cli import main as semel_command
 from support.programs import outcome
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -55,8 +54,7 @@ tell((answers, [
 def test_a_run_goes_on_in_the_trace_of_the_request_that_submitted_it(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    url: str = request.getfixturevalue(f"{kind}_url")
-    assert semel_command(["migrate", url]) == 0
+    url: str = request.getfixturevalue(f"migrated_{kind}_url")
     answers, spans = outcome(_PROGRAM, url=url, folder=str(tmp_path), caller=CALLER)
     _, trace_id, caller_id, _ = CALLER.split("-")
     for model, (run_id, result) in answers.items():
