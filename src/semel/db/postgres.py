@@ -52,6 +52,7 @@ _HOT = {
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
     "enable_bitmapscan": "off",
+    "max_parallel_workers_per_gather": "0",
 }
 _TO_HOT = text("SELECT " + ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _HOT.items()))
 _TO_PLAIN = text(

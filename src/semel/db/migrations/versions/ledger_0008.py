@@ -719,6 +719,7 @@ BEGIN
                    'INSERT INTO %I SELECT * FROM early', parent || '_default', id, parent || suffix) USING since, until;
     EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)', parent, parent || suffix, since,
                    until);
+    EXECUTE format('ANALYZE %I', parent || suffix);  -- else it is planned for as if it had many rows
   END LOOP;
   RETURN true;
 EXCEPTION WHEN lock_not_available OR query_canceled OR deadlock_detected THEN
