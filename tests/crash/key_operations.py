@@ -157,7 +157,6 @@ class FirstAsyncCall(FirstCall):
 class OpenEmpty(Unconnected):
     """The first call on a SQLite file that does not exist yet, which creates its tables."""
 
-    rows_only = True
     stride = 9
     """The tables are made in one transaction of many statements: it is enough to try some of them."""
 
@@ -173,8 +172,6 @@ class OpenEmpty(Unconnected):
 
 class ClaimKey(Connected):
     """``claim``: afterwards the key is free, or it is claimed until the lease ends."""
-
-    rows_only = True
 
     def act(self, place: Place, given: None) -> Any:
         with opened(place) as once:
@@ -215,8 +212,6 @@ def refuses(once: Once, claim: Claim) -> bool:
 
 class OwnerVerb(Connected):
     """A verb of the owner of a claim that another process made."""
-
-    rows_only = True
 
     def prepare(self, place: Place) -> Claim:
         with opened(place) as once:
@@ -292,8 +287,6 @@ class Renew(OwnerVerb):
 class Resolve(Connected):
     """``resolve`` of a key whose outcome is unknown: afterwards it is resolved, or unknown as before."""
 
-    rows_only = True
-
     done: bool
 
     def prepare(self, place: Place) -> Claim:
@@ -324,8 +317,6 @@ class Resolve(Connected):
 
 class CheckAndMark(Connected):
     """``check_and_mark``: a message is new to at most one caller who hears the answer, and then it is seen."""
-
-    rows_only = True
 
     def act(self, place: Place, given: None) -> Any:
         with opened(place) as once:

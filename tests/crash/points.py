@@ -177,21 +177,17 @@ class Bench:
     def faults(self, operation: Operation) -> Iterator[Fault]:
         """Every kind of fault at each statement, until there is no such statement.
 
-        An operation may be content with less: a ``stride``, some ``kinds``, or one kind at each statement ``in_turn``.
-        One that changes ``rows_only``, and nothing between two statements, dies before its first statement only: to
-        die before another leaves the rows as to die after the one before it. ``SEMEL_CRASH=all`` tries all of them.
+        An operation may be content with less: a ``stride``, some ``kinds``, or one kind at each statement ``in_turn``
+        (to die after a statement and before the next one leave the same rows). ``SEMEL_CRASH=all`` tries all of them.
         An operation that sends more statements at one time than at another ends after several ``misses`` in a row.
         """
         every = os.environ.get("SEMEL_CRASH") == "all"
         stride = 1 if every else getattr(operation, "stride", 1)
         kinds = FAULTS if every else getattr(operation, "kinds", FAULTS)
         in_turn = not every and getattr(operation, "in_turn", False)
-        rows_only = not every and getattr(operation, "rows_only", False)
         missed, enough = 0, getattr(operation, "misses", 1)
         for place, number in enumerate(range(1, MOST_STATEMENTS, stride)):
             for kind in (kinds[place % len(kinds)],) if in_turn else kinds:
-                if rows_only and kind == FAULTS[0] and number > 1:
-                    continue
                 yield Fault(kind, number)
                 missed = 0 if self.happened else missed + 1
                 if missed == enough:

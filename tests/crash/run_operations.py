@@ -49,8 +49,6 @@ def opened(place: Place, later: float = 0.0) -> Iterator[TestDatabase]:
 class Connected:
     """An operation of a process that is connected already."""
 
-    rows_only = True
-
     def warm_up(self, place: Place) -> None:
         database = TestDatabase(place.kind, place.url, ExitStack())
         _kept[os.getpid(), place.url] = database
@@ -249,6 +247,8 @@ class Finish(OfRunningRun):
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 
+    kinds = FAULTS[1:]  # to die before a statement leaves the rows as to die after the one before it
+
     def prepare(self, place: Place) -> Leased:
         with opened(place) as database:
             database.submit(place.name, idempotency_key="key", key_ttl=1)
@@ -338,7 +338,6 @@ class Retry(OfRunningRun):
 class Purge(OfRunningRun):
     """``purge``: a run is there with its files, or gone; the next purge removes what is left."""
 
-    rows_only = False
     kinds = FAULTS[::2]  # files are removed between statements: who dies before the next one has removed them
 
     def prepare(self, place: Place) -> Leased:
