@@ -276,6 +276,11 @@ def test_s2_14_model_runs_has_the_documents_columns_and_tells_the_truth(app: App
     assert row["finished_at"] is not None
 
 
+PARTITIONED = """
+SELECT child.relname, parent.relname FROM pg_inherits
+JOIN pg_class AS child ON child.oid = inhrelid JOIN pg_class AS parent ON parent.oid = inhparent
+WHERE child.relkind = 'i'"""
+"""PostgreSQL's indexes of partitions, with the index of the whole table that each is a part of."""
 ASKED = {
     "SELECT run_id FROM semel_attempts WHERE status = 'FAILED' ORDER BY run_id LIMIT 10": "semel_attempts_unsuccessful",
     "SELECT id FROM semel_runs WHERE {payload} = 'x'": "semel_runs_hash",
@@ -287,14 +292,17 @@ def test_s2_15_status_hash_and_ended_leases_are_found_by_an_index(shop: Workshop
     """Ids grow with the time of creation, so that an index on (status, id) is one on (status, created_at)."""
     explain, payload = "EXPLAIN QUERY PLAN ", "payload_hash"
     if shop.kind == "postgres":  # whose index holds the start of the hash
-        explain, payload = "EXPLAIN ", "substr(payload_hash, 1, 8)"
+        explain, payload = "EXPLAIN ", "substr(payload_hash, 1, 7)"
+    whole: dict[str, str] = {}
     with shop.engine.begin() as connection:
         if shop.kind == "postgres":  # the table is empty, so that to read it all would be cheapest
             connection.execute(text("SET LOCAL enable_seqscan = off"))
+            whole = dict(tuple(row) for row in connection.execute(text(PARTITIONED)))
         for query, index in ASKED.items():
             plan = " ".join(str(row) for row in connection.execute(text(explain + query.format(payload=payload))))
+            plan = re.sub(r"semel_\w+", lambda name: whole.get(name[0], name[0]), plan)
             assert re.search(rf"(?i)index.*{index}|on {index}", plan), plan
-            assert not re.search(r"SCAN semel_(?!.*USING)|Seq Scan|Sort|TEMP B-TREE", plan), plan
+            assert not re.search(r"SCAN semel_(?!.*USING)|Seq Scan|Sort  |TEMP B-TREE", plan), plan
 
 
 def test_s2_16_ids_grow_with_the_time_of_creation(app: App) -> None:

@@ -370,12 +370,16 @@ def shorten_waits(conn: Connection, terms: StatementContext) -> int:
 
 
 def _deletion(which: str) -> Statement:
+    """Materialized: a plan may execute a subquery several times, and each time it would lock and delete other rows."""
     return Statement(
         lambda w: (
             f"""
 DELETE FROM semel_deliveries WHERE (run_id, version, subscription_id) IN (
-  SELECT p.run_id, p.version, p.subscription_id FROM semel_deliveries AS p WHERE {which.format(now=w.now)}
-  LIMIT :most {w.locking("p", skip=True)}
+  WITH old AS MATERIALIZED (
+    SELECT p.run_id, p.version, p.subscription_id FROM semel_deliveries AS p WHERE {which.format(now=w.now)}
+    LIMIT :most {w.locking("p", skip=True)}
+  )
+  SELECT run_id, version, subscription_id FROM old
 )"""
         )
     )
