@@ -139,7 +139,7 @@ async def submitted(app: App, count: int, **options: Any) -> list[Run | SemelErr
 
 
 @pytest.mark.parametrize("options", [{}, {"user": 42}], ids=str)
-def test_the_runs_of_many_batches_are_returned_in_the_order_of_the_call(
+def test_batches_that_are_written_together_are_returned_in_the_order_of_the_call(
     database: TestDatabase, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("semel.runs.store._BULK", 20)

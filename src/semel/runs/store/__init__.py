@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -196,13 +197,31 @@ class RunStore:
 
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
-        answers: list[Answer | Failed] = []
-        for start in range(0, len(submissions), _BULK):
-            batch = await flush_isolated(self._submit_now, submissions[start : start + _BULK], time.monotonic())
-            answers.extend(batch)
+        batches = [submissions[start : start + _BULK] for start in range(0, len(submissions), _BULK)]
+        if self.awaited and len(batches) > 1 and not any(map(_may_meet, submissions)):
+            answers = await self._two_at_a_time(batches)
+        else:
+            answers = [answer for batch in batches for answer in await self._submit_batch(batch)]
         if answers and all(isinstance(each, Failed) for each in answers):
             raise next(each.error for each in answers if isinstance(each, Failed))
         return [_error_of(each) if isinstance(each, Failed) else each for each in answers]
+
+    async def _submit_batch(self, batch: Sequence[Submission]) -> list[Answer | Failed]:
+        return await flush_isolated(self._submit_now, batch, time.monotonic())
+
+    async def _two_at_a_time(self, batches: Sequence[Sequence[Submission]]) -> list[Answer | Failed]:
+        """Submit batches that share nothing: the database writes one while this process prepares the other."""
+        answers: list[list[Answer | Failed]] = [[] for _ in batches]
+        left = iter(enumerate(batches))
+
+        async def submit() -> None:
+            for place, batch in left:
+                answers[place] = await self._submit_batch(batch)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(submit())
+        return list(chain.from_iterable(answers))
 
     async def _submit_now(self, submissions: Sequence[Submission], began: float) -> list[Answer]:
         """Where the last batch had repeats, read the keys first: that is cheaper than to find repeats while writing."""
@@ -278,6 +297,11 @@ def _require_folder(url: URL) -> None:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise StoreBroken(f"the folder {folder} of the database file does not exist; create it, or correct the URL")
+
+
+def _may_meet(submission: Submission) -> bool:
+    """Whether the answer may depend on other submissions: by a key, a payload or a quota."""
+    return bool(submission.key is not None or submission.user or submission.reserved)
 
 
 def _error_of(failed: Failed) -> SemelError:
