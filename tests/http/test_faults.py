@@ -282,11 +282,20 @@ def leave_unfinished(site: Site, rule: str, *keys: str) -> float:
     return killed
 
 
+def answered(site: Site, rule: str, key: str) -> httpx.Response:
+    """The answer to a request, as a client hears it that tries again while the store is unavailable: on a busy machine
+    SQLite's one writer may keep the others waiting."""
+    ends = time.monotonic() + PATIENCE
+    while (answer := site.post(f"{rule}/plain?gate", key)).status_code == 503 and time.monotonic() < ends:
+        time.sleep(0.02)  # as a client would, if shorter
+    return answer
+
+
 def refusals(site: Site, rule: str, key: str, killed: float) -> tuple[list[int], httpx.Response]:
     """The seconds that a client is told to wait while its request is in progress, and what it hears then."""
     heard: list[int] = []
     while time.monotonic() < killed + PATIENCE:
-        answer = site.post(f"{rule}/plain?gate", key)
+        answer = answered(site, rule, key)
         if answer.status_code != 409 or code_of(answer) != "IDEMPOTENCY_KEY_PROCESSING":
             assert heard or time.monotonic() > killed + CRASH_LEASE / 2, "its lease had not ended"
             return heard, answer
