@@ -58,7 +58,7 @@ _heard = threading.Event()
 
 def close_everything() -> None:
     """What recipes for daemons do."""
-    os.closerange(3, 256)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
 def leave_a_process_behind() -> None:
