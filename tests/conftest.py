@@ -1,6 +1,7 @@
 """Fixtures for every test: servers for the whole session, empty databases, a browser."""
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -48,6 +49,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     points = sum(value for each in reports for name, value in each.user_properties if name == "crash points")
     if points:
         terminalreporter.write_line(f"{points} crash points were tried")
+
+
+LONGEST = ("crash", "chaos", "protocol", "docs")
+"""Rooms whose tests take seconds or minutes each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each process of the tests begin with its share of the longest ones, so that none is left for the end.
+
+    Each process is given an equal part of the list, and takes over short tests of others when it is done.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    folder = Path(__file__).parent
+    longest = [each for each in items if each.path.relative_to(folder).parts[0] in LONGEST]
+    others = iter([each for each in items if each.path.relative_to(folder).parts[0] not in LONGEST])
+    left = len(items)
+    items.clear()
+    for number in range(processes):
+        share = longest[number::processes]
+        part = left // (processes - number)
+        items += [*share, *itertools.islice(others, max(0, part - len(share)))]
+        left -= part
+    items += others
 
 
 def pytest_collection_finish() -> None:
