@@ -118,9 +118,8 @@ class Stopped:
         return self._stopped
 
 
-def paced(rate: float) -> Iterator[int]:
-    """Numbers at this rate; after a pause of the caller, as fast as it can until it has caught up."""
-    start = time.monotonic()
+def paced(rate: float, start: float) -> Iterator[int]:
+    """Numbers, due at this rate from ``start`` on (``time.monotonic``); a caller who is late gets them at once."""
     number = 0
     while True:
         time.sleep(max(0.0, start + number / rate - time.monotonic()))
@@ -128,12 +127,15 @@ def paced(rate: float) -> Iterator[int]:
         number += 1
 
 
-def submit(url: str, folder: Path, name: str, rate: float) -> None:
-    """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged."""
+def submit(url: str, folder: Path, name: str, rate: float, start: float) -> None:
+    """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged.
+
+    What is due does not depend on whether a submitter was late, or was killed and repeats what it had submitted.
+    """
     log_to(folder)
     stopped = Stopped()
     target: App | Client = Client(url) if url.startswith("http") else make_app(url, folder)
-    for number in paced(rate):
+    for number in paced(rate, start):
         if stopped:
             return
         key = f"{name}-{number}"
@@ -160,7 +162,7 @@ def call(url: str, folder: Path, name: str, rate: float) -> None:
     log_to(folder)
     stopped = Stopped()
     once = Once(url, retry_for=5)
-    for number in paced(rate):
+    for number in paced(rate, time.monotonic()):
         if stopped:
             once.close()
             return

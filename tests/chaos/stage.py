@@ -174,6 +174,8 @@ class Stage:
         self.random = random.Random(seed)
         self.workers: list[Member] = []
         self.askers: list[Member] = []
+        self.paces: list[tuple[float, float]] = []
+        """Submissions a second of each submitter, and since when they are due (``time.monotonic``)."""
         self.postgres: servers.Postgres | None = None
         self.redis: servers.Redis | None = None
         self.proxy: Any = None
@@ -213,9 +215,16 @@ class Stage:
     def add_submitter(self, url: str, share: float = 1.0, clock: HostClock | None = None) -> Member:
         """Start another submitter, with a share of the usual rate."""
         number = len(self.askers)
-        arguments = (url, self.folder, f"s{number}", self.rate * share)
+        rate, start = self.rate * share, time.monotonic()
+        self.paces.append((rate, start))
+        arguments = (url, self.folder, f"s{number}", rate, start)
         self.askers.append(Member(f"submitter-{number}", program.submit, *arguments, clock=clock))
         return self.askers[-1]
+
+    def due(self, seconds_ago: float) -> float:
+        """How many submissions were due then."""
+        now = time.monotonic() - seconds_ago
+        return sum(max(0.0, now - start) * rate for rate, start in self.paces)
 
     def sql(self, statement: str, **values: Any) -> list[Any]:
         """Execute a statement as a client of the database, not through the proxy."""
@@ -339,7 +348,10 @@ def wait_until_working(stage: Stage) -> None:
     while not (stage.folder / "effects").exists():
         assert time.monotonic() < deadline, "the fleet did not begin to work"
         time.sleep(0.05)  # other processes send no signal
-    time.sleep(min(1.0, stage.seconds / 2))  # until submitters have caught up with their pace
+    deadline = time.monotonic() + stage.seconds
+    while time.monotonic() < deadline and len(lines(stage.folder / "effects")) < stage.due(0.3):
+        time.sleep(0.05)  # until the work that was due while the processes started is done
+    time.sleep(min(0.5, stage.seconds / 4))  # and the last of it, so that only the usual pace is measured
 
 
 def drain(stage: Stage) -> None:

@@ -90,7 +90,9 @@ class OutageProxy:
 def connect(url: URL) -> socket.socket:
     port, directory = url.port or 5432, url.query.get("host")
     if not isinstance(directory, str):
-        return socket.create_connection((url.host or "127.0.0.1", port))
+        server = socket.create_connection((url.host or "127.0.0.1", port))
+        server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a request in two packets would wait for 40 ms
+        return server
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"{directory}/.s.PGSQL.{port}")
     return server
