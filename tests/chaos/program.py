@@ -9,8 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from sqlalchemy import Engine, ExceptionContext, event
@@ -24,6 +26,8 @@ LEASE = 1.5
 PAUSE = 0.05
 """Seconds that a run takes: workers wait more than they compute, so the machine's speed is not what is measured."""
 
+
+CLIENT_THREADS = 16
 
 CALL = Policy(lease=30, wait=10)
 
@@ -109,9 +113,9 @@ class Stopped:
 
     def __init__(self) -> None:
         self._stopped = False
-        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGTERM, self.stop)
 
-    def _stop(self, *_: object) -> None:
+    def stop(self, *_: object) -> None:
         self._stopped = True
 
     def __bool__(self) -> bool:
@@ -130,18 +134,32 @@ def paced(rate: float, start: float) -> Iterator[int]:
 def submit(url: str, folder: Path, name: str, rate: float, start: float) -> None:
     """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged.
 
-    What is due does not depend on whether a submitter was late, or was killed and repeats what it had submitted.
+    What is due does not depend on whether a submitter was late, or was killed and repeats what it had submitted. Over
+    HTTP it has threads, as a web application does: while one waits for seconds before its next try, others go on.
     """
     log_to(folder)
     stopped = Stopped()
     target: App | Client = Client(url) if url.startswith("http") else make_app(url, folder)
-    for number in paced(rate, start):
-        if stopped:
-            return
-        key = f"{name}-{number}"
-        append(folder / "asked", key, clock_error())
-        if (run := _acknowledged(target, folder, key, number, stopped)) is not None:
-            append(folder / "acknowledged", key, run)
+    numbers, turn = paced(rate, start), Lock()
+
+    def submit_in_turn() -> None:
+        while not stopped:
+            with turn:
+                number = next(numbers)
+            if stopped:
+                return
+            key = f"{name}-{number}"
+            append(folder / "asked", key, clock_error())
+            if (run := _acknowledged(target, folder, key, number, stopped)) is not None:
+                append(folder / "acknowledged", key, run)
+
+    threads = CLIENT_THREADS if isinstance(target, Client) else 1
+    with ThreadPoolExecutor(threads) as pool:
+        each = [pool.submit(submit_in_turn) for _ in range(threads)]
+        wait(each, return_when=FIRST_EXCEPTION)
+        stopped.stop()
+    for thread in each:
+        thread.result()
 
 
 def _acknowledged(target: App | Client, folder: Path, key: str, number: int, stopped: Stopped) -> str | None:

@@ -21,7 +21,7 @@ from chaos.brokers import play_broker, refuses
 from chaos.network import Trouble, TroubledProxy
 from chaos.program import LEASE, THOROUGH, lines
 from chaos.stage import RATE, Account, Stage, callers, count_wrong_clocks, fleet, migrated, play, play_calls
-from semel.runs.store import RETRY_FOR
+from semel.runs.types import RETRY_FOR
 from support import servers
 from support.serve_command import ServeProcess
 from support.waiting import eventually

@@ -13,8 +13,8 @@ from semel.db.dialect import Statement
 from semel.errors import InvalidParameters, InvalidRequest
 from semel.runs.models.model import Registry, make_model
 from semel.runs.store.submit import Submission
-from semel.runs.submission import BulkBuilder, DedupePolicy, SubmissionBuilder
-from semel.runs.types import new_id, new_ids
+from semel.runs.submission import BulkBuilder, SubmissionBuilder
+from semel.runs.types import DedupePolicy, new_id, new_ids
 from support.databases import TestDatabase
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from semel._concurrency.fork import survive_fork
@@ -159,10 +160,49 @@ def run_sync(coroutine: Coroutine[Any, Any, R]) -> R:
     raise RuntimeError("a blocking store suspended; open the store for AsyncOnce instead")
 
 
+class LateClass:
+    """Stands for a class whose module is imported when the class, or one of its methods, is first used."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loaded()(*args, **kwargs)
+
+    def __getattr__(self, method: str) -> LateMethod:
+        return LateMethod(lambda: getattr(self._loaded(), method))
+
+    def _loaded(self) -> Any:
+        return getattr(import_module(self._module), self._name)
+
+
+class LateMethod:
+    """A method of a :class:`LateClass`, in another class; the first use puts the method in its place."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        method = self._load()
+        setattr(self._owner, self._name, method)
+        return method.__get__(instance, owner)
+
+    def turned(self, turn: Callable[[Any], Any]) -> Any:
+        """What ``turn`` makes of the method, once that is used."""
+        return LateMethod(lambda: turn(self._load()))
+
+
 def sync_method(
     method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[HasEngine[E], P], R]:
     """An engine's method as a blocking method: the same parameters and result, without ``await``."""
+    late: object = method
+    if isinstance(late, LateMethod):
+        return late.turned(sync_method)  # type: ignore[no-any-return]
 
     @wraps(method)
     def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -179,6 +219,9 @@ def async_method(
     method: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[HasEngine[E], P], Coroutine[Any, Any, R]]:
     """An engine's method as an async method of the class that has the engine."""
+    late: object = method
+    if isinstance(late, LateMethod):
+        return late.turned(async_method)  # type: ignore[no-any-return]
 
     @wraps(method)
     async def call(self: HasEngine[E], /, *args: P.args, **kwargs: P.kwargs) -> R:

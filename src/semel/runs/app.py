@@ -14,22 +14,25 @@ from weakref import WeakSet
 
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Outage
-from semel._concurrency.sync import async_method, sync_method
+from semel._concurrency.sync import LateClass, async_method, sync_method
 from semel._validation import TEN_YEARS, age_in, checked_number
 from semel.errors import InvalidRequest
 from semel.once.store import Clock
-from semel.runs.engine import RunEngine
 from semel.runs.execution import Limits
 from semel.runs.hooks import EventHooks, Hook
-from semel.runs.models.model import ModelOptions, Registry, make_model
+from semel.runs.models.model import ModelOptions, Registry, is_loading, make_model
 from semel.runs.results import ResultStore, open_results, path_of
-from semel.runs.store import RETRY_FOR, RunStore
-from semel.runs.store.outbox import OutboxEvent
-from semel.runs.submission import DedupePolicy
 from semel.runs.transports import DatabaseTransport, Transport
+from semel.runs.types import RETRY_FOR, DedupePolicy
 
 if TYPE_CHECKING:
+    from semel.runs.engine import RunEngine
+    from semel.runs.store import RunStore
+    from semel.runs.store.outbox import OutboxEvent
     from semel.runs.worker import Worker, WorkerOptions
+else:  # they import SQLAlchemy, and a child of a worker makes the app only to find its models
+    RunEngine = LateClass("semel.runs.engine", "RunEngine")
+    RunStore = LateClass("semel.runs.store", "RunStore")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +128,8 @@ class App:
         self.transport = _transport(transport, redis, self)
         self._artifacts = _absolute(artifacts)
         self._opening = threading.Lock()
-        self.ledger(awaited=False)  # raises at once if the URL cannot work
+        if not is_loading():
+            self.ledger(awaited=False)  # raises at once if the URL cannot work
         _apps.add(self)
         survive_fork(self)
 

@@ -33,11 +33,12 @@ from semel.runs.store.maintenance import Removal
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.quotas import Person
 from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission
-from semel.runs.submission import BulkBuilder, DedupePolicy, SubmissionBuilder, SubmitOptions, run_of_answer
+from semel.runs.submission import BulkBuilder, SubmissionBuilder, SubmitOptions, run_of_answer
 from semel.runs.transports import Transport
 from semel.runs.types import (
     MICRO,
     STATUSES,
+    DedupePolicy,
     LogLine,
     Page,
     Quota,

@@ -7,10 +7,10 @@ from contextvars import ContextVar
 from semel._concurrency.sync import async_method, sync_method
 from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number, checked_retention, checked_run_key
 from semel.once.store import Clock
-from semel.runs.store import RETRY_FOR, RunStore, quotas, run_keys
+from semel.runs.store import RunStore, quotas, run_keys
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.run_keys import KeyEntry, StoreKey
-from semel.runs.types import MICRO, checked_user, new_id
+from semel.runs.types import MICRO, RETRY_FOR, checked_user, new_id
 
 _MOST_OPEN = 100
 

@@ -7,7 +7,6 @@ from hashlib import sha256
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from semel._validation import (
@@ -29,6 +28,7 @@ from semel.runs.types import (
     INTERNAL_PREFIX,
     INTERNAL_QUEUE,
     MICRO,
+    DedupePolicy,
     Run,
     checked_cost,
     checked_user,
@@ -39,15 +39,6 @@ from semel.runs.types import (
 
 RETRY_WINDOW = 30 * 86400.0
 """Seconds for which a second retry of the same run finds the first one, while that is pending or running."""
-
-
-class DedupePolicy(Struct, frozen=True, kw_only=True):
-    """How an app recognises repeated submissions."""
-
-    key_ttl: float = 86400.0
-    """Seconds for which an idempotency key names its run."""
-    dedupe_window: float = 600.0
-    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
 
 
 class SubmitOptions(TypedDict, total=False):

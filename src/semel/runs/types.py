@@ -31,6 +31,19 @@ INTERNAL_QUEUE = "semel-service"
 INTERNAL_PREFIX = "semel."
 """The prefix of the names of the service's own models."""
 
+RETRY_FOR = 10.0
+"""Seconds for which a verb is tried again while the database is unavailable or silent. A SQLite file has one writer,
+who is not chosen by turns: under load it may take some tries of a second each."""
+
+
+class DedupePolicy(Struct, frozen=True, kw_only=True):
+    """How an app recognises repeated submissions."""
+
+    key_ttl: float = 86400.0
+    """Seconds for which an idempotency key names its run."""
+    dedupe_window: float = 600.0
+    """Seconds for which the same payload without a key finds its run, while that is pending or running; 0: never."""
+
 
 def is_own_work(model: str, user: str) -> bool:
     """True for runs that the service submitted to itself, such as uploads: metrics and events leave them out."""

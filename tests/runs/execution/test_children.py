@@ -1,6 +1,7 @@
 """Runs in child processes: whatever a model does there, or is done to it, the worker hears one `Ended`."""
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -760,3 +761,31 @@ def test_a_child_needs_neither_a_database_nor_an_event_loop() -> None:
     )
     assert done.stdout == "[]\n"
     assert isinstance(open_results("unused"), FileResults)
+
+
+@pytest.mark.parametrize(
+    ("name", "imports"),
+    [("light_app", "from semel import App"), ("light_program", "from semel import App, Context, Worker")],
+)
+def test_a_child_imports_no_database_until_its_model_uses_the_app(
+    name: str, imports: str, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{name}.py").write_text(
+        textwrap.dedent(f"""
+            import sys
+            {imports}
+
+            app = App("sqlite:///{tmp_path / "semel.db"}", artifacts="{tmp_path}")
+
+            @app.model("m")
+            def loaded(ctx):
+                heavy = {{"sqlalchemy", "alembic", "click", "semel.runs.store"}}
+                return [sorted(heavy & set(sys.modules)), app.runs().runs]
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    children = crew.new(1)
+    model = make_model("m", importlib.import_module(name).loaded)
+    ended = crew.wait(children.run(job(), model, Heard()))
+    crew.wait(children.close())
+    assert (ended.kind, ended.result) == ("succeeded", "[[],[]]"), ended

@@ -148,6 +148,11 @@ class _Loading:
     now = False
 
 
+def is_loading() -> bool:
+    """Whether a child process, or a broker's worker, imports a program's modules to find a model in them."""
+    return _Loading.now
+
+
 def refuse_while_loading(what: str) -> None:
     """Raise in a child that loads a model: a program that works on import would do so in every child, without end."""
     if _Loading.now:

@@ -16,8 +16,7 @@ from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from msgspec import Struct
@@ -353,7 +352,16 @@ def path_of(url: str) -> Path:
         raise InvalidRequest(f"a file URL may end with {FLAT}, not with {parts.query!r:.80}")
     if parts.netloc not in {"", "localhost"} or not parts.path:
         raise InvalidRequest(f"a file URL has three slashes and an absolute path, not {url!r:.200}")
-    return Path(url2pathname(parts.path))
+    return Path(_local(parts.path))
+
+
+def _local(path: str) -> str:
+    """The path of a file URL, as this system writes it."""
+    if os.name == "posix":
+        return unquote(path)
+    from urllib.request import url2pathname  # imports ssl and http.client
+
+    return url2pathname(path)
 
 
 def _failed(verb: str, ref: str, error: OSError) -> ResultStoreError:

@@ -34,7 +34,7 @@ from semel.runs.store import queries, quotas
 from semel.runs.store import submit as store_submit
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.submit import Answer, Existing, Submission
-from semel.runs.types import Run
+from semel.runs.types import RETRY_FOR, Run
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -42,9 +42,6 @@ R = TypeVar("R")
 
 _log = logging.getLogger("semel.database")
 
-RETRY_FOR = 10.0
-"""Seconds for which a verb is tried again while the database is unavailable or silent. A SQLite file has one writer,
-who is not chosen by turns: under load it may take some tries of a second each."""
 LONG_DEADLINE = 30.0
 """Seconds for a single try of a function that goes through many rows."""
 _BULK = 1000

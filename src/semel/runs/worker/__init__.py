@@ -15,15 +15,21 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Thread
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from semel._concurrency.sync import LateClass
 from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
 from semel.errors import InvalidRequest
 from semel.runs.app import App
 from semel.runs.models.model import refuse_while_loading
 from semel.runs.types import new_id
-from semel.runs.worker.fetcher import WorkerConfig
-from semel.runs.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from semel.runs.worker.fetcher import WorkerConfig
+    from semel.runs.worker.session import WorkerSession
+else:  # they import SQLAlchemy, and a child of a worker imports this class only because its program does
+    WorkerConfig = LateClass("semel.runs.worker.fetcher", "WorkerConfig")
+    WorkerSession = LateClass("semel.runs.worker.session", "WorkerSession")
 
 _log = logging.getLogger("semel.worker")
 

@@ -13,10 +13,10 @@ from msgspec import Struct
 from semel._concurrency.retry import jittered
 from semel.errors import SemelError, StoreUnavailable
 from semel.runs.models.model import Isolation, Registry
-from semel.runs.store import RETRY_FOR, RunStore, lease, transitions
+from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
 from semel.runs.store.transitions import FinishRequest
-from semel.runs.types import AttemptResult
+from semel.runs.types import RETRY_FOR, AttemptResult
 from semel.runs.worker.active_runs import ActiveRuns
 from semel.runs.worker.run_logs import WorkerLogger
 
