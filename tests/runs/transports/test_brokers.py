@@ -12,6 +12,7 @@ import pytest
 
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
+from semel.runs import transports
 from semel.runs.types import Run, new_id
 from support import servers
 from support.databases import remove_run
@@ -239,14 +240,30 @@ def test_a_broker_that_is_away_at_submit_delays_the_message_and_loses_nothing(
         server.stop()
         run = app.submit("add_in_loop", {"a": 1, "b": 2})
         assert app.get(run.id).status == "PENDING"
-        until(lambda: f"run {run.id} could not be announced" in caplog.text, "a warning")
-        assert "will be announced by the sweeper" in caplog.text
+        until(lambda: "the broker is unavailable; runs wait in the database" in caplog.text, "a warning")
         server.start()
         broker.empty(ground)
         until(lambda: broker.count(ground) >= 2, "the announcement")
         if broker.name == "rq":  # the start of one of Celery's is long
             broker.consume(ground, "semel")
             assert (app.get(run.id).status, app.get(run.id).attempts) == ("SUCCEEDED", 1)
+
+
+@without_install
+def test_runs_that_a_broker_missed_are_announced_once_when_it_is_back_without_a_sweeper(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports.broker, "BROKER_COOLDOWN", 0.2)
+    settings = {"urls": {"sqlite": f"sqlite:///{tmp_path / 'semel.db'}"}, "sweep_every": 3600, "tell_again": 3600}
+    with servers.redis() as server, Ground(tmp_path, transport=broker.name, redis=server.url, **settings) as ground:
+        app = ground.app("sqlite")
+        server.stop()
+        for number in range(3):
+            app.submit("add_in_loop", {"a": 1, "b": number})
+        assert "the broker is unavailable" in caplog.text
+        server.start()
+        until(lambda: broker.count(ground) >= 3, "the announcement")
+        assert broker.count(ground) == 3
 
 
 @without_install

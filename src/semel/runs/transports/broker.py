@@ -25,6 +25,7 @@ from types import FrameType
 from msgspec import Struct
 
 from semel._concurrency.fork import survive_fork
+from semel._concurrency.retry import Outage
 from semel._concurrency.sync import run_sync
 from semel.db.database import abandoned_connections, parse
 from semel.errors import AppNotFound, SemelError
@@ -39,7 +40,9 @@ from semel.runs.worker.sweeper import ROLE, Sweeper
 SWEEP_EVERY = 5.0
 TELL_AGAIN = 30.0
 BROKER_COOLDOWN = 3.0
-"""Seconds for which a broker that was unavailable is not tried, so that not every submitter waits for it."""
+"""Seconds for which submitters do not try a broker that was unavailable, so that not every one of them waits for it."""
+MOST_MISSED = 10_000
+"""How many runs a process announces by itself when the broker is available again; the sweeper finds the others."""
 
 _log = logging.getLogger("semel.transport")
 
@@ -214,6 +217,7 @@ class BrokerTransport(ABC):
         self._tell_again = tell_again
         self._away_until = 0.0
         self._known: tuple[int, AppLocation] | None = None
+        self._outage = Outage(_log, "the broker", "runs wait in the database, and are announced when it is available")
         self.after_fork()
         survive_fork(self)
 
@@ -222,28 +226,41 @@ class BrokerTransport(ABC):
         abandoned_connections.append(getattr(self, "_sweeping", None))
         self._sweeping: tuple[Sweeper, RunStore, str] | None = None
         self._lock = threading.Lock()
+        self._missed: dict[str, str] = {}
+        self._retry: threading.Timer | None = None
 
     def announce(self, runs: Sequence[tuple[str, str]], *, again: bool = False) -> bool:
         self.sweep()
-        return self.notify(runs, again=again)
+        if not runs or (time.monotonic() >= self._away_until and self.notify(runs, again=again)):
+            return True
+        self._announce_later(runs)
+        return False
+
+    def _announce_later(self, runs: Sequence[tuple[str, str]]) -> None:
+        """Try again in the background, so that a run need not wait until the sweeper notices that it waits."""
+        with self._lock:
+            self._missed.update(runs[: MOST_MISSED - len(self._missed)])
+            if self._retry is None:
+                self._retry = threading.Timer(BROKER_COOLDOWN, self._announce_missed)
+                self._retry.daemon = True
+                self._retry.start()
+
+    def _announce_missed(self) -> None:
+        with self._lock:
+            missed, self._missed, self._retry = list(self._missed.items()), {}, None
+        if missed and not self.notify(missed, again=False) and self._sweeping is not None:  # it is not closed
+            self._announce_later(missed)
 
     def notify(self, runs: Sequence[tuple[str, str]], *, again: bool) -> bool:
-        """Announce, without starting a sweeper."""
-        if time.monotonic() < self._away_until:
-            return not runs
+        """Announce at once, without starting a sweeper."""
         try:
             self._send_all(runs, again=again)
         except Exception as error:  # noqa: BLE001 -- whatever the broker's client raises, the runs are stored
             self._away_until = time.monotonic() + BROKER_COOLDOWN
-            what = f"{len(runs)} runs" if len(runs) != 1 else f"run {runs[0][0]}"
-            _log.warning(
-                "%s could not be announced to workers, and will be announced by the sweeper: %s: %s",
-                what,
-                type(error).__name__,
-                error,
-            )
+            self._outage.failed(f"{type(error).__name__}: {error}")
             return False
         self._away_until = 0.0
+        self._outage.succeeded()
         return True
 
     def _send_all(self, runs: Sequence[tuple[str, str]], *, again: bool) -> None:
@@ -298,6 +315,10 @@ class BrokerTransport(ABC):
         """Stop the sweeper, give up its leadership, and disconnect."""
         with self._lock:
             sweeping, self._sweeping = self._sweeping, None
+            self._missed.clear()
+            if self._retry is not None:
+                self._retry.cancel()
+            self._retry = None
         if sweeping is not None:
             sweeper, store, holder = sweeping
             run_sync(sweeper.end())
