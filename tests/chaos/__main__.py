@@ -1,4 +1,4 @@
-"""`./dev chaos [scenario …] [--minutes N] [--seed S]`: play scenarios, and print what became of the work."""
+"""`./dev chaos [scenario …] [--minutes N] [--seed S] [--rate R]`: play scenarios, and print what became of the work."""
 
 import argparse
 import random
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from chaos.scenarios import SCENARIOS, Theatre
-from chaos.stage import Account
+from chaos.stage import RATE, Account
 
 COLUMNS = (
     "scenario",
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="semel-chaos-") as folder, ExitStack() as stack:
         theatre = Theatre(Path(folder), stack)
         for each in chosen:
-            account = theatre.run(each, seconds=seconds, seed=seed)
+            account = theatre.run(each, seconds=seconds, seed=seed, rate=options.rate)
             say(line(account))
             bad += [f"{each.name}: {fault}" for fault in account.faults]
     say("\nevery fault struck, and nothing was lost, doubled or stuck" if not bad else "\n" + "\n".join(bad))
@@ -77,6 +77,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("scenario", nargs="*", help="all of them, if none is named")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all scenarios together (default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="repeats the random choices of a run")
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help=f"submissions a second of each submitter (default: {RATE:g})"
+    )
     parser.add_argument("--list", action="store_true", help="print the scenarios and what each does")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.scenario if name not in SCENARIOS]:

@@ -152,14 +152,20 @@ class Member:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def end(self, patience: float) -> bool:
-        """SIGTERM; returns False if it had to be killed."""
-        self.process.terminate()
-        self.process.join(patience)
-        ended = not self.process.is_alive()
-        if not ended:
-            self.kill()
-        return ended
+
+def end_all(members: Sequence[Member], patience: float = 30.0) -> list[Member]:
+    """SIGTERM to all of them; returns those that had to be killed."""
+    for member in members:
+        if member.process.is_alive():
+            member.send(signal.SIGCONT)  # a fault that failed may have stopped it
+        member.process.terminate()
+    killed = []
+    for member in members:
+        member.process.join(patience)
+        if member.process.is_alive():
+            member.kill()
+            killed.append(member)
+    return killed
 
 
 class Stage:
@@ -259,10 +265,7 @@ def fleet(stage: Stage, workers: str, askers: str, clocks: Sequence[float] | Non
     try:
         yield
     finally:
-        for member in (*stage.askers, *stage.workers):
-            with suppress(ProcessLookupError):
-                member.send(signal.SIGCONT)
-            member.end(30)
+        end_all((*stage.askers, *stage.workers))
 
 
 @contextmanager
@@ -273,8 +276,7 @@ def callers(stage: Stage, target: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for member in stage.askers:
-            member.end(30)
+        end_all(stage.askers)
 
 
 def play(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None:
@@ -297,9 +299,7 @@ def play(stage: Stage, fault: Callable[[Stage], None], account: Account) -> None
 def end_askers(stage: Stage, account: Account) -> None:
     """End those who ask, each after what it is about to ask."""
     note_ended(stage.askers, account)
-    for member in stage.askers:
-        if not member.end(30):
-            account.notes.append(f"{member.name} had to be killed")
+    account.notes += [f"{member.name} had to be killed" for member in end_all(stage.askers)]
 
 
 def submit_unanswered(stage: Stage) -> None:

@@ -35,7 +35,7 @@ PRELOADED = (
     *("litestar", "litestar.openapi", "psycopg", "redis.asyncio", "rich.console", "sqlite3", "structlog"),
     *("sqlalchemy.ext.asyncio", "sqlalchemy.dialects.postgresql.asyncpg", "sqlalchemy.dialects.postgresql.psycopg"),
     *("sqlalchemy.dialects.sqlite", "opentelemetry.trace"),
-    *("semel.cli", "semel.api_types", "semel.client", "semel.runs.app", "semel.runs.celery", "semel.runs.rq"),
+    *("semel.cli", "semel.api_types", "semel.client", "semel.runs.engine", "semel.runs.celery", "semel.runs.rq"),
     *("semel.db.asyncio", "semel.runs.job_store"),
     *("semel.runs.worker.session", "semel.once.stores.postgres", "semel.once.stores.redis"),
 )
