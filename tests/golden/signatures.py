@@ -160,6 +160,7 @@ class _Renderer:
         yield from found.values()
 
     def _member(self, kind: type, name: str) -> Iterator[str]:
+        getattr(kind, name)  # a method whose module is imported late is there after its first use
         value = inspect.getattr_static(kind, name)
         if isinstance(value, staticmethod | classmethod):
             first, *more = self._function(name, getattr(kind, name))

@@ -171,6 +171,8 @@ class LateClass:
         return self._loaded()(*args, **kwargs)
 
     def __getattr__(self, method: str) -> LateMethod:
+        if method.startswith("__"):  # as inspect asks every object for __wrapped__
+            raise AttributeError(method)
         return LateMethod(lambda: getattr(self._loaded(), method))
 
     def _loaded(self) -> Any:
