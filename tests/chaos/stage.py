@@ -351,7 +351,7 @@ def wait_until_working(stage: Stage) -> None:
     deadline = time.monotonic() + stage.seconds
     while time.monotonic() < deadline and len(lines(stage.folder / "effects")) < stage.due(0.3):
         time.sleep(0.05)  # until the work that was due while the processes started is done
-    time.sleep(min(0.5, stage.seconds / 4))  # and the last of it, so that only the usual pace is measured
+    time.sleep(min(1.0, stage.seconds / 4))  # and the last of it, so that only the usual pace is measured
 
 
 def drain(stage: Stage) -> None:
