@@ -28,6 +28,8 @@ PAUSE = 0.05
 
 
 CLIENT_THREADS = 16
+REPEATED = 40
+"""Submissions that a submitter repeats after it was killed: each must find its run."""
 
 CALL = Policy(lease=30, wait=10)
 
@@ -122,9 +124,8 @@ class Stopped:
         return self._stopped
 
 
-def paced(rate: float, start: float) -> Iterator[int]:
+def paced(rate: float, start: float, number: int = 0) -> Iterator[int]:
     """Numbers, due at this rate from ``start`` on (``time.monotonic``); a caller who is late gets them at once."""
-    number = 0
     while True:
         time.sleep(max(0.0, start + number / rate - time.monotonic()))
         yield number
@@ -134,13 +135,14 @@ def paced(rate: float, start: float) -> Iterator[int]:
 def submit(url: str, folder: Path, name: str, rate: float, start: float) -> None:
     """Submits with keys, over HTTP if the URL is a server's, and repeats each until it is acknowledged.
 
-    What is due does not depend on whether a submitter was late, or was killed and repeats what it had submitted. Over
-    HTTP it has threads, as a web application does: while one waits for seconds before its next try, others go on.
+    One that was killed begins with the last that it had submitted; what is due does not depend on that. Over HTTP it
+    has threads, as a web application does: while one waits for seconds before its next try, others go on.
     """
     log_to(folder)
     stopped = Stopped()
     target: App | Client = Client(url) if url.startswith("http") else make_app(url, folder)
-    numbers, turn = paced(rate, start), Lock()
+    known = [int(key.rpartition("-")[2]) for key, _ in lines(folder / "acknowledged") if key.startswith(f"{name}-")]
+    numbers, turn = paced(rate, start, max(0, max(known, default=0) - REPEATED)), Lock()
 
     def submit_in_turn() -> None:
         while not stopped:

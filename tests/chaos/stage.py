@@ -371,7 +371,7 @@ def judge_runs(stage: Stage, account: Account, marks: list[float]) -> None:
         " WHERE status IN ('SUCCEEDED', 'FAILED', 'CANCELLED') GROUP BY run_id"
     )
     stored = {str(run.id) for run in runs}
-    acknowledged: dict[str, set[str]] = {}  # a submitter that was killed begins anew, with the same keys
+    acknowledged: dict[str, set[str]] = {}  # a submitter that was killed repeats some keys
     for key, run_id in lines(stage.folder / "acknowledged"):
         acknowledged.setdefault(key, set()).add(run_id)
     attempts = lines(stage.folder / "effects")
