@@ -24,6 +24,7 @@ from types import FrameType
 
 from msgspec import Struct
 
+import semel.runs.worker.session  # noqa: F401 -- every run needs it, and a worker imports this module before it forks
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Outage
 from semel._concurrency.sync import run_sync
