@@ -199,10 +199,11 @@ class ThreadedDatabase:
 def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Sequence[Any]:
     """The rows of a hot statement, without SQLAlchemy's result objects, which cost a lone caller as much as the rest.
 
-    This applies to connections whose statements commit by themselves; others use an ordinary execute.
+    Only connections whose statements commit by themselves also send it without SQLAlchemy.
     """
     if not conn.get_execution_options().get(COMMITS):
-        return conn.execute(statement, values).all()
+        result = conn.execute(statement, values)
+        return list(result.cursor_strategy.fetchall(result, result.cursor))
     sql, names = _compiled(statement, conn.dialect)
     dbapi: Any = conn.connection.dbapi_connection
     try:

@@ -1,7 +1,8 @@
 """One statement for both databases: its text is rendered once for each, from the few expressions that differ.
 
-A statement takes a whole batch: arrays on PostgreSQL, JSON text on SQLite. An array of one element stands for a column
-that is the same in every row; only the first column, which names the row, has all its elements. The statement's time is
+A statement takes a whole batch: arrays on PostgreSQL, JSON text on SQLite. On PostgreSQL an array of one element stands
+for a column that is the same in every row; only the first column, which names the row, has all its elements. On SQLite
+the JSON has the first column alone if all the others are the same in every row. The statement's time is
 ``:now``: on PostgreSQL the injected clock's, or None for the database's own; on SQLite the injected clock's, or the
 host's.
 """
@@ -121,8 +122,11 @@ class Sqlite:
     writes_in_with = False
 
     def batch(self, columns: Mapping[str, str]) -> str:
-        picks = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(columns))
-        return f"(SELECT {picks} FROM json_each(:batch)) AS b"
+        first, *others = columns
+        picks = [f"CASE WHEN :alike THEN value ELSE json_extract(value, '$[0]') END AS {first}"]
+        for place, name in enumerate(others, 1):
+            picks.append(f"CASE WHEN :alike THEN :{name} ELSE json_extract(value, '$[{place}]') END AS {name}")
+        return f"(SELECT {', '.join(picks)} FROM json_each(:batch)) AS b"
 
     def is_in(self, column: str, name: str, kind: str = "text") -> str:  # noqa: ARG002 -- SQLite needs no types
         return f"{column} IN (SELECT value FROM json_each(:{name}))"
@@ -199,7 +203,7 @@ class Statement:
         if self._columns is None or batch is None:
             return values
         if sqlite:
-            return {**values, "batch": _json(list(batch))}
+            return {**values, **_in_json(list(batch), list(self._columns)[1:])}
         first, *others = zip(*batch, strict=True)
         arrays = zip(self._columns, [list(first), *map(_shortest, others)], strict=True)
         return {**values, **dict(arrays)}
@@ -208,6 +212,14 @@ class Statement:
 def _shortest(array: tuple[Any, ...]) -> list[Any]:
     """The array, or one element if all are equal: drivers and servers take long over many."""
     return list(array[:1] if array.count(array[0]) == len(array) else array)
+
+
+def _in_json(batch: list[Sequence[Any]], others: list[str]) -> dict[str, Any]:
+    """The batch as values of a statement of SQLite, which takes longer to read an array than all the rest of a row."""
+    shared = tuple(batch[0][1:]) if batch else ()
+    if batch and all(tuple(row[1:]) == shared for row in batch):
+        return {"alike": True, "batch": _json([row[0] for row in batch]), **dict(zip(others, shared, strict=True))}
+    return {"alike": False, "batch": _json(batch), **dict.fromkeys(others)}
 
 
 def _json(value: list[Any]) -> str:

@@ -99,7 +99,7 @@ SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
         rows = self._waiting.rows(conn, now=now, **values)
         if rows:
             _TAKE_ROWS.count(conn, rows=[row[0] for row in rows], worker=worker, now=now)
-            tell(conn, [(row[2], row[1]) for row in rows], context)
+            tell(conn, ((row[2], row[1]) for row in rows), context)
         return [Leased(*row[2:]) for row in rows]
 
 

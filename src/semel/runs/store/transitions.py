@@ -18,7 +18,7 @@ nothing once the run has a higher one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -90,12 +90,12 @@ WHERE unpublished OR unsent"""
 _IS_WANTED = Statement(lambda _: "SELECT 1 FROM semel_subscriptions WHERE disabled_us IS NULL LIMIT 1")
 
 
-def tell(conn: Connection, steps: Sequence[tuple[str, int]], context: StatementContext) -> None:
+def tell(conn: Connection, steps: Iterable[tuple[str, int]], context: StatementContext) -> None:
     """Put these steps (run and version) into the outbox: on SQLite, where the statement could not do so itself.
 
     One by one: for a batch, SQLite would read the steps of all runs there ever were.
     """
-    if conn.dialect.name == "sqlite" and steps and (context.publish or _IS_WANTED.rows(conn)):
+    if conn.dialect.name == "sqlite" and (context.publish or _IS_WANTED.rows(conn)):
         for run_id, version in steps:
             _TELL_STEP.count(conn, run_id=run_id, version=version, publish=context.publish)
 
@@ -157,7 +157,6 @@ _SUCCEED_COLUMNS = {
 }
 _PLAIN = 4
 """How many columns every success has. Most successes send no more than these: their result is in the row."""
-_NO_MORE = (None,) * (len(_SUCCEED_COLUMNS) - _PLAIN)
 _SUCCESS = (
     "run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, step, began_us, started_us, "
     "heartbeat_us, progress_us, cancel_us, cost, worker, cancel_note, last_error, traceback, data_ref, result, "
@@ -222,23 +221,22 @@ SELECT {_stored(written)} FROM ({ended} ON k.rowid = in_row) AS e"""
     def _by_row(self, conn: Connection, context: StatementContext, batch: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """Find the rows of those whose fence holds, then name them by row: there is no other writer."""
         now = context.now
-        outcomes = {(row[0], row[1]): row[2:] for row in batch}
-        held = _HELD.rows(conn, outcomes, now=now)
+        outcomes = {row[:2]: row[2:] for row in batch}
+        held = _HELD.rows(conn, outcomes)
         if held:
             rows = [row[0] for row in held]
-            self._note.count(conn, [(row[0], *outcomes[row[3], row[1]]) for row in held], now=now)
+            self._note.count(conn, [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held], now=now)
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
-            tell(conn, [(row[3], row[2]) for row in held], context)
-        return [row[3:] for row in held]
+            tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
+        return [(run_id, "SUCCEEDED", "succeeded", model, first, now) for _, run_id, _, _, model, first in held]
 
 
 _HELD_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _HELD = Statement(
     lambda w: (
         f"""
-SELECT k.rowid, in_fence, k.version + 1, k.id, 'SUCCEEDED' AS status, 'succeeded' AS step, k.model, {FIRST_START},
-  {w.now}
+SELECT k.rowid, k.id, k.fence, k.version + 1, k.model, {FIRST_START}
 FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
     ),
     _HELD_COLUMNS,
@@ -348,7 +346,7 @@ def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementCon
     _COUNT.count(conn, batch, now=now)
     _WAIT_AGAIN.count(conn, batch, now=now)
     _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
-    tell(conn, [(row[0], row[-1]) for row in rows], context)
+    tell(conn, ((row[0], row[-1]) for row in rows), context)
     return [row[:-1] for row in rows]
 
 
@@ -395,11 +393,12 @@ def end(conn: Connection, endings: Sequence[FinishRequest], context: StatementCo
     A success that was already written under the same fence, and whose reply was lost, is returned again.
     """
     rows: list[Any] = []
-    succeeded = sorted(_success_row(each) for each in endings if each.ended.kind == "succeeded")
-    if plain := [row[:_PLAIN] for row in succeeded if row[_PLAIN:] == _NO_MORE]:
-        rows += _SUCCEED_PLAINLY.rows(conn, context, plain)
-    if more := [row for row in succeeded if row[_PLAIN:] != _NO_MORE]:
-        rows += _SUCCEED.rows(conn, context, more)
+    succeeded = [each for each in endings if each.ended.kind == "succeeded"]
+    if plain := [_plain_row(each) for each in succeeded if _is_plain(each.ended)]:
+        rows += _SUCCEED_PLAINLY.rows(conn, context, sorted(plain))
+    if len(plain) < len(succeeded):
+        more = [_success_row(each) for each in succeeded if not _is_plain(each.ended)]
+        rows += _SUCCEED.rows(conn, context, sorted(more))
     if others := [_end_row(each) for each in endings if each.ended.kind != "succeeded"]:
         rows += _end(conn, sorted(others), context)
     over = {row[0]: FinishedRun(*row[: len(FinishedRun.__struct_fields__)]) for row in rows}
@@ -409,13 +408,25 @@ def end(conn: Connection, endings: Sequence[FinishRequest], context: StatementCo
     return over
 
 
+def _is_plain(ended: AttemptResult) -> bool:
+    """Whether a success has nothing but a result in the row."""
+    return (
+        ended.result_ref is None
+        and ended.cost is None
+        and ended.result_exact is None
+        and not ended.artifacts
+        and not ended.warnings
+    )
+
+
+def _plain_row(ending: FinishRequest) -> tuple[Any, ...]:
+    return ending.run_id, ending.fence, ending.ended.result, ending.ended.result_digest
+
+
 def _success_row(ending: FinishRequest) -> tuple[Any, ...]:
     ended = ending.ended
     return (
-        ending.run_id,
-        ending.fence,
-        ended.result,
-        ended.result_digest,
+        *_plain_row(ending),
         ended.result_ref,
         None if ended.result_ref is None else ended.result_size,
         msgspec.json.encode(ended.artifacts).decode() if ended.artifacts else None,
@@ -533,7 +544,7 @@ told AS ({
 SELECT CAST(id AS text), status FROM held"""
     )
 )
-_CANCELLABLE = Statement(_cancellable)
+_CANCELLABLE = Statement(lambda w: f"SELECT id, status, version + 1 FROM ({_cancellable(w)}) AS held")
 _NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_CANCELLED}")
 _NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
 _ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
@@ -549,9 +560,9 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
     _NOTE_CANCELLED.count(conn, **values)
     _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
     _ASK_RUNNING.count(conn, **values)
-    _remove(conn, [row.id for row in rows if row.status == "CANCELLED"])
-    tell(conn, [(row.id, row.version + 1) for row in rows], context)
-    return {row.id: row.status for row in rows}
+    _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
+    tell(conn, ((run_id, version) for run_id, _, version in rows), context)
+    return {run_id: status for run_id, status, _ in rows}
 
 
 _RELEASE = Statement(
