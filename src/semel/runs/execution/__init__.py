@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,9 @@ from semel.runs.types import INTERNAL_PREFIX, Attempt, AttemptResult, EndKind
 
 if TYPE_CHECKING:
     import asyncio
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = ["Limits", "execute", "execute_async", "execute_attempt", "run_in_thread", "timed_out_after"]
 
@@ -112,15 +115,13 @@ async def execute_async(
     cancelled: Stop | None = None,
 ) -> AttemptResult:
     """Execute the attempt in this event loop. It raises only if the calling task is cancelled."""
-    import asyncio
-
     ctx = Context(attempt, sink, cancelled or StopFlag())
     handed_over = False
     try:
         with log_capture.LogBinding(ctx._lines):
             try:
                 if _wants_data(attempt, model):
-                    await asyncio.to_thread(context.fetch_data, ctx, results)
+                    await _in_thread(context.fetch_data, ctx, results)
                 value = _call(ctx, attempt, model)
                 if hasattr(value, "__await__"):
                     value = await (value if model.timeout is None else _in_time(value, model.timeout))
@@ -134,13 +135,19 @@ async def execute_async(
             if ctx._artifacts is None and strict_json.is_small(value, min(limits.inline_bytes, SMALL)):
                 return _store_result(ctx, attempt, value, results, limits)
             handed_over = True
-            return await asyncio.to_thread(_store_result_and_close, ctx, attempt, value, results, limits)
+            return await _in_thread(_store_result_and_close, ctx, attempt, value, results, limits)
     finally:
         if not handed_over:
             if ctx._artifacts is not None:
-                await asyncio.to_thread(context.close, ctx)
+                await _in_thread(context.close, ctx)
             else:
                 context.close(ctx)
+
+
+async def _in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    import asyncio
+
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 async def run_in_thread(
@@ -279,21 +286,18 @@ def _early_result(ctx: Context, value: Any) -> AttemptResult | None:
 def _store_result(ctx: Context, attempt: Attempt, value: Any, results: ResultStore, limits: Limits) -> AttemptResult:
     try:
         files = context.files(ctx) if ctx._artifacts is not None else {}
-        kept = publish(results, attempt, value, files, inline_bytes=limits.inline_bytes, max_bytes=limits.max_bytes)
+        return publish(
+            results,
+            attempt,
+            value,
+            files,
+            inline_bytes=limits.inline_bytes,
+            max_bytes=limits.max_bytes,
+            cost=ctx._cost,
+        )
     except Exception as error:  # noqa: BLE001 (the store's drivers raise what they like)
         kind: EndKind = "fatal" if isinstance(error, Fatal) else "retry"
         return AttemptResult(kind=kind, reason=reason_of(error), traceback=traceback_of(error), cost=ctx._cost)
-    return AttemptResult(
-        kind="succeeded",
-        result=kept.result,
-        result_ref=kept.result_ref,
-        result_digest=kept.result_digest,
-        result_size=kept.result_size,
-        artifacts=kept.artifacts,
-        result_exact=kept.result_exact,
-        warnings=kept.warnings,
-        cost=ctx._cost,
-    )
 
 
 def _store_result_and_close(

@@ -19,13 +19,11 @@ from typing import IO, Any, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from msgspec import Struct
-
 from semel.errors import Fatal, InvalidRequest, ResultStoreError
 from semel.runs import strict_json
-from semel.runs.types import Artifact, Attempt
+from semel.runs.types import Artifact, Attempt, AttemptResult
 
-__all__ = ["FileResults", "PublishedResult", "ResultStore", "check_ref", "open_results", "place", "publish"]
+__all__ = ["FileResults", "ResultStore", "check_ref", "open_results", "place", "publish"]
 
 INLINE_BYTES = 16 << 10
 """Results up to this size are stored in the row of their run."""
@@ -73,18 +71,6 @@ class ResultStore(Protocol):
 
     def remove(self, prefix: str) -> None:
         """Remove everything of a run (``{run_id}``) or of one attempt (``{run_id}/{fence}``), if there is anything."""
-
-
-class PublishedResult(Struct, frozen=True, kw_only=True):
-    """What an attempt stored; the fields are those of `AttemptResult`."""
-
-    result: str | None
-    result_ref: str | None
-    result_digest: str
-    result_size: int
-    artifacts: list[Artifact]
-    result_exact: str | None = None
-    warnings: list[str] = []
 
 
 def open_results(target: str | Path | ResultStore) -> ResultStore:
@@ -136,7 +122,8 @@ def publish(
     *,
     inline_bytes: int = INLINE_BYTES,
     max_bytes: int = MAX_BYTES,
-) -> PublishedResult:
+    cost: float | None = None,
+) -> AttemptResult:
     """Store what an attempt returned and the files that it wrote; none of it is visible before the fenced finish.
 
     Raises `Fatal` for what can never be stored, and `ResultStoreError` if a retry may help.
@@ -152,7 +139,8 @@ def publish(
         ref = place(attempt.run_id, attempt.fence, "result.json")
         store.put(ref, data)
         ref = flat_ref(attempt.run_id) if flat else ref
-    return PublishedResult(
+    return AttemptResult(
+        kind="succeeded",
         result=data.decode() if ref is None else None,
         result_ref=ref,
         result_digest=_digest(data),
@@ -160,6 +148,7 @@ def publish(
         artifacts=artifacts,
         result_exact=None if exact is None else _kept_exactly(store, attempt, exact, inline=ref is None),
         warnings=[] if exact is None else _warnings(exact),
+        cost=cost,
     )
 
 

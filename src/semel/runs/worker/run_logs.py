@@ -54,6 +54,8 @@ class WorkerLogger:
 
     def log(self, level: int, message: str, run: ActiveRun | None = None, status: str | None = None) -> None:
         """Log one line. ``status`` is the run's, RUNNING unless given."""
+        if not self.logs(level):
+            return
         if run is None:
             log_run(_log, level, message, worker_id=self._worker_id)
             return

@@ -270,11 +270,11 @@ class WorkerSession:
             self._conclude(run, ended)
             self._wakeup.set()
 
-    async def _execute(self, run: ActiveRun) -> AttemptResult:
+    def _execute(self, run: ActiveRun) -> Coroutine[Any, Any, AttemptResult]:
         if run.model.isolation == "process":
-            return await self._children.run(replace(run.attempt, trace=tracing.current()), run.model, run)
+            return self._children.run(replace(run.attempt, trace=tracing.current()), run.model, run)
         execute = execute_async if run.model.isolation == "loop" else run_in_thread
-        return await execute(run.attempt, run.model, run, self._results, self._app.limits, cancelled=run.stop)
+        return execute(run.attempt, run.model, run, self._results, self._app.limits, cancelled=run.stop)
 
     def _ending(self, run: ActiveRun, ended: AttemptResult) -> FinishRequest:
         if ended.kind == "succeeded":
