@@ -218,7 +218,11 @@ def _in_json(batch: list[Sequence[Any]], others: list[str]) -> dict[str, Any]:
     """The batch as values of a statement of SQLite, which takes longer to read an array than all the rest of a row."""
     shared = tuple(batch[0][1:]) if batch else ()
     if batch and all(tuple(row[1:]) == shared for row in batch):
-        return {"alike": True, "batch": _json([row[0] for row in batch]), **dict(zip(others, shared, strict=True))}
+        bound = {
+            name: value if type(value) in _BINDABLE else _plain(value)
+            for name, value in zip(others, shared, strict=True)
+        }
+        return {**bound, "alike": True, "batch": _json([row[0] for row in batch])}
     return {"alike": False, "batch": _json(batch), **dict.fromkeys(others)}
 
 
@@ -235,6 +239,7 @@ def _plain(value: object) -> object:
 
 
 _PLAIN: dict[type, Callable[[Any], object]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_BINDABLE = {*_PLAIN, bool, type(None)}
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 

@@ -87,6 +87,19 @@ def test_of_two_ends_of_a_run_the_one_whose_fence_holds_is_written(database: Tes
     assert [each.counts["SUCCEEDED"] for each in database.app.summary()] == [1]
 
 
+@pytest.mark.parametrize("results", [["1", "1", "1"], ["1", "2", "1"], ["2", "1", "1"], ["1", "1", "2"]], ids=str)
+def test_runs_that_end_together_keep_their_own_results_whether_or_not_they_are_the_same(
+    database: TestDatabase, results: list[str]
+) -> None:
+    submit_many(database, range(3))
+    ended = [AttemptResult(kind="succeeded", result=each, result_digest=each * 64, result_size=1) for each in results]
+    leased = database.lease(3)
+    database.do(transitions.end, [FinishRequest(x.id, x.fence, y) for x, y in zip(leased, ended, strict=True)])
+    digests = [database.app.get(each.id).result_digest for each in leased]
+    assert [str(database.app.result(each.id)) for each in leased] == results
+    assert digests == [each * 64 for each in results]
+
+
 class Name(str):
     """Text of a caller's own class, such as a template's."""
 
@@ -100,9 +113,14 @@ class Fraction(float):
     """A number of a caller's own class, such as numpy's."""
 
 
-def test_text_and_numbers_of_a_callers_own_class_are_stored_as_what_they_are(database: TestDatabase) -> None:
-    database.submit()
-    (leased,) = database.lease()
-    database.do(lease.renew, [LeaseRenewal(leased.id, leased.fence, Fraction(0.25), Name("half\u2028way"))])
-    run = database.app.get(leased.id)
-    assert (run.progress, run.progress_note) == (0.25, "half\u2028way")
+@pytest.mark.parametrize("count", [1, 2])
+def test_text_and_numbers_of_a_callers_own_class_are_stored_as_what_they_are(
+    database: TestDatabase, count: int
+) -> None:
+    submit_many(database, range(count))
+    leased = database.lease(count)
+    notes = [f"half\u2028way of {number}" for number in range(count)]
+    renewals = [LeaseRenewal(x.id, x.fence, Fraction(0.25), Name(y)) for x, y in zip(leased, notes, strict=True)]
+    database.do(lease.renew, renewals)
+    found = [database.app.get(each.id) for each in leased]
+    assert [(run.progress, run.progress_note) for run in found] == [(0.25, note) for note in notes]
