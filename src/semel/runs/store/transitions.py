@@ -229,14 +229,14 @@ SELECT {_stored(written)} FROM ({ended} ON k.rowid = in_row) AS e"""
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
-        return [(run_id, "SUCCEEDED", "succeeded", model, first, now) for _, run_id, _, _, model, first in held]
+        return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, status, model, first in held]
 
 
 _HELD_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _HELD = Statement(
     lambda w: (
         f"""
-SELECT k.rowid, k.id, k.fence, k.version + 1, k.model, {FIRST_START}
+SELECT k.rowid, k.id, in_fence, k.version + 1, 'SUCCEEDED' AS status, k.model, {FIRST_START}
 FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
     ),
     _HELD_COLUMNS,
