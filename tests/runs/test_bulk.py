@@ -29,7 +29,7 @@ def builder(window: float = 600) -> SubmissionBuilder:
 
 
 def stripped(submission: Submission) -> Submission:
-    return replace(submission, id="")
+    return replace(submission, id="", group=0)
 
 
 OPTIONS: list[dict[str, Any]] = [
