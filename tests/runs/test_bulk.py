@@ -61,6 +61,19 @@ def test_a_submission_like_an_earlier_one_is_made_as_if_it_were_alone(
         assert stripped(many.from_mapping(asked)) == stripped(alone.from_mapping(asked))
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_submission_with_a_key_is_not_like_one_without(options: dict[str, Any]) -> None:
+    alone = builder()
+    many = BulkBuilder(alone)
+    groups = []
+    for key in ("a", None, "b", None):
+        asked = {"model": "forecast", **options, **({} if key is None else {"idempotency_key": key})}
+        made = many.from_mapping(asked)
+        assert stripped(made) == stripped(alone.from_mapping(asked))
+        groups.append(made.group)
+    assert groups == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
@@ -252,29 +265,59 @@ def test_runs_that_were_written_before_are_found_and_the_others_are_written(
     assert database.count("semel_runs") == database.count("semel_active") == 5
 
 
-def test_only_one_of_many_runs_takes_the_slot_that_their_flow_reserved(database: TestDatabase) -> None:
-    def reserved() -> list[Run | SemelError]:
-        database.jobs.reserve_job_slot(42, 1)
-        return database.app.submit_many([{"model": "train", "dedupe": False, "user": 42}] * 3)
+def reserve_and_submit(database: TestDatabase) -> list[Run | SemelError]:
+    database.jobs.reserve_job_slot(42, 1)
+    return database.app.submit_many([{"model": "train", "dedupe": False, "user": 42}] * 3)
 
+
+def test_the_first_of_many_runs_takes_the_slot_that_their_flow_reserved(database: TestDatabase) -> None:
     database.app.set_quota(42, Quota(max_concurrent=1))
-    first, *others = copy_context().run(reserved)
+    first, *others = copy_context().run(reserve_and_submit, database)
     assert isinstance(first, Run)
     assert [type(each) for each in others] == [QuotaExceeded] * 2
     assert database.count("semel_runs") == 1
+
+
+def test_the_slot_is_the_first_run_s_too_where_there_are_no_quotas(database: TestDatabase) -> None:
+    first, *_ = ids_of(copy_context().run(reserve_and_submit, database))
+    assert [str(run_id) for (run_id,) in database.rows("SELECT job_id FROM semel_reservations")] == [first]
+    assert database.count("semel_runs") == database.concurrent() == 3
+
+
+def test_each_run_has_its_own_warnings(database: TestDatabase) -> None:
+    quota = Quota(max_concurrent=2, cost_daily=10, action="warn")
+    asked: dict[str, Any] = {"model": "train", "dedupe": False, "cost": 3}
+    for user in (42, 43):
+        database.app.set_quota(user, quota)
+    alone = [database.app.submit(**asked, user=42) for _ in range(5)]
+    bulk = [run for run in database.app.submit_many([{**asked, "user": 43}] * 5) if isinstance(run, Run)]
+    warned = [(run.quota_warnings, run.cost_limit_warning) for run in bulk]
+    assert warned == [(run.quota_warnings, run.cost_limit_warning) for run in alone]
+    assert len(set(map(str, warned))) > 3
 
 
 def test_one_invalid_submission_is_the_end_of_a_strict_call_before_anything_is_stored(
     database: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("semel.runs.store._BULK", 2)
-    asked = [{"model": "train", "dedupe": False}] * 9 + [{"model": "train", "parameters": {"number": "x"}}]
-    with pytest.raises(InvalidParameters, match="submission 9"):
+    good, bad = {"model": "train", "dedupe": False}, {"model": "train", "parameters": {"number": "x"}}
+    asked = [*[good] * 6, bad, good, good]
+    with pytest.raises(InvalidParameters, match="submission 6"):
         database.app.submit_many(asked)
     assert database.count("semel_runs") == 0
-    *runs, error = database.app.submit_many(asked, strict=False)
-    assert isinstance(error, InvalidParameters)
-    assert len(ids_of(runs)) == database.count("semel_runs") == 9
+    answers = database.app.submit_many(asked, strict=False)
+    assert isinstance(answers.pop(6), InvalidParameters)
+    assert len(ids_of(answers)) == database.count("semel_runs") == 8
+
+
+def test_repeats_and_new_runs_are_returned_in_the_order_of_the_call(database: TestDatabase) -> None:
+    def submitted(*keys: str) -> list[tuple[str | None, bool]]:
+        runs = database.app.submit_many([{"model": "train", "idempotency_key": key} for key in keys])
+        return [(run.idempotency_key, run.replayed) for run in runs if isinstance(run, Run)]
+
+    submitted("b", "d")
+    assert submitted("d", "b") == [("d", True), ("b", True)]  # from now on the keys are read first
+    assert submitted("a", "b", "c", "d") == [("a", False), ("b", True), ("c", False), ("d", True)]
 
 
 # -- two batches at a time ---------------------------------------------------------------------------------------------
