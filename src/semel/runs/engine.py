@@ -31,9 +31,14 @@ from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import RunStore, maintenance, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.queries import Backlog, Filter
-from semel.runs.store.quotas import Person
-from semel.runs.store.submit import Answer, Created, Existing, JobDetails, Submission
-from semel.runs.submission import BulkBuilder, SubmissionBuilder, SubmitOptions, run_of_answer
+from semel.runs.store.submit import Answer, Existing, JobDetails, Submission, one_of_each_group
+from semel.runs.submission import (
+    BulkBuilder,
+    SubmissionBuilder,
+    SubmitOptions,
+    run_of_answer,
+    runs_of_answers,
+)
 from semel.runs.transports import Transport
 from semel.runs.types import (
     MICRO,
@@ -168,15 +173,17 @@ class RunEngine:
         asked = _with_slots(asked)
         answers = await self.store.submit_many(asked)
         _close_slots(asked, answers)
-        found = [answer.id for answer in answers if not isinstance(answer, SemelError | Created)]
+        found = [answer.id for answer in answers if isinstance(answer, Existing)]
         there = await self.store.read(queries.get, found) if found else {}
-        had = (run_of_answer(each, answer, there) for each, answer in zip(asked, answers, strict=True))
-        runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
-        new = [run for run in runs if isinstance(run, Run) and not run.replayed]
-        if self._hooks.has_hooks:
+        runs = runs_of_answers(asked, answers, there)
+        if refused:
+            had = iter(runs)
+            runs = [refused[place] if place in refused else next(had) for place in range(len(submissions))]
+        if self._hooks.has_hooks or self._transport().announces:
+            new = [run for run in runs if isinstance(run, Run) and not run.replayed]
             for run in new:
                 self._tell("created", run.model)
-        await self._announce(new)
+            await self._announce(new)
         return runs
 
     def _submissions(
@@ -503,19 +510,20 @@ class RunEngine:
 
 def _with_slots(asked: Sequence[Submission]) -> list[Submission]:
     """Give each submission without a reservation one that was made in the same flow, if any is left."""
-    left: dict[Person, list[str]] = {}
+    left = {person: open_reservations(*person) for person in {each.person for each in one_of_each_group(asked)}}
+    if not any(left.values()):
+        return list(asked)
     given = []
     for each in asked:
-        person = each.person
-        if person not in left:
-            left[person] = open_reservations(*person)
-        slots = left[person]
+        slots = left[each.person]
         slot = slots.pop(0) if slots and each.reservation is None else None
-        given.append(each if slot is None else msgspec.structs.replace(each, slot=slot))
+        given.append(each if slot is None else msgspec.structs.replace(each, slot=slot, group=0))
     return given
 
 
 def _close_slots(asked: Sequence[Submission], answers: Sequence[Answer]) -> None:
+    if not any(each.reserved for each in one_of_each_group(asked)):
+        return
     for each, answer in zip(asked, answers, strict=True):
         if not isinstance(answer, SemelError):
             for reservation in (each.slot, each.reservation):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, TypedDict
 
@@ -202,7 +202,7 @@ class BulkBuilder:
 
     def from_mapping(self, asked: Mapping[str, Any]) -> Submission:
         """As :meth:`SubmissionBuilder.from_mapping`; the ids ascend."""
-        options = dict(_checked_mapping(asked))
+        options = dict(asked if type(asked) is dict else _checked_mapping(asked))
         parameters, key = options.pop("parameters", None), options.pop("idempotency_key", None)
         same = (key is None, *options.items(), *map(type, options.values()))  # True equals 1, and is no valid priority
         try:
@@ -211,7 +211,8 @@ class BulkBuilder:
             return self._builder.from_mapping(asked)
         if like is not None:
             return self._builder.another(like, next(self._ids), parameters or {}, key)
-        made = self._like[same] = replace(self._builder.from_mapping(asked), id=next(self._ids))
+        made = replace(self._builder.from_mapping(asked), id=next(self._ids), group=len(self._like) + 1)
+        self._like[same] = made
         return made
 
 
@@ -225,6 +226,34 @@ def _ids() -> Iterator[str]:
     """Ids without end, made some at a time."""
     while True:
         yield from new_ids(100)
+
+
+def runs_of_answers(
+    submissions: Sequence[Submission], answers: Sequence[Answer], there: Mapping[str, Run]
+) -> list[Run | SemelError]:
+    """As :func:`run_of_answer` for each submission of a call: what the new runs of a group share is set once."""
+    like: dict[tuple[int, int], Run] = {}
+    runs: list[Run | SemelError] = []
+    for each, answer in zip(submissions, answers, strict=True):
+        if not isinstance(answer, Created) or not each.group:
+            runs.append(run_of_answer(each, answer, there))
+        elif (earlier := like.get(shared := (each.group, answer.created_us))) is None:
+            runs.append(like.setdefault(shared, _new_run(each, answer)))
+        else:
+            runs.append(
+                replace(
+                    earlier,
+                    id=each.id,
+                    parameters_json=each.parameters,
+                    payload_hash=each.payload_hash,
+                    idempotency_key=each.client_key,
+                    artifacts=[],
+                    warnings=[],
+                    quota_warnings=answer.admission.quota_warnings,
+                    cost_limit_warning=answer.admission.cost_limit_warning,
+                )
+            )
+    return runs
 
 
 def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Run]) -> Run | SemelError:

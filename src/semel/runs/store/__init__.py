@@ -33,7 +33,7 @@ from semel.once.stores.sqlite import SqliteStore
 from semel.runs.store import queries, quotas
 from semel.runs.store import submit as store_submit
 from semel.runs.store.quotas import Reserve
-from semel.runs.store.submit import Answer, Existing, Submission
+from semel.runs.store.submit import Answer, Existing, Submission, one_of_each_group
 from semel.runs.types import RETRY_FOR, Run
 
 P = ParamSpec("P")
@@ -195,7 +195,7 @@ class RunStore:
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
         batches = [submissions[start : start + _BULK] for start in range(0, len(submissions), _BULK)]
-        if self.awaited and len(batches) > 1 and not any(map(_may_meet, submissions)):
+        if self.awaited and len(batches) > 1 and not any(map(_may_meet, one_of_each_group(submissions))):
             answers = await self._two_at_a_time(batches)
         else:
             answers = [answer for batch in batches for answer in await self._submit_batch(batch)]
@@ -222,15 +222,17 @@ class RunStore:
 
     async def _submit_now(self, submissions: Sequence[Submission], began: float) -> list[Answer]:
         """Where the last batch had repeats, read the keys first: that is cheaper than to find repeats while writing."""
-        answers = {}
+        known: dict[str, Answer] = {}
+        left = submissions
         if self._repeats:
-            answers = await self._run_batch(self._database.read, store_submit.recognised, submissions, began)
-        left = [each for each in submissions if each.id not in answers]
-        if left:
-            written = await self._run_batch(self._database.write, _submit, left, began)
-            answers |= {each.id: answer for each, answer in zip(left, written, strict=True)}
-        self._repeats = any(isinstance(answer, Existing) for answer in answers.values())
-        return [answers[each.id] for each in submissions]
+            known = await self._run_batch(self._database.read, store_submit.recognised, submissions, began)
+            left = [each for each in submissions if each.id not in known]
+        answers = await self._run_batch(self._database.write, _submit, left, began) if left else []
+        if known:
+            known |= {each.id: answer for each, answer in zip(left, answers, strict=True)}
+            answers = [known[each.id] for each in submissions]
+        self._repeats = any(isinstance(answer, Existing) for answer in answers)
+        return answers
 
     async def _run_batch(
         self,

@@ -8,7 +8,7 @@ run is pending or running.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -79,6 +79,9 @@ class Submission(Struct, frozen=True, kw_only=True, gc=False):
     job: JobDetails | None = None
     first: Submission | None = None
     """A run that is created with this one, and that will release it; until then it is held (see HELD_US)."""
+    group: int = 0
+    """Submissions of one call with the same group differ only in their ids, parameters and keys, and either all have
+    a key or none has; 0: it is in no group."""
 
     @property
     def key_hash(self) -> str:
@@ -137,6 +140,18 @@ class Submission(Struct, frozen=True, kw_only=True, gc=False):
         return dedupe_of(self.tenant, self.user, self.key_hash)
 
 
+def one_of_each_group(submissions: Iterable[Submission]) -> list[Submission]:
+    """The submissions without those that are in the group of another one."""
+    groups: dict[int, Submission] = {}
+    others = []
+    for each in submissions:
+        if each.group:
+            groups[each.group] = each
+        else:
+            others.append(each)
+    return [*groups.values(), *others]
+
+
 class Created(Struct, frozen=True, gc=False):
     """The run is new."""
 
@@ -190,13 +205,13 @@ _ACTIVE = (
 )
 
 
-def _unseen(dialect: Dialect) -> str:
+def _unseen(dialect: Dialect, columns: Mapping[str, str] = _RUN_COLUMNS) -> str:
     """The batch without the runs that are there: they were sent before, and the reply was lost.
 
     The bounds let PostgreSQL begin with the partitions of these ids alone.
     """
     least, greatest = dialect.identity(":least"), dialect.identity(":greatest")
-    return f"""{dialect.batch(_RUN_COLUMNS)} WHERE NOT EXISTS (
+    return f"""{dialect.batch(columns)} WHERE NOT EXISTS (
   SELECT 1 FROM semel_runs AS o WHERE o.id = in_id AND o.id >= {least} AND o.id <= {greatest})"""
 
 
@@ -228,15 +243,33 @@ _TOLD = telling(
 
 
 def _whole(dialect: Dialect, asked: str, queued: str, new: str, *, retries: bool) -> str:
-    """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
+    """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL).
+
+    Returns one row: NULL, or if not all of the batch were new, the ids of those that were.
+    """
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
 made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us, queue),
 told AS ({_TOLD})
-SELECT CAST(id AS text), created_us,
-       (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
-FROM made"""
+SELECT CASE WHEN (SELECT count(*) FROM made) < cardinality(CAST(:in_id AS uuid[]))
+            THEN ARRAY(SELECT CAST(id AS text) FROM made) END,
+       (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)"""
+
+
+_OWN_COLUMNS = {name: _RUN_COLUMNS[name] for name in ("in_id", "in_parameters", "in_hash", "in_facet")}
+"""What the runs of a group are written with that have no keys; they share the other columns."""
+
+
+def _alike(dialect: Dialect) -> str:
+    """As :func:`_whole` for runs that share all but their own columns: PostgreSQL is given each value once."""
+    shared = [f"CAST(:{name} AS {kind}) AS {name}" for name, kind in _RUN_COLUMNS.items() if name not in _OWN_COLUMNS]
+    asked = f"(SELECT asked.*, {', '.join(shared)} FROM asked) AS w"
+    queued = f"queued AS ({_queue(dialect, asked, deduped=False)}),"
+    return _whole(dialect, _unseen(dialect, _OWN_COLUMNS), queued, asked, retries=False)
+
+
+_CREATE_ALIKE = Statement(_alike, _OWN_COLUMNS)
 
 
 class _Creating:
@@ -255,30 +288,36 @@ class _Creating:
         self._queue = Statement(lambda w: _queue(w, _unseen(w), deduped=deduped), _RUN_COLUMNS)
         self._rest = Statement(lambda w: _whole(w, w.batch(_RUN_COLUMNS), "", "asked", retries=retries), _RUN_COLUMNS)
         self._insert = Statement(
-            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS), retries=retries)} WHERE true RETURNING id, created_us",
-            _RUN_COLUMNS,
+            lambda w: f"{_insert(w, w.batch(_RUN_COLUMNS), retries=retries)} WHERE true RETURNING id", _RUN_COLUMNS
         )
 
-    def write(
-        self, conn: Connection, batch: Sequence[Sequence[Any]], context: StatementContext
-    ) -> list[tuple[str, int]]:
-        """Write them; returns the ids and times of those that were created."""
+    def write(self, conn: Connection, batch: Sequence[Sequence[Any]], context: StatementContext) -> list[str]:
+        """Write them; returns the ids of those that were created."""
         sqlite = conn.dialect.name == "sqlite"
         ids = [row[0] for row in batch]
-        bounds = {"least": min(ids), "greatest": max(ids)}
         if not sqlite and (not self._deduped or len(batch) <= _FEW):
-            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish, **bounds)
-            return [(row[0], row[1]) for row in rows]
-        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now, **bounds)}
+            rows = self._whole.rows(conn, batch, now=context.now, publish=context.publish, **_bounds(ids))
+            return _made(rows, ids)
+        queued = {str(row[0]) for row in self._queue.rows(conn, batch, now=context.now, **_bounds(ids))}
         new = [row for row in batch if row[0] in queued]
         if not new:
             return []
         if sqlite:
-            rows = self._insert.rows(conn, new, now=context.now)
-            tell(conn, [(row[0], 1) for row in rows], context)
-        else:
-            rows = self._rest.rows(conn, new, now=context.now, publish=context.publish)
-        return [(row[0], row[1]) for row in rows]
+            made = [row[0] for row in self._insert.rows(conn, new, now=context.now)]
+            tell(conn, [(run_id, 1) for run_id in made], context)
+            return made
+        rows = self._rest.rows(conn, new, now=context.now, publish=context.publish)
+        return _made(rows, [row[0] for row in new])
+
+
+def _bounds(ids: Sequence[str]) -> dict[str, str]:
+    return {"least": min(ids), "greatest": max(ids)}
+
+
+def _made(rows: Sequence[Any], ids: list[str]) -> list[str]:
+    """The ids of the runs that were created, from the answer of :func:`_whole`."""
+    some: list[str] | None = rows[0][0]
+    return ids if some is None else some
 
 
 _FEW = 64
@@ -294,6 +333,9 @@ def submit(conn: Connection, submissions: Sequence[Submission], context: Stateme
     """Check and write a batch. The answer to a refused one is its error, and does not affect the others."""
     now, limited = quotas.read_clock_and_quotas(conn, context)
     clock, context = context, StatementContext(now, context.publish)
+    different = one_of_each_group(submissions)
+    if not limited and all(map(_is_plain, different)):
+        return _create_plain(conn, submissions, context, alike=len(different) == 1)
     answers = _without_their_first(conn, submissions, context)
     left = [each for each in submissions if each.id not in answers]
     while left:
@@ -311,6 +353,31 @@ def submit(conn: Connection, submissions: Sequence[Submission], context: Stateme
         _settle_slots(conn, submissions, answers)
     _name_found(conn, submissions, answers, context)
     return [answers[each.id] for each in submissions]
+
+
+def _is_plain(each: Submission) -> bool:
+    return each.key is None and each.retry_of is None and each.job is None and not each.reserved
+
+
+def _create_plain(
+    conn: Connection, submissions: Sequence[Submission], context: StatementContext, *, alike: bool
+) -> list[Answer]:
+    """Write runs without keys and jobs, where there are no quotas: what is not written now was written before."""
+    now = context.now
+    assert now is not None
+    write = _write_alike if alike and conn.dialect.name == "postgresql" else _write_runs
+    new = set(write(conn, submissions, context))
+    return [Created(each.id, now, Admission()) if each.id in new else Existing(each.id) for each in submissions]
+
+
+def _write_alike(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[str]:
+    """Write runs of one group, or a single one, without keys; returns the ids of those that were created."""
+    ids = [each.id for each in submissions]
+    batch = [(each.id, each.parameters, each.payload_hash, each.facet) for each in submissions]
+    shared = dict(zip(_RUN_COLUMNS, _run_row(submissions[0]), strict=True))
+    values = {name: value for name, value in shared.items() if name not in _OWN_COLUMNS}
+    rows = _CREATE_ALIKE.rows(conn, batch, now=context.now, publish=context.publish, **_bounds(ids), **values)
+    return _made(rows, ids)
 
 
 def _without_their_first(
@@ -429,14 +496,15 @@ def _create(
     context: StatementContext,
 ) -> None:
     """Take the keys and write the runs; where a key is taken, the answer is the run that it names."""
-    left = list(submissions)
+    left, now = list(submissions), context.now
+    assert now is not None
     for _ in range(ROUNDS):
         claims = _take_keys(conn, left, answers, context)
         won = [each for each in left if each.client_key is None or each.id in claims]
         written = _write_runs(conn, won, context)
-        _write_jobs(conn, won, dict(written), context)
-        for run_id, created_us in written:
-            answers[run_id] = Created(run_id, created_us, admitted.get(run_id, Admission()))
+        _write_jobs(conn, won, set(written), context)
+        for run_id in written:
+            answers[run_id] = Created(run_id, now, admitted.get(run_id, Admission()))
         left = [each for each in left if each.id not in answers]
         if not left:
             return
@@ -489,9 +557,8 @@ def _answer_of(verdict: Verdict, each: Submission) -> Answer:
     return Existing(job, expires_us=verdict.outcome.expires_us)
 
 
-def _write_runs(
-    conn: Connection, submissions: Sequence[Submission], context: StatementContext
-) -> list[tuple[str, int]]:
+def _write_runs(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[str]:
+    """Write the runs; returns the ids of those that were created."""
     if not submissions:
         return []
     deduped = any(each.dedupe is not None for each in submissions)
@@ -500,17 +567,17 @@ def _write_runs(
 
 
 def _write_jobs(
-    conn: Connection, submissions: Sequence[Submission], created: dict[str, int], context: StatementContext
+    conn: Connection, submissions: Sequence[Submission], created: set[str], context: StatementContext
 ) -> None:
     """Write the jobs of runs that were created, and the runs that must come first."""
     new = [each for each in submissions if each.job is not None and each.id in created]
     if not new:
         return
     _write_runs(conn, [each.first for each in new if each.first is not None], context)
-    conn.execute(insert(jobs), [_job_row(each, created[each.id]) for each in new])
+    conn.execute(insert(jobs), [_job_row(each, context.now) for each in new])
 
 
-def _job_row(each: Submission, created_us: int) -> dict[str, Any]:
+def _job_row(each: Submission, created_us: int | None) -> dict[str, Any]:
     assert each.job is not None
     return {
         "run_id": each.id,
