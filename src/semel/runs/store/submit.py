@@ -23,7 +23,7 @@ from semel.once.store import ClaimRequest, Forget, KeyRef
 from semel.runs.store import queries, quotas, run_keys
 from semel.runs.store.quotas import Admission, Meter, Person
 from semel.runs.store.run_keys import ROUNDS, KeyKind, dedupe_of, refusal, run_key, scope_of_runs
-from semel.runs.store.transitions import CHANNEL, tell, telling
+from semel.runs.store.transitions import tell, telling
 from semel.runs.types import HELD_US, Run, checked_id
 from semel.types import Claim, Granted, Mismatch, Replay, Verdict
 
@@ -228,15 +228,13 @@ _TOLD = telling(
 
 
 def _whole(dialect: Dialect, asked: str, queued: str, new: str, *, retries: bool) -> str:
-    """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL)."""
+    """Insert the runs ``new`` and tell of them, where a CTE may write (PostgreSQL)."""
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
 made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us, queue),
 told AS ({_TOLD})
-SELECT CAST(id AS text), created_us,
-       (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)
-FROM made"""
+SELECT CAST(id AS text), created_us FROM made"""
 
 
 class _Creating:
