@@ -206,14 +206,31 @@ def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Se
         return list(result.cursor_strategy.fetchall(result, result.cursor))
     sql, names = _compiled(statement, conn.dialect)
     dbapi: Any = conn.connection.dbapi_connection
-    try:
+    with _dbapi_errors(conn, sql, values):
         if names is not None:  # asyncpg takes values by position, and caches its statements itself
-            return _fetch_asyncpg(dbapi, sql, [values[name] for name in names])
+            return list(_on_asyncpg(dbapi, lambda driver: driver.fetch(sql, *[values[name] for name in names])))
         cursor = dbapi.cursor()
         cursor.execute(sql, values)
         return list(cursor.fetchall())
+
+
+def send(conn: Connection, statements: str) -> None:
+    """Send statements without values to PostgreSQL as one message, which it executes one after the other."""
+    dbapi: Any = conn.connection.dbapi_connection
+    with _dbapi_errors(conn, statements, {}):
+        if hasattr(dbapi, "run_async"):
+            _on_asyncpg(dbapi, lambda driver: driver.execute(statements))
+        else:
+            dbapi.cursor().execute(statements)
+
+
+@contextmanager
+def _dbapi_errors(conn: Connection, sql: str, values: dict[str, Any]) -> Iterator[None]:
+    """Raise the errors of the driver as SQLAlchemy does."""
+    try:
+        yield
     except conn.dialect.loaded_dbapi.Error as error:
-        lost = conn.dialect.is_disconnect(error, dbapi, None)
+        lost = conn.dialect.is_disconnect(error, conn.connection.dbapi_connection, None)
         if lost:
             conn.invalidate(error)
         raise exc.DBAPIError.instance(
@@ -227,9 +244,9 @@ def fetch(conn: Connection, statement: TextClause, values: dict[str, Any]) -> Se
         ) from error
 
 
-def _fetch_asyncpg(dbapi: Any, sql: str, values: list[Any]) -> list[Any]:
+def _on_asyncpg(dbapi: Any, call: Callable[[Any], Any]) -> Any:
     try:
-        return list(dbapi.run_async(lambda driver: driver.fetch(sql, *values)))
+        return dbapi.run_async(call)
     except Exception as error:
         dbapi._handle_exception(error)
         raise

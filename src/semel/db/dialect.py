@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, TextClause, text
 
-from semel.db.database import COMMITS, fetch
+from semel.db.database import COMMITS, fetch, send
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -258,22 +258,30 @@ def is_hot(verb: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def transaction(conn: Connection) -> Iterator[None]:
+def transaction(conn: Connection) -> Iterator[set[str]]:
     """A transaction, on a connection whose statements otherwise commit by themselves.
 
-    On SQLite, and in a user's own transaction, there is one already, and this does nothing.
+    On SQLite, and in a user's own transaction, there is one already, and this begins none. It yields a set for channels
+    of PostgreSQL that are notified behind the commit, in the same message: a NOTIFY within the transaction holds a lock
+    during the commit, so that those of several connections wait for each other.
     """
+    channels: set[str] = set()
     if not conn.get_execution_options().get(COMMITS):
-        yield
+        yield channels
+        for each in channels if conn.dialect.name == "postgresql" else ():
+            conn.execute(text(f"NOTIFY {each}"))
         return
     conn.execute(_BEGIN)
     try:
-        yield
+        yield channels
     except Exception:  # after a cancellation the connection is discarded, without waiting for a silent server
         if not conn.invalidated:
             conn.execute(_ROLLBACK)
         raise
-    conn.execute(_COMMIT)
+    if channels:
+        send(conn, "; ".join(["COMMIT", *(f"NOTIFY {each}" for each in sorted(channels))]))
+    else:
+        conn.execute(_COMMIT)
 
 
 _BEGIN, _COMMIT, _ROLLBACK = text("BEGIN ISOLATION LEVEL READ COMMITTED"), text("COMMIT"), text("ROLLBACK")

@@ -9,14 +9,15 @@ from semel._concurrency.periodic import PeriodicTask
 from semel._concurrency.retry import jittered
 from semel.runs.store import RunStore, maintenance
 
-TERM = 4.5
+TERM = 4.75
 """Seconds of a term: if the leader dies, another takes over within this time."""
 
 
 class LeaderTask(PeriodicTask):
     """Works every ``interval`` seconds while it is elected.
 
-    The leader renews its short term at half time; the others try to take the role when the term would end.
+    The leader renews its short term, at half time unless ``_renew_after`` is another; the others try to take the role
+    when the term would end.
     """
 
     def __init__(self, store: RunStore, role: str, holder: str, interval: float) -> None:
@@ -27,6 +28,7 @@ class LeaderTask(PeriodicTask):
         self._holder = holder
         self._interval = interval
         self._term = min(TERM, 3 * interval)
+        self._renew_after = self._term / 2
         self._asks_at = self._leads_until = 0.0
         self._works_at = time.monotonic() + jittered(min(interval, 0.5))
 
@@ -39,13 +41,17 @@ class LeaderTask(PeriodicTask):
                 left = await self._store.read(
                     maintenance.term_left, self._role, self._holder, self._store.statement_context
                 )
-            if not left and await self._store.write(
-                maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.statement_context
-            ):
-                self._leads_until, self._asks_at = now + self._term, now + self._term / 2
+            if not left and await self._acquire():
+                self._leads_until, self._asks_at = now + self._term, now + self._renew_after
             else:
                 self._leads_until, self._asks_at = 0.0, now + min(jittered(self._interval), left + 0.1)
         return now < self._leads_until
+
+    async def _acquire(self) -> bool:
+        """Take or renew the role. Returns False while another holds it."""
+        return await self._store.write(
+            maintenance.acquire_leadership, self._role, self._holder, self._term, self._store.statement_context
+        )
 
     def pause(self) -> float:
         now = time.monotonic()

@@ -79,7 +79,7 @@ class Ledger(RunsHarness):
             sweeper = Sweeper(store, "sweeper", transport=app.transport, hooks=app.hooks, **more)
             for _ in range(times):
                 await sweeper.sweep()
-                sweeper._turns = 0
+                sweeper._removes_at = 0.0
             await store.close()
 
         asyncio.run(turn())

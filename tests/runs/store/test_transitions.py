@@ -204,3 +204,15 @@ def test_a_released_run_calls_the_workers_of_its_queue(postgres: TestDatabase) -
         assert postgres.do(transitions.release, run.id, "data/1") == "default"
         called = [each.payload for each in listening.notifies(timeout=10, stop_after=1)]
     assert called == ["default"]
+
+
+def test_a_batch_of_submissions_calls_the_workers_once_and_only_if_it_made_runs(postgres: TestDatabase) -> None:
+    with psycopg.connect(postgres.url, autocommit=True) as listening:
+        listening.execute(f"LISTEN {CHANNEL}")
+        postgres.submit(idempotency_key="one", number=1)
+        postgres.submit(idempotency_key="one", number=1)
+        many = [{"model": "train", "parameters": {"number": n}, "queue": f"queue-{n % 2}"} for n in range(10, 20)]
+        postgres.app.submit_many(many)
+        listening.execute(f"NOTIFY {CHANNEL}, 'the end'")
+        called = [each.payload for each in listening.notifies(timeout=10, stop_after=3)]
+    assert called == ["", "", "the end"]

@@ -8,6 +8,7 @@ from semel import App, JobStore, Run
 from semel._concurrency.sync import run_sync
 from semel.runs.store import lease, maintenance
 from semel.runs.store.lease import Leased
+from semel.runs.store.maintenance import Chores
 from semel.runs.transports import DatabaseTransport
 from semel.runs.worker.sweeper import Sweeper
 from support.runs_harness import ManualWorker, RunsHarness
@@ -96,8 +97,7 @@ def test_a_scheduled_run_is_told_of_as_soon_as_it_is_due(harness: RunsHarness) -
 def turn(app: App) -> int:
     """One turn of a sweeper which has turned before, so that it cleans nothing up."""
     sweeper = Sweeper(app._engine.store, "sweeper", transport=DatabaseTransport(), hooks=app.hooks)
-    sweeper._turns = 5
-    return run_sync(sweeper.sweep())
+    return run_sync(sweeper.work(Chores(expired=False)))
 
 
 def test_a_lease_of_a_dead_worker_ends_no_later_after_any_turn_of_the_sweeper(harness: RunsHarness) -> None:

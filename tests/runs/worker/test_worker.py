@@ -872,8 +872,8 @@ def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Any], ti
     def patch(method: str) -> None:
         real = getattr(RunStore, method)
 
-        async def losing(self: RunStore, asked: Callable[..., Any], *args: Any) -> Any:
-            answer = await real(self, asked, *args)
+        async def losing(self: RunStore, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            answer = await real(self, asked, *args, **kwargs)
             if asked is verb and len(lost) < times and answer:
                 lost.append(verb.__name__)
                 raise StoreUnavailable("the reply was lost")

@@ -263,11 +263,11 @@ _ANSWER, _CONNECTING = 3.0, 5.0
 """Seconds that the server has for a reply, and for a new connection."""
 
 
-def subscriber(url: URL, first_payload: str | None = None) -> Subscribe:
+def subscriber(url: URL, first_payload: str | None = None, check_every: float | None = None) -> Subscribe:
     """LISTEN over psycopg, for the listener's thread. ``first_payload`` is yielded after connecting: some were missed.
 
     A connection that only listens would never notice that its server is gone, since it sends nothing. So it sends a
-    query now and then.
+    query when nothing came for ``check_every`` seconds (HEARTBEAT without it).
     """
     address = url.set(drivername="postgresql").difference_update_query(["pool_mode"])
     options: Any = {"application_name": "semel-listener", "connect_timeout": 5, "prepare_threshold": None, **KEEPALIVE}
@@ -288,7 +288,7 @@ def subscriber(url: URL, first_payload: str | None = None) -> Subscribe:
                     last_received = time.monotonic()
                     yield notice.payload
                 yield None
-                if time.monotonic() - last_received > HEARTBEAT:
+                if time.monotonic() - last_received > (check_every or HEARTBEAT):
                     _check_connection(conn, time.monotonic() - last_received)
                     last_received = time.monotonic()
 

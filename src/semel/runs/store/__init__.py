@@ -33,7 +33,8 @@ from semel.once.stores.sqlite import SqliteStore
 from semel.runs.store import queries, quotas
 from semel.runs.store import submit as store_submit
 from semel.runs.store.quotas import Reserve
-from semel.runs.store.submit import Answer, Existing, Submission, one_of_each_group
+from semel.runs.store.submit import Answer, Created, Existing, Submission, one_of_each_group
+from semel.runs.store.transitions import CHANNEL
 from semel.runs.types import RETRY_FOR, Run
 
 P = ParamSpec("P")
@@ -310,13 +311,19 @@ def _error_of(failed: Failed) -> SemelError:
 
 def _submit(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
     try:
-        with transaction(conn):
-            return store_submit.submit(conn, submissions, context)
+        return _submit_and_notify(conn, submissions, context)
     except exc.DBAPIError as error:
         if sqlstate(error) != UNIQUE_VIOLATION:
             raise
-    with transaction(conn):  # it was sent before, and was still under way: now it is there
-        return store_submit.submit(conn, submissions, context)
+    return _submit_and_notify(conn, submissions, context)  # it was sent before and under way: now it is there
+
+
+def _submit_and_notify(conn: Connection, submissions: Sequence[Submission], context: StatementContext) -> list[Answer]:
+    with transaction(conn) as channels:
+        answers = store_submit.submit(conn, submissions, context)
+        if any(isinstance(each, Created) for each in answers):
+            channels.add(CHANNEL)
+        return answers
 
 
 def _reserve(conn: Connection, requests: Sequence[Reserve], context: StatementContext) -> list[str | None]:

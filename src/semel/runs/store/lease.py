@@ -164,7 +164,9 @@ _NEXT = Statement(
     lambda w: (
         f"""
 SELECT (SELECT min(due_us) FROM semel_active WHERE NOT ready) - {w.now},
-       (SELECT max(since_us) FROM semel_active WHERE NOT ready) > {w.now}
+       (SELECT max(since_us) FROM semel_active WHERE NOT ready) > {w.now},
+       EXISTS (SELECT 1 FROM semel_active AS p WHERE p.lease_until_us IS NULL AND p.ready = true
+               AND {w.is_in("p.queue", "queues")} AND {w.is_in("p.model", "models")})
 """
     )
 )
@@ -180,17 +182,26 @@ UPDATE semel_active SET due_us = {w.now} + due_us - since_us, since_us = {w.now}
 
 
 @hot
-def wake(conn: Connection, context: StatementContext, most: int = 500) -> tuple[int, float | None]:
-    """Make the runs that are due ready to be leased; return how many, and in how many seconds the next is due.
+def wake(
+    conn: Connection,
+    context: StatementContext,
+    most: int = 500,
+    *,
+    queues: Sequence[str] = (),
+    models: Sequence[str] = (),
+) -> tuple[bool, float | None]:
+    """Make the runs that are due ready to be leased. Returns whether there were any, or whether runs of these models
+    in these queues can be leased; and in how many seconds the next is due.
 
     A delay that began later than now began before the clock was put back: it starts again, no longer than before.
     """
-    until_next, began_later = _NEXT.rows(conn, now=context.now)[0]
+    values: dict[str, Any] = {"queues": list(queues), "models": list(models), "now": context.now}
+    until_next, began_later, ready = _NEXT.rows(conn, **values)[0]
     if began_later and _RESTART.count(conn, now=context.now):
-        until_next, _ = _NEXT.rows(conn, now=context.now)[0]
+        until_next, _, ready = _NEXT.rows(conn, **values)[0]
     if until_next is None or until_next > 0:
-        return 0, None if until_next is None else until_next / MICRO
-    return _WAKE.count(conn, most=most, now=context.now), 0
+        return bool(ready), None if until_next is None else until_next / MICRO
+    return bool(_WAKE.count(conn, most=most, now=context.now) or ready), 0
 
 
 _RENEW_COLUMNS = {"in_id": "uuid", "in_fence": "bigint", "in_progress": "double precision", "in_note": "text"}

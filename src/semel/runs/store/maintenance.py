@@ -150,16 +150,17 @@ def remove_expired(conn: Connection, context: StatementContext) -> tuple[int, bo
     return sum(removed), max(removed) >= BATCH
 
 
-_LEAD = Statement(
-    lambda w: (
-        f"""
-INSERT INTO semel_leaders AS k (role, holder, until_us, term_us) VALUES (:role, :holder, {w.now} + :term, :term)
+def _lead(dialect: Dialect) -> str:
+    now = dialect.now
+    return f"""
+INSERT INTO semel_leaders AS k (role, holder, until_us, term_us) VALUES (:role, :holder, {now} + :term, :term)
 ON CONFLICT (role) DO UPDATE SET holder = excluded.holder, until_us = excluded.until_us, term_us = excluded.term_us
-WHERE k.holder = excluded.holder OR k.until_us < {w.now} OR k.until_us > {w.now} + k.term_us
+WHERE k.holder = excluded.holder OR k.until_us < {now} OR k.until_us > {now} + k.term_us
 RETURNING holder
 """
-    )
-)
+
+
+_LEAD = Statement(_lead)
 _STEP_DOWN = Statement(lambda _: "DELETE FROM semel_leaders WHERE role = :role AND holder = :holder")
 
 
@@ -170,6 +171,55 @@ def acquire_leadership(conn: Connection, role: str, holder: str, term: float, co
     A term that ends later than a new one would began before the clock was put back, and does not count.
     """
     return bool(_LEAD.rows(conn, role=role, holder=holder, term=round(term * MICRO), now=context.now))
+
+
+class Chores(Struct, frozen=True):
+    """What there is to do for the sweeper."""
+
+    lost: bool = True
+    """A lease expired."""
+    late: bool = True
+    """The clock was put back, and something would last longer than it was asked for."""
+    expired: bool = True
+    """Rows may be removed, or counts added up."""
+
+
+def _chores(dialect: Dialect) -> str:
+    """The columns of :class:`Chores`. Looking for expired rows takes longest, and is left out unless ``:clean``."""
+    now = dialect.now
+    expired = (
+        f"semel_keys WHERE expires_us < {now}",
+        f"semel_keys WHERE value_until_us < {now}",
+        f"semel_reservations WHERE expires_us < {now} - {quotas.EXPIRED_KEPT_US}",
+        f"semel_workers WHERE seen_us < {now} - {DAY_US}",
+        f"semel_costs WHERE day_us < {now} - {COSTS_KEPT_US}",
+        "semel_run_counts",
+    )
+    return f"""EXISTS (SELECT 1 FROM semel_active WHERE lease_until_us < {now}),
+  EXISTS (SELECT 1 FROM semel_active WHERE {_too_long(now)})
+  OR EXISTS (SELECT 1 FROM semel_reservations WHERE created_us > {now}),
+  CAST(:clean AS boolean) AND ({" OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in expired)})"""
+
+
+def _too_long(now: str) -> str:
+    return f"lease_until_us > {now} AND lease_until_us > {now} + lease_us"
+
+
+_LEAD_AND_LOOK = Statement(lambda w: f"WITH lead AS ({_lead(w)}) SELECT {_chores(w)} WHERE EXISTS (SELECT 1 FROM lead)")
+_LOOK = Statement(lambda w: f"SELECT {_chores(w)}")
+
+
+@hot
+def lead_and_look(
+    conn: Connection, role: str, holder: str, term: float, context: StatementContext, *, clean: bool
+) -> Chores | None:
+    """As acquire_leadership, and see what there is to do: with one round trip. None while another holds the role."""
+    values: dict[str, Any] = {"role": role, "holder": holder, "term": round(term * MICRO), "now": context.now}
+    if conn.dialect.name == "postgresql":
+        rows = _LEAD_AND_LOOK.rows(conn, clean=clean, **values)
+    else:
+        rows = _LEAD.rows(conn, **values) and _LOOK.rows(conn, clean=clean, now=context.now)
+    return Chores(*map(bool, rows[0])) if rows else None
 
 
 _TERM_LEFT = Statement(
@@ -192,8 +242,7 @@ def term_left(conn: Connection, role: str, holder: str, context: StatementContex
 _SHORTEN = Statement(
     lambda w: (
         f"""
-UPDATE semel_active SET lease_until_us = {w.now} + lease_us
-WHERE lease_until_us > {w.now} + lease_us
+UPDATE semel_active SET lease_until_us = {w.now} + lease_us WHERE {_too_long(w.now)}
 """
     )
 )

@@ -23,7 +23,7 @@ from semel.once.store import ClaimRequest, Forget, KeyRef
 from semel.runs.store import queries, quotas, run_keys
 from semel.runs.store.quotas import Admission, Meter, Person
 from semel.runs.store.run_keys import ROUNDS, KeyKind, dedupe_of, refusal, run_key, scope_of_runs
-from semel.runs.store.transitions import CHANNEL, tell, telling
+from semel.runs.store.transitions import tell, telling
 from semel.runs.types import HELD_US, Run, checked_id
 from semel.types import Claim, Granted, Mismatch, Replay, Verdict
 
@@ -243,18 +243,17 @@ _TOLD = telling(
 
 
 def _whole(dialect: Dialect, asked: str, queued: str, new: str, *, retries: bool) -> str:
-    """Insert the runs ``new``, tell of them and call the workers, where a CTE may write (PostgreSQL).
+    """Insert the runs ``new`` and tell of them, where a CTE may write (PostgreSQL).
 
     Returns one row: NULL, or if not all of the batch were new, the ids of those that were.
     """
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
-made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us, queue),
+made AS ({_insert(dialect, new, retries=retries)} RETURNING id),
 told AS ({_TOLD})
 SELECT CASE WHEN (SELECT count(*) FROM made) < cardinality(CAST(:in_id AS uuid[]))
-            THEN ARRAY(SELECT CAST(id AS text) FROM made) END,
-       (SELECT count(pg_notify('{CHANNEL}', queue)) FROM (SELECT DISTINCT queue FROM made) AS q)"""
+            THEN ARRAY(SELECT CAST(id AS text) FROM made) END"""
 
 
 _OWN_COLUMNS = {name: _RUN_COLUMNS[name] for name in ("in_id", "in_parameters", "in_hash", "in_facet")}

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from semel._concurrency.retry import jittered
+from semel.db.postgres import pools_transactions
 from semel.errors import SemelError, StoreUnavailable
 from semel.runs.models.model import Isolation, Registry
 from semel.runs.store import RunStore, lease, transitions
@@ -22,8 +23,11 @@ from semel.runs.worker.run_logs import WorkerLogger
 
 Slots: TypeAlias = dict[Isolation, int]
 
-WAKE_EVERY = 0.1
+LOOK_EVERY = 0.1
 """The fewest seconds between two searches for runs that have become due."""
+POOLED_POLL = 1.0
+"""The most seconds between two polls behind a pooler that lends a session for one transaction: there, PostgreSQL
+cannot announce runs."""
 COOLDOWN = 10.0
 """Seconds for which a worker that could not begin a run leases no more runs of the same isolation."""
 
@@ -69,7 +73,8 @@ class Fetcher:
         self.busy: Slots = {"loop": 0, "process": 0, "thread": 0}
         self._paused_until: dict[Isolation, float] = {}
         self._drained: set[Isolation] = set()
-        self._woke = 0.0
+        self._looked = 0.0
+        self._poll_every = min(config.poll, POOLED_POLL) if pools_transactions(store.url) else config.poll
         self._lost_reply = False
 
     def pause_kind(self, kind: Isolation) -> None:
@@ -94,37 +99,50 @@ class Fetcher:
         while not self.stopped:
             self.wakeup.clear()
             got, asked = await self._lease()
-            if not asked or got < asked:  # else more may be there
-                await self.sleep(await self._pause(looked=bool(asked or self._drained)))
+            if asked and got >= asked:
+                continue  # more may be there
+            pause = await self._look([]) if asked or self._drained else self._poll()
+            while not await self.sleep(pause) and not self.stopped:
+                if self._lost_reply:  # what it leased is given back after the next lease
+                    self._drained.clear()
+                    break
+                pause = await self._look(self._wanted())
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until ``wakeup`` is set."""
+    async def sleep(self, seconds: float) -> bool:
+        """Sleep for so many seconds, or until ``wakeup`` is set. Returns False if nothing woke it in this time."""
         if seconds <= 0:
             await asyncio.sleep(0)
-            return
+            return True
         try:
             async with asyncio.timeout(seconds):
-                await self.wakeup.wait()
+                return await self.wakeup.wait()
         except TimeoutError:
-            self._drained.clear()
+            return False
 
-    async def _pause(self, *, looked: bool) -> float:
-        """Seconds to sleep: until the next run is due, or until the next poll."""
-        pause = jittered(self._config.poll)
-        if not looked:
-            return pause  # no free slot: the run that ends sets wakeup
-        since = time.monotonic() - self._woke
-        if since < WAKE_EVERY:
-            return WAKE_EVERY - since
-        self._woke = time.monotonic()
+    def _poll(self) -> float:
+        return jittered(self._poll_every)
+
+    def _wanted(self) -> list[str]:
+        """The models of which a run could begin now."""
+        return [name for kind, names in self.kinds().items() if self._room(kind) > 0 for name in names]
+
+    async def _look(self, models: list[str]) -> float:
+        """Make runs ready that are due. Returns 0 if there were any, or if runs of these models wait; otherwise the
+        seconds to sleep: until the next run is due, or until the next poll.
+        """
+        since = time.monotonic() - self._looked
+        if since < LOOK_EVERY:
+            return LOOK_EVERY - since
+        self._looked = time.monotonic()
+        store, queues = self._store, self._config.queues
         try:
-            woken, until_next = await self._store.write(lease.wake, self._store.statement_context)
+            found, until_next = await store.write(lease.wake, store.statement_context, queues=queues, models=models)
         except StoreUnavailable:
-            return pause
-        if woken:
+            return self._poll()
+        if found:
             self._drained.clear()
             return 0.0
-        return pause if until_next is None else min(pause, max(until_next, 0.001))
+        return self._poll() if until_next is None else min(self._poll(), max(until_next, 0.001))
 
     def _room(self, kind: Isolation) -> int:
         """How many more runs of the isolation can begin; 0 while too many ends wait to be written."""

@@ -22,8 +22,9 @@ TICK = 1.0
 """Seconds between two beats: a request to cancel is noticed within this time."""
 BLOCKED = 1.0
 """Seconds that the event loop may be blocked before that is logged."""
-RECORD_EVERY = 15.0
-"""Seconds between two writes of an idle worker's row, unless something in it changed."""
+RECORD_EVERY = 20.0
+"""Seconds between two writes of the worker's row, unless something in it changed: less than half of
+``queries.WORKER_SILENCE_US``, after which the worker is shown as silent."""
 
 
 class Heartbeat:

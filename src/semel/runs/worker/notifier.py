@@ -1,7 +1,5 @@
 """Wakes a worker when there may be new runs: by PostgreSQL's notifications, or by watching SQLite's WAL file.
 
-Behind a pooler that lends a session for one transaction there are no notifications: the worker looks every second.
-
 Nothing depends on it: the next poll finds the runs anyway, only later.
 """
 
@@ -25,8 +23,8 @@ _log = logging.getLogger("semel.listener")
 WAL_POLL = 0.01
 """Seconds between two checks of the WAL file's time and size; a check takes a microsecond and no query."""
 
-POOLED_POLL = 1.0
-"""Seconds between two looks for runs where PostgreSQL cannot announce them."""
+CHECK_EVERY = 20.0
+"""Seconds without a notification after which the connection is checked. Until then the worker's polls find runs."""
 
 
 class ChangeNotifier:
@@ -50,12 +48,12 @@ class ChangeNotifier:
         """Start watching."""
         loop = asyncio.get_running_loop()
         if pools_transactions(self._url):
-            self._task = loop.create_task(repeat(self._look, "looking for runs", 1.0))
-        elif self._url.get_backend_name() == "postgresql":
+            return  # nobody can listen: the worker polls more often
+        if self._url.get_backend_name() == "postgresql":
             from semel.once.stores.postgres import subscriber
 
             self._listener = Listener(
-                subscriber(self._url, first_payload=""),
+                subscriber(self._url, first_payload="", check_every=CHECK_EVERY),
                 outage=self._outage,
                 on_failure=lambda: _call(loop, self._on_change),
             )
@@ -64,10 +62,6 @@ class ChangeNotifier:
             self._wal = f"{self._url.database}-wal"
             self._last = _mark(self._wal)
             self._task = loop.create_task(repeat(self._check_wal, "watching the WAL file", 1.0))
-
-    async def _look(self) -> float:
-        self._on_change()
-        return POOLED_POLL
 
     async def _check_wal(self) -> float:
         """Call ``on_change`` if the WAL file has changed; returns after how many seconds to check again."""

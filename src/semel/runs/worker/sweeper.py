@@ -19,6 +19,7 @@ from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.leader import LeaderTask
 from semel.runs.store import RunStore, lease, maintenance, outbox, partitions, transitions
+from semel.runs.store.maintenance import Chores
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.transitions import Lost
 from semel.runs.transports import Transport
@@ -29,8 +30,16 @@ if TYPE_CHECKING:
     from semel.runs.app import App
 
 ROLE = "sweeper"
+RENEW_AFTER = 0.85
+"""The part of its term after which the sweeper renews it. Another may take over while a renewal is late: that does no
+harm, because every step of a sweep is a transaction that two may do."""
 CLEAN_UP_FOR = 5.0
 """Seconds that one turn may spend on removing expired rows; the next turn removes the rest."""
+CLEAN_UP_EVERY = 60.0
+"""Seconds between two looks for rows to remove."""
+PARTITIONS_EVERY = 600.0
+"""Seconds between two looks whether partitions are missing: they are made an hour ahead, or more."""
+EVERYTHING = Chores()
 
 _log = logging.getLogger("semel.sweeper")
 
@@ -69,7 +78,10 @@ class Publisher(LeaderTask):
 
 
 class Sweeper(LeaderTask):
-    """Sweeps every ``interval`` seconds while it is elected."""
+    """Sweeps every ``interval`` seconds while it is elected.
+
+    The statement that renews its term also tells it what there is to do, so that an idle sweeper sends no other.
+    """
 
     def __init__(
         self,
@@ -85,6 +97,9 @@ class Sweeper(LeaderTask):
         tell_again: float = 30.0,
     ) -> None:
         super().__init__(store, ROLE, holder, interval)
+        self._renew_after = min(RENEW_AFTER * self._term, interval)
+        self._chores: Chores | None = None
+        self._cleans_at = self._removes_at = 0.0
         self._transport = transport
         self._hooks = hooks
         self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
@@ -92,7 +107,6 @@ class Sweeper(LeaderTask):
         self._retention = retention
         self._without_partitions = False
         self._announce_after = tell_again
-        self._turns = 0
         self._announced: dict[tuple[str, int], float] = {}
 
     def start(self) -> None:
@@ -110,6 +124,25 @@ class Sweeper(LeaderTask):
         if self._publisher is not None:
             await self._publisher.end()
 
+    async def _acquire(self) -> bool:
+        now = time.monotonic()
+        clean = now >= self._cleans_at
+        self._chores = await self._store.write(
+            maintenance.lead_and_look, ROLE, self._holder, self._term, self._store.statement_context, clean=clean
+        )
+        if clean and self._chores is not None:
+            self._cleans_at = now + CLEAN_UP_EVERY
+        return self._chores is not None
+
+    async def tick(self) -> None:
+        """Do a turn when the term was renewed, unless it has time until the next renewal."""
+        await self.elected()
+        now = time.monotonic()
+        if self._chores is not None and now + self._renew_after > self._works_at:
+            chores, self._chores = self._chores, None
+            self._works_at = now + self._interval
+            await self.work(chores)
+
     async def sweep(self) -> int:
         """Do one turn, and publish all events. Returns how many lost runs the turn found."""
         lost = await self.work()
@@ -117,13 +150,15 @@ class Sweeper(LeaderTask):
             await self._publisher.work()
         return lost
 
-    async def work(self) -> int:
+    async def work(self, chores: Chores = EVERYTHING) -> int:
         """Do one turn. Returns how many lost runs it found."""
-        self._turns += 1
-        await self._store.write(maintenance.repair_times, self._store.statement_context)
-        lost = await self._take_back()
-        if self._turns % 12 == 1 and (removed := await self._remove_expired()):
+        if chores.late:
+            await self._store.write(maintenance.repair_times, self._store.statement_context)
+        lost = await self._take_back() if chores.lost else 0
+        if chores.expired and (removed := await self._remove_expired()):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
+        if time.monotonic() >= self._removes_at:
+            await self._remove_old_runs()
         if self._transport.announces:
             await self._announce_again()
         return lost
@@ -135,21 +170,29 @@ class Sweeper(LeaderTask):
             removed, more = await self._store.write(maintenance.remove_expired, self._store.statement_context)
             total += removed
         await self._store.write(maintenance.add_up, self._store.statement_context)
-        await self._make_partitions()
-        if self._remove_old is not None:
-            await self._remove_old(CLEAN_UP_FOR)
         return total
 
-    async def _make_partitions(self) -> None:
-        """Make the partitions of the time ahead. Without them all goes on, in the default partition."""
+    async def _remove_old_runs(self) -> None:
+        """Remove runs whose retention is over, and make the partitions of the time ahead."""
+        made = await self._make_partitions()
+        if self._remove_old is not None:
+            await self._remove_old(CLEAN_UP_FOR)
+        seldom = made and self._remove_old is None
+        self._removes_at = time.monotonic() + (PARTITIONS_EVERY if seldom else CLEAN_UP_EVERY)
+
+    async def _make_partitions(self) -> bool:
+        """Make the partitions of the time ahead. Without them all goes on, in the default partition.
+
+        Returns False if one could not be made now, and should be tried soon again.
+        """
         context = self._store.statement_context
         wanted = await self._store.read(partitions.missing, self._retention, context)
         may = not wanted or await self._store.read(partitions.may_make)
-        for start_us, end_us in wanted if may else ():
-            await self._store.write(partitions.make, start_us, end_us)
         if not may and not self._without_partitions:
             _log.warning("%s", partitions.NO_PRIVILEGE)
         self._without_partitions = not may
+        made = [await self._store.write(partitions.make, *times) for times in wanted] if may else []
+        return all(made)
 
     async def _take_back(self) -> int:
         total = 0
@@ -185,7 +228,7 @@ class Sweeper(LeaderTask):
         """Announce runs that wait although they are due: their message was lost or never sent. Repeats do no harm."""
         _, until_next = await self._store.write(lease.wake, self._store.statement_context)
         if until_next is not None:
-            self._works_at = min(self._works_at, time.monotonic() + max(0.05, until_next))
+            self._asks_at = self._works_at = min(self._asks_at, time.monotonic() + max(0.05, until_next))
         waiting = await self._store.read(lease.due, self._announce_after, 1000, self._store.statement_context)
         now = time.monotonic()
         self._announced = {run.step: self._announced[run.step] for run in waiting if run.step in self._announced}
