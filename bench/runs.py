@@ -382,10 +382,10 @@ async def _latency(url: str) -> tuple[float, float]:
 
 FILL = """
 WITH made AS (
-  INSERT INTO semel_runs (id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id,
-    model, queue, payload_hash, parameters)
-  SELECT uuidv7(), n, 60000000, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
-  FROM generate_series(1, {count}) AS n RETURNING id, created_us AS n
+  INSERT INTO semel_runs (id, created_us, max_attempts, max_lost, tenant, user_id, model, queue, payload_hash,
+    parameters)
+  SELECT uuidv7(), n, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  FROM generate_series({start} + 1, {end}) AS n RETURNING id, created_us AS n
 )
 """
 PENDING = """
@@ -394,9 +394,8 @@ INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, versi
 SELECT id, n, n, 60000000, 0, 0, 1, 0, 0, 0, true, '', '', 'default', 'noop' FROM made
 """
 ENDED = """
-INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
-  worker, result)
-SELECT id, 1, n, n, 3, 1, 0, 0, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 'worker-1',
+INSERT INTO semel_attempts (run_id, fence, ended_us, version, tenant, status, began_us, worker, result)
+SELECT id, 1, n, 3, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 'worker-1',
   CASE n % 100 WHEN 0 THEN NULL ELSE 'null' END
 FROM made
 """
@@ -410,12 +409,14 @@ FILL_BATCH = 1_000_000
 
 
 def filled(bench: Bench, pending: int, finished: int) -> str:
+    """A database with so many runs, as the store writes runs without a user and with the defaults of a model."""
     url = bench.postgres.database()
     semel_command(["migrate", url, "--json"])
     with psycopg.connect(url, autocommit=True) as connection:
         for count, table in ((pending, PENDING), (finished, ENDED)):
             for start in range(0, count, FILL_BATCH):
-                connection.execute(FILL.format(count=min(FILL_BATCH, count - start)) + table)
+                end = min(start + FILL_BATCH, count)
+                connection.execute(FILL.format(start=start, end=end) + table)
         connection.execute(COUNT.format(count=finished))
         connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
     return url
