@@ -75,11 +75,11 @@ _FIRST_PORTION = 16
 """How many rows are read first for a page that is limited in bytes."""
 
 
-NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
+_NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
 """True for runs that a user submitted, false for the service's own work."""
 _OF_USERS = or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != "")
 """The same for active rows."""
-SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
+_SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
 """For how long a run that succeeded ran."""
 
 
@@ -131,7 +131,7 @@ class Filter(Struct, frozen=True, kw_only=True):
         }
         found: list[Any] = [runs.c.tenant == self.tenant]
         if self.queue != INTERNAL_QUEUE:
-            found.append(NOT_INTERNAL)
+            found.append(_NOT_INTERNAL)
         found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
         if self.payload_hash is not None:
             found.append(has_digest(runs.c.payload_hash, self.payload_hash))
@@ -304,7 +304,7 @@ def _counted(tenant: str) -> Any:
 
 def _count_of_user(tenant: str, user: str) -> Any:
     groups = (runs.c.model, runs.c.status, runs.c.facet)
-    query = select(*groups, func.count().label("count"), func.sum(SPENT_US).label("spent_us"))
+    query = select(*groups, func.count().label("count"), func.sum(_SPENT_US).label("spent_us"))
     return query.where(*Filter(tenant=tenant, user=user).conditions()).group_by(*groups).subquery()
 
 
