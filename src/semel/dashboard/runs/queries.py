@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection, Text, case, cast, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Table, Text, case, cast, func, literal, or_, select
 
 from semel.db.schema import has_digest, keys, run_logs, runs
 from semel.db.schema import steps as run_steps
@@ -107,14 +107,18 @@ class IdRange(Struct, frozen=True, kw_only=True):
     stop: str | None = None
     down: bool = True
 
-    def conditions(self) -> list[Any]:
+    def conditions(self, table: Table = runs) -> list[Any]:
         """The range as SQL."""
-        found: list[Any] = []
+        column, found = table.c.id, list[Any]()
         if self.start is not None:
-            found.append(runs.c.id < self.start if self.down else runs.c.id > self.start)
+            found.append(column < self.start if self.down else column > self.start)
         if self.stop is not None:
-            found.append(runs.c.id >= self.stop if self.down else runs.c.id <= self.stop)
+            found.append(column >= self.stop if self.down else column <= self.stop)
         return found
+
+    def order(self, table: Table) -> ColumnElement[str]:
+        """The direction of the scan as SQL."""
+        return table.c.id.desc() if self.down else table.c.id.asc()
 
 
 def range_of(wanted: Filter, before: str | None) -> IdRange:
@@ -125,8 +129,8 @@ def range_of(wanted: Filter, before: str | None) -> IdRange:
     return IdRange(start=min(starts, default=None), stop=stop)
 
 
-def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, more: Sequence[Any] = ()) -> SearchResult:
-    """Up to ``limit`` runs in the range that match the filter and the conditions ``more``.
+def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, text: str = "") -> SearchResult:
+    """Up to ``limit`` runs in the range that match the filter, and the text where no index finds it.
 
     Each status is scanned separately, because the index begins with it.
     """
@@ -134,7 +138,7 @@ def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, more: Seque
     statuses: list[str | None] = [None]
     if wanted.status is not None and set(wanted.status) != set(STATUSES):
         statuses = [*dict.fromkeys(wanted.status)]
-    scans = [_scan_status(conn, wanted, status, ids, limit, more=more, deadline=deadline) for status in statuses]
+    scans = [_scan_status(conn, wanted, status, ids, limit, text=text, deadline=deadline) for status in statuses]
     stopped = [each.reached for each in scans if each.reached is not None]
     found = sorted((run_id for each in scans for run_id in each.ids), reverse=ids.down)
     if not stopped:
@@ -151,23 +155,25 @@ def _scan_status(
     ids: IdRange,
     limit: int,
     *,
-    more: Sequence[Any],
+    text: str,
     deadline: float,
 ) -> SearchResult:
     wanted = msgspec.structs.replace(wanted, status=None if status is None else [status])
-    order = runs.c.id.desc() if ids.down else runs.c.id.asc()
+    table, of_user = wanted.table, Filter(tenant=wanted.tenant, user=wanted.user)
     indexed = [] if status is None else [has_status(status)]
+    within = table
     if wanted.user:  # a user's runs have an index of their own
-        indexed = Filter(tenant=wanted.tenant, user=wanted.user).conditions()
+        within, indexed = of_user.table, of_user.conditions(of_user.table)
+    searched = _has_text(text, table) if text else []
     found: list[str] = []
     size = FIRST_WINDOW
     while True:
-        ahead = select(runs.c.id).where(*indexed, *ids.conditions()).order_by(order)
+        ahead = select(within.c.id).where(*indexed, *ids.conditions(within)).order_by(ids.order(within))
         last = conn.scalar(ahead.offset(size - 1).limit(1))
         edge = None if last is None else _edge_of_millisecond(str(last), down=ids.down)
         window = ids if edge is None else msgspec.structs.replace(ids, stop=edge)
-        matching = select(runs.c.id).where(*wanted.conditions(), *window.conditions(), *more).order_by(order)
-        found += conn.scalars(matching.limit(limit - len(found))).all()
+        matching = select(table.c.id).where(*wanted.conditions(table), *window.conditions(table), *searched)
+        found += conn.scalars(matching.order_by(ids.order(table)).limit(limit - len(found))).all()
         if edge is None or len(found) >= limit:
             return SearchResult(found)
         if time.monotonic() > deadline:
@@ -218,14 +224,14 @@ def _id_digits(text: str) -> str | None:
     return digits if _HEX.fullmatch(low) and MIN_ID_DIGITS <= len(digits) <= 32 else None
 
 
-def unindexed_conditions(text: str) -> list[Any]:
+def _has_text(text: str, table: Table) -> list[Any]:
     """Matches what no index finds by the text: the end of an id, or a key that has expired."""
-    ways: list[Any] = [runs.c.idempotency_key == text]
+    ways: list[Any] = [table.c.idempotency_key == text]
     digits = _id_digits(text)
     if digits is not None:
         padded = digits.rjust(32, "_")
         pattern = "-".join((padded[:8], padded[8:12], padded[12:16], padded[16:20], padded[20:]))
-        ways.append(cast(runs.c.id, Text).like(pattern))
+        ways.append(cast(table.c.id, Text).like(pattern))
     return [or_(*ways)]
 
 
