@@ -92,8 +92,10 @@ def has_status(*statuses: str) -> ColumnElement[bool]:
     wanted = [literal(status, literal_execute=True) for status in statuses]
     if all(status in TERMINAL for status in statuses):
         return runs.c.ended == wanted[0] if len(wanted) == 1 else runs.c.ended.in_(wanted)
-    found = runs.c.status.in_(wanted)
-    return found if any(status in TERMINAL for status in statuses) else and_(runs.c.active_id.is_not(None), found)
+    if any(status in TERMINAL for status in statuses):
+        return runs.c.status.in_(wanted)
+    lease = {"PENDING": runs.c.lease_until_us.is_(None), "RUNNING": runs.c.lease_until_us.is_not(None)}
+    return and_(runs.c.active_id.is_not(None), or_(false(), *(lease[each] for each in lease if each in statuses)))
 
 
 STALLED = and_(

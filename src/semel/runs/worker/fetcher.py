@@ -45,7 +45,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     sweep_every: float | None
 
 
-class _Front:
+class Front:
     """Where the runs begin that are still to be leased: their priority, and from when they are due, for each queue.
 
     Runs that have ended stay in PostgreSQL's index for as long as a transaction is open that is older, and each lease
@@ -57,6 +57,7 @@ class _Front:
         self._until = 0.0
 
     def since(self) -> Mapping[str, tuple[int, int]]:
+        """Where the next lease begins; nothing for a queue that it looks through."""
         if time.monotonic() > self._until:
             self._since = {}
             self._until = time.monotonic() + LOOK_THROUGH_EVERY
@@ -98,7 +99,7 @@ class Fetcher:
         self._drained: set[Isolation] = set()
         self._woke = 0.0
         self._lost_reply = False
-        self._fronts: dict[tuple[str, ...], _Front] = {}
+        self._fronts: dict[tuple[str, ...], Front] = {}
 
     def pause_kind(self, kind: Isolation) -> None:
         """Lease no runs of this isolation for a while, because this worker cannot begin them."""
@@ -193,7 +194,7 @@ class Fetcher:
 
     async def _fetch(self, names: list[str], most: int) -> int:
         store = self._store
-        front = self._fronts.setdefault(tuple(names), _Front())
+        front = self._fronts.setdefault(tuple(names), Front())
         request = LeaseRequest(self._config.id, self._config.queues, names, most, front.since())
         try:  # not retried: if the reply was lost, the runs that it leased are given back first
             limit = store.retry_for / 2 or RETRY_FOR
