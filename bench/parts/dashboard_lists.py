@@ -132,10 +132,7 @@ class Desk:
 
 
 PATHS = {
-    "the overview": "/",
-    "the overview, week": "/?window=week",
     "a run": "/ui/runs/{id}",
-    "quotas": "/ui/quotas",
     "keys": "/ui/keys",
     "the first page": "/ui/runs",
     "a page in the middle": "/ui/runs?cursor={id}",

@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import ColumnElement, Connection, Table, Text, case, cast, func, literal, or_, select
 
-from semel.db.schema import has_digest, keys, run_logs, runs
+from semel.db.schema import attempts, has_digest, keys, run_logs, runs, submitted
 from semel.db.schema import steps as run_steps
 from semel.runs.store.queries import STALLED, Filter, has_status
 from semel.runs.store.run_keys import RUN, in_scope_of
-from semel.runs.types import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id, id_at
+from semel.runs.types import MICRO, STATUSES, TERMINAL, LogLine, Run, Status, Step, checked_id, id_at
 
 SCAN_SECONDS = 0.25
 """Seconds after which a scan returns what it has found so far."""
@@ -37,7 +37,6 @@ MIN_ID_DIGITS = 6
 """Digits that a part of an id must have to be searched for."""
 MAX_ERROR = 300
 MAX_STEPS = 60
-LAST_ID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
 _HEX = re.compile(r"[0-9a-f-]+")
 
@@ -107,18 +106,18 @@ class IdRange(Struct, frozen=True, kw_only=True):
     stop: str | None = None
     down: bool = True
 
-    def conditions(self, table: Table = runs) -> list[Any]:
+    def conditions(self, column: ColumnElement[str] = runs.c.id) -> list[Any]:
         """The range as SQL."""
-        column, found = table.c.id, list[Any]()
+        found: list[Any] = []
         if self.start is not None:
             found.append(column < self.start if self.down else column > self.start)
         if self.stop is not None:
             found.append(column >= self.stop if self.down else column <= self.stop)
         return found
 
-    def order(self, table: Table) -> ColumnElement[str]:
+    def order(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """The direction of the scan as SQL."""
-        return table.c.id.desc() if self.down else table.c.id.asc()
+        return column.desc() if self.down else column.asc()
 
 
 def range_of(wanted: Filter, before: str | None) -> IdRange:
@@ -159,27 +158,34 @@ def _scan_status(
     deadline: float,
 ) -> SearchResult:
     wanted = msgspec.structs.replace(wanted, status=None if status is None else [status])
-    table, of_user = wanted.table, Filter(tenant=wanted.tenant, user=wanted.user)
-    indexed = [] if status is None else [has_status(status)]
-    within = table
-    if wanted.user:  # a user's runs have an index of their own
-        within, indexed = of_user.table, of_user.conditions(of_user.table)
+    table, by = wanted.table, wanted.order
+    indexed, within = _indexed_by(wanted, status)
     searched = _has_text(text, table) if text else []
     found: list[str] = []
     size = FIRST_WINDOW
     while True:
-        ahead = select(within.c.id).where(*indexed, *ids.conditions(within)).order_by(ids.order(within))
+        ahead = select(within).where(*indexed, *ids.conditions(within)).order_by(ids.order(within))
         last = conn.scalar(ahead.offset(size - 1).limit(1))
         edge = None if last is None else _edge_of_millisecond(str(last), down=ids.down)
         window = ids if edge is None else msgspec.structs.replace(ids, stop=edge)
-        matching = select(table.c.id).where(*wanted.conditions(table), *window.conditions(table), *searched)
-        found += conn.scalars(matching.order_by(ids.order(table)).limit(limit - len(found))).all()
+        matching = select(table.c.id).where(*wanted.conditions(table), *window.conditions(by), *searched)
+        found += conn.scalars(matching.order_by(ids.order(by)).limit(limit - len(found))).all()
         if edge is None or len(found) >= limit:
             return SearchResult(found)
         if time.monotonic() > deadline:
             return SearchResult(found, edge)
         ids = msgspec.structs.replace(ids, start=edge)
         size = min(size * 4, LARGEST_WINDOW)
+
+
+def _indexed_by(wanted: Filter, status: str | None) -> tuple[list[Any], ColumnElement[str]]:
+    """What an index finds of the filter, and the ids there: in one table, since a window may have many rows."""
+    if wanted.user:  # a user's runs have an index of their own
+        of_user = Filter(tenant=wanted.tenant, user=wanted.user)
+        return of_user.conditions(of_user.table), of_user.table.c.id
+    if status in TERMINAL:
+        return [attempts.c.status == literal(status, literal_execute=True)], attempts.c.run_id
+    return [] if status is None else [has_status(status)], wanted.table.c.id
 
 
 def _edge_of_millisecond(run_id: str, *, down: bool) -> str:
@@ -200,8 +206,8 @@ def find_by_text(conn: Connection, wanted: Filter, text: str, limit: int) -> Sea
 
 
 def _indexed(wanted: Filter, text: str, limit: int) -> list[Any]:
-    same = Filter(tenant=wanted.tenant, user=wanted.user, payload_hash=text.lower()).conditions()
-    found = [_by_key(wanted, text), select(runs.c.id).where(*same).limit(MAX_SAME_PAYLOAD)]
+    same = Filter(tenant=wanted.tenant, user=wanted.user, payload_hash=text.lower()).conditions(submitted)
+    found = [_by_key(wanted, text), select(submitted.c.id).where(*same).limit(MAX_SAME_PAYLOAD)]
     digits = _id_digits(text)
     if digits is not None:
         first, last = checked_id(digits.ljust(32, "0")), checked_id(digits.ljust(32, "f"))
@@ -247,10 +253,11 @@ def rows(conn: Connection, ids: Sequence[str], tenant: str, user: str | None = N
 
 def count_newer(conn: Connection, wanted: Filter, first: str | None, most: int = 1000) -> int:
     """How many of the next ``most`` runs after the first of a list match its filter."""
-    beyond = IdRange(start=first, down=False).conditions()
-    edge = select(runs.c.id).where(*beyond).order_by(runs.c.id).offset(most - 1).limit(1).scalar_subquery()
-    upto = runs.c.id <= func.coalesce(edge, literal(LAST_ID, runs.c.id.type))
-    return conn.scalar(select(func.count()).select_from(runs).where(*wanted.conditions(), *beyond, upto)) or 0
+    newer = IdRange(start=first, down=False)
+    next_ones = select(submitted.c.id).where(*newer.conditions(submitted.c.id)).order_by(submitted.c.id)
+    looked = msgspec.structs.replace(newer, stop=conn.scalar(next_ones.offset(most - 1).limit(1)))
+    matching = (*wanted.conditions(wanted.table), *looked.conditions(wanted.order))
+    return conn.scalar(select(func.count()).select_from(wanted.table).where(*matching)) or 0
 
 
 def last_lines(conn: Connection, run_id: str, limit: int) -> list[LogLine]:

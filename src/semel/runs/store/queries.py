@@ -128,8 +128,8 @@ class Filter(Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> ColumnElement[str]:
-        """The id by which these runs are listed: SQLite reads an index in order only if its own column is named."""
-        alone = self.status is not None and len(self.status) == 1 and self.status[0] in ("FAILED", "CANCELLED")
+        """The id by which these runs are listed and bounded: that of the table whose index finds them."""
+        alone = self.status is not None and len(self.status) == 1 and self.status[0] in TERMINAL
         return runs.c.ended_id if alone else self.table.c.id
 
     def is_met_by(self, run: Run) -> bool:
@@ -255,7 +255,7 @@ def list_runs(
     portion = limit + 1 if max_bytes is None else _FIRST_PORTION
     while True:
         asked = min(portion, limit + 1 - len(found))
-        after = query if cursor is None else query.where(wanted.table.c.id < cursor, order < cursor)
+        after = query if cursor is None else query.where(order < cursor)
         ids = list(conn.scalars(after.limit(asked)))
         for row in sorted((_GET if parameters else _GET_LISTED).rows(conn, ids), key=_id_of, reverse=True):
             if max_bytes is not None:
