@@ -32,7 +32,7 @@ APART_MS = 2600
 ROUNDS = 5
 PAGES = 15
 """Requests for each page in a round; the fastest counts, because of other load on the machine."""
-STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 50 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
+STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED' WHEN n % 200 = 2 THEN 'CANCELLED'
   ELSE 'SUCCEEDED' END AS status"""
 RUNS = """id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id, model, queue,
   parameters, idempotency_key, payload_hash"""
