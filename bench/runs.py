@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
-from meter import Cost, Meter, middle
+from meter import Cost, Meter, Sessions, middle
 from noop_model import blocking_noop
 from peers import Absent, Peer, opened
 from peers.watch import LIMIT, end_in_time, from_tasks, in_a_process
@@ -291,6 +291,52 @@ def process_rows(bench: Bench) -> Iterator[Row]:
         yield Row(f"drain by {processes} worker processes / by one", ratios, 1, note=note)
 
 
+LONG, END = 200_000, 20_000
+"""Runs that are drained while an old snapshot is open, and those of the beginning and the end that are compared."""
+ENDS = """
+SELECT min(began_us) / 1e6, percentile_disc(ARRAY[{part}, 1 - {part}, 1]) WITHIN GROUP (ORDER BY ended_us / 1e6)
+FROM semel_attempts
+"""
+
+
+class LongDrain(NamedTuple):
+    """What a drain of many runs took, in seconds and in seconds of the server's CPU: its beginning, its end, all."""
+
+    seconds: tuple[float, float, float]
+    cpu: tuple[float, float, float]
+
+
+def long_drain(bench: Bench, *, snapshot: bool) -> LongDrain:
+    """Drain many runs, with or without a transaction that was open before, so that vacuum removes nothing."""
+    bench.ours.enqueue_many(LONG)
+    with ExitStack() as stack:
+        if snapshot:
+            old = stack.enter_context(psycopg.connect(bench.url))
+            old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            old.execute("SELECT count(*) FROM semel_active")
+        course = stack.enter_context(bench.meter.course())
+        bench.ours.drain(LONG)
+    with psycopg.connect(bench.url, autocommit=True) as connection:
+        begun, (first, last, over) = connection.execute(ENDS.format(part=END / LONG)).fetchone() or (0, (0, 0, 0))
+    bench.ours.clear()
+    spans = ((begun, first), (last, over), (begun, over))
+    return LongDrain(tuple(b - a for a, b in spans), tuple(course.between(*span) for span in spans))
+
+
+def snapshot_rows(bench: Bench) -> Iterator[Row]:
+    """With an old snapshot against without one, and the end of the drain against its beginning."""
+    pairs = [(long_drain(bench, snapshot=True), long_drain(bench, snapshot=False)) for _ in range(ROUNDS)]
+    what = f"drain of {LONG:,} runs while an old snapshot is open"
+    for name, asked, at_the_end in (("seconds", 0.9, 0.85), ("cpu", None, None)):
+        cost = [(getattr(old, name), getattr(none, name)) for old, none in pairs]
+        unit = "" if name == "seconds" else ", by the server's CPU"
+        note = f"{median(old[2] for old, _ in cost):.1f} s against {median(none[2] for _, none in cost):.1f} s"
+        yield Row(f"{what} / without one{unit}", [none[2] / old[2] for old, none in cost], asked, note=note)
+        ends = [old[0] / old[1] for old, _ in cost]
+        note = f"without one {median(none[0] / none[1] for _, none in cost):.2f}"
+        yield Row(f"{what}: last {END:,} / first {END:,}{unit}", ends, at_the_end, note=note)
+
+
 def drain_rows(bench: Bench) -> dict[str, Part]:
     asked = {"pgqueuer": 2.5, "procrastinate": 44, "rq": 88, "celery": 29, "dbos": 37, "graphile": 1.2}
 
@@ -382,10 +428,10 @@ async def _latency(url: str) -> tuple[float, float]:
 
 FILL = """
 WITH made AS (
-  INSERT INTO semel_runs (id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id,
-    model, queue, payload_hash, parameters)
-  SELECT uuidv7(), n, 60000000, 0, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
-  FROM generate_series(1, {count}) AS n RETURNING id, created_us AS n
+  INSERT INTO semel_runs (id, created_us, max_attempts, max_lost, tenant, user_id, model, queue, payload_hash,
+    parameters)
+  SELECT uuidv7(), n, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  FROM generate_series({start} + 1, {end}) AS n RETURNING id, created_us AS n
 )
 """
 PENDING = """
@@ -394,9 +440,8 @@ INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, versi
 SELECT id, n, n, 60000000, 0, 0, 1, 0, 0, 0, true, '', '', 'default', 'noop' FROM made
 """
 ENDED = """
-INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
-  worker, result)
-SELECT id, 1, n, n, 3, 1, 0, 0, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 'worker-1',
+INSERT INTO semel_attempts (run_id, fence, ended_us, version, tenant, status, began_us, worker, result)
+SELECT id, 1, n, 3, '', CASE n % 100 WHEN 0 THEN 'FAILED' ELSE 'SUCCEEDED' END, n, 'worker-1',
   CASE n % 100 WHEN 0 THEN NULL ELSE 'null' END
 FROM made
 """
@@ -410,12 +455,14 @@ FILL_BATCH = 1_000_000
 
 
 def filled(bench: Bench, pending: int, finished: int) -> str:
+    """A database with so many runs, as the store writes runs without a user and with the defaults of a model."""
     url = bench.postgres.database()
     semel_command(["migrate", url, "--json"])
     with psycopg.connect(url, autocommit=True) as connection:
         for count, table in ((pending, PENDING), (finished, ENDED)):
             for start in range(0, count, FILL_BATCH):
-                connection.execute(FILL.format(count=min(FILL_BATCH, count - start)) + table)
+                end = min(start + FILL_BATCH, count)
+                connection.execute(FILL.format(start=start, end=end) + table)
         connection.execute(COUNT.format(count=finished))
         connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
     return url
@@ -440,8 +487,9 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 def _growth_rows(name: str, small: str, large: str, ended: int) -> Iterator[Row]:
     for what, (few, many) in asyncio.run(_verb_costs(small, large)).items():
-        note = f"{many * 1e3:.2f} ms against {few * 1e3:.2f} ms"
-        yield Row(f"{name}: {what}, {ended:,} ended runs / {SMALL:,}", [many / few], 1.25, at_most=True, note=note)
+        note = f"{many.seconds * 1e3:.2f} ms against {few.seconds * 1e3:.2f} ms, CPU {many.cpu / few.cpu:.2f}"
+        ratio = many.seconds / few.seconds
+        yield Row(f"{name}: {what}, {ended:,} ended runs / {SMALL:,}", [ratio], 1.25, at_most=True, note=note)
 
 
 LARGE_FILE = 1_000_000
@@ -487,35 +535,52 @@ def sqlite_growth() -> Iterator[Row]:
         yield from _growth_rows("growth on SQLite", small, large, LARGE_FILE)
 
 
-async def _verb_costs(*urls: str) -> dict[str, tuple[float, float]]:
-    """The median seconds of each verb in each database."""
+class Taken(NamedTuple):
+    """The seconds that a verb took, and those of CPU: of the server's sessions, or of this process, which is SQLite."""
+
+    seconds: float
+    cpu: float
+
+
+async def _verb_costs(*urls: str) -> dict[str, tuple[Taken, Taken]]:
+    """The median cost of each verb in each database."""
     apps = [app_on(url) for url in urls]
-    costs: dict[str, list[list[float]]] = {}
-    for _ in range(15):
-        for side, app in enumerate(apps):
-            async for what, seconds in _verbs(app):
-                costs.setdefault(what, [[], []])[side].append(seconds)
+    costs: dict[str, tuple[list[Taken], list[Taken]]] = {}
+    with ExitStack() as stack:
+        cpus = [_cpu_of(url, stack) for url in urls]
+        for _ in range(15):
+            for side, app in enumerate(apps):
+                async for what, taken in _verbs(app, cpus[side]):
+                    costs.setdefault(what, ([], []))[side].append(taken)
     for app in apps:
         await app.aio.close()
-    return {what: (median(sides[0]), median(sides[1])) for what, sides in costs.items()}
+    return {what: (_median(few), _median(many)) for what, (few, many) in costs.items()}
 
 
-async def _verbs(app: App) -> AsyncIterator[tuple[str, float]]:
-    """Each verb once, with the seconds that it took. It leaves as many runs waiting as there were."""
+def _cpu_of(url: str, stack: ExitStack) -> Callable[[], float]:
+    return time.process_time if url.startswith("sqlite") else stack.enter_context(closing(Sessions(url))).cpu
+
+
+def _median(costs: list[Taken]) -> Taken:
+    return Taken(median(each.seconds for each in costs), median(each.cpu for each in costs))
+
+
+async def _verbs(app: App, cpu: Callable[[], float]) -> AsyncIterator[tuple[str, Taken]]:
+    """Each verb once, with what it took. It leaves as many runs waiting as there were."""
     aio, store = app.aio, app.aio._engine.store
     context = store.statement_context
 
-    async def timed(work: Awaitable[Any]) -> tuple[Any, float]:
-        start = time.perf_counter()
+    async def timed(work: Awaitable[Any]) -> tuple[Any, Taken]:
+        spent, start = cpu(), time.perf_counter()
         answer = await work
-        return answer, time.perf_counter() - start
+        return answer, Taken(time.perf_counter() - start, cpu() - spent)
 
-    run, seconds = await timed(aio.submit("noop"))
-    yield "submit", seconds
-    _, seconds = await timed(aio.submit_many([{"model": "noop"}] * 99))
-    yield "bulk submit of 99", seconds
-    leased, seconds = await timed(store.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), context))
-    yield "lease of 100", seconds
+    run, taken = await timed(aio.submit("noop"))
+    yield "submit", taken
+    _, taken = await timed(aio.submit_many([{"model": "noop"}] * 99))
+    yield "bulk submit of 99", taken
+    leased, taken = await timed(store.write(lease.lease, LeaseRequest("w", ("default",), ["noop"], 100), context))
+    yield "lease of 100", taken
     beats = [LeaseRenewal(each.id, each.fence) for each in leased]
     yield "heartbeat of 100", (await timed(store.write(lease.renew, beats, context)))[1]
     result = AttemptResult(kind="succeeded", result="null", result_digest="0" * 64, result_size=4)
@@ -604,6 +669,7 @@ def rows(bench: Bench, wanted: list[str]) -> Iterator[Row]:
         **drain_rows(bench),
         "drain sqlite": sqlite_drain,
         "processes": lambda: process_rows(bench),
+        "snapshot": lambda: snapshot_rows(bench),
         **submit_rows(bench),
         "latency postgresql": lambda: [latency(bench.url, 10)],
         "latency sqlite": lambda: [latency(sqlite, 11.8)],

@@ -43,11 +43,20 @@ def engine(url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
+SPARSE = {
+    "semel_runs": ("priority", "lease_us"),
+    "semel_attempts": ("due_us", "attempts", "errors", "losts"),
+}
+
+
 def belongs(conn: Connection) -> Callable[..., bool]:
     """PostgreSQL draws fences from a sequence, SQLite from a table of one row. Their indexes of payloads differ, and
-    Alembic does not know which is whose, nor that a partition belongs to its table."""
+    Alembic does not know which is whose, nor that a partition belongs to its table. SQLite has values where PostgreSQL
+    has NULL for the usual one."""
 
-    def include(thing: object, name: str | None, kind: str, *_: Any) -> bool:
+    def include(thing: Any, name: str | None, kind: str, *_: Any) -> bool:
+        if kind == "column" and conn.dialect.name == "sqlite":
+            return name not in SPARSE.get(thing.table.name, ())
         if kind == "index" and name == "semel_runs_hash":
             return False
         if conn.dialect.name != "postgresql" or kind != "table":

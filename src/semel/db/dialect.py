@@ -53,6 +53,9 @@ class Dialect(Protocol):
     def size(self, column: str) -> str:
         """How many bytes a text has in UTF-8."""
 
+    def sparse(self, value: str, usual: str) -> str:
+        """The value as it is stored: on PostgreSQL, where a NULL takes no room, NULL for the usual one."""
+
     def locking(self, table: str, *, skip: bool) -> str:
         """Lock the selected rows; with ``skip``, leave out locked ones. Empty on SQLite, whose one writer locks all."""
 
@@ -100,6 +103,9 @@ class Postgres:
     def size(self, column: str) -> str:
         return f"octet_length({column})"
 
+    def sparse(self, value: str, usual: str) -> str:
+        return f"nullif({value}, {usual})"
+
     def locking(self, table: str, *, skip: bool) -> str:
         return f"FOR UPDATE OF {table}{' SKIP LOCKED' if skip else ''}"
 
@@ -138,6 +144,9 @@ class Sqlite:
 
     def size(self, column: str) -> str:
         return f"length(CAST({column} AS BLOB))"
+
+    def sparse(self, value: str, usual: str) -> str:  # noqa: ARG002 -- its columns are NOT NULL, and 0 and 1 take no room
+        return value
 
     def locking(self, table: str, *, skip: bool) -> str:  # noqa: ARG002 -- nothing to lock
         return ""

@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -128,10 +128,10 @@ submitted = Table(
     metadata,
     Column("id", _id, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
-    Column("lease_us", BigInteger, nullable=False),
+    Column("lease_us", BigInteger, nullable=True),
     Column("asked_cost", BigInteger, nullable=True),
     Column("stall_us", BigInteger, nullable=True),
-    Column("priority", Integer, nullable=False),
+    Column("priority", Integer, nullable=True),
     Column("max_attempts", Integer, nullable=False),
     Column("max_lost", Integer, nullable=False),
     Column("tenant", _name, nullable=False),
@@ -147,7 +147,9 @@ submitted = Table(
     Column("trace", Text, nullable=True),
     postgresql_partition_by="RANGE (id)",
 )
-"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0."""
+"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0. On PostgreSQL also
+``priority``, and ``lease_us`` NULL for a minute; on SQLite these are NOT NULL.
+"""
 _somebody = "user_id <> ''"
 Index(
     "semel_runs_user_time",
@@ -248,12 +250,12 @@ attempts = Table(
     metadata,
     Column("run_id", _id, nullable=False),
     Column("fence", BigInteger, nullable=False),
-    Column("due_us", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=True),
     Column("ended_us", BigInteger, nullable=False),
     Column("version", Integer, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("errors", Integer, nullable=False),
-    Column("losts", Integer, nullable=False),
+    Column("attempts", Integer, nullable=True),
+    Column("errors", Integer, nullable=True),
+    Column("losts", Integer, nullable=True),
     Column("tenant", _name, nullable=False),
     Column("status", Text, nullable=False),
     Column("step", Text, nullable=True),
@@ -291,7 +293,8 @@ attempts = Table(
 inserted once, and never updated. A pending run that is cancelled has a row without ``began_us``. ``step`` is NULL where
 it has the name of the status. ``started_us``, the
 start of the first attempt, and the times of the heartbeat and the progress are NULL where they equal ``began_us``.
-On PostgreSQL, digest and size of a result that is in the row are NULL: the view computes them.
+On PostgreSQL, digest and size of a result that is in the row are NULL: the view computes them. So are ``attempts`` of
+1, ``errors`` and ``losts`` of 0, and a ``due_us`` at which the run was submitted; on SQLite these are NOT NULL.
 """
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(

@@ -8,6 +8,7 @@ from semel._concurrency.sync import run_sync
 from semel.runs.store import lease, queries, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest, LogLineRow, PendingRun
 from semel.runs.types import INTERNAL_QUEUE
+from semel.runs.worker import fetcher
 from support.databases import Databases, TestDatabase, held
 
 MOMENT = 0.000001
@@ -44,6 +45,47 @@ def test_a_higher_priority_is_leased_first_and_then_what_is_due_first(database: 
     urgent = database.submit(priority=1, delay=3)
     database.clock.advance(3)
     assert [ids(database.lease()) for _ in range(3)] == [[urgent.id], [early.id], [late.id]]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_lease_that_begins_at_a_place_takes_what_is_before_it_only_where_too_few_are_behind(
+    databases: Databases, kind: str
+) -> None:
+    with databases.empty(kind) as database:
+        early, low = database.submit(), database.submit(priority=-1)
+        database.clock.advance(1)
+        at = (0, database.clock.us)
+        middle, late, high = database.submit(), database.submit(), database.submit(priority=1)
+
+        def take_since(most: int) -> list[str]:
+            request = LeaseRequest("worker-1", ("default",), ["train"], most, {"default": at})
+            return ids(database.do(lease.lease, request))
+
+        assert take_since(1) == [high.id]
+        assert take_since(1) == [middle.id]
+        assert take_since(2) == [late.id, early.id]
+        assert take_since(2) == [low.id]
+
+
+def test_a_worker_looks_for_what_was_due_before_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next lease begins where the last one did, at its lowest priority."""
+    now = 100.0
+    monkeypatch.setattr(fetcher.time, "monotonic", lambda: now)
+    front = fetcher.Front()
+    assert front.since() == {}
+    front.note([leased_run("a", 5, 70), leased_run("a", 0, 90), leased_run("a", 0, 80), leased_run("b", 3, 60)])
+    assert front.since() == {"a": (0, 80), "b": (3, 60)}
+    now += fetcher.LOOK_THROUGH_EVERY + MOMENT
+    assert front.since() == {}
+    front.note([leased_run("a", 0, 90)])
+    assert front.since() == {"a": (0, 90)}
+    front.note([])
+    assert front.since() == {}
+
+
+def leased_run(queue: str, priority: int, due_us: int) -> Leased:
+    names = Leased.__struct_fields__
+    return Leased(**{**dict.fromkeys(names, ""), "queue": queue, "priority": priority, "due_us": due_us})
 
 
 def test_a_worker_holds_what_it_leased_until_it_ends(database: TestDatabase) -> None:

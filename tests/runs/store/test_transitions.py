@@ -1,7 +1,8 @@
 """The steps of a run's life, verb by verb, on a clock that the test sets: what each changes, and what it leaves."""
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from semel.runs.store import lease, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import CHANNEL, FinishRequest, storable
-from semel.runs.types import AttemptResult, EndKind
+from semel.runs.types import MICRO, AttemptResult, EndKind, new_id
 from support.databases import LEASE, Databases, TestDatabase, held
 
 MOMENT = 0.000001
@@ -43,6 +44,53 @@ def leased(database: TestDatabase, **options: Any) -> Leased:
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
+
+
+AS_BEFORE: LiteralString = """
+INSERT INTO {table}
+SELECT (jsonb_populate_record(t, jsonb_build_object(%(id)s::text, %(other)s::uuid) || %(usual)s::jsonb)).*
+FROM {table} AS t WHERE {id} = %(run)s"""
+
+
+def shown(connection: psycopg.Connection[Any], run_id: str) -> list[Any]:
+    """The run's row in the view, without its ids."""
+    query = "SELECT to_jsonb(s) - ARRAY['id', 'ended_id'] FROM semel_run_states AS s WHERE id = %s"
+    return connection.execute(query, (run_id,)).fetchall()
+
+
+def test_what_is_usual_takes_no_room_and_is_shown_as_if_it_were_written(postgres: TestDatabase) -> None:
+    """The release before wrote the values themselves: such rows look the same."""
+    plain = leased(postgres)
+    assert postgres.end(plain)
+    run, other = postgres.app.get(plain.id), new_id()
+    assert (run.attempts, run.errors, run.losts, run.priority, run.due_us) == (1, 0, 0, 0, run.created_us)
+    submitted = {"priority": 0, "lease_us": LEASE * MICRO}
+    ended = {"attempts": 1, "errors": 0, "losts": 0, "due_us": run.created_us}
+    with psycopg.connect(postgres.url, autocommit=True) as connection:
+        for table, key, usual in (("semel_runs", "id", submitted), ("semel_attempts", "run_id", ended)):
+            stored = f"SELECT {', '.join(usual)} FROM {table} WHERE {key} = %s"
+            assert connection.execute(stored.encode(), (plain.id,)).fetchone() == (None,) * len(usual)
+            values = {"id": key, "run": plain.id, "other": other, "usual": json.dumps(usual)}
+            connection.execute(AS_BEFORE.format(table=table, id=key).encode(), values)
+        assert len(shown(connection, other)) == 1
+        assert shown(connection, other) == shown(connection, plain.id)
+
+
+def test_what_is_not_usual_is_written(postgres: TestDatabase) -> None:
+    first = leased(postgres, priority=5)
+    postgres.clock.advance(1)
+    assert postgres.end(first, "retry", reason="again")
+    due_us = postgres.app.get(first.id).due_us
+    (second,) = postgres.lease()
+    assert postgres.end(second)
+    run = postgres.app.get(first.id)
+    assert (run.attempts, run.errors, run.priority, run.due_us) == (2, 1, 5, due_us)
+    assert due_us > run.created_us
+    later = postgres.submit(delay=10)
+    postgres.clock.advance(10)
+    postgres.finish(later)
+    run = postgres.app.get(later.id)
+    assert run.due_us == run.created_us + 10 * MICRO
 
 
 def test_a_run_that_is_tried_again_without_a_delay_is_ready_at_once(database: TestDatabase) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import Connection, Text, case, cast, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Table, Text, case, cast, func, literal, or_, select
 
-from semel.db.schema import has_digest, keys, run_logs, runs
+from semel.db.schema import attempts, has_digest, keys, run_logs, runs, submitted
 from semel.db.schema import steps as run_steps
 from semel.runs.store.queries import STALLED, Filter, has_status
 from semel.runs.store.run_keys import RUN, in_scope_of
-from semel.runs.types import MICRO, STATUSES, LogLine, Run, Status, Step, checked_id, id_at
+from semel.runs.types import MICRO, STATUSES, TERMINAL, LogLine, Run, Status, Step, checked_id, id_at
 
 SCAN_SECONDS = 0.25
 """Seconds after which a scan returns what it has found so far."""
@@ -37,7 +37,6 @@ MIN_ID_DIGITS = 6
 """Digits that a part of an id must have to be searched for."""
 MAX_ERROR = 300
 MAX_STEPS = 60
-LAST_ID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
 _HEX = re.compile(r"[0-9a-f-]+")
 
@@ -107,14 +106,18 @@ class IdRange(Struct, frozen=True, kw_only=True):
     stop: str | None = None
     down: bool = True
 
-    def conditions(self) -> list[Any]:
+    def conditions(self, column: ColumnElement[str] = runs.c.id) -> list[Any]:
         """The range as SQL."""
         found: list[Any] = []
         if self.start is not None:
-            found.append(runs.c.id < self.start if self.down else runs.c.id > self.start)
+            found.append(column < self.start if self.down else column > self.start)
         if self.stop is not None:
-            found.append(runs.c.id >= self.stop if self.down else runs.c.id <= self.stop)
+            found.append(column >= self.stop if self.down else column <= self.stop)
         return found
+
+    def order(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """The direction of the scan as SQL."""
+        return column.desc() if self.down else column.asc()
 
 
 def range_of(wanted: Filter, before: str | None) -> IdRange:
@@ -125,8 +128,8 @@ def range_of(wanted: Filter, before: str | None) -> IdRange:
     return IdRange(start=min(starts, default=None), stop=stop)
 
 
-def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, more: Sequence[Any] = ()) -> SearchResult:
-    """Up to ``limit`` runs in the range that match the filter and the conditions ``more``.
+def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, text: str = "") -> SearchResult:
+    """Up to ``limit`` runs in the range that match the filter, and the text where no index finds it.
 
     Each status is scanned separately, because the index begins with it.
     """
@@ -134,7 +137,7 @@ def scan(conn: Connection, wanted: Filter, ids: IdRange, limit: int, more: Seque
     statuses: list[str | None] = [None]
     if wanted.status is not None and set(wanted.status) != set(STATUSES):
         statuses = [*dict.fromkeys(wanted.status)]
-    scans = [_scan_status(conn, wanted, status, ids, limit, more=more, deadline=deadline) for status in statuses]
+    scans = [_scan_status(conn, wanted, status, ids, limit, text=text, deadline=deadline) for status in statuses]
     stopped = [each.reached for each in scans if each.reached is not None]
     found = sorted((run_id for each in scans for run_id in each.ids), reverse=ids.down)
     if not stopped:
@@ -151,29 +154,38 @@ def _scan_status(
     ids: IdRange,
     limit: int,
     *,
-    more: Sequence[Any],
+    text: str,
     deadline: float,
 ) -> SearchResult:
     wanted = msgspec.structs.replace(wanted, status=None if status is None else [status])
-    order = runs.c.id.desc() if ids.down else runs.c.id.asc()
-    indexed = [] if status is None else [has_status(status)]
-    if wanted.user:  # a user's runs have an index of their own
-        indexed = Filter(tenant=wanted.tenant, user=wanted.user).conditions()
+    table, by = wanted.table, wanted.order
+    indexed, within = _indexed_by(wanted, status)
+    searched = _has_text(text, table) if text else []
     found: list[str] = []
     size = FIRST_WINDOW
     while True:
-        ahead = select(runs.c.id).where(*indexed, *ids.conditions()).order_by(order)
+        ahead = select(within).where(*indexed, *ids.conditions(within)).order_by(ids.order(within))
         last = conn.scalar(ahead.offset(size - 1).limit(1))
         edge = None if last is None else _edge_of_millisecond(str(last), down=ids.down)
         window = ids if edge is None else msgspec.structs.replace(ids, stop=edge)
-        matching = select(runs.c.id).where(*wanted.conditions(), *window.conditions(), *more).order_by(order)
-        found += conn.scalars(matching.limit(limit - len(found))).all()
+        matching = select(table.c.id).where(*wanted.conditions(table), *window.conditions(by), *searched)
+        found += conn.scalars(matching.order_by(ids.order(by)).limit(limit - len(found))).all()
         if edge is None or len(found) >= limit:
             return SearchResult(found)
         if time.monotonic() > deadline:
             return SearchResult(found, edge)
         ids = msgspec.structs.replace(ids, start=edge)
         size = min(size * 4, LARGEST_WINDOW)
+
+
+def _indexed_by(wanted: Filter, status: str | None) -> tuple[list[Any], ColumnElement[str]]:
+    """What an index finds of the filter, and the ids there: in one table, since a window may have many rows."""
+    if wanted.user:  # a user's runs have an index of their own
+        of_user = Filter(tenant=wanted.tenant, user=wanted.user)
+        return of_user.conditions(of_user.table), of_user.table.c.id
+    if status in TERMINAL:
+        return [attempts.c.status == literal(status, literal_execute=True)], attempts.c.run_id
+    return [] if status is None else [has_status(status)], wanted.table.c.id
 
 
 def _edge_of_millisecond(run_id: str, *, down: bool) -> str:
@@ -194,8 +206,8 @@ def find_by_text(conn: Connection, wanted: Filter, text: str, limit: int) -> Sea
 
 
 def _indexed(wanted: Filter, text: str, limit: int) -> list[Any]:
-    same = Filter(tenant=wanted.tenant, user=wanted.user, payload_hash=text.lower()).conditions()
-    found = [_by_key(wanted, text), select(runs.c.id).where(*same).limit(MAX_SAME_PAYLOAD)]
+    same = Filter(tenant=wanted.tenant, user=wanted.user, payload_hash=text.lower()).conditions(submitted)
+    found = [_by_key(wanted, text), select(submitted.c.id).where(*same).limit(MAX_SAME_PAYLOAD)]
     digits = _id_digits(text)
     if digits is not None:
         first, last = checked_id(digits.ljust(32, "0")), checked_id(digits.ljust(32, "f"))
@@ -218,14 +230,14 @@ def _id_digits(text: str) -> str | None:
     return digits if _HEX.fullmatch(low) and MIN_ID_DIGITS <= len(digits) <= 32 else None
 
 
-def unindexed_conditions(text: str) -> list[Any]:
+def _has_text(text: str, table: Table) -> list[Any]:
     """Matches what no index finds by the text: the end of an id, or a key that has expired."""
-    ways: list[Any] = [runs.c.idempotency_key == text]
+    ways: list[Any] = [table.c.idempotency_key == text]
     digits = _id_digits(text)
     if digits is not None:
         padded = digits.rjust(32, "_")
         pattern = "-".join((padded[:8], padded[8:12], padded[12:16], padded[16:20], padded[20:]))
-        ways.append(cast(runs.c.id, Text).like(pattern))
+        ways.append(cast(table.c.id, Text).like(pattern))
     return [or_(*ways)]
 
 
@@ -241,10 +253,11 @@ def rows(conn: Connection, ids: Sequence[str], tenant: str, user: str | None = N
 
 def count_newer(conn: Connection, wanted: Filter, first: str | None, most: int = 1000) -> int:
     """How many of the next ``most`` runs after the first of a list match its filter."""
-    beyond = IdRange(start=first, down=False).conditions()
-    edge = select(runs.c.id).where(*beyond).order_by(runs.c.id).offset(most - 1).limit(1).scalar_subquery()
-    upto = runs.c.id <= func.coalesce(edge, literal(LAST_ID, runs.c.id.type))
-    return conn.scalar(select(func.count()).select_from(runs).where(*wanted.conditions(), *beyond, upto)) or 0
+    newer = IdRange(start=first, down=False)
+    next_ones = select(submitted.c.id).where(*newer.conditions(submitted.c.id)).order_by(submitted.c.id)
+    looked = msgspec.structs.replace(newer, stop=conn.scalar(next_ones.offset(most - 1).limit(1)))
+    matching = (*wanted.conditions(wanted.table), *looked.conditions(wanted.order))
+    return conn.scalar(select(func.count()).select_from(wanted.table).where(*matching)) or 0
 
 
 def last_lines(conn: Connection, run_id: str, limit: int) -> list[LogLine]:

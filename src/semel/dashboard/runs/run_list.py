@@ -62,9 +62,8 @@ def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str 
         found = queries.find_by_text(conn, wanted, filters.q, PAGE_SIZE)
         if found.ids:
             return _page_of(conn, found, wanted, user, older=False, newer=False)
-    conditions = queries.unindexed_conditions(filters.q) if filters.q else []
     ids = queries.range_of(wanted, filters.before)
-    found = queries.scan(conn, wanted, ids, PAGE_SIZE + 1, conditions)
+    found = queries.scan(conn, wanted, ids, PAGE_SIZE + 1, filters.q)
     shown = SearchResult(found.ids[:PAGE_SIZE], found.reached)
     newer = filters.before is not None and not filters.q
     return _page_of(conn, shown, wanted, user, older=len(found.ids) > PAGE_SIZE, newer=newer)

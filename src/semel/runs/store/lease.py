@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -44,6 +44,7 @@ class Leased(Struct, frozen=True):
     trace: str | None
     due_us: int
     """When this attempt could have begun."""
+    priority: int
 
 
 def _picked(dialect: Dialect, which: str) -> str:
@@ -63,11 +64,11 @@ def _leased(dialect: Dialect) -> str:
     """The columns of :class:`Leased`."""
     return f"""{dialect.as_text("k.id")}, k.fence, k.model, r.parameters, {dialect.digits("r.payload_hash")},
   k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, r.created_us, {FIRST_START}, k.began_us,
-  coalesce(k.data_ref, r.data_ref), r.trace, k.due_us"""
+  coalesce(k.data_ref, r.data_ref), r.trace, k.due_us, k.priority"""
 
 
 _TAKEN = """k.id, k.fence, k.model, k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, k.started_us,
-  k.began_us, k.data_ref, k.due_us, k.version, k.step, k.worker"""
+  k.began_us, k.data_ref, k.due_us, k.priority, k.version, k.step, k.worker"""
 """What the rest of the statement reads of a row that was leased: to form and to read all its columns takes time."""
 
 
@@ -106,19 +107,24 @@ SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
 _WAITING = """
 SELECT p.rowid, p.version + 1, p.id, p.fence + 1, p.model, r.parameters, r.payload_hash, p.attempts + 1, p.errors,
   p.user_id, p.tenant, p.queue, p.lease_us, r.created_us, coalesce(p.started_us, p.began_us, :now), :now,
-  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us
+  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us, p.priority
 FROM semel_active AS p CROSS JOIN semel_runs AS r ON r.id = p.id"""
 """SQLite: the columns of :class:`Leased` of runs that wait, as they are after the lease."""
 _TAKE_ROWS = Statement(
     lambda w: f"{_taken(w.now)} WHERE {w.is_in('k.rowid', 'rows')} AND k.lease_until_us IS NULL",
 )
 
-_LEASE = _Leasing(
-    lambda w: (
-        f"p.ready = true AND p.queue = :queue AND {w.is_in('p.model', 'models')} "
+
+def _next_ones(dialect: Dialect, *, since: bool) -> str:
+    due = "AND p.priority >= CAST(:least AS integer) AND p.due_us >= CAST(:since_us AS bigint)" if since else ""
+    return (
+        f"p.ready = true AND p.queue = :queue {due} AND {dialect.is_in('p.model', 'models')} "
         "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most"
     )
-)
+
+
+_LEASE = _Leasing(lambda w: _next_ones(w, since=False))
+_LEASE_SINCE = _Leasing(lambda w: _next_ones(w, since=True))
 _LEASE_THESE = _Leasing(lambda w: f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')}")
 
 
@@ -129,6 +135,9 @@ class LeaseRequest(Struct, frozen=True):
     queues: tuple[str, ...]
     models: list[str]
     most: int
+    since: Mapping[str, tuple[int, int]] = {}
+    """For a queue, a priority and a time: only if too few runs of at least this priority were due from this time on,
+    all of them are looked through."""
 
 
 @hot
@@ -139,7 +148,12 @@ def lease(conn: Connection, request: LeaseRequest, context: StatementContext) ->
         most = request.most - len(taken)
         if most > 0:
             values: dict[str, Any] = {"worker": request.worker, "queue": queue, "models": request.models, "most": most}
-            taken += _LEASE.rows(conn, context, **values)
+            if queue in request.since:
+                least, since_us = request.since[queue]
+                taken += _LEASE_SINCE.rows(conn, context, least=least, since_us=since_us, **values)
+                values["most"] = request.most - len(taken)
+            if values["most"]:
+                taken += _LEASE.rows(conn, context, **values)
     return taken
 
 

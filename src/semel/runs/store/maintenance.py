@@ -17,7 +17,6 @@ from typing import Any
 
 from msgspec import Struct
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     Connection,
     Text,
@@ -25,11 +24,8 @@ from sqlalchemy import (
     cast,
     delete,
     exists,
-    func,
-    insert,
     literal,
     not_,
-    or_,
     select,
     text,
 )
@@ -39,10 +35,7 @@ from semel.db.schema import (
     active,
     attempts,
     costs,
-    deliveries,
-    jobs,
     keys,
-    outbox,
     removals,
     run_counts,
     runs,
@@ -51,10 +44,9 @@ from semel.db.schema import (
 )
 from semel.runs.execution.input_data import folder_of
 from semel.runs.store import quotas, run_keys
-from semel.runs.store.queries import NOT_INTERNAL, SPENT_US
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
-from semel.runs.types import MICRO, TERMINAL
+from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
 
 BATCH = 1000
 """Rows of a kind that one transaction removes."""
@@ -324,58 +316,79 @@ def remove_runs(
     if not looked or min(row.created_us for row in looked) >= now - round(age * MICRO):
         return Removed(0, None)
     last = looked[-1].id
-    files = or_(runs.c.result_ref.is_not(None), runs.c.artifacts.is_not(None), runs.c.result_exact.is_not(None))
-    query = select(runs.c.id, runs.c.data_ref, files).where(is_old(now, age), runs.c.id.in_([row.id for row in looked]))
-    old = {row[0]: row for row in conn.execute(query)}
-    if not old:
-        return Removed(0, last)
-    unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(old))).order_by(submitted.c.id)
+    old = select(runs.c.id).where(is_old(now, age), runs.c.id.in_([row.id for row in looked]))
+    unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(conn.scalars(old)))).order_by(submitted.c.id)
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
-    if not ids:
-        return Removed(0, last)
-    _uncount(conn, ids)
-    _keep_costs(conn, ids)
-    for table in (attempts, outbox, jobs, deliveries):
-        conn.execute(delete(table).where(table.c.run_id.in_(ids)))
-    conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
-    refs = {old[each][1] for each in ids if old[each][1] is not None}
-    note_removals(conn, [(each, None, bool(old[each][2])) for each in ids])
-    note_removals(conn, [(folder_of(ref), ref, True) for ref in sorted(refs - _in_use(conn, refs))])
+    if ids:
+        _LEAVE_IDS.write(conn, ids=ids)
+        conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
+        conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
     return Removed(len(ids), last)
 
 
-_KEEP_COSTS = Statement(
-    lambda w: (
-        f"""
+_DAY = f"r.created_us - r.created_us % {DAY_US}"
+_HAS_FILES = "coalesce(e.result_ref, e.artifacts, e.result_exact) IS NOT NULL"
+_MAY_HAVE_FILES = f"({_HAS_FILES} OR e.version > 3 OR e.status <> 'SUCCEEDED' AND e.began_us IS NOT NULL)"
+"""One that succeeded at once and stored no file has none; after another attempt files may be left."""
+
+
+class Leaving:
+    """Writes what is left of runs that are about to be removed: they count no longer, what they cost is kept, and their
+    files are noted, each with the logs of its run. ``which`` says which runs: a condition on their ids.
+    """
+
+    def __init__(self, which: Callable[[Dialect, str], str], noted: str = "true") -> None:
+        def ended(w: Dialect) -> str:
+            return f"""FROM semel_runs AS r JOIN semel_attempts AS e ON e.run_id = r.id AND e.status <> 'PENDING'
+WHERE {which(w, "r.id")} AND {which(w, "e.run_id")}"""
+
+        self._writes = [
+            Statement(lambda w: _UNCOUNT.format(ended=ended(w))),
+            Statement(lambda w: _KEEP_COSTS.format(ended=ended(w))),
+            Statement(lambda w: _NOTE_FILES.format(ended=ended(w), id=w.as_text("r.id"), noted=noted)),
+            Statement(lambda w: f"DELETE FROM semel_outbox WHERE {which(w, 'run_id')}"),
+            Statement(lambda w: f"DELETE FROM semel_jobs WHERE {which(w, 'run_id')}"),
+            Statement(lambda w: f"DELETE FROM semel_deliveries WHERE {which(w, 'run_id')}"),
+        ]
+        self._data = Statement(lambda w: _DATA.format(ended=ended(w)))
+
+    def write(self, conn: Connection, **ids: Any) -> None:
+        """Write it, in the transaction that removes the runs."""
+        refs = [row[0] for row in self._data.rows(conn, **ids)]
+        for each in self._writes:
+            each.count(conn, **ids)
+        note_removals(conn, [(folder_of(ref), ref, True) for ref in refs])
+
+
+_UNCOUNT = f"""
+INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
+SELECT r.tenant, r.model, r.facet, e.status, -count(*), -CAST(sum(
+    CASE WHEN e.status = 'SUCCEEDED' THEN e.ended_us - coalesce(e.started_us, e.began_us) ELSE 0 END) AS bigint)
+{{ended}} AND (r.queue <> '{INTERNAL_QUEUE}' OR r.user_id <> '') GROUP BY r.tenant, r.model, r.facet, e.status"""
+_KEEP_COSTS = f"""
 INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
-SELECT tenant, user_id, created_us - created_us % {DAY_US}, CAST(sum(cost) AS bigint) FROM semel_run_states
-WHERE {w.is_in("id", "ids", "uuid")} AND user_id <> '' AND cost <> 0
-GROUP BY tenant, user_id, created_us - created_us % {DAY_US}
+SELECT r.tenant, r.user_id, {_DAY}, CAST(sum(coalesce(e.cost, r.asked_cost, 0)) AS bigint)
+{{ended}} AND r.user_id <> '' AND coalesce(e.cost, r.asked_cost, 0) <> 0 GROUP BY r.tenant, r.user_id, {_DAY}
 ON CONFLICT (tenant, user_id, day_us) DO UPDATE SET cost = k.cost + excluded.cost"""
-    )
-)
+_NOTE_FILES = f"""
+INSERT INTO semel_removals (prefix, has_files) SELECT {{id}}, {_HAS_FILES}
+{{ended}} AND {{noted}} ON CONFLICT (prefix) DO NOTHING"""
+_DATA = """
+SELECT DISTINCT coalesce(e.data_ref, r.data_ref) {ended} AND coalesce(e.data_ref, r.data_ref) IS NOT NULL"""
 
 
-def _keep_costs(conn: Connection, ids: Sequence[str]) -> None:
-    """Keep what these runs, which are about to be removed, cost their users."""
-    _KEEP_COSTS.count(conn, ids=list(ids))
+def _in_range(dialect: Dialect, column: str) -> str:
+    return f"{column} >= {dialect.identity(':start')} AND {column} < {dialect.identity(':end')}"
 
 
-def _uncount(conn: Connection, ids: Sequence[str]) -> None:
-    """Count these runs, which are about to be removed, no longer."""
-    groups = (runs.c.tenant, runs.c.model, runs.c.facet, runs.c.status)
-    removed = select(*groups, -func.count(), -cast(func.sum(SPENT_US), BigInteger)).where(
-        runs.c.id.in_(ids), NOT_INTERNAL
-    )
-    names = ("tenant", "model", "facet", "status", "count", "spent_us")
-    conn.execute(insert(run_counts).from_select(names, removed.group_by(*groups)))
+_LEAVE_IDS = Leaving(lambda w, column: w.is_in(column, "ids", "uuid"))
+LEAVE_RANGE = Leaving(_in_range, _MAY_HAVE_FILES)
+"""For runs whose logs are removed with them."""
 
 
-def _in_use(conn: Connection, refs: set[str]) -> set[str]:
-    found: set[str] = set()
-    for table in (submitted, active, attempts) if refs else ():
-        found |= set(conn.scalars(select(table.c.data_ref).where(table.c.data_ref.in_(refs)).distinct()))
-    return found
+def _is_in_use(conn: Connection, data_ref: str) -> bool:
+    uses = (select(literal(1)).where(table.c.data_ref == data_ref).limit(1) for table in (submitted, active, attempts))
+    return any(conn.scalar(each) for each in uses)
 
 
 def pending_removals(conn: Connection, after: str) -> list[Removal]:
@@ -419,6 +432,6 @@ def remove_data(conn: Connection, removal: Removal, remove: Callable[[str], None
     """Remove data that was noted, unless a run has it again by now, and remove the note."""
     assert removal.data_ref is not None
     lock_data(conn, removal.data_ref, context)
-    if not _in_use(conn, {removal.data_ref}):
+    if not _is_in_use(conn, removal.data_ref):
         remove(removal.prefix)
     settle(conn, [removal.prefix])

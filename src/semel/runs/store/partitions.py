@@ -17,10 +17,9 @@ from msgspec import Struct
 from sqlalchemy import Connection, text
 
 from semel.db.dialect import StatementContext
-from semel.runs.execution.input_data import folder_of
-from semel.runs.store.maintenance import DAY_US, note_removals
+from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE
 from semel.runs.store.quotas import read_clock
-from semel.runs.types import INTERNAL_QUEUE, MICRO, id_at
+from semel.runs.types import MICRO, id_at
 
 SHARE = 8
 """How many partitions the time of a retention has."""
@@ -165,38 +164,7 @@ def removable(conn: Connection, age: float, context: StatementContext) -> list[P
     return [each for each in over if _is_removable(conn, each, age, now)]
 
 
-_ENDED = """FROM semel_runs AS r JOIN semel_attempts AS e ON e.run_id = r.id AND e.status <> 'PENDING'
-WHERE r.id >= CAST(:start AS uuid) AND r.id < CAST(:end AS uuid)
-  AND e.run_id >= CAST(:start AS uuid) AND e.run_id < CAST(:end AS uuid)"""
-_DAY = f"r.created_us - r.created_us % {DAY_US}"
-_HAS_FILES = "coalesce(e.result_ref, e.artifacts, e.result_exact) IS NOT NULL"
-_FORGET = (
-    f"""
-INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us)
-SELECT r.tenant, r.model, r.facet, e.status, -count(*), -CAST(sum(
-    CASE WHEN e.status = 'SUCCEEDED' THEN e.ended_us - coalesce(e.started_us, e.began_us) ELSE 0 END) AS bigint)
-{_ENDED} AND (r.queue <> '{INTERNAL_QUEUE}' OR r.user_id <> '') GROUP BY r.tenant, r.model, r.facet, e.status""",
-    f"""
-INSERT INTO semel_costs AS k (tenant, user_id, day_us, cost)
-SELECT r.tenant, r.user_id, {_DAY}, CAST(sum(coalesce(e.cost, r.asked_cost, 0)) AS bigint)
-{_ENDED} AND r.user_id <> '' AND coalesce(e.cost, r.asked_cost, 0) <> 0 GROUP BY r.tenant, r.user_id, {_DAY}
-ON CONFLICT (tenant, user_id, day_us) DO UPDATE SET cost = k.cost + excluded.cost""",
-    f"""
-INSERT INTO semel_removals (prefix, has_files) SELECT CAST(r.id AS text), {_HAS_FILES}
-{_ENDED} AND ({_HAS_FILES} OR e.version > 3 OR e.status <> 'SUCCEEDED' AND e.began_us IS NOT NULL)
-ON CONFLICT (prefix) DO NOTHING""",
-    *(
-        f"DELETE FROM semel_{table} WHERE run_id >= CAST(:start AS uuid) AND run_id < CAST(:end AS uuid)"
-        for table in ("outbox", "jobs", "deliveries")
-    ),
-)
-"""What a run leaves when it is removed. One that succeeded at once and stored no file has none; after another attempt
-files may be left.
-"""
-_COUNT = text(f"SELECT count(*) {_ENDED}")
-_DATA = text(
-    f"SELECT DISTINCT coalesce(e.data_ref, r.data_ref) {_ENDED} AND coalesce(e.data_ref, r.data_ref) IS NOT NULL"
-)
+_COUNT = text("SELECT count(*) FROM semel_runs WHERE id >= CAST(:start AS uuid) AND id < CAST(:end AS uuid)")
 _LOCK = text("SELECT semel_lock_partition(:name)")
 _DROP = text("SELECT semel_drop_partition(:name)")
 
@@ -215,9 +183,7 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
         return 0
     ids: dict[str, Any] = {"start": partition.start, "end": partition.end}
     count: int = conn.scalar(_COUNT, ids) or 0
-    for statement in _FORGET:
-        conn.execute(text(statement), ids)
-    note_removals(conn, [(folder_of(ref), ref, True) for ref in conn.scalars(_DATA, ids)])
+    LEAVE_RANGE.write(conn, **ids)
     if not conn.scalar(_DROP, {"name": partition.name}):
         raise PartitionBusy(partition.name)
     return count

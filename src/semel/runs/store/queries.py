@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from msgspec import Struct
@@ -12,6 +13,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    Table,
     Uuid,
     and_,
     case,
@@ -75,11 +77,13 @@ _FIRST_PORTION = 16
 """How many rows are read first for a page that is limited in bytes."""
 
 
-NOT_INTERNAL = or_(runs.c.queue != INTERNAL_QUEUE, runs.c.user_id != "")
-"""True for runs that a user submitted, false for the service's own work."""
-_OF_USERS = or_(active.c.queue != INTERNAL_QUEUE, active.c.user_id != "")
-"""The same for active rows."""
-SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
+def _is_of_users(table: Table) -> ColumnElement[bool]:
+    """True for runs that a user submitted, false for the service's own work."""
+    return or_(table.c.queue != INTERNAL_QUEUE, table.c.user_id != "")
+
+
+_OF_USERS = _is_of_users(active)
+_SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
 """For how long a run that succeeded ran."""
 
 
@@ -88,8 +92,10 @@ def has_status(*statuses: str) -> ColumnElement[bool]:
     wanted = [literal(status, literal_execute=True) for status in statuses]
     if all(status in TERMINAL for status in statuses):
         return runs.c.ended == wanted[0] if len(wanted) == 1 else runs.c.ended.in_(wanted)
-    found = runs.c.status.in_(wanted)
-    return found if any(status in TERMINAL for status in statuses) else and_(runs.c.active_id.is_not(None), found)
+    if any(status in TERMINAL for status in statuses):
+        return runs.c.status.in_(wanted)
+    lease = {"PENDING": runs.c.lease_until_us.is_(None), "RUNNING": runs.c.lease_until_us.is_not(None)}
+    return and_(runs.c.active_id.is_not(None), or_(false(), *(lease[each] for each in lease if each in statuses)))
 
 
 STALLED = and_(
@@ -116,39 +122,45 @@ class Filter(Struct, frozen=True, kw_only=True):
     """Only those that are alive and make no progress."""
 
     @property
-    def order(self) -> ColumnElement[str]:
-        """The id by which these runs are listed: SQLite reads an index in order only if its own column is named."""
-        alone = self.status is not None and len(self.status) == 1 and self.status[0] in ("FAILED", "CANCELLED")
-        return runs.c.ended_id if alone else runs.c.id
+    def table(self) -> Table:
+        """Where these runs are found: what was submitted is enough to know, unless their state matters."""
+        return submitted if self.status is None and not self.stalled else runs
 
-    def conditions(self) -> list[Any]:
-        """The filter as SQL conditions."""
+    @property
+    def order(self) -> ColumnElement[str]:
+        """The id by which these runs are listed and bounded: that of the table whose index finds them."""
+        alone = self.status is not None and len(self.status) == 1 and self.status[0] in TERMINAL
+        return runs.c.ended_id if alone else self.table.c.id
+
+    def is_met_by(self, run: Run) -> bool:
+        """Whether a run that met the filter a moment ago still does: all but its state is for ever."""
+        return (self.status is None or run.status in self.status) and (not self.stalled or run.stalled_us is not None)
+
+    def conditions(self, table: Table = runs) -> list[Any]:
+        """The filter as SQL conditions on its table, or on the view of all runs."""
         wanted: dict[str, object] = {
             "model": self.model,
             "user_id": self.user,
             "queue": self.queue,
             "idempotency_key": self.key,
         }
-        found: list[Any] = [runs.c.tenant == self.tenant]
+        found: list[Any] = [table.c.tenant == self.tenant]
         if self.queue != INTERNAL_QUEUE:
-            found.append(NOT_INTERNAL)
-        found += [runs.c[name] == value for name, value in wanted.items() if value is not None]
+            found.append(_is_of_users(table))
+        found += [table.c[name] == value for name, value in wanted.items() if value is not None]
         if self.payload_hash is not None:
-            found.append(has_digest(runs.c.payload_hash, self.payload_hash))
+            found.append(has_digest(table.c.payload_hash, self.payload_hash))
         if self.user:
-            found.append(runs.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
+            found.append(table.c.user_id != literal("", literal_execute=True))  # so that the partial index is used
         if self.status is not None:
             found.append(has_status(*self.status) if self.status else false())
         if self.since_us is not None:
-            found.append(runs.c.created_us >= self.since_us)
+            found.append(table.c.created_us >= self.since_us)
         if self.until_us is not None:
-            found.append(runs.c.created_us < self.until_us)
+            found.append(table.c.created_us < self.until_us)
         if self.stalled:
             found.append(STALLED)
         return found
-
-
-_NAMES = [column.name for column in _SHOWN]
 
 
 def _as_text(dialect: Dialect, column: Column[Any]) -> str:
@@ -157,21 +169,35 @@ def _as_text(dialect: Dialect, column: Column[Any]) -> str:
     return dialect.as_text(column.name) if isinstance(column.type, Uuid) else column.name
 
 
-def _get(dialect: Dialect) -> str:
-    """As text with an array: one statement for any number of ids, at half of SQLAlchemy's cost per row."""
-    shown = ", ".join(_as_text(dialect, column) for column in _SHOWN)
-    bounds = f"id >= {dialect.identity(':least')} AND id <= {dialect.identity(':greatest')}"  # prunes partitions
-    return f"SELECT {shown} FROM semel_run_states WHERE {dialect.is_in('id', 'ids', 'uuid')} AND {bounds}"
+class _Getting:
+    """Reads runs by their ids, as text with an array: one statement for any number of ids, at half of SQLAlchemy's cost
+    per row. The bounds let PostgreSQL leave out all partitions but those of the ids.
+    """
+
+    def __init__(self, columns: Sequence[Column[Any]]) -> None:
+        def get(dialect: Dialect) -> str:
+            shown = ", ".join(_as_text(dialect, column) for column in columns)
+            bounds = f"id >= {dialect.identity(':least')} AND id <= {dialect.identity(':greatest')}"
+            return f"SELECT {shown} FROM semel_run_states WHERE {dialect.is_in('id', 'ids', 'uuid')} AND {bounds}"
+
+        self._names = [column.name for column in columns]
+        self._get = Statement(get)
+
+    def rows(self, conn: Connection, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """The rows that there are, in no order."""
+        if not ids:
+            return []
+        rows = self._get.rows(conn, ids=list(ids), least=min(ids), greatest=max(ids))
+        return [dict(zip(self._names, row, strict=True)) for row in rows]
 
 
-_GET = Statement(_get)
+_GET, _GET_LISTED = _Getting(_SHOWN), _Getting(_LISTED)
 
 
 @hot
 def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict[str, Run]:
     """The runs of these ids, by id; ids without a run are left out."""
-    rows = _GET.rows(conn, ids=list(ids), least=min(ids), greatest=max(ids)) if ids else []
-    found = [run_of(dict(zip(_NAMES, row, strict=True))) for row in rows]
+    found = [run_of(row) for row in _GET.rows(conn, ids)]
     return {run.id: run for run in found if tenant is None or run.tenant == tenant}
 
 
@@ -218,28 +244,33 @@ def list_runs(
     """Newest first, page by page: the cost of a page does not grow with its number.
 
     A page with ``max_bytes`` ends before the run that would make it larger, but has at least one run. It is read in
-    portions, so that not much more than that is ever in memory.
+    portions, so that not much more than that is ever in memory. First the ids alone are found: to plan a statement
+    that reads all of every run takes PostgreSQL long where there are many partitions.
     """
     if _has_no_runs(conn, wanted):
         return Page([], None)
     order = wanted.order
-    query = select(*(_SHOWN if parameters else _LISTED)).where(*wanted.conditions()).order_by(order.desc())
+    query = select(wanted.table.c.id).where(*wanted.conditions(wanted.table)).order_by(order.desc())
     found: list[Run] = []
     portion = limit + 1 if max_bytes is None else _FIRST_PORTION
     while True:
         asked = min(portion, limit + 1 - len(found))
-        after = query if cursor is None else query.where(runs.c.id < cursor, order < cursor)
-        rows = conn.execute(after.limit(asked)).mappings().all()
-        for row in rows:
+        after = query if cursor is None else query.where(order < cursor)
+        ids = list(conn.scalars(after.limit(asked)))
+        for row in sorted((_GET if parameters else _GET_LISTED).rows(conn, ids), key=_id_of, reverse=True):
             if max_bytes is not None:
                 max_bytes -= _weight(row)
                 if max_bytes < 0 and found:
                     return Page(found, found[-1].id)
-            found.append(run_of(dict(row)))
-        if len(rows) < asked or len(found) > limit:
+            run = run_of(row)
+            found += [run] if wanted.is_met_by(run) else []
+        if len(ids) < asked or len(found) > limit:
             return Page(found[:limit], found[limit - 1].id if len(found) > limit else None)
-        cursor = found[-1].id
+        cursor = ids[-1]
         portion *= 2
+
+
+_id_of = itemgetter("id")
 
 
 def _has_no_runs(conn: Connection, wanted: Filter) -> bool:
@@ -304,7 +335,7 @@ def _counted(tenant: str) -> Any:
 
 def _count_of_user(tenant: str, user: str) -> Any:
     groups = (runs.c.model, runs.c.status, runs.c.facet)
-    query = select(*groups, func.count().label("count"), func.sum(SPENT_US).label("spent_us"))
+    query = select(*groups, func.count().label("count"), func.sum(_SPENT_US).label("spent_us"))
     return query.where(*Filter(tenant=tenant, user=user).conditions()).group_by(*groups).subquery()
 
 

@@ -195,6 +195,8 @@ _RUN_COLUMNS = {
 }
 
 
+_USUAL_LEASE = "60000000"
+"""See ``schema.submitted``."""
 _SUBMITTED = (
     "id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost, tenant, user_id, model, "
     "queue, payload_hash, parameters, idempotency_key, facet, retry_of, data_ref, trace"
@@ -230,7 +232,8 @@ def _insert(dialect: Dialect, asked: str, *, retries: bool) -> str:
     data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of)" if retries else "NULL"
     return f"""
 INSERT INTO semel_runs ({_SUBMITTED})
-SELECT in_id, {dialect.now}, in_lease, nullif(in_cost, 0), in_stall, in_priority, in_max_attempts, in_max_lost,
+SELECT in_id, {dialect.now}, {dialect.sparse("in_lease", _USUAL_LEASE)}, nullif(in_cost, 0), in_stall,
+  {dialect.sparse("in_priority", "0")}, in_max_attempts, in_max_lost,
   in_tenant, in_user, in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet,
   in_retry_of, {data}, in_trace
 FROM {asked}"""
@@ -250,7 +253,7 @@ def _whole(dialect: Dialect, asked: str, queued: str, new: str, *, retries: bool
     return f"""
 WITH asked AS MATERIALIZED (SELECT * FROM {asked}),
 {queued}
-made AS ({_insert(dialect, new, retries=retries)} RETURNING id),
+made AS ({_insert(dialect, new, retries=retries)} RETURNING id, created_us),
 told AS ({_TOLD})
 SELECT CASE WHEN (SELECT count(*) FROM made) < cardinality(CAST(:in_id AS uuid[]))
             THEN ARRAY(SELECT CAST(id AS text) FROM made) END"""

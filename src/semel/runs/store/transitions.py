@@ -131,9 +131,17 @@ _ATTEMPT = (
 """The columns of an attempt that did not succeed."""
 
 
-def _stored(columns: str) -> str:
-    """These columns of an attempt as they are stored: without the name of the step where the status tells it."""
-    return columns.replace(" step,", " nullif(step, lower(status)),")
+def _stored(dialect: Dialect, columns: str) -> str:
+    """These columns of an attempt as they are stored: see ``schema.attempts`` for what NULL stands for."""
+    usual = {"attempts": "1", "errors": "0", "losts": "0"}
+    stored = {name: dialect.sparse(name, value) for name, value in usual.items()}
+    stored["step"] = "nullif(step, lower(status))"
+    return ", ".join(stored.get(name, name) for name in columns.split(", "))
+
+
+def _due(dialect: Dialect) -> str:
+    """When the attempt of the active row ``k`` was due: usually when the run was submitted, if it is the first one."""
+    return f"{dialect.sparse('k.due_us', 'CASE k.version WHEN 2 THEN k.since_us END')} AS due_us"
 
 
 _UNLIKE_BEGAN = ", ".join(
@@ -176,8 +184,10 @@ def _stored_of_result(dialect: Dialect, *, more: bool) -> str:
 
 def _success(dialect: Dialect, *, more: bool) -> str:
     """The columns of an attempt that succeeded, of ``k``, the active row, and the batch."""
-    return f"""k.id AS run_id, k.fence, k.due_us, {dialect.now} AS ended_us, k.version + 1 AS version, k.attempts,
-  k.errors, k.losts, k.tenant, 'SUCCEEDED' AS status, 'succeeded' AS step, k.began_us, {_UNLIKE_BEGAN}, k.cancel_us,
+    return f"""k.id AS run_id, k.fence, {_due(dialect)}, {dialect.now} AS ended_us, k.version + 1 AS version,
+  k.attempts, k.errors, k.losts, k.tenant, 'SUCCEEDED' AS status, 'succeeded' AS step, k.began_us, {
+        _UNLIKE_BEGAN
+    }, k.cancel_us,
   {"coalesce(in_cost, k.cost)" if more else "k.cost"} AS cost, k.worker,
   CASE WHEN k.cancel_us IS NOT NULL THEN k.note END AS cancel_note, k.last_error, k.traceback, k.data_ref,
   in_result AS result, {_stored_of_result(dialect, more=more)}{
@@ -198,7 +208,7 @@ class _Succeeding:
             return f"""
 WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
 e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
-noted AS (INSERT INTO semel_attempts ({written}) SELECT {_stored(written)} FROM e),
+noted AS (INSERT INTO semel_attempts ({written}) SELECT {_stored(w, written)} FROM e),
 counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
@@ -206,7 +216,7 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
         def noted(w: Dialect) -> str:
             ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
             return f"""INSERT INTO semel_attempts ({written})
-SELECT {_stored(written)} FROM ({ended} ON k.rowid = in_row) AS e"""
+SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
 
         of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
@@ -281,7 +291,7 @@ _STATUS_AFTER = """CASE
 
 def _ended(dialect: Dialect) -> str:
     """The attempts that end, with what follows: of ``held``, which has the columns of a batch, and the active rows."""
-    return f"""SELECT k.id AS run_id, k.fence, k.due_us, {dialect.now} AS ended_us, k.version + 1 AS version,
+    return f"""SELECT k.id AS run_id, k.fence, {_due(dialect)}, {dialect.now} AS ended_us, k.version + 1 AS version,
   k.attempts - CASE WHEN in_kind IN ('snooze', 'returned') THEN 1 ELSE 0 END AS attempts,
   k.errors + CASE WHEN in_kind IN ('retry', 'fatal') THEN 1 ELSE 0 END AS errors,
   k.losts + CASE WHEN in_kind = 'lost' THEN 1 ELSE 0 END AS losts,
@@ -314,7 +324,7 @@ def _ending(dialect: Dialect, held: str) -> str:
     return f"""
 WITH held AS MATERIALIZED ({held}),
 e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
-noted AS (INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(_ATTEMPT)} FROM e),
+noted AS (INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(dialect, _ATTEMPT)} FROM e),
 counted AS ({counting("e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
@@ -331,7 +341,8 @@ def _with_ended(dialect: Dialect, then: str) -> str:
 
 _ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
 _NOTE = Statement(
-    lambda w: _with_ended(w, f"INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(_ATTEMPT)} FROM e"), _END_COLUMNS
+    lambda w: _with_ended(w, f"INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(w, _ATTEMPT)} FROM e"),
+    _END_COLUMNS,
 )
 _COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
 _WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -28,6 +28,8 @@ LOOK_EVERY = 0.1
 POOLED_POLL = 1.0
 """The most seconds between two polls behind a pooler that lends a session for one transaction: there, PostgreSQL
 cannot announce runs."""
+LOOK_THROUGH_EVERY = 1.0
+"""Seconds after which a lease looks for runs that were due before those of the last one."""
 COOLDOWN = 10.0
 """Seconds for which a worker that could not begin a run leases no more runs of the same isolation."""
 
@@ -45,6 +47,32 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     poll: float
     drain: float
     sweep_every: float | None
+
+
+class Front:
+    """Where the runs begin that are still to be leased: their priority, and from when they are due, for each queue.
+
+    Runs that have ended stay in PostgreSQL's index for as long as a transaction is open that is older, and each lease
+    would pass over all of them. A run may become ready that was due earlier: all are looked through every second.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[int, int]] = {}
+        self._until = 0.0
+
+    def since(self) -> Mapping[str, tuple[int, int]]:
+        """Where the next lease begins; nothing for a queue that it looks through."""
+        if time.monotonic() > self._until:
+            self._since = {}
+            self._until = time.monotonic() + LOOK_THROUGH_EVERY
+        return self._since
+
+    def note(self, leased: Sequence[Leased]) -> None:
+        """The next ones come after the first of the lowest priority of these: those of higher ones are all leased."""
+        self._since = {}
+        for each in leased:
+            place = (each.priority, each.due_us)
+            self._since[each.queue] = min(place, self._since.get(each.queue, place))
 
 
 class Fetcher:
@@ -76,6 +104,7 @@ class Fetcher:
         self._looked = 0.0
         self._poll_every = min(config.poll, POOLED_POLL) if pools_transactions(store.url) else config.poll
         self._lost_reply = False
+        self._fronts: dict[tuple[str, ...], Front] = {}
 
     def pause_kind(self, kind: Isolation) -> None:
         """Lease no runs of this isolation for a while, because this worker cannot begin them."""
@@ -183,7 +212,8 @@ class Fetcher:
 
     async def _fetch(self, names: list[str], most: int) -> int:
         store = self._store
-        request = LeaseRequest(self._config.id, self._config.queues, names, most)
+        front = self._fronts.setdefault(tuple(names), Front())
+        request = LeaseRequest(self._config.id, self._config.queues, names, most, front.since())
         try:  # not retried: if the reply was lost, the runs that it leased are given back first
             limit = store.retry_for / 2 or RETRY_FOR
             leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.statement_context))
@@ -195,6 +225,7 @@ class Fetcher:
             self._lost_reply = True
             await self.sleep(1.0)
             return 0
+        front.note(leased)
         self._begin(leased)
         if self._lost_reply:
             try:

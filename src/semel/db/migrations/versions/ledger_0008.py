@@ -946,16 +946,20 @@ END $$
             )
 
 
-def _views(postgres: bool, *, model_runs: bool) -> None:
-    both = [f"CASE WHEN a.id IS NULL THEN {ENDED[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
+def states(submitted: Sequence[str], ended: dict[str, str], postgres: bool) -> str:
+    """The query of the view of every run, from these columns of what was submitted and of what has ended."""
+    both = [f"CASE WHEN a.id IS NULL THEN {ended[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
     one = ONE | COMPUTED if postgres else ONE
-    columns = [*SUBMITTED, *both, *(f"{value} AS {name}" for name, value in one.items())]
+    columns = [*submitted, *both, *(f"{value} AS {name}" for name, value in one.items())]
     shown = ", ".join(columns).replace("{true}", "true" if postgres else "1")
-    op.execute(f"""
-CREATE VIEW semel_run_states AS SELECT {shown} FROM semel_runs AS r
+    return f"""SELECT {shown} FROM semel_runs AS r
 LEFT JOIN semel_active AS a ON a.id = r.id
 LEFT JOIN semel_attempts AS e ON e.run_id = r.id AND e.status <> 'PENDING'
-""")
+"""
+
+
+def _views(postgres: bool, *, model_runs: bool) -> None:
+    op.execute(f"CREATE VIEW semel_run_states AS {states(SUBMITTED, ENDED, postgres)}")
     op.execute(f"CREATE VIEW semel_run_steps AS {STEPS}")
     if model_runs:
         _model_runs(postgres, "semel_run_states", "encode(payload_hash, 'hex')" if postgres else "payload_hash")
