@@ -108,9 +108,13 @@ _PUBLISHED = _clearing("unpublished", "unsent")
 _SENT = _clearing("unsent", "unpublished")
 
 
-def _clear(conn: Connection, statements: Iterable[Statement], events: Sequence[OutboxEvent]) -> None:
-    for statement in statements if events else ():
-        statement.count(conn, [(each.run_id, each.version) for each in events])
+def _clear(conn: Connection, statements: tuple[Statement, Statement], events: Sequence[OutboxEvent]) -> None:
+    remove, clear = statements
+    steps = [(each.run_id, each.version) for each in events]
+    if steps:
+        remove.count(conn, steps)
+        if clear.count(conn, steps):
+            remove.count(conn, steps)  # those whose other flag another process has cleared since
 
 
 @hot
