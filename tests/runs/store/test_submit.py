@@ -111,6 +111,29 @@ def test_a_submission_that_is_sent_again_while_the_first_is_under_way_is_one_run
         assert template.id != asked.id
 
 
+def test_a_key_that_another_takes_before_it_can_name_a_run_that_was_found_is_the_others(databases: Databases) -> None:
+    """The run of a payload is found, and is to be named by a second key, which is free until then."""
+    with databases.empty("postgres") as database, ThreadPoolExecutor(1) as pool:
+        asked = [submission(database, dedupe=True, idempotency_key=key, user=42) for key in ("mine", "theirs")]
+        with psycopg.connect(database.url) as other:
+            other.execute(
+                """
+INSERT INTO semel_keys (scope, key, fingerprint, state, fence, attempt, unknown, awaited, created_us, lease_us,
+  lease_until_us, expires_us, completed_us, kind, value)
+SELECT 'runs:42', 'theirs', repeat('0', 64), 'completed', nextval('semel_fence'), '', false, false, us, 0, us,
+  us + 1000000000, us, 'run', ''
+FROM (SELECT CAST(%s AS bigint) AS us) AS clock""",
+                [database.clock.us],
+            )
+            sent = pool.submit(copy_context().run, send, database, *asked)
+            waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid'"
+            eventually(lambda: database.rows(waiting) == [(1,)])
+            other.commit()
+        mine, theirs = sent.result()
+        assert (type(mine), type(theirs)) == (Created, KeyReused)
+        assert database.count("semel_runs") == 1
+
+
 @pytest.mark.parametrize("kind", DATABASES)
 @pytest.mark.parametrize("many", [3, 64, 65, 150])
 def test_payloads_in_a_batch_of_any_size_name_the_runs_under_way(databases: Databases, kind: str, many: int) -> None:

@@ -406,8 +406,9 @@ def _name_found(
         if each.own_key is None or not isinstance(answer, Existing) or answer.id == each.id:
             continue
         if answer.expires_us is None and context.now is not None:
-            run_keys.take(conn, [each.claim(answer.id)], context)  # one by one: two may name the same run
-            answers[each.id] = Existing(answer.id, answer.run, each.key_end(context.now))
+            (verdict,) = run_keys.take(conn, [each.claim(answer.id)], context)  # one by one: two may name the same run
+            named = Existing(answer.id, answer.run, each.key_end(context.now))
+            answers[each.id] = named if isinstance(verdict, Granted) else _answer_of(verdict, each)
 
 
 def _settle_slots(conn: Connection, submissions: Sequence[Submission], answers: dict[str, Answer]) -> None:
