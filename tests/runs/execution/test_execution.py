@@ -164,6 +164,7 @@ def test_a_verdict_counts_raised_and_returned(
         ("Fatal", "fatal", "no luck"),
         ("MemoryError", "retry", "MemoryError: no luck"),
         ("SystemExit", "retry", "the model called sys.exit: SystemExit: no luck"),
+        ("Panic", "retry", "Panic: no luck"),
     ],
 )
 def test_an_error_says_what_it_is(way: Callable[..., AttemptResult], error: str, kind: str, reason: str) -> None:

@@ -98,3 +98,26 @@ def test_a_run_that_is_cancelled_by_force_ends_alone(app: App, harness: RunsHarn
         assert app.wait(first.id, timeout=PATIENCE).status == "CANCELLED"
         submit(app, "open")
         assert ended(app, others) == {"SUCCEEDED"}
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Panic, KeyboardInterrupt])
+def test_a_run_that_raises_what_is_no_exception_has_failed_and_the_others_go_on(
+    app: App, error: type[BaseException]
+) -> None:
+    @app.model("panic", max_attempts=1)
+    async def panic() -> None:
+        raise error
+
+    @app.model("go_on")
+    async def go_on() -> None:
+        """It never waits."""
+
+    first, *others = submit(app, "panic", *["go_on"] * MANY)
+    with app.working(processes=0):
+        assert ended(app, [first]) == {"FAILED"}
+        assert ended(app, others) == {"SUCCEEDED"}
+    assert (app.get(first.id).last_error or "").startswith(error.__name__)

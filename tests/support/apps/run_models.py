@@ -59,6 +59,10 @@ class QuiteBroken(Broken):
     """A subclass of the fatal error."""
 
 
+class Panic(BaseException):
+    """As an extension in Rust raises it: no Exception."""
+
+
 def nothing() -> None:
     return None
 
@@ -75,7 +79,7 @@ def who(ctx: Context) -> dict[str, Any]:
 def fail(error: str, text: str = "no luck") -> None:
     kinds = {"Broken": Broken, "QuiteBroken": QuiteBroken, "InvalidParameters": InvalidParameters, "Fatal": Fatal}
     kinds |= {"ValueError": ValueError, "SystemExit": SystemExit, "MemoryError": MemoryError}
-    kinds |= {"KeyboardInterrupt": KeyboardInterrupt}
+    kinds |= {"KeyboardInterrupt": KeyboardInterrupt, "Panic": Panic}
     raise kinds[error](text)
 
 

@@ -264,14 +264,12 @@ async def _in_time(work: Awaitable[Any], seconds: float) -> Any:
 
 def _is_ours_to_pass(error: BaseException) -> bool:
     """Whether this is a request of the event loop's owner (cancellation, exit), not the model's error."""
-    if isinstance(error, Exception | SystemExit):
-        return False
     import asyncio
 
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    return True
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def _early_result(ctx: Context, value: Any) -> AttemptResult | None:

@@ -237,6 +237,12 @@ class WorkerSession:
             )
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = AttemptResult(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
+        except KeyboardInterrupt:  # the owner of the loop decides what it ends; the run ends in any case
+            self._on_end(run, AttemptResult(kind="retry", reason="KeyboardInterrupt"))
+            raise
+        self._on_end(run, ended)
+
+    def _on_end(self, run: ActiveRun, ended: AttemptResult) -> None:
         self._fetcher.busy[run.model.isolation] -= 1
         if not run.finished:
             self._conclude(run, ended)
