@@ -121,3 +121,22 @@ def test_a_run_that_raises_what_is_no_exception_has_failed_and_the_others_go_on(
         assert ended(app, [first]) == {"FAILED"}
         assert ended(app, others) == {"SUCCEEDED"}
     assert (app.get(first.id).last_error or "").startswith(error.__name__)
+
+
+def test_a_run_that_cancels_its_task_and_waits_is_tried_as_often_as_after_an_error(
+    app: App, harness: RunsHarness
+) -> None:
+    """It would be leased and given back for ever."""
+
+    @app.model("give_up", max_attempts=2, backoff=(0,))
+    async def give_up() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    (run,) = submit(app, "give_up")
+    with harness.working(app):
+        assert ended(app, [run]) == {"FAILED"}
+    seen = app.get(run.id)
+    assert (seen.attempts, seen.last_error) == (2, "the model cancelled the task in which it was executed")

@@ -54,6 +54,7 @@ class WorkerSession:
         self._active = ActiveRuns()
         self._tasks = RunTasks(self._attempt)
         self._stopping = self._at_once = self._database_silent = False
+        self._owner: asyncio.Task[Any] | None = None  # the task of the session
         self._store = app.ledger(awaited=True)
         self._store.outage = app.outage
         self._results = app.results
@@ -100,6 +101,7 @@ class WorkerSession:
         )
 
     async def __aenter__(self) -> Self:
+        self._owner = asyncio.current_task()
         try:
             await self._store.open_with_retry()
         except BaseException:
@@ -231,16 +233,22 @@ class WorkerSession:
                 if span is not None:
                     span.ended(ended)
         except asyncio.CancelledError:
-            run.handing_back = run.handing_back or run.cancelled_at is None  # whoever did it, the run is not to blame
-            ended = (
-                RETURNED if run.cancelled_at is None else AttemptResult(kind="cancelled", reason="cancelled by force")
-            )
+            ended = self._end_of_cancelled(run)
         except Exception as error:  # noqa: BLE001 -- ours, not the model's: a run must never hang for it
             ended = AttemptResult(kind="lost", reason=f"the worker failed: {type(error).__name__}: {error}")
         except KeyboardInterrupt:  # the owner of the loop decides what it ends; the run ends in any case
             self._on_end(run, AttemptResult(kind="retry", reason="KeyboardInterrupt"))
             raise
         self._on_end(run, ended)
+
+    def _end_of_cancelled(self, run: ActiveRun) -> AttemptResult:
+        """The end of a run whose task was cancelled: by this worker, by its owner, or else by the model itself."""
+        if run.cancelled_at is not None:
+            return AttemptResult(kind="cancelled", reason="cancelled by force")
+        if run.lost or run.handing_back or self._stopping or self._owner is None or self._owner.cancelling():
+            run.handing_back = True
+            return RETURNED
+        return AttemptResult(kind="retry", reason="the model cancelled the task in which it was executed")
 
     def _on_end(self, run: ActiveRun, ended: AttemptResult) -> None:
         self._fetcher.busy[run.model.isolation] -= 1
