@@ -6,6 +6,7 @@ from contextvars import ContextVar
 import pytest
 
 from semel import App, Run
+from semel.runs.worker import Worker
 from support.runs_harness import PATIENCE, RunsHarness
 
 MANY = 8
@@ -140,3 +141,27 @@ def test_a_run_that_cancels_its_task_and_waits_is_tried_as_often_as_after_an_err
         assert ended(app, [run]) == {"FAILED"}
     seen = app.get(run.id)
     assert (seen.attempts, seen.last_error) == (2, "the model cancelled the task in which it was executed")
+
+
+def test_a_run_that_is_to_be_given_back_before_it_began_is_not_begun(app: App) -> None:
+    """A worker is told twice to stop while it leases the run that it was called for."""
+    begun = list[str]()
+
+    @app.model("wait")
+    async def wait() -> None:
+        begun.append("begun")
+        await asyncio.Event().wait()
+
+    (run,) = submit(app, "wait")
+
+    async def perform() -> bool:
+        worker = Worker(app, processes=0)
+        task = asyncio.create_task(worker.perform(run.id))
+        await asyncio.sleep(0)  # it has a session from now on
+        worker.stop()
+        worker.stop()
+        return await task
+
+    assert asyncio.run(perform())
+    assert begun == []
+    assert [step.step for step in app.timeline(run.id)] == ["created", "leased", "returned"]

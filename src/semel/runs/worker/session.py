@@ -229,7 +229,8 @@ class WorkerSession:
     async def _attempt(self, run: ActiveRun) -> None:
         try:
             with tracing.attempt(run.leased, self._config.id) as span:
-                ended = await self._execute(run)
+                given_back = run.lost or run.handing_back  # before it had a task that could be cancelled
+                ended = RETURNED if given_back else await self._execute(run)
                 if span is not None:
                     span.ended(ended)
         except asyncio.CancelledError:
