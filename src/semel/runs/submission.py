@@ -263,7 +263,7 @@ def run_of_answer(submission: Submission, answer: Answer, there: Mapping[str, Ru
     if isinstance(answer, Created):
         return _new_run(submission, answer)
     run = there.get(answer.id)
-    if run is None:
+    if run is None or run.tenant != submission.tenant:  # whoever stores a key can name any id
         return no_run(submission.client_key, answer.id)
     return replace(run, replayed=answer.id != submission.id, key_expires_us=answer.expires_us)
 

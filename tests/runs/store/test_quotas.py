@@ -396,6 +396,15 @@ def test_a_key_that_names_a_job_of_another_system_is_no_run(database: TestDataba
     assert database.count("semel_runs") == 0
 
 
+def test_a_key_that_names_a_run_of_another_tenant_shows_nothing_of_it(database: TestDatabase) -> None:
+    theirs = database.submit(tenant="acme")
+    database.jobs.store_idempotency_key("nightly", theirs.id, 42)
+    with pytest.raises(KeyReused, match="nightly"):
+        database.submit(idempotency_key="nightly")
+    (refusal,) = database.app.submit_many([{"model": "train", "user": 42, "idempotency_key": "nightly"}])
+    assert isinstance(refusal, KeyReused)
+
+
 # -- reservations and runs -----------------------------------------------------------------------------------------
 
 
