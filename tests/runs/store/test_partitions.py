@@ -19,7 +19,7 @@ from semel._concurrency.sync import run_sync
 from semel.runs.store import partitions, submit
 from semel.runs.store.partitions import Partition
 from semel.runs.submission import SubmitOptions
-from semel.runs.types import MICRO, id_at, new_id
+from semel.runs.types import INTERNAL_QUEUE, MICRO, id_at, new_id
 from semel.runs.worker.sweeper import Sweeper, remover
 from semel.testing import FakeClock
 from support.databases import MISCOUNTED, database_url
@@ -68,6 +68,23 @@ class Ledger(RunsHarness):
         assert hand.end(taken, kind, **told)
         self.client.execute("INSERT INTO semel_run_logs VALUES (%s, 1, 1, 1, 'INFO', 'said')", [run.id])
         return run
+
+    def succeed_at_last(self) -> None:
+        """A run that succeeds a minute after its first attempt began."""
+        hand = self.hand()
+        self.timeless.submit("add", {"a": 1}, dedupe=False)
+        for kind in ("retry", "succeeded"):
+            (taken,) = hand.lease()
+            self.clock.advance(30)
+            assert hand.end(taken, kind)
+
+    def cancel_internal(self, user: str) -> None:
+        """A run of the service's own queue, which is counted if it has a user."""
+        engine = self.timeless._engine
+        options = SubmitOptions(queue=INTERNAL_QUEUE, user=user, dedupe=False)
+        submission = engine._builder.submission("add", {"a": 1}, options, internal=True)
+        run_sync(engine.store.submit(submission))
+        self.timeless.cancel(submission.id)
 
     def sweep(self, url: str = "", times: int = 1, **options: Any) -> None:
         """Turns of the sweeper of an app with these options, on the clock of the test."""
@@ -219,18 +236,25 @@ def test_only_a_partition_is_dropped(ledger: Ledger, name: str | None) -> None:
 
 def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(ledger: Ledger) -> None:
     name = ledger.begin().name
+    ledger.ended(user="ann", cost=2)
+    ledger.clock.advance(1)
+    assert ledger.timeless.purge(0) == 1, "it has a cost of the same day, too"
     ledger.ended(user="ann", cost=3)
     failed = ledger.ended("fatal", user="ann", cost=4)
     (ledger.folder / "artifacts" / failed.id / "1").mkdir(parents=True)
     (ledger.folder / "artifacts" / failed.id / "1" / "left").write_text("by an attempt that failed")
     ledger.timeless.cancel(ledger.timeless.submit("add", {"a": 3}, user="bob", cost=5).id)
+    ledger.succeed_at_last()
+    for user in ("", "bob"):
+        ledger.cancel_internal(user)
+    assert ledger.sql(MISCOUNTED) == []
     ledger.sweep(retention=RETENTION)
     spent = ledger.timeless.usage("ann").spent["yearly"]
     ledger.clock.advance(DAY + 3 * HOUR)
     ledger.sweep(retention=RETENTION)
     assert name not in ledger.names
     assert not ledger.timeless.runs().runs
-    assert ledger.timeless.usage("ann").spent["yearly"] == spent == 7
+    assert ledger.timeless.usage("ann").spent["yearly"] == spent == 9
     assert ledger.sql(MISCOUNTED) == []
     for table in (*TABLES, "semel_removals", "semel_outbox"):
         assert ledger.sql(f"SELECT count(*) FROM {table}")[0][0] == 0

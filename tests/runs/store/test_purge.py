@@ -359,13 +359,16 @@ def test_the_logs_of_a_run_go_in_batches(harness: RunsHarness, monkeypatch: pyte
 def test_what_removed_runs_cost_still_counts_against_the_limits(harness: RunsHarness) -> None:
     app = harness.timeless
     app.set_quota("ann", Quota(cost_daily=10, cost_yearly=20))
-    for cost in (3, 4):
+    for cost in (1, 2):
         ended(harness, user="ann", cost=cost)
+    harness.clock.advance(1)
+    assert app.purge(0) == 2
+    ended(harness, user="ann", cost=4)
     waits = app.submit("add", {"a": 2}, user="ann", cost=2)
     before = app.usage("ann").spent
     assert before == {"daily": 9, "weekly": 9, "monthly": 9, "yearly": 9}
     harness.clock.advance(1)
-    assert app.purge(0) == 2
+    assert app.purge(0) == 1, "of the same day as those before"
     assert app.usage("ann").spent == before
     with pytest.raises(CostLimitExceeded):
         app.submit("add", {"a": 3}, user="ann", cost=2)
