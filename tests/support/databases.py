@@ -7,6 +7,7 @@ import itertools
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import copy_context
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 from psycopg import sql
-from sqlalchemy import Connection, Table, delete, insert, update
+from sqlalchemy import Connection, NullPool, Table, create_engine, delete, insert, make_url, update
 
 from semel import App, JobStore, QuotaExceeded, Run
 from semel._concurrency.sync import run_sync
@@ -29,6 +30,7 @@ from semel.runs.store.transitions import FinishRequest
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import INTERNAL_QUEUE, TERMINAL, AttemptResult, EndKind
 from semel.testing import FakeClock
+from support.waiting import eventually
 
 KINDS = ["memory", "sqlite", "redis", "postgres"]
 """Stores of keys."""
@@ -312,3 +314,20 @@ def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str
         database.submit(user, **options)
     assert database.count("semel_runs") == before
     return str(refusal.value)
+
+
+def behind(database: TestDatabase, first: Callable[[Connection], object], second: Callable[[Connection], Any]) -> Any:
+    """What the second function returns that has read a row of PostgreSQL which the first has changed, without having
+    committed, and that waits for it. Unlike semel's own connections, this one waits for as long as it takes.
+    """
+    url = make_url(database.url).set(drivername="postgresql+psycopg")
+    waiting: LiteralString = """
+SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid' AND datname = current_database()"""
+    with ThreadPoolExecutor(1) as pool, create_engine(url, poolclass=NullPool).connect() as one:
+        with one.begin():
+            first(one)
+            other = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect()
+            returned = pool.submit(second, other)
+            eventually(lambda: database.rows(waiting) == [(1,)])
+        with other:
+            return returned.result()

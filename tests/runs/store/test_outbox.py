@@ -1,10 +1,8 @@
 """The outbox: which events wait to be published or sent, in which order, and until when."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -12,9 +10,8 @@ from semel._concurrency.sync import run_sync
 from semel.runs.store import outbox
 from semel.runs.store.outbox import OutboxEvent
 from semel.service.webhooks import subscriptions
-from support.databases import Databases, TestDatabase
+from support.databases import Databases, TestDatabase, behind
 from support.runs_harness import RunsHarness
-from support.waiting import eventually
 
 
 @pytest.fixture
@@ -135,16 +132,10 @@ def test_two_processes_send_no_event_together_and_neither_waits(databases: Datab
 
 def test_a_step_that_is_published_and_sent_at_once_is_kept_no_longer(databases: Databases) -> None:
     """Each of both finds that the other is still to come, and then waits for its row."""
-    with databases.empty("postgres") as database, ThreadPoolExecutor(1) as pool:
+    with databases.empty("postgres") as database:
         database.app = database.open_app(publish=lambda event: None)
         subscribe(database, "RunCreated")
         database.submit()
         events = database.ask(outbox.unpublished)
-        with psycopg.connect(database.url) as sending:
-            sending.execute("UPDATE semel_outbox SET unsent = false")
-            publishing = pool.submit(run_sync, database.store.write_once(outbox.published, events))
-            waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid'"
-            eventually(lambda: database.rows(waiting) == [(1,)])
-            sending.commit()
-        publishing.result()
+        behind(database, lambda conn: outbox.sent(conn, events), lambda conn: outbox.published(conn, events))
         assert database.count("semel_outbox") == 0

@@ -11,7 +11,7 @@ from semel.runs.store import lease, transitions
 from semel.runs.store.lease import Leased, LeaseRenewal, LeaseRequest
 from semel.runs.store.transitions import CHANNEL, FinishRequest, storable
 from semel.runs.types import MICRO, AttemptResult, EndKind, new_id
-from support.databases import LEASE, Databases, TestDatabase, held
+from support.databases import LEASE, MISCOUNTED, Databases, TestDatabase, behind, held
 
 MOMENT = 0.000001
 
@@ -199,6 +199,57 @@ def test_a_heartbeat_waits_for_no_row_that_another_has_locked(postgres: TestData
         other.execute("SELECT 1 FROM semel_active WHERE id = %s FOR UPDATE", (locked.id,))
         assert postgres.do(lease.renew, beats) == {free.id: False}
     assert postgres.do(lease.renew, beats) == {free.id: False, locked.id: False}
+
+
+# -- two at once: the second has read the row as it was before the first ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("retry", "CANCELLED"), ("fatal", "FAILED"), ("succeeded", "SUCCEEDED"), ("lost", "CANCELLED")]
+)
+def test_an_attempt_that_ends_while_its_cancellation_is_written_heeds_it(
+    postgres: TestDatabase, kind: EndKind, status: str
+) -> None:
+    taken, context = leased(postgres), postgres.store.statement_context
+    end = FinishRequest(
+        taken.id, taken.fence, AttemptResult(kind=kind, **({"result": "1"} if kind == "succeeded" else {}))
+    )
+    ended = behind(
+        postgres,
+        lambda conn: transitions.cancel(conn, [taken.id], "stop", context),
+        lambda conn: transitions.end(conn, [end], context),
+    )
+    assert ended[taken.id].status == postgres.app.get(taken.id).status == status
+    steps = [(step.version, step.step) for step in postgres.app.timeline(taken.id)]
+    assert steps[:3] == [(1, "created"), (2, "leased"), (3, "cancel_requested")]
+    assert [version for version, _ in steps[3:]] == [4]
+    assert postgres.rows(MISCOUNTED) == []
+
+
+def test_a_run_that_is_cancelled_while_it_is_leased_is_asked_to_stop(postgres: TestDatabase) -> None:
+    run, context = postgres.submit(), postgres.store.statement_context
+    cancelled = behind(
+        postgres,
+        lambda conn: lease.lease_these(conn, "w", [run.id], context),
+        lambda conn: transitions.cancel(conn, [run.id], "stop", context),
+    )
+    assert cancelled == {run.id: "RUNNING"}
+    seen = postgres.app.get(run.id)
+    assert (seen.status, seen.version, seen.fence, seen.step) == ("RUNNING", 3, 1, "cancel_requested")
+
+
+def test_a_run_that_is_cancelled_while_its_last_attempt_ends_has_ended_once(postgres: TestDatabase) -> None:
+    taken, context = leased(postgres), postgres.store.statement_context
+    end = FinishRequest(taken.id, taken.fence, AttemptResult(kind="succeeded", result="1"))
+    cancelled = behind(
+        postgres,
+        lambda conn: transitions.end(conn, [end], context),
+        lambda conn: transitions.cancel(conn, [taken.id], "stop", context),
+    )
+    assert cancelled == {}
+    assert postgres.app.get(taken.id).status == "SUCCEEDED"
+    assert postgres.count("semel_attempts") == 1
+    assert postgres.rows(MISCOUNTED) == []
 
 
 # -- cancel and release ------------------------------------------------------------------------------------------------
