@@ -12,10 +12,12 @@ from typing import Any, LiteralString
 
 import psycopg
 import pytest
+from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 
 from semel import App, Run
 from semel._concurrency.sync import run_sync
+from semel.runs.execution.input_data import ref_of
 from semel.runs.store import partitions, submit
 from semel.runs.store.partitions import Partition
 from semel.runs.submission import SubmitOptions
@@ -63,20 +65,33 @@ class Ledger(RunsHarness):
     def ended(self, kind: Any = "succeeded", **options: Any) -> Run:
         hand = self.hand()
         run = self.timeless.submit("add", {"a": 1}, dedupe=False, **options)
+        if kind == "fatal":
+            self.client.execute("UPDATE semel_active SET data_ref = %s WHERE id = %s", [self.data_of(run), run.id])
         (taken,) = hand.lease()
         told = {"reason": "it failed"} if kind == "fatal" else {"result": None}
         assert hand.end(taken, kind, **told)
         self.client.execute("INSERT INTO semel_run_logs VALUES (%s, 1, 1, 1, 'INFO', 'said')", [run.id])
         return run
 
-    def succeed_at_last(self) -> None:
+    def data_of(self, run: Run) -> str:
+        """The data of a run that fails."""
+        return ref_of(run.payload_hash)
+
+    def leave(self, name: str) -> None:
+        """Write a file into the folder of results."""
+        file = self.folder / "artifacts" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+    def succeed_at_last(self) -> Run:
         """A run that succeeds a minute after its first attempt began."""
         hand = self.hand()
-        self.timeless.submit("add", {"a": 1}, dedupe=False)
+        run = self.timeless.submit("add", {"a": 1}, dedupe=False)
         for kind in ("retry", "succeeded"):
             (taken,) = hand.lease()
             self.clock.advance(30)
             assert hand.end(taken, kind)
+        return run
 
     def cancel_internal(self, user: str) -> None:
         """A run of the service's own queue, which is counted if it has a user."""
@@ -85,6 +100,11 @@ class Ledger(RunsHarness):
         submission = engine._builder.submission("add", {"a": 1}, options, internal=True)
         run_sync(engine.store.submit(submission))
         self.timeless.cancel(submission.id)
+
+    def drop(self, name: str) -> int:
+        (partition,) = [each for each in self.partitions if each.name == name]
+        store = self.timeless._engine.store
+        return run_sync(store.write(partitions.drop, partition, RETENTION, store.statement_context))
 
     def sweep(self, url: str = "", times: int = 1, **options: Any) -> None:
         """Turns of the sweeper of an app with these options, on the clock of the test."""
@@ -241,10 +261,18 @@ def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(
     assert ledger.timeless.purge(0) == 1, "it has a cost of the same day, too"
     ledger.ended(user="ann", cost=3)
     failed = ledger.ended("fatal", user="ann", cost=4)
-    (ledger.folder / "artifacts" / failed.id / "1").mkdir(parents=True)
-    (ledger.folder / "artifacts" / failed.id / "1" / "left").write_text("by an attempt that failed")
     ledger.timeless.cancel(ledger.timeless.submit("add", {"a": 3}, user="bob", cost=5).id)
-    ledger.succeed_at_last()
+    for run in (failed, ledger.succeed_at_last()):
+        ledger.leave(f"{run.id}/1/left by an attempt that failed")
+    ledger.leave(ledger.data_of(failed))
+    for table, values in (
+        ("semel_jobs (run_id, tenant, user_id, provider, config, created_us)", "'', 'ann', 'local', 'c', 1"),
+        (
+            "semel_deliveries (run_id, subscription_id, version, state, attempts, due_us, body)",
+            "'s', 5, 'dead', 1, 1, ''",
+        ),
+    ):
+        ledger.client.execute(f"INSERT INTO {table} VALUES ('{failed.id}', {values})")  # type: ignore[call-overload]
     for user in ("", "bob"):
         ledger.cancel_internal(user)
     assert ledger.sql(MISCOUNTED) == []
@@ -256,7 +284,7 @@ def test_a_partition_whose_runs_are_all_old_is_dropped_and_what_must_stay_stays(
     assert not ledger.timeless.runs().runs
     assert ledger.timeless.usage("ann").spent["yearly"] == spent == 9
     assert ledger.sql(MISCOUNTED) == []
-    for table in (*TABLES, "semel_removals", "semel_outbox"):
+    for table in (*TABLES, "semel_removals", "semel_outbox", "semel_jobs", "semel_deliveries"):
         assert ledger.sql(f"SELECT count(*) FROM {table}")[0][0] == 0
     assert not [path for path in (ledger.folder / "artifacts").rglob("*") if path.is_file()]
 
@@ -282,6 +310,7 @@ def test_one_run_that_must_stay_keeps_its_partition(ledger: Ledger, what: str) -
     if what == "a run that ended lately":
         ledger.timeless.cancel(kept.id)
     ledger.sweep(retention=RETENTION)
+    assert ledger.drop(name) == 0, "it came after the sweeper had looked"
     assert name in ledger.names
     assert {run.id for run in ledger.timeless.runs().runs} == {old.id, kept.id}
     ledger.clock.advance(6 * HOUR)  # long overdue: what may go goes in batches
@@ -306,6 +335,27 @@ def test_a_drop_waits_for_nobody_and_nobody_waits_for_it(ledger: Ledger, caplog:
     ledger.clock.advance(DAY + HOUR)
     ledger.sweep(retention=RETENTION)
     assert name not in ledger.names
+
+
+def test_nobody_writes_to_a_partition_whose_runs_are_being_added_up(ledger: Ledger) -> None:
+    name = ledger.begin().name
+    ledger.ended()
+    ledger.clock.advance(DAY + 3 * HOUR)
+    refused = list[str]()
+
+    def write(_conn: object, _cursor: object, statement: str, *_: object) -> None:
+        if "INSERT INTO semel_costs" in statement:
+            for table in TABLES:
+                with pytest.raises(psycopg.errors.LockNotAvailable), ledger.client.transaction():
+                    ledger.client.execute(f"LOCK TABLE ONLY {table}{name} IN ROW EXCLUSIVE MODE NOWAIT")  # type: ignore[call-overload]
+                refused.append(table)
+
+    event.listen(Engine, "before_cursor_execute", write)
+    try:
+        assert ledger.drop(name) == 1
+    finally:
+        event.remove(Engine, "before_cursor_execute", write)
+    assert refused == list(TABLES)
 
 
 def test_a_partition_of_which_a_run_is_being_retried_is_not_dropped(ledger: Ledger) -> None:
