@@ -8,16 +8,18 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from sqlalchemy import Engine, ExceptionContext, event
+from sqlalchemy.exc import DBAPIError
 
 from semel import App, Client, Context, Once, Policy, SemelError, Worker, current_claim
+from semel.db import database
 from semel.runs.store import wait_for_database
 from support.file_modes import respect_file_modes
 from support.long_lived import collect_seldom
@@ -98,11 +100,30 @@ def log_to(folder: Path) -> None:
     respect_file_modes()
     logging.basicConfig(filename=folder / "log", level=logging.WARNING)
 
-    def record(context: ExceptionContext) -> None:
-        error = context.original_exception
+    def record(error: BaseException | None) -> None:
         note(folder / "errors", os.getpid(), type(error).__name__, " ".join(str(error).split())[:300])
 
-    event.listen(Engine, "handle_error", record)
+    def handled(context: ExceptionContext) -> None:
+        record(context.original_exception)
+
+    event.listen(Engine, "handle_error", handled)
+    _record_hot_statements(record)
+
+
+def _record_hot_statements(record: Callable[[BaseException | None], None]) -> None:
+    """Record the errors of statements that are sent without SQLAlchemy, which it tells no listener."""
+    raised = database._dbapi_errors
+
+    @contextmanager
+    def recorded(*arguments: Any) -> Iterator[None]:
+        try:
+            with raised(*arguments):
+                yield
+        except DBAPIError as error:
+            record(error.orig)
+            raise
+
+    database._dbapi_errors = recorded
 
 
 def clock_error() -> int:
