@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{points} crash points were tried")
 
 
-LONGEST = ("crash", "chaos", "protocol", "docs")
+LONGEST = {Path(__file__).parent / room for room in ("crash", "chaos", "protocol", "docs")}
 """Rooms whose tests take seconds or minutes each."""
 
 
@@ -61,9 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Each process is given an equal part of the list, and takes over short tests of others when it is done.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    folder = Path(__file__).parent
-    longest = [each for each in items if each.path.relative_to(folder).parts[0] in LONGEST]
-    others = iter([each for each in items if each.path.relative_to(folder).parts[0] not in LONGEST])
+    longest = [each for each in items if LONGEST & {*each.path.parents}]
+    others = iter([each for each in items if not LONGEST & {*each.path.parents}])
     left = len(items)
     items.clear()
     for number in range(processes):
