@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from semel.errors import InvalidRequest
-from semel.runs.types import MAX_COST, TERMINAL, Action, Quota, Status, Usage
+from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, Quota, Status, Usage
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 JobStatus: TypeAlias = Literal["uploading", "queued", "running", "completed", "failed", "cancelled"]
@@ -53,6 +53,10 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dedupe: Annotated[
         bool | None,
         Meta(description="Return the active run with the same payload, if any; null: only when there is no key."),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_SEED)] | None,
+        Meta(description="The run's seed, which is part of the payload; null: derived from the payload."),
     ] = None
 
 
@@ -106,6 +110,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     """The parameters; unset in a list that was requested without them. Use ``parameters``."""
     idempotency_key: str | None = None
     retry_of: str | None = None
+    rerun_of: str | None = None
+    seed: int | None = None
     cost: float = 0.0
     due_at: Annotated[datetime | None, DocumentedAs(datetime)] = None
     started_at: datetime | None = None

@@ -39,7 +39,7 @@ DATABASES = ("sqlite", "postgres")
 
 TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
-    *("leaders", "removals", "run_counts", "run_totals"),
+    *("leaders", "removals", "run_counts", "run_totals", "worker_manifests", "manifests"),
     *("subscriptions", "deliveries"),
 )
 LEASE = 60

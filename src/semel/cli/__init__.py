@@ -45,6 +45,7 @@ GROUPS = {
     "Inspect, through a server": {
         "models": ("inspect", "List the models and their parameters"),
         "workers": ("inspect", "List the workers"),
+        "manifest": ("manifest", "Show what an attempt was made of: code, packages, data, machine"),
         "summary": ("inspect", "Count the runs of each model by status"),
     },
     "Manage, on the database": {

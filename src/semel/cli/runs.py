@@ -21,6 +21,7 @@ from semel.cli._options import (
     PARAMETER,
     POSITIVE,
     PRIORITY,
+    SEED,
     SPAN,
     TIME,
     argument,
@@ -77,6 +78,7 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 @option("--priority", type=PRIORITY, help="Higher priorities run first.  [default: the model's]")
 @option("--delay", type=SPAN, help="How long to wait before the run may start, such as 10m.")
 @option("--cost", type=COST, help="The expected cost.  [default: the model's]")
+@option("--seed", type=SEED, help="The run's seed.  [default: derived from the payload]")
 @option("--wait", is_flag=True, help="Wait until the run has ended; the exit code is 1 unless it succeeds.")
 @option("--timeout", type=SPAN, help="How long to --wait.  [default: no limit]")
 @through_server
@@ -288,7 +290,9 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "stalled": f"no progress since {format_time(run.stalled_since)}" if run.stalled_since else None,
         "worker": run.worker if run.status == "RUNNING" else None,
         "cost": f"{run.cost:g}" if run.cost else None,
+        "seed": run.seed,
         "retry of": run.retry_of,
+        "rerun of": run.rerun_of,
         failed: run.error,
         "result": None if run.result_size is None else f"{format_size(run.result_size)}: semel result {run.run_id}",
         "warnings": "\n".join(run.warnings) or None,

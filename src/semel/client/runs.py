@@ -37,7 +37,7 @@ from semel.client.http import HttpSession, automatic_key, to_json, without_none
 from semel.client.streaming import Streams
 from semel.client.waiting import Progress, RunWaiter
 from semel.errors import InvalidRequest, RunNotFound, SemelError, ServerUnreachable, ServiceError
-from semel.runs.types import Quota, checked_id
+from semel.runs.types import Manifest, Quota, checked_id
 
 PAGE = 200
 """Runs per page of a list."""
@@ -57,6 +57,7 @@ class ClientSubmitOptions(TypedDict, total=False):
     cost: float | None
     key_ttl: float | None
     dedupe: bool | None
+    seed: int | None
 
 
 _FIELDS = ("model", "parameters", *ClientSubmitOptions.__annotations__)
@@ -80,6 +81,7 @@ class RunMethods:
         cost: float | None = None,
         key_ttl: float | None = None,
         dedupe: bool | None = None,
+        seed: int | None = None,
     ) -> RemoteRun:
         """Submit a run. ``run.replayed``: the run existed already, with the same key or, without one, as an active run
         with the same payload.
@@ -99,6 +101,7 @@ class RunMethods:
             "cost": cost,
             "key_ttl": key_ttl,
             "dedupe": dedupe,
+            "seed": seed,
         }
         answer = await self.session.request("POST", "/runs", body=without_none(fields), key=key)
         return self.session.decode(answer, RemoteRun, key=key)
@@ -208,6 +211,11 @@ class RunMethods:
         """Return why the run is pending, since when, and its place in the queue; None if it is not pending."""
         answer = await self.session.get(f"{_run_path(run_id)}/waiting", WaitingAnswer, about_run=True)
         return answer.waiting
+
+    async def manifest(self, run_id: str, *, attempt: int | None = None) -> Manifest:
+        """Return what an attempt was made of: the last one, or the one of this number, from 1."""
+        path, params = f"{_run_path(run_id)}/manifest", {"attempt": attempt}
+        return await self.session.get(path, Manifest, params=params, about_run=True)
 
     async def logs(self, run_id: str, *, follow: bool = False) -> AsyncGenerator[RemoteLogLine, None]:
         """Iterate over the run's log lines, oldest first; ``follow=True`` goes on until the run has ended."""

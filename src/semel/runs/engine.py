@@ -28,8 +28,9 @@ from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, maintenance, partitions, queries, quotas, transitions
+from semel.runs.store import RunStore, maintenance, manifests, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
+from semel.runs.store.manifests import manifest_of
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.submit import Answer, Existing, JobDetails, Submission, one_of_each_group
 from semel.runs.submission import (
@@ -45,6 +46,7 @@ from semel.runs.types import (
     STATUSES,
     DedupePolicy,
     LogLine,
+    Manifest,
     Page,
     Quota,
     Run,
@@ -98,6 +100,7 @@ class RunEngine:
         reservation: str | None = None,
         key_ttl: float | None = None,
         dedupe: bool | None = None,
+        seed: int | None = None,
     ) -> Run:
         """Store a run of the model with these parameters, and return at once.
 
@@ -107,8 +110,9 @@ class RunEngine:
         ``dedupe=True`` looks for the payload even if there is a key, which then names the run that is found.
         ``user`` and ``tenant`` own the run: each has their own keys, payloads and quotas. ``delay`` seconds pass
         before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
-        ``reservation`` is a slot that was reserved before. Between ``reserve_job_slot`` and ``consume_reservation`` in
-        the same thread or task it need not be named: the run takes the slot.
+        ``seed`` (0 to 2³² - 1) is the run's ``ctx.seed``, instead of one derived from the payload; it is part of the
+        payload. ``reservation`` is a slot that was reserved before. Between ``reserve_job_slot`` and
+        ``consume_reservation`` in the same thread or task it need not be named: the run takes the slot.
 
         Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
         ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``: then nothing was stored.
@@ -126,6 +130,7 @@ class RunEngine:
             reservation=reservation,
             key_ttl=key_ttl,
             dedupe=dedupe,
+            seed=seed,
         )
         return await self.submit_run(model, parameters or {}, options)
 
@@ -136,10 +141,13 @@ class RunEngine:
         options: SubmitOptions,
         *,
         retry_of: str | None = None,
+        rerun_of: str | None = None,
         job: JobDetails | None = None,
     ) -> Run:
         """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data."""
-        build = partial(self._builder.submission, model, parameters, options, retry_of=retry_of, job=job)
+        build = partial(
+            self._builder.submission, model, parameters, options, retry_of=retry_of, rerun_of=rerun_of, job=job
+        )
         small = strict_json.is_small(parameters, AT_ONCE)
         (submission,) = _with_slots([build() if small else await self.store.run_blocking(build)])
         answer = await self.store.submit(submission)
@@ -296,6 +304,7 @@ class RunEngine:
             queue=run.queue,
             priority=run.priority,
             cost=run.asked_cost,
+            seed=run.seed,
         )
         return await self.submit_run(run.model, run.parameters, options, retry_of=run.id)
 
@@ -358,6 +367,24 @@ class RunEngine:
     async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
         """Every step of the run's life, oldest first."""
         return await self.store.read(queries.timeline, (await self.get(run_id, tenant=tenant)).id)
+
+    async def manifest(self, run_id: str, *, attempt: int | None = None, tenant: str | None = None) -> Manifest:
+        """What an attempt was made of (the last one, or the one of this number, from 1): parameters, seed and data, the
+        environment of its worker and its code, and the digest of its result.
+
+        Raises ``RunNotFound`` if the run has no such attempt.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        rows = await self.store.read(manifests.attempts_of, run.id)
+        if attempt is not None:
+            checked_int("attempt", attempt, 1)
+        number = len(rows) if attempt is None else attempt
+        if attempt is not None and number > len(rows):
+            raise RunNotFound(f"run {run.id} has no attempt {number}: it has {len(rows)}")
+        if not rows:
+            return manifest_of(run)
+        recorded = await self.store.read(manifests.of_attempt, rows[number - 1], run.model)
+        return manifest_of(run, number, rows, recorded)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None

@@ -33,7 +33,7 @@ from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.refusals import PROTOCOL_VERSION
 from semel.runs.store import queries
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Status
-from semel.service.api import run_events, run_files
+from semel.service.api import run_events, run_files, run_manifests
 from semel.service.api.params import PAGE_BYTES, AnyRequest, IfNoneMatch, RunId, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
@@ -132,6 +132,7 @@ def _arguments(data: RunRequest, service: ServiceState, caller: Principal, key: 
         "cost": _cost(data, service, caller),
         "key_ttl": data.key_ttl,
         "dedupe": data.dedupe,
+        "seed": data.seed,
     }
 
 
@@ -551,4 +552,5 @@ HANDLERS = (
     workers,
     *run_events.HANDLERS,
     *run_files.HANDLERS,
+    *run_manifests.HANDLERS,
 )
