@@ -1,4 +1,4 @@
-"""``semel manifest``: what an attempt of a run was made of, through a server."""
+"""``semel manifest``, ``diff`` and ``rerun``, through a server: what a run was made of, and to run it again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from semel.cli._client import find_run_id, through_server
-from semel.cli._options import POSITIVE, command, examples, option, run_argument
-from semel.cli._output import format_size, format_time, print_fields, print_json, print_table
+from semel.cli._options import PARAMETER, POSITIVE, SEED, SPAN, argument, command, examples, option, run_argument
+from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_result, print_table
+from semel.cli.runs import wait_for_end
 from semel.redaction import printable
 
 if TYPE_CHECKING:
     from semel.client import Client
+    from semel.runs.diff import Drift, Section
     from semel.runs.types import Manifest
 
 
@@ -96,3 +98,92 @@ def _environment(found: Manifest) -> dict[str, object]:
         "variables": "\n".join(f"{name}={value}" for name, value in (about.get("variables") or {}).items()) or None,
         "host": found.host,
     }
+
+
+@command
+@examples("semel diff 0e8c77 5f2d6a", "semel diff 0e8c77 5f2d6a --all")
+@argument("a", help="A run's id, or at least six characters from its beginning or end.")
+@argument("b", help="Another run's.")
+@option("--all", "whole", is_flag=True, help="Show ids, times and hashes, too.")
+@through_server
+def diff(client: Client, a: str, b: str, *, whole: bool, as_json: bool) -> int:
+    """Show how two runs differ, what most likely explains different results first.
+
+    Code, data, parameters, packages, seed, Python, host. The exit code is 0 if the results are the same, else 1.
+    """
+    found = client.diff(find_run_id(client, a), find_run_id(client, b))
+    if as_json:
+        print_json(found)
+    else:
+        for section in found.sections:
+            if whole or not section.folded:
+                _print_section(section)
+        print(f"result: {found.result.message}")
+        _print_differences(found.result.differences)
+    return 0 if found.result.verdict == "same" else 1
+
+
+def _print_section(section: Section) -> None:
+    print(f"{section.name}: {section.unknown or ''}".rstrip().removesuffix(":") if section.unknown else section.name)
+    _print_differences(section.differences)
+    if section.more:
+        print("there are more differences")
+    for line in section.lines:
+        print(f"  {printable(line)}")
+    print()
+
+
+def _print_differences(differences: Any) -> None:
+    if differences:
+        rows = [[f"  {each.path}", each.a, each.b] for each in differences]
+        print_table(["", "A", "B"], rows, empty="")
+
+
+@command
+@examples("semel rerun 0e8c77 --wait", "semel rerun 0e8c77 --set horizon_months=36", "semel rerun 0e8c77 --strict")
+@run_argument
+@option("--set", "changes", type=PARAMETER, multiple=True, metavar="NAME=VALUE", help="Replace a parameter.")
+@option("--seed", type=SEED, help="Another seed.  [default: that of the run]")
+@option("--strict", is_flag=True, help="Refuse if code, data, packages or Python changed since.")
+@option("--key", metavar="KEY", help="The idempotency key; the same key returns the same new run.")
+@option("--wait", is_flag=True, help="Wait until the new run has ended, and compare the results.")
+@option("--timeout", type=SPAN, help="How long to --wait.  [default: no limit]")
+@through_server
+def rerun(
+    client: Client,
+    run: str,
+    *,
+    changes: tuple[tuple[str, Any], ...],
+    wait: bool,
+    timeout: float | None,
+    key: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int | None:
+    """Submit a run that has ended again, also one that succeeded, and print the new id.
+
+    What changed since is printed first. With --wait the exit code is 0 if the new run succeeded with the same result.
+    """
+    run_id = find_run_id(client, run)
+    _note_drift(client.drift(run_id))
+    again = client.rerun(run_id, parameters=dict(changes), idempotency_key=key, **options).run
+    if not wait:
+        print_result(as_json, again, again.run_id)
+        return None
+    code = wait_for_end(client, again, timeout, as_json)
+    if code:
+        return code
+    result = client.diff(run_id, again.run_id).result
+    note(f"semel: {result.message}, compared with {run_id}")
+    return 0 if result.verdict == "same" else 1
+
+
+def _note_drift(drift: Drift) -> None:
+    from semel.runs.diff import describe
+
+    if not drift.any:
+        note(f"semel: nothing changed since, compared with {drift.compared_with}")
+        return
+    note(f"semel: changed since, compared with {drift.compared_with}:")
+    for section in drift.sections:
+        note(f"  {describe(section)}")

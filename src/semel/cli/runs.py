@@ -94,7 +94,7 @@ def submit(client: Client, *, wait: bool, timeout: float | None, as_json: bool, 
     except KeyboardInterrupt:
         return note_interrupted(key)
     if wait:
-        return _wait(client, run, timeout, as_json, submitted=True)
+        return wait_for_end(client, run, timeout, as_json, submitted=True)
     _note_submitted(run)
     print_result(as_json, run, run.run_id)
     _note_unserved(client, run)
@@ -153,10 +153,12 @@ def wait(client: Client, run: str, timeout: float | None, as_json: bool) -> int:
 
     The exit code is 0 if the run succeeded, else 1. Ctrl-C ends the wait, not the run.
     """
-    return _wait(client, client.get(find_run_id(client, run)), timeout, as_json)
+    return wait_for_end(client, client.get(find_run_id(client, run)), timeout, as_json)
 
 
-def _wait(client: Client, run: RemoteRun, timeout: float | None, as_json: bool, *, submitted: bool = False) -> int:
+def wait_for_end(
+    client: Client, run: RemoteRun, timeout: float | None, as_json: bool, *, submitted: bool = False
+) -> int:
     if not as_json:
         print(run.run_id, flush=True)
     why, code = "", 1

@@ -16,6 +16,7 @@ import msgspec
 from semel._concurrency.sync import run_sync
 from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
 from semel.errors import (
+    Drifted,
     IllegalTransition,
     InvalidRequest,
     ResultStoreError,
@@ -24,13 +25,16 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs import strict_json
+from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results
+from semel.runs.diff import drift as find_drift
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
+from semel.runs.manifest import collector
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import RunStore, maintenance, manifests, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
-from semel.runs.store.manifests import manifest_of
+from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.submit import Answer, Existing, JobDetails, Submission, one_of_each_group
 from semel.runs.submission import (
@@ -60,6 +64,9 @@ from semel.runs.types import (
 
 AT_ONCE = 16 * 1024
 """Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
+
+MAX_COMPARED = 500_000
+"""Bytes of results that are compared value by value; of larger ones only the digests are."""
 
 _log = logging.getLogger("semel.runs")
 
@@ -385,6 +392,95 @@ class RunEngine:
             return manifest_of(run)
         recorded = await self.store.read(manifests.of_attempt, rows[number - 1], run.model)
         return manifest_of(run, number, rows, recorded)
+
+    async def diff(self, a: str, b: str, *, tenant: str | None = None) -> RunDiff:
+        """How the last attempts of two runs differ, what most likely explains different results first, and whether
+        their results are the same.
+        """
+        one, other = await self.manifest(a, tenant=tenant), await self.manifest(b, tenant=tenant)
+        return compare(one, other, await self.compare_results(a, b, tenant=tenant))
+
+    async def compare_results(self, a: str, b: str, *, tenant: str | None = None) -> ResultComparison:
+        """Whether two runs have the same result, by its digest; for numbers in it, the largest relative difference."""
+        runs = [await self.get(a, tenant=tenant), await self.get(b, tenant=tenant)]
+        without = [name for name, run in zip("AB", runs, strict=True) if run.status != "SUCCEEDED"]
+        if without:
+            has = "have no results" if len(without) == 2 else "has no result"
+            return ResultComparison(verdict="unknown", message=f"{' and '.join(without)} {has}")
+        if runs[0].result_digest == runs[1].result_digest:
+            return ResultComparison(verdict="same", message="same result")
+        if max(run.result_size or 0 for run in runs) > MAX_COMPARED:
+            return ResultComparison(verdict="differs", message="the results differ, and are too large to compare")
+        texts = [await self.result_json(run.id) for run in runs]
+        return await self.store.run_blocking(compare_results, *texts)
+
+    async def drift(self, run_id: str, *, tenant: str | None = None) -> Drift:
+        """What changed since the run's last attempt (code, data, packages, Python), of what a rerun would run with.
+
+        Compared with the newest manifest of a worker that has the model now or, if there is none, with this process.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        before = await self.manifest(run.id)
+        live = [
+            each.id
+            for each in await self.workers()
+            if each.alive and not each.draining and run.model in each.models and run.queue in each.queues
+        ]
+        now = await self.store.read(manifests.newest, run.model, live) if live else None
+        name = "this process" if now is None else f"worker {now.worker}"
+        if now is None:
+            parts = await self.store.run_blocking(collector.parts, list(self.registry))
+            now = manifests.recorded_here(parts, run.model)
+        sections = find_drift(before, with_recorded(manifest_of(run), now))
+        if gone := await self._missing_data(run):
+            sections.insert(0, Section(name="data", unknown=gone))
+        return Drift(compared_with=name, sections=sections)
+
+    async def _missing_data(self, run: Run) -> str | None:
+        """Why the run's data cannot be read; None if it can, or if there is none."""
+        if run.data_ref is None:
+            return None
+        try:
+            await self.store.run_blocking(self._results().size, run.data_ref)
+        except ResultStoreError as error:
+            return str(error)
+        return None
+
+    async def rerun(
+        self,
+        run_id: str,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        strict: bool = False,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+    ) -> Rerun:
+        """Submit a run that has ended again, also one that succeeded, as a new run with ``rerun_of``.
+
+        It has the same model, parameters, seed, data, user and queue; ``parameters`` replaces some of them, and
+        ``seed`` the seed. Its key and its place in the quota are its own. ``rerun.drift`` is what had changed before it
+        was stored (see :meth:`drift`); if there is anything, ``strict`` raises ``Drifted`` and stores nothing.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        if refusal := run.rerun_refusal:
+            raise IllegalTransition(refusal)
+        drift = await self.drift(run.id)
+        if strict and drift.any:
+            raise Drifted(f"run {run.id} was not submitted again: {drift}", drift)
+        changed = bool(parameters) and seed is None  # then only the parameters are to differ
+        options = SubmitOptions(
+            idempotency_key=idempotency_key,
+            user=run.user,
+            tenant=run.tenant,
+            queue=run.queue,
+            priority=run.priority,
+            cost=run.asked_cost,
+            dedupe=False,
+            seed=run.actual_seed if changed else run.seed if seed is None else seed,
+        )
+        asked = {**run.parameters, **(parameters or {})}
+        return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id), drift)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None

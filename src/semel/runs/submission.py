@@ -137,6 +137,8 @@ class SubmissionBuilder:
         payload_hash = registered.payload_hash(given, seed)
         keys = self._keys(options, payload_hash, retry_of)
         run_id, first, asked = new_id(), None, keys.asked
+        if rerun_of is not None:  # the key of the run itself names that run, and no rerun
+            asked = sha256(f"rerun\0{rerun_of}\0{payload_hash}".encode()).hexdigest()
         if job is not None:
             asked = job.digest
             if job.data is not None:

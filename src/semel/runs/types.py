@@ -216,6 +216,17 @@ class Run(Struct, frozen=True, kw_only=True, gc=False):
         return None
 
     @property
+    def rerun_refusal(self) -> str | None:
+        """Why ``rerun`` refuses the run; None if it can be run again."""
+        if not self.done:
+            return f"run {self.id} is {self.status}; only a run that has ended can be run again"
+        if self.model.startswith(INTERNAL_PREFIX):
+            return f"run {self.id}: a job at a provider is not run again; submit it again, with a new key"
+        if self.held:
+            return f"run {self.id} never got its data; submit the job again"
+        return None
+
+    @property
     def created_at(self) -> datetime:
         """When it was submitted."""
         return moment(self.created_us)

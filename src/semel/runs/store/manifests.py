@@ -193,15 +193,19 @@ def manifest_of(
     )
     if recorded is None:
         return found
+    return replace(with_recorded(found, recorded), missing=_LATE if recorded.since_us > row.began_us else None)
+
+
+def with_recorded(manifest: Manifest, recorded: Recorded) -> Manifest:
+    """The manifest with the environment and the code that a worker wrote."""
     return replace(
-        found,
+        manifest,
         host=recorded.host,
         environment_digest=recorded.environment_digest,
         environment=recorded.environment,
         code_digest=recorded.code_digest,
         code=recorded.code,
         recorded_at=moment(recorded.since_us),
-        missing=_LATE if recorded.since_us > row.began_us else None,
     )
 
 

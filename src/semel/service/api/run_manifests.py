@@ -1,21 +1,27 @@
-"""``/runs/{id}/manifest``: what an attempt was made of."""
+"""What an attempt was made of, how two runs differ, what changed since a run, and to run it again."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from litestar import Response, get
-from litestar.params import QueryParameter
+from litestar import Response, get, post
+from litestar.params import JSONBody, PathParameter, QueryParameter
 from msgspec.structs import replace
 
+from semel.api_types import RemoteRerun, RerunRequest
+from semel.errors import Drifted
+from semel.runs.diff import Drift, RunDiff, compare
 from semel.runs.types import Manifest
-from semel.service.api.params import RunId
-from semel.service.api.responses import json, refusals
+from semel.service.api.params import AnyRequest, RunId, root_of
+from semel.service.api.responses import answered, json, refusals
+from semel.service.api.runs import ABOUT_KEY, Key, key_headers, one_key
+from semel.service.api.views import run_view
 from semel.service.auth.middleware import Principal
-from semel.service.state import CurrentPrincipal, CurrentState
+from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
+from semel.service.telemetry.access_log import add_run_to_access_log
 
 _TAG = ["runs"]
-_OF_PROJECT = ("patch", "patch_digest", "untracked", "untracked_left_out")
+_OF_PROJECT = ("patch", "untracked", "untracked_left_out")
 """What a repository's state says of code that the members of other tenants have not seen."""
 
 AttemptNumber = Annotated[
@@ -56,4 +62,101 @@ async def manifest(
     return json(visible(await service.engine.manifest(run.id, attempt=attempt, tenant=caller.tenant), caller))
 
 
-HANDLERS = (manifest,)
+@get(
+    "/runs/{run_id:str}/diff/{other_id:str}",
+    tags=_TAG,
+    operation_id="diffRuns",
+    summary="How two runs differ",
+    responses=refusals(400, 404),
+)
+async def diff(
+    run_id: RunId,
+    other_id: Annotated[str, PathParameter(description="The id of the other run.")],
+    service: CurrentState,
+    caller: CurrentPrincipal,
+) -> Response[RunDiff]:
+    """Sections that differ, what most likely explains different results first: code, data, parameters, packages, seed,
+    Python, host; ids, times and hashes last. And whether the results are the same.
+    """
+    return json(await visible_diff(service, caller, run_id, other_id))
+
+
+async def visible_diff(service: ServiceState, caller: Principal, a: str, b: str) -> RunDiff:
+    """How two runs differ, as far as the caller may see it."""
+    runs = [await service.run(run_id, caller) for run_id in (a, b)]
+    one, other = [visible(await service.engine.manifest(run.id), caller) for run in runs]
+    return compare(one, other, await service.engine.compare_results(runs[0].id, runs[1].id))
+
+
+@get(
+    "/runs/{run_id:str}/drift",
+    tags=_TAG,
+    operation_id="getDrift",
+    summary="What changed since a run",
+    responses=refusals(400, 404),
+)
+async def drift(run_id: RunId, service: CurrentState, caller: CurrentPrincipal) -> Response[Drift]:
+    """What changed since its last attempt (code, data, packages, Python), of what a rerun would run with."""
+    run = await service.run(run_id, caller)
+    return json(visible_drift(await service.engine.drift(run.id), caller))
+
+
+def visible_drift(found: Drift, caller: Principal) -> Drift:
+    """The drift without lines of code and names of files, for members of other tenants than the main one."""
+    if not caller.tenant:
+        return found
+    sections = [
+        replace(each, lines=[], differences=[one for one in each.differences if not one.path.startswith("untracked")])
+        for each in found.sections
+    ]
+    return replace(found, sections=sections)
+
+
+@post(
+    "/runs/{run_id:str}/rerun",
+    tags=_TAG,
+    operation_id="rerunRun",
+    summary="Run a run again",
+    response_headers=ABOUT_KEY,
+    responses={
+        200: answered(RemoteRerun, "The new run was there already."),
+        **refusals(400, 404, 409, 422, body=True),
+    },
+)
+async def rerun(
+    *,
+    run_id: RunId,
+    service: CurrentState,
+    caller: CurrentPrincipal,
+    request: AnyRequest,
+    data: JSONBody[RerunRequest | None] = None,
+    key: Key = None,
+) -> Response[RemoteRerun]:
+    """Submit a run that has ended again, also one that succeeded, as a new run with ``rerun_of``.
+
+    The answer has what had changed before the run was stored. With ``strict``, 409 with the same if there is anything:
+    then nothing is stored. Its key and quota are its own.
+    """
+    run = await service.run(run_id, caller)
+    asked = data or RerunRequest()
+    try:
+        again = await service.engine.rerun(
+            run.id,
+            parameters=asked.parameters,
+            seed=asked.seed,
+            strict=asked.strict,
+            idempotency_key=one_key(key, None),
+            tenant=caller.tenant,
+        )
+    except Drifted as error:
+        if isinstance(error.drift, Drift):
+            error.drift = visible_drift(error.drift, caller)
+        raise
+    view = run_view(again.run, root_of(request))
+    headers = {"Location": view.links["self"], **key_headers(again.run.key_expires_us, replayed=again.run.replayed)}
+    add_run_to_access_log(again.run.id, again.run)
+    answer = RemoteRerun(run=view, drift=visible_drift(again.drift, caller))
+    return json(answer, 200 if again.run.replayed else 201, headers)
+
+
+HANDLERS = (manifest, diff, drift, rerun)

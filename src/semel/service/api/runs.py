@@ -33,7 +33,7 @@ from semel.errors import InvalidRequest, SemelError, UnknownModel
 from semel.http.refusals import PROTOCOL_VERSION
 from semel.runs.store import queries
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Status
-from semel.service.api import run_events, run_files, run_manifests
+from semel.service.api import run_events, run_files
 from semel.service.api.params import PAGE_BYTES, AnyRequest, IfNoneMatch, RunId, root_of
 from semel.service.api.problems import ApiError, problem_of
 from semel.service.api.responses import answered, header, json, refusals, tagged
@@ -552,5 +552,4 @@ HANDLERS = (
     workers,
     *run_events.HANDLERS,
     *run_files.HANDLERS,
-    *run_manifests.HANDLERS,
 )
