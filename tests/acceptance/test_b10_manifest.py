@@ -218,10 +218,12 @@ def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, mo
         assert collector.parts([model]) is first
     assert len(looks) == 1, "files are looked at every few seconds, not for every lease"
     project.edit("RATE = 2", "RATE = 30")
-    monkeypatch.setattr(collector, "_looked_at", -1e9)
+    (kept,) = collector._kept.values()
+    kept.looked_at -= collecting.LOOK_EVERY
     second = collector.parts([model])
     assert second.code.digest != first.code.digest
     assert second.environment is first.environment
+    assert kept.pause == 2 * collecting.LOOK_EVERY, "files that change all the time are looked at less often"
     assert "RATE = 30" in json.loads(second.code.body)["repositories"]["project"]["patch"]
 
 

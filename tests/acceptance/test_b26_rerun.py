@@ -141,7 +141,7 @@ def manifest(**given: object) -> Manifest:
 
 
 def test_b26_a_diff_is_sorted_by_what_most_likely_explains_a_difference() -> None:
-    one = manifest(parameters={"x": 1}, seed=1, data_ref="data/1", host="h1")
+    one = manifest(parameters={"x": 1}, seed=1, seed_given=True, data_ref="data/1", host="h1")
     code = {"function": "g", "module": "m", "reference": "a:f", "git": {"commit": "c", "patch": "+1\n", "branch": "x"}}
     environment = {"python": {"version": "3.13.0"}, "packages": {"numpy": "2.1", "scipy": "1"}, "sources": {}}
     other = manifest(

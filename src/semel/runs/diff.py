@@ -136,6 +136,8 @@ def _section(name: str, a: Manifest, b: Manifest) -> Section:
     if name == "parameters":
         return _listed(name, a.parameters, b.parameters)
     if name == "seed":
+        if not a.seed_given and not b.seed_given:
+            return Section(name=name)  # where they differ, the parameters do
         return _listed(name, {"seed": a.seed}, {"seed": b.seed})
     if a.environment is None or b.environment is None:
         return Section(name=name, unknown=_why_unknown(a, b, a.environment is None, b.environment is None))
@@ -208,6 +210,7 @@ def _rest(manifest: Manifest) -> dict[str, Any]:
         "run_id": manifest.run_id,
         "fence": manifest.fence,
         "payload_hash": manifest.payload_hash,
+        "seed": None if manifest.seed_given else manifest.seed,
         "result_digest": manifest.result_digest,
         "environment_digest": manifest.environment_digest,
         "code_digest": manifest.code_digest,

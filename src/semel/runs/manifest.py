@@ -41,6 +41,8 @@ PROGRAM_TIMEOUT = 5.0
 MAX_PATCH = 256 * 1024
 """Bytes of a patch that are stored; its digest is of all of it, up to ``MAX_READ``."""
 MAX_READ = 4 * 1024 * 1024
+MAX_REGISTRIES = 8
+"""Apps of a process whose code is kept."""
 MAX_UNTRACKED = 500
 """Untracked files that are listed."""
 MAX_HASHED = 32 * 1024 * 1024
@@ -393,14 +395,26 @@ def _why(error: BaseException) -> str:
 # -- once per process --------------------------------------------------------------------------------------------------
 
 
+class _Kept(Struct):
+    """What was collected for the models of an app."""
+
+    files: Any
+    parts: Parts
+    looked_at: float
+    pause: float = LOOK_EVERY
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the files are to be looked at again."""
+        return time.monotonic() - self.looked_at >= self.pause
+
+
 class Collector:
     """Collects the parts of this process, and keeps them while the files are as they were."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, ...], tuple[Any, Parts]] = {}
+        self._kept: dict[Any, _Kept] = {}
         self._environment: tuple[Any, Part] | None = None
-        self._looked_at = 0.0
-        self._pause = LOOK_EVERY
         self.after_fork()
         survive_fork(self)
 
@@ -408,32 +422,38 @@ class Collector:
         """A thread of the parent may hold the lock."""
         self._lock = threading.Lock()
 
-    def is_due(self) -> bool:
-        """Whether the files are to be looked at again."""
-        return time.monotonic() - self._looked_at >= self._pause
-
     def parts(self, models: Iterable[Model]) -> Parts:
         """What this process runs on and with, and these models. Blocks: for git and, if files changed, for the rest."""
         ours = sorted(models, key=lambda each: each.name)
+        which = tuple((model.name, model.function) for model in ours)
         with self._lock:
-            names = tuple(model.name for model in ours)
-            known = self._parts.get(names)
-            if known is not None and not self.is_due():
-                return known[1]
-            files = _found(lambda: _stamp(ours))
-            self._looked_at = time.monotonic()
-            if known is not None and known[0] == files:
-                self._pause = LOOK_EVERY
-                return known[1]
-            self._pause = LOOK_EVERY if known is None else min(LOOK_AT_LEAST_EVERY, self._pause * 2)
-            parts = Parts(self._environment_of(_stamp_of_path()), make_part(code(ours)), platform.node())
-            self._parts[names] = (files, parts)
-            return parts
+            kept = self._kept.get(which)
+            if kept is None:
+                self._keep(which, _Kept(_found(partial(_stamp, ours)), self._collect(ours), time.monotonic()))
+            elif kept.is_due:
+                self._look_again(kept, ours)
+            return self._kept[which].parts
 
-    def _environment_of(self, stamp: Any) -> Part:
+    def _keep(self, which: Any, kept: _Kept) -> None:
+        self._kept[which] = kept
+        while len(self._kept) > MAX_REGISTRIES:
+            del self._kept[next(iter(self._kept))]
+
+    def _look_again(self, kept: _Kept, models: Sequence[Model]) -> None:
+        """Collect again if files changed: less and less often where they change all the time."""
+        files = _found(partial(_stamp, models))
+        kept.looked_at = time.monotonic()
+        if files == kept.files:
+            kept.pause = LOOK_EVERY
+            return
+        kept.files, kept.parts = files, self._collect(models)
+        kept.pause = min(LOOK_AT_LEAST_EVERY, 2 * kept.pause)
+
+    def _collect(self, models: Sequence[Model]) -> Parts:
+        stamp = _stamp_of_path()
         if self._environment is None or self._environment[0] != stamp:
             self._environment = (stamp, make_part(environment()))
-        return self._environment[1]
+        return Parts(self._environment[1], make_part(code(models)), platform.node())
 
 
 def _stamp_of_path() -> list[Any]:

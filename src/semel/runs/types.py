@@ -313,6 +313,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
     payload_hash: str = ""
     seed: int = 0
+    seed_given: bool = False
+    """Whether the seed was given at submit; else it follows from the payload."""
     data_ref: str | None = None
     """The ref of its data, which contains the digest of the content."""
     result_digest: str | None = None

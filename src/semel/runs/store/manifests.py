@@ -173,6 +173,7 @@ def manifest_of(
         parameters=run.parameters,
         payload_hash=run.payload_hash,
         seed=run.actual_seed,
+        seed_given=run.seed is not None,
         data_ref=run.data_ref,
         missing=_NOT_BEGUN,
     )
