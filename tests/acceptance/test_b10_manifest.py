@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from contextlib import ExitStack
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from acceptance.project import Project, wait_for
-from semel import App, RunNotFound
+from semel import App, InvalidRequest, RunNotFound
 from semel.errors import StoreUnavailable
 from semel.runs import manifest as collecting
+from semel.runs.execution import child_main
+from semel.runs.models.model import make_model
 from semel.runs.store import manifests
 from semel.runs.worker.manifests import ManifestWriter
 from support.databases import DATABASES, Databases, TestDatabase
@@ -300,3 +304,59 @@ def left(database: TestDatabase) -> tuple[int, int]:
     tables = ("semel_worker_manifests", "semel_manifests")
     found = [database.rows(f"SELECT count(*) FROM {name}")[0][0] for name in tables]
     return (found[0], found[1])
+
+
+def test_b10_the_same_submission_has_the_same_seed_unless_one_is_given(project: Project) -> None:
+    app = project.app
+    with project.worker():
+        first, again = project.run(), project.run()
+        given = project.run(seed=7)
+    results = [app.result(run.id) for run in (first, again, given)]
+    assert results[0] == results[1], "random is seeded with it"
+    assert results[0]["seed"] == first.actual_seed == app.manifest(first.id).seed
+    assert first.payload_hash == again.payload_hash
+    assert (results[2]["seed"], given.seed, app.manifest(given.id).seed) == (7, 7, 7)
+    assert results[2]["chance"] != results[0]["chance"]
+    assert given.payload_hash != first.payload_hash, "another seed is another submission"
+
+
+def test_b10_seeds_of_many_submissions_are_their_own(database: TestDatabase) -> None:
+    asked = [{"model": "train", "parameters": {"number": 1}, "seed": seed} for seed in (None, 0, 1, 1, 2**32 - 1)]
+    runs = [run for run in database.app.submit_many(asked) if not isinstance(run, Exception)]
+    assert [database.app.get(run.id).seed for run in runs] == [None, 0, 1, 1, 2**32 - 1]
+    assert [run.seed for run in runs] == [None, 0, 1, 1, 2**32 - 1]
+    assert runs[2].id == runs[3].id, "the same payload and seed find the active run"
+    assert len({run.payload_hash for run in runs}) == 4
+    assert {each.id: each.seed for each in database.lease(10)} == {run.id: run.seed for run in runs}
+    for wrong in (-1, 2**32, 1.5, "1", True):
+        with pytest.raises(InvalidRequest, match="seed"):
+            database.app.submit("train", seed=wrong)  # type: ignore[arg-type]
+
+
+def test_b10_a_retry_has_the_seed_of_its_run(database: TestDatabase) -> None:
+    run = database.submit(seed=7)
+    (leased,) = database.lease()
+    database.end(leased, "fatal", reason="no")
+    assert database.app.retry(run.id).seed == 7
+
+
+def test_b10_numpy_and_torch_are_seeded_where_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[tuple[str, int]] = []
+    numpy = SimpleNamespace(random=SimpleNamespace(seed=lambda seed: seeded.append(("numpy", seed))))
+    torch = SimpleNamespace(manual_seed=lambda seed: seeded.append(("torch", seed)))
+    monkeypatch.setitem(sys.modules, "numpy", numpy)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    child_main._seed(7)
+    assert seeded == [("numpy", 7), ("torch", 7)]
+    assert random.random() == random.Random(7).random()
+    monkeypatch.delitem(sys.modules, "numpy")
+    monkeypatch.delitem(sys.modules, "torch")
+    child_main._seed(8)
+    assert not {"numpy", "torch"} & set(sys.modules), "nothing is imported for it"
+
+
+def test_b10_only_a_process_of_its_own_can_be_seeded() -> None:
+    with pytest.raises(InvalidRequest, match=r"use ctx\.seed"):
+        make_model("double", double, seeded=True)
+    with pytest.raises(InvalidRequest, match="seeded is True or False"):
+        make_model("double", double, seeded="yes")  # type: ignore[arg-type]

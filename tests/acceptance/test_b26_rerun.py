@@ -8,7 +8,9 @@ import pytest
 
 from acceptance.project import Project
 from semel import Drifted, IllegalTransition, KeyReused, Quota, QuotaExceeded, RunNotFound
+from semel._concurrency.sync import run_sync
 from semel.runs.diff import SECTIONS, compare, compare_results
+from semel.runs.submission import SubmitOptions
 from semel.runs.types import Manifest
 from support.databases import DATABASES, Databases, TestDatabase
 
@@ -169,3 +171,23 @@ def test_b26_numbers_are_compared_by_their_relative_difference() -> None:
     assert compare_results("[1]", f"[{10**400}]").largest_relative_difference == pytest.approx(1.0)
     other_kind = compare_results('{"a": 1}', '{"a": "1"}')
     assert (other_kind.verdict, other_kind.largest_relative_difference) == ("differs", None)
+
+
+def test_b26_a_rerun_has_the_data_of_its_run_and_says_if_that_is_gone(database: TestDatabase) -> None:
+    run = database.submit()
+    database.write("UPDATE semel_active SET data_ref = 'data/of-then.tar'")
+    (leased,) = database.lease()
+    database.end(leased)
+    for again in (database.app.rerun(run.id), database.app.rerun(run.id, idempotency_key="key")):
+        assert database.app.get(again.run.id).data_ref == "data/of-then.tar"
+        first = again.drift.sections[0]
+        assert first.name == "data"
+        assert first.unknown is not None
+        assert "data/of-then.tar" in first.unknown
+
+
+def test_b26_a_run_that_is_removed_meanwhile_is_not_run_again(database: TestDatabase) -> None:
+    gone, options = "00000000-0000-7000-8000-000000000000", SubmitOptions(dedupe=False)
+    with pytest.raises(RunNotFound, match="was removed"):
+        run_sync(database.app._engine.submit_run("train", {}, options, rerun_of=gone))
+    assert database.count("semel_runs") == 0

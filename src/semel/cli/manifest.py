@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from semel.cli._client import find_run_id, through_server
 from semel.cli._options import PARAMETER, POSITIVE, SEED, SPAN, argument, command, examples, option, run_argument
-from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_result, print_table
+from semel.cli._output import (
+    format_size,
+    format_time,
+    is_terminal,
+    note,
+    print_fields,
+    print_json,
+    print_result,
+    print_table,
+)
 from semel.cli.runs import wait_for_end
 from semel.redaction import printable
 
@@ -48,7 +57,7 @@ def manifest(
 
 def _print_patch(git: dict[str, Any]) -> int:
     text = git.get("patch") or ""
-    print(printable(text), end="")
+    print(printable(text) if is_terminal() else text, end="")
     return 0 if text and not git.get("patch_truncated") and not git.get("patch_redacted") else 1
 
 

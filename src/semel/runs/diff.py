@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
+from semel.errors import Drifted
 from semel.runs.types import Manifest, Run
 
 MAX_DIFFERENCES = 200
@@ -87,6 +88,11 @@ class Rerun(Struct, frozen=True):
 
     run: Run
     drift: Drift
+
+
+def refused(run_id: str, drift: Drift) -> Drifted:
+    """The error of a strict rerun."""
+    return Drifted(f"run {run_id} was not submitted again: {drift}", drift)
 
 
 def describe(section: Section, most: int = 5) -> str:

@@ -16,7 +16,6 @@ import msgspec
 from semel._concurrency.sync import run_sync
 from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
 from semel.errors import (
-    Drifted,
     IllegalTransition,
     InvalidRequest,
     ResultStoreError,
@@ -25,7 +24,7 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs import strict_json
-from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results
+from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results, refused
 from semel.runs.diff import drift as find_drift
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
@@ -467,7 +466,7 @@ class RunEngine:
             raise IllegalTransition(refusal)
         drift = await self.drift(run.id)
         if strict and drift.any:
-            raise Drifted(f"run {run.id} was not submitted again: {drift}", drift)
+            raise refused(run.id, drift)
         changed = bool(parameters) and seed is None  # then only the parameters are to differ
         options = SubmitOptions(
             idempotency_key=idempotency_key,

@@ -106,6 +106,8 @@ def test_nothing_is_said_of_the_runs_of_others(place: Recorded) -> None:
 
 def test_a_rerun_says_what_drifted_and_a_strict_one_is_refused(place: Recorded) -> None:
     operator, run_id = place.operator, place.run()
+    guest = place.server.admit("gus", "operator", tenant="guests")
+    theirs = place.run(guest)
     assert operator.get(f"/runs/{run_id}/drift").json()["sections"] == []
     answer = operator.post(f"/runs/{run_id}/rerun", json={"strict": True}, headers={"Idempotency-Key": "again"})
     assert answer.status_code == 201
@@ -129,9 +131,12 @@ def test_a_rerun_says_what_drifted_and_a_strict_one_is_refused(place: Recorded) 
         assert refused.value.drift.sections[0].name == "code"  # type: ignore[attr-defined]
         with pytest.raises(RunNotFound):
             client.rerun(UNKNOWN)
-    problem = operator.post(f"/runs/{run_id}/rerun", json={"strict": True})
-    assert (problem.status_code, problem.json()["error_code"]) == (409, "DRIFTED")
-    assert problem.json()["drift"]["sections"][0]["name"] == "code"
+    for caller, one, sees in ((operator, run_id, True), (guest, theirs, False)):
+        problem = caller.post(f"/runs/{one}/rerun", json={"strict": True})
+        assert (problem.status_code, problem.json()["error_code"]) == (409, "DRIFTED")
+        assert problem.json()["drift"]["sections"][0]["name"] == "code"
+        told = problem.text + caller.get(f"/runs/{one}/drift").text + caller.post(f"/runs/{one}/rerun").text
+        assert ("notes.txt" in told, "secret line" in told) == (sees, sees)
 
 
 def alter_code(place: Recorded) -> None:
@@ -143,6 +148,7 @@ def alter_code(place: Recorded) -> None:
             content = content_of(body)
             if "add" in content.get("models", {}):
                 content["models"]["add"]["function"] = "0" * 64
+                content["repositories"] = {"project": {"commit": "c" * 40, "dirty": False, "untracked": {}}}
                 values = {"new": json.dumps(content), "body": body}
                 conn.execute(text("UPDATE semel_manifests SET body = :new WHERE body = :body"), values)
 

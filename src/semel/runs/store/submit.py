@@ -370,7 +370,7 @@ def submit(conn: Connection, submissions: Sequence[Submission], context: Stateme
 
 
 def _is_plain(each: Submission) -> bool:
-    return each.key is None and each.retry_of is None and each.job is None and not each.reserved
+    return each.key is None and each.first_run is None and each.job is None and not each.reserved
 
 
 def _create_plain(

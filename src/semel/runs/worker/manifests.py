@@ -51,8 +51,7 @@ class ManifestWriter:
         try:
             parts = await self._collected()
             if parts != self._written:
-                await self._store.write_once(manifests.write, self._worker, parts, self._store.statement_context)
-                self._written = parts
+                await self._write(parts)
             self._failed = False
         except TimeoutError:
             self._report(f"it is not collected after {WAIT:g} s")
@@ -63,6 +62,12 @@ class ManifestWriter:
             self._report(str(error))
         except Exception as error:  # noqa: BLE001 -- a manifest never stops a worker
             self._report(repr(error))
+
+    async def _write(self, parts: Parts) -> None:
+        store = self._store
+        writing = store.write_once(manifests.write, self._worker, parts, store.statement_context)
+        await store.runtime.within(WAIT / 2, writing)
+        self._written = parts
 
     async def _collected(self) -> Parts:
         self.collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from litestar import Response, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from semel.api_types import RemoteRerun, RerunRequest
 from semel.errors import Drifted
-from semel.runs.diff import Drift, RunDiff, compare
+from semel.runs.diff import Drift, RunDiff, compare, refused
 from semel.runs.types import Manifest
 from semel.service.api.params import AnyRequest, RunId, root_of
 from semel.service.api.responses import answered, json, refusals
@@ -149,9 +149,7 @@ async def rerun(
             tenant=caller.tenant,
         )
     except Drifted as error:
-        if isinstance(error.drift, Drift):
-            error.drift = visible_drift(error.drift, caller)
-        raise
+        raise refused(run.id, visible_drift(cast("Drift", error.drift), caller)) from None
     view = run_view(again.run, root_of(request))
     headers = {"Location": view.links["self"], **key_headers(again.run.key_expires_us, replayed=again.run.replayed)}
     add_run_to_access_log(again.run.id, again.run)
