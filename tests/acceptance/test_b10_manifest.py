@@ -22,6 +22,7 @@ from semel.runs import manifest as collecting
 from semel.runs.execution import child_main
 from semel.runs.models.model import make_model
 from semel.runs.store import manifests
+from semel.runs.worker import manifests as writing
 from semel.runs.worker.manifests import ManifestWriter
 from support.databases import DATABASES, Databases, TestDatabase
 
@@ -167,7 +168,10 @@ def test_b10_a_run_that_has_not_begun_has_no_attempt(project: Project) -> None:
     assert (found.attempt, found.environment, found.missing) == (0, None, "the run has not begun")
 
 
-def test_b10_a_worker_writes_once_however_many_runs_it_executes(database: TestDatabase) -> None:
+def test_b10_a_worker_writes_once_however_many_runs_it_executes(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "LOOK_EVERY", 0.0)  # it looks at the files before every lease
     app = App(database.url)
     app.model("double", isolation="loop")(double)
     with app.working(processes=0, threads=0):
@@ -280,24 +284,61 @@ def test_b10_a_store_that_does_not_answer_delays_the_manifest_and_no_run(databas
     app.close()
 
 
+def written(name: str) -> collecting.Parts:
+    """What a worker writes: an environment that all of them share, and code of its own."""
+    code = {"models": {"train": {"function": name, "repository": None}}, "repositories": {}}
+    return collecting.Parts(collecting.make_part({"all": 1}), collecting.make_part(code), "host")
+
+
+def test_b10_an_attempt_has_what_its_worker_wrote_last_before_it_began(database: TestDatabase) -> None:
+    runs = []
+    for name in ("before", "after"):
+        database.do(manifests.write, "worker-1", written(name))
+        database.clock.advance(1)
+        runs.append(database.submit())
+        database.lease()
+        database.clock.advance(1)
+    found = [database.app.manifest(run.id) for run in runs]
+    assert [each.code and each.code["function"] for each in found] == ["before", "after"]
+
+
 def test_b10_retention_removes_the_manifests_of_workers_and_runs_that_are_gone(database: TestDatabase) -> None:
-    parts = {
-        name: collecting.Parts(collecting.make_part({"all": 1}), collecting.make_part({"of": name}), "host")
-        for name in ("worker-1", "worker-2")
-    }
-    for name, each in parts.items():
-        database.do(manifests.write, name, each)
-    run = database.submit()
+    for name in ("worker-1", "worker-2", "alive"):
+        database.do(manifests.write, name, written(name))
+    database.submit()
     (leased,) = database.lease()  # by worker-1
-    database.clock.us += 2 * DAY * 1_000_000
+    database.clock.advance(2 * DAY)
+    database.see_worker("alive")
     assert database.do(manifests.remove_unused) == 0
-    assert left(database) == (2, 3), "a run that is left may be theirs"
+    assert left(database) == (3, 4), "a run that is left may be theirs"
     database.end(leased)
-    database.clock.us += 2 * DAY * 1_000_000
+    database.clock.advance(2 * DAY)
     assert database.app.purge(DAY) == 1
     assert database.do(manifests.remove_unused) == 2
+    assert left(database) == (1, 2), "what a live worker names stays"
+    database.write("DELETE FROM semel_workers")
+    database.do(manifests.remove_unused)
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 1
     assert left(database) == (0, 0)
-    assert run.id
+
+
+def test_b10_a_worker_that_is_seen_again_is_not_gone(database: TestDatabase) -> None:
+    database.do(manifests.write, "worker-1", written("worker-1"))
+    database.clock.advance(2 * DAY)
+    assert database.do(manifests.remove_unused) == 0, "it was found gone just now"
+    database.see_worker("worker-1")
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 0
+    run = database.submit()
+    (leased,) = database.lease()
+    database.end(leased)
+    database.write("DELETE FROM semel_workers")
+    database.clock.advance(1)
+    database.do(manifests.remove_unused)
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 0, "its run is left"
+    assert database.app.manifest(run.id).code is not None
 
 
 def left(database: TestDatabase) -> tuple[int, int]:
