@@ -11,6 +11,7 @@ from semel.errors import (
     AppNotFound,
     ClaimLost,
     CostLimitExceeded,
+    Drifted,
     Fatal,
     Forbidden,
     IllegalTransition,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from semel.runs.app import App, AsyncRuns
     from semel.runs.execution.context import Context
     from semel.runs.job_store import AsyncJobStore, JobStore
-    from semel.runs.types import Quota, Run, Usage
+    from semel.runs.types import Manifest, Quota, Run, Usage
     from semel.runs.worker import Worker
     from semel.types import (
         Claim,
@@ -103,7 +104,7 @@ _LAZY = {
     "semel.runs.app": ("App", "AsyncRuns"),
     "semel.runs.execution.context": ("Context",),
     "semel.runs.job_store": ("AsyncJobStore", "JobStore"),
-    "semel.runs.types": ("Quota", "Run", "Usage"),
+    "semel.runs.types": ("Manifest", "Quota", "Run", "Usage"),
     "semel.runs.worker": ("Worker",),
 }
 """Modules that are imported when one of their names is first used, so that ``import semel`` stays fast.
@@ -122,6 +123,7 @@ __all__ = [
     "ClaimLost",
     "Context",
     "CostLimitExceeded",
+    "Drifted",
     "Event",
     "Fatal",
     "Forbidden",
@@ -137,6 +139,7 @@ __all__ = [
     "JobStore",
     "KeyReused",
     "LeaseLost",
+    "Manifest",
     "Mismatch",
     "MissingExtra",
     "NotDone",

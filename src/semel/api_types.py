@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from semel.errors import InvalidRequest
-from semel.runs.types import MAX_COST, TERMINAL, Action, Quota, Status, Usage
+from semel.runs.diff import Drift
+from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, Quota, Status, Usage
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 JobStatus: TypeAlias = Literal["uploading", "queued", "running", "completed", "failed", "cancelled"]
@@ -36,6 +37,7 @@ class Problem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     idempotency_key: str | None = None
     run_status: str | None = None
     retry_after: int | None = None
+    drift: Drift | None = None
 
 
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,12 +56,26 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool | None,
         Meta(description="Return the active run with the same payload, if any; null: only when there is no key."),
     ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_SEED)] | None,
+        Meta(description="The run's seed, which is part of the payload; null: derived from the payload."),
+    ] = None
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options for cancelling a run."""
 
     why: Annotated[str | None, Meta(description="Recorded in the timeline.", examples=["the data was wrong"])] = None
+
+
+class RerunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options for running a run again."""
+
+    parameters: Annotated[dict[str, Any], Meta(description="Replace these parameters of the run.")] = {}
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_SEED)] | None, Meta(description="Another seed; null: that of the run.")
+    ] = None
+    strict: Annotated[bool, Meta(description="409 if anything changed since; then nothing is stored.")] = False
 
 
 class Links(Struct, frozen=True):
@@ -106,6 +122,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     """The parameters; unset in a list that was requested without them. Use ``parameters``."""
     idempotency_key: str | None = None
     retry_of: str | None = None
+    rerun_of: str | None = None
+    seed: int | None = None
     cost: float = 0.0
     due_at: Annotated[datetime | None, DocumentedAs(datetime)] = None
     started_at: datetime | None = None
@@ -149,6 +167,13 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     def done(self) -> bool:
         """True when the run has ended."""
         return self.status in TERMINAL
+
+
+class RemoteRerun(Struct, frozen=True, kw_only=True):
+    """A run that was submitted again, and what had changed before it was stored."""
+
+    run: RemoteRun
+    drift: Drift
 
 
 class RunPage(Struct, frozen=True, kw_only=True):

@@ -123,6 +123,15 @@ class IllegalTransition(SemelError):
     """The run's status does not allow the transition. Nothing was changed."""
 
 
+class Drifted(SemelError):
+    """A strict rerun was refused: what it would run with is not what the run had. Nothing was stored."""
+
+    def __init__(self, message: str, drift: object = None) -> None:
+        super().__init__(message)
+        self.drift = drift
+        """What changed, as ``app.drift`` returns it."""
+
+
 class LeaseLost(ClaimLost):
     """The run belongs to another attempt, or has ended: the work of this attempt must not be published."""
 

@@ -13,7 +13,8 @@ from crash.points import Ended, Place
 from crash.wire import FAULTS
 from semel import Quota, Run
 from semel._concurrency.sync import run_sync
-from semel.runs.store import partitions
+from semel.runs.manifest import Parts, make_part
+from semel.runs.store import manifests, partitions
 from semel.runs.store.lease import Leased
 from semel.runs.types import MICRO, EndKind
 from semel.runs.worker.sweeper import sweep_until_signalled
@@ -21,6 +22,7 @@ from support.databases import LEASE, MISCOUNTED, TestDatabase
 from support.waiting import eventually
 
 COST = 1.5
+DAY = 86400
 
 
 _kept: dict[tuple[int, str], TestDatabase] = {}
@@ -311,10 +313,13 @@ class CancelRunning(OfRunningRun):
 class Retry(OfRunningRun):
     """``retry`` of a failed run with a key: sent again, there is one new run."""
 
+    end: EndKind = "fatal"
+    first_status, named_by = "FAILED", "retry_of"
+
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)
         with opened(place) as database:
-            assert database.end(leased, "fatal", reason="no")
+            assert database.end(leased, self.end)
         return leased
 
     def _retry(self, place: Place, given: Leased) -> str:
@@ -331,8 +336,78 @@ class Retry(OfRunningRun):
         if ended.how == "returned":
             assert before.ids == [given.id, ended.value] == [given.id, new]
         ledger = go_on(place, many=2)
-        assert ledger.statuses == ["FAILED", "SUCCEEDED"]
-        assert [str(run.retry_of) for run in ledger.runs][1] == given.id
+        assert ledger.statuses == [self.first_status, "SUCCEEDED"]
+        assert [str(getattr(run, self.named_by)) for run in ledger.runs][1] == given.id
+
+
+class Rerun(Retry):
+    """``rerun`` of a run that succeeded, with a key: sent again, there is one new run."""
+
+    end = "succeeded"
+    first_status, named_by = "SUCCEEDED", "rerun_of"
+
+    def _retry(self, place: Place, given: Leased) -> str:
+        with opened(place) as database:
+            return database.app.rerun(given.id, idempotency_key="again").run.id
+
+
+class WriteManifest(Connected):
+    """A worker writes its manifest: it is there with both of its bodies, or not; written again, it is."""
+
+    def prepare(self, place: Place) -> None: ...
+
+    def _write(self, place: Place) -> None:
+        parts = Parts(make_part({"environment": place.name}), make_part({"code": place.name}), "host")
+        with opened(place) as database:
+            database.do(manifests.write, place.name, parts)
+
+    def act(self, place: Place, given: None) -> Any:
+        self._write(place)
+
+    def check(self, place: Place, given: None, ended: Ended) -> None:
+        assert _manifests_without_body(place) == 0
+        self._write(place)
+        with opened(place) as database:
+            rows = database.rows("SELECT worker FROM semel_worker_manifests")
+        assert [row[0] for row in rows].count(place.name) == 1
+        assert _manifests_without_body(place) == 0
+
+
+class RemoveManifests(WriteManifest):
+    """The sweeper removes manifests of a worker that is gone: what is left has its bodies, and then nothing is left."""
+
+    def prepare(self, place: Place) -> None:
+        self._write(place)
+
+    def _remove(self, place: Place) -> None:
+        with opened(place, 10 * DAY) as database:
+            database.do(manifests.remove_unused)
+        with opened(place, 11 * DAY) as database:
+            database.do(manifests.remove_unused)
+
+    def act(self, place: Place, given: None) -> Any:
+        self._remove(place)
+
+    def _removed(self, place: Place) -> bool:
+        self._remove(place)
+        with opened(place) as database:
+            return database.count("semel_worker_manifests") == 0
+
+    def check(self, place: Place, given: None, ended: Ended) -> None:
+        assert _manifests_without_body(place) == 0
+        eventually(lambda: self._removed(place), "the removal of what the dead process had locked")
+        with opened(place) as database:
+            assert database.count("semel_manifests") == 0
+
+
+def _manifests_without_body(place: Place) -> int:
+    """Rows that name a body that is not there."""
+    with opened(place) as database:
+        return database.count(
+            "semel_worker_manifests AS w",
+            "NOT EXISTS (SELECT 1 FROM semel_manifests AS m WHERE m.digest = w.environment)"
+            " OR NOT EXISTS (SELECT 1 FROM semel_manifests AS m WHERE m.digest = w.code)",
+        )
 
 
 class Purge(OfRunningRun):

@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semel.dashboard.runs.compare import MISSING, differences
 from semel.dashboard.runs.detail import MAX_HTML, MAX_JSON, preview_json, truncate_head
 from semel.dashboard.runs.timeline import LEFT, RIGHT, WIDTH, attempts_of, draw_timeline
+from semel.runs.diff import MISSING, differences
 from semel.runs.types import MICRO, Run, Step
 
 JSON = st.recursive(

@@ -310,8 +310,9 @@ def test_two_runs_are_compared_by_what_differs(server: TokenServer, operator: Br
         ended(server, run_id)
     page = operator.open(f"/ui/compare?a={one}&b={other}")
     tables = page.all("table")
+    folded = {row.all("td")[0].text for row in tables[3].all("tr", class_="differs")}
+    assert "Payload hash differs" in folded
     marked = {row.all("td")[0].text for row in tables[2].all("tr", class_="differs")}
-    assert "Payload hash differs" in marked
     assert not {each for each in marked if each.startswith(("Status", "Model", "User", "Attempts"))}
     assert tables[0].rows() == [["text", "changed", '"one"', '"other"']]
     assert tables[1].rows() == [
@@ -321,7 +322,7 @@ def test_two_runs_are_compared_by_what_differs(server: TokenServer, operator: Br
     ]
     assert len([each for each in page.all("svg") if each.get("role") == "img"]) == 2
     page = operator.open(f"/ui/compare?a={one}&b={bad}")
-    marked = {row.all("td")[0].text for row in page.all("table")[-1].all("tr", class_="differs")}
+    marked = {row.all("td")[0].text for row in page.all("table")[-2].all("tr", class_="differs")}
     assert {"Status differs", "Model differs", "Error differs"} <= marked
     assert "B has no result." in page.text
     same = operator.open(f"/ui/compare?a={one}&b={one}")
@@ -344,3 +345,31 @@ def test_a_submitter_cannot_compare_with_anothers_run(server: TokenServer) -> No
         assert nell.open(f"/ui/compare?a={own}&b={own}").status == 200
         assert nell.open(f"/ui/compare?a={own}&b={other}").status == 404
         assert nell.open(f"/ui/compare?a={other}&b={own}").status == 404
+
+
+def test_a_page_says_what_the_run_was_made_of(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "shout", {"text": "made"}, user="cora")
+    ended(server, run_id)
+    part = operator.open(f"/ui/runs/{run_id}").one(id="run-manifest")
+    found = server.app.manifest(run_id)
+    assert found.code is not None
+    for expected in (str(found.seed), found.code["function"], found.code["reference"], "packages"):
+        assert expected in part.text
+
+
+def test_a_run_is_run_again_from_a_page_that_says_what_changed(server: TokenServer, operator: Browser) -> None:
+    run_id = submitted(server, "shout", {"text": "twice"}, user="cora")
+    assert operator.open(f"/ui/runs/{run_id}/rerun").status in (200, 409), "409 while it has not ended"
+    ended(server, run_id)
+    asking = operator.open(f"/ui/runs/{run_id}/rerun")
+    assert "hanged since, compared with" in asking.text
+    page = operator.send(f"/ui/runs/{run_id}/rerun", {})
+    assert f"This is a rerun of {run_id}." in page.text
+    again = page.path.rpartition("/")[2]
+    ended(server, again)
+    page = operator.open(f"/ui/runs/{again}")
+    assert "A rerun of" in page.text
+    assert "same result" in page.text
+    with browser(server, server.admit("nell")) as nell:
+        assert nell.open(f"/ui/runs/{run_id}/rerun").status == 404
+        assert nell.send(f"/ui/runs/{run_id}/rerun", {}).status == 404

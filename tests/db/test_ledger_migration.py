@@ -179,7 +179,6 @@ import os, signal
 from sqlalchemy import event
 from semel.cli._database import engine_of
 from semel.db import migrate
-from semel.db.schema import REVISIONS
 
 seen = 0
 engine = engine_of(url)

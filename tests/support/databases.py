@@ -41,7 +41,7 @@ DATABASES = ("sqlite", "postgres")
 
 TABLES = (
     *("runs", "active", "attempts", "outbox", "keys", "run_logs", "jobs", "quotas", "reservations", "workers"),
-    *("leaders", "removals", "run_counts", "run_totals", "costs"),
+    *("leaders", "removals", "run_counts", "run_totals", "costs", "worker_manifests", "manifests"),
     *("subscriptions", "deliveries"),
 )
 LEASE = 60

@@ -37,6 +37,7 @@ GROUPS = {
         "result": ("runs", "Print the result of a run, or one of its artifacts"),
         "cancel": ("runs", "Cancel runs"),
         "retry": ("runs", "Submit failed or cancelled runs again"),
+        "rerun": ("manifest", "Run a run again, and say what changed since"),
     },
     "Jobs, through a server": {
         "job": ("jobs", "Submit, show and cancel jobs of named configs"),
@@ -45,6 +46,8 @@ GROUPS = {
     "Inspect, through a server": {
         "models": ("inspect", "List the models and their parameters"),
         "workers": ("inspect", "List the workers"),
+        "diff": ("manifest", "Show how two runs differ: code, data, parameters, packages"),
+        "manifest": ("manifest", "Show what an attempt was made of: code, packages, data, machine"),
         "summary": ("inspect", "Count the runs of each model by status"),
     },
     "Manage, on the database": {

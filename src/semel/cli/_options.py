@@ -258,6 +258,7 @@ def _strict_json(text: str) -> Any:
 SPAN, AGE, TIME = Value("TIME", span_in), Value("TIME", age_in), Value("TIME", time_of)
 POSITIVE, COUNT = Value("N", whole_number(1)), Value("N", whole_number(0))
 PORT, PRIORITY = Value("N", whole_number(0, 65535)), Value("N", whole_number(-(2**31), 2**31 - 1))
+SEED = Value("N", whole_number(0, 2**32 - 1))
 AMOUNT, COST = Value("SECONDS", amount), Value("X", cost)
 NAMES = Value("NAMES", names)
 PARAMETER, JSON_OBJECT, JSON_VALUE = (

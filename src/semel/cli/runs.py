@@ -21,6 +21,7 @@ from semel.cli._options import (
     PARAMETER,
     POSITIVE,
     PRIORITY,
+    SEED,
     SPAN,
     TIME,
     argument,
@@ -77,6 +78,7 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 @option("--priority", type=PRIORITY, help="Higher priorities run first.  [default: the model's]")
 @option("--delay", type=SPAN, help="How long to wait before the run may start, such as 10m.")
 @option("--cost", type=COST, help="The expected cost.  [default: the model's]")
+@option("--seed", type=SEED, help="The run's seed.  [default: derived from the payload]")
 @option("--wait", is_flag=True, help="Wait until the run has ended; the exit code is 1 unless it succeeds.")
 @option("--timeout", type=SPAN, help="How long to --wait.  [default: no limit]")
 @through_server
@@ -92,7 +94,7 @@ def submit(client: Client, *, wait: bool, timeout: float | None, as_json: bool, 
     except KeyboardInterrupt:
         return note_interrupted(key)
     if wait:
-        return _wait(client, run, timeout, as_json, submitted=True)
+        return wait_for_end(client, run, timeout, as_json, submitted=True)
     _note_submitted(run)
     print_result(as_json, run, run.run_id)
     _note_unserved(client, run)
@@ -151,10 +153,12 @@ def wait(client: Client, run: str, timeout: float | None, as_json: bool) -> int:
 
     The exit code is 0 if the run succeeded, else 1. Ctrl-C ends the wait, not the run.
     """
-    return _wait(client, client.get(find_run_id(client, run)), timeout, as_json)
+    return wait_for_end(client, client.get(find_run_id(client, run)), timeout, as_json)
 
 
-def _wait(client: Client, run: RemoteRun, timeout: float | None, as_json: bool, *, submitted: bool = False) -> int:
+def wait_for_end(
+    client: Client, run: RemoteRun, timeout: float | None, as_json: bool, *, submitted: bool = False
+) -> int:
     if not as_json:
         print(run.run_id, flush=True)
     why, code = "", 1
@@ -288,7 +292,9 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "stalled": f"no progress since {format_time(run.stalled_since)}" if run.stalled_since else None,
         "worker": run.worker if run.status == "RUNNING" else None,
         "cost": f"{run.cost:g}" if run.cost else None,
+        "seed": run.seed,
         "retry of": run.retry_of,
+        "rerun of": run.rerun_of,
         failed: run.error,
         "result": None if run.result_size is None else f"{format_size(run.result_size)}: semel result {run.run_id}",
         "warnings": "\n".join(run.warnings) or None,

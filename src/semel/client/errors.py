@@ -12,6 +12,7 @@ from msgspec import Struct
 from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
+    Drifted,
     Forbidden,
     IllegalTransition,
     InvalidParameters,
@@ -68,6 +69,7 @@ _KNOWN: dict[str, _Maker] = {
     "RUN_NOT_COMPLETE": lambda problem: RunNotComplete(
         problem.detail, problem.run_status or "PENDING", problem.retry_after
     ),
+    "DRIFTED": lambda problem: Drifted(problem.detail, problem.drift),
     "ILLEGAL_TRANSITION": _of(IllegalTransition),
     "INVALID_REQUEST": lambda problem: InvalidRequest(problem.detail, idempotency_key=problem.idempotency_key),
     "STORE_UNAVAILABLE": _of(StoreUnavailable),

@@ -23,6 +23,7 @@ from semel.api_types import (
     RemoteEvent,
     RemoteLogLine,
     RemoteModel,
+    RemoteRerun,
     RemoteRun,
     RemoteStep,
     RemoteSummary,
@@ -37,7 +38,8 @@ from semel.client.http import HttpSession, automatic_key, to_json, without_none
 from semel.client.streaming import Streams
 from semel.client.waiting import Progress, RunWaiter
 from semel.errors import InvalidRequest, RunNotFound, SemelError, ServerUnreachable, ServiceError
-from semel.runs.types import Quota, checked_id
+from semel.runs.diff import Drift, RunDiff
+from semel.runs.types import Manifest, Quota, checked_id
 
 PAGE = 200
 """Runs per page of a list."""
@@ -57,6 +59,7 @@ class ClientSubmitOptions(TypedDict, total=False):
     cost: float | None
     key_ttl: float | None
     dedupe: bool | None
+    seed: int | None
 
 
 _FIELDS = ("model", "parameters", *ClientSubmitOptions.__annotations__)
@@ -80,6 +83,7 @@ class RunMethods:
         cost: float | None = None,
         key_ttl: float | None = None,
         dedupe: bool | None = None,
+        seed: int | None = None,
     ) -> RemoteRun:
         """Submit a run. ``run.replayed``: the run existed already, with the same key or, without one, as an active run
         with the same payload.
@@ -99,6 +103,7 @@ class RunMethods:
             "cost": cost,
             "key_ttl": key_ttl,
             "dedupe": dedupe,
+            "seed": seed,
         }
         answer = await self.session.request("POST", "/runs", body=without_none(fields), key=key)
         return self.session.decode(answer, RemoteRun, key=key)
@@ -208,6 +213,41 @@ class RunMethods:
         """Return why the run is pending, since when, and its place in the queue; None if it is not pending."""
         answer = await self.session.get(f"{_run_path(run_id)}/waiting", WaitingAnswer, about_run=True)
         return answer.waiting
+
+    async def manifest(self, run_id: str, *, attempt: int | None = None) -> Manifest:
+        """Return what an attempt was made of: the last one, or the one of this number, from 1."""
+        path, params = f"{_run_path(run_id)}/manifest", {"attempt": attempt}
+        return await self.session.get(path, Manifest, params=params, about_run=True)
+
+    async def diff(self, a: str, b: str) -> RunDiff:
+        """Return how two runs differ, what most likely explains different results first."""
+        path = f"{_run_path(a)}/diff/{_run_path(b).removeprefix('/runs/')}"
+        return await self.session.get(path, RunDiff, about_run=True)
+
+    async def drift(self, run_id: str) -> Drift:
+        """Return what changed since the run, of what a rerun would run with."""
+        return await self.session.get(f"{_run_path(run_id)}/drift", Drift, about_run=True)
+
+    async def rerun(
+        self,
+        run_id: str,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        strict: bool = False,
+        idempotency_key: str | None = None,
+    ) -> RemoteRerun:
+        """Submit a run that has ended again, as a new run with ``rerun_of``; ``parameters`` and ``seed`` replace its.
+
+        ``rerun.drift`` is what had changed before it was stored; if there is anything, ``strict`` raises ``Drifted``.
+        All attempts carry the same key (``py-client-<uuid>`` by default), so a lost response never creates a second
+        run.
+        """
+        path, key = f"{_run_path(run_id)}/rerun", automatic_key() if idempotency_key is None else idempotency_key
+        body = without_none({"parameters": dict(parameters or {}), "seed": seed, "strict": strict})
+        headers = {"idempotency-key": key}
+        answer = await self.session.request("POST", path, body=body, headers=headers, key=key, about_run=True)
+        return self.session.decode(answer, RemoteRerun, key=key)
 
     async def logs(self, run_id: str, *, follow: bool = False) -> AsyncGenerator[RemoteLogLine, None]:
         """Iterate over the run's log lines, oldest first; ``follow=True`` goes on until the run has ended."""

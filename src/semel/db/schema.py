@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -145,10 +145,13 @@ submitted = Table(
     Column("retry_of", _id, nullable=True),
     Column("data_ref", Text, nullable=True),
     Column("trace", Text, nullable=True),
+    Column("seed", BigInteger, nullable=True),
+    Column("rerun_of", _id, nullable=True),
     postgresql_partition_by="RANGE (id)",
 )
-"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0. On PostgreSQL also
-``priority``, and ``lease_us`` NULL for a minute; on SQLite these are NOT NULL.
+"""What was submitted: a row is inserted once, and never updated. ``asked_cost``: NULL for 0. ``seed``: NULL if it is
+derived from the payload. On PostgreSQL also ``priority``, and ``lease_us`` NULL for a minute; on SQLite these are NOT
+NULL.
 """
 _somebody = "user_id <> ''"
 Index(
@@ -414,6 +417,8 @@ runs = Table(
     Column("ended", Text),
     Column("ended_id", _id),
     Column("ended_tenant", _name),
+    Column("seed", BigInteger),
+    Column("rerun_of", _id),
 )
 """A view of every run as it is now: its active row, or else its last attempt, with what was submitted. A condition on
 ``active_id`` or ``ended`` (its status, once it has ended) lets the database begin with the table where such runs are.
@@ -522,6 +527,33 @@ workers = Table(
     Column("started_us", BigInteger, nullable=False),
     Column("seen_us", BigInteger, nullable=False),
 )
+
+manifests = Table(
+    "semel_manifests",
+    metadata,
+    Column("digest", Digest, primary_key=True),
+    Column("body", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+)
+"""What many attempts share, an environment or the code of a worker: canonical JSON under its SHA-256."""
+
+worker_manifests = Table(
+    "semel_worker_manifests",
+    metadata,
+    Column("worker", Text, nullable=False),
+    Column("since_us", BigInteger, nullable=False),
+    Column("gone_us", BigInteger, nullable=True),
+    Column("host", Text, nullable=False),
+    Column("environment", Digest, nullable=False),
+    Column("code", Digest, nullable=False),
+    PrimaryKeyConstraint("worker", "since_us", name="semel_worker_manifests_pkey"),
+)
+"""What a worker ran on and with, since when: an attempt's is that of its worker, the latest when the attempt began.
+``gone_us``: when the sweeper found that the worker was gone; NULL until then.
+"""
+Index("semel_worker_manifests_environment", worker_manifests.c.environment)
+Index("semel_worker_manifests_code", worker_manifests.c.code)
+Index("semel_worker_manifests_gone", worker_manifests.c.gone_us)
 
 leaders = Table(
     "semel_leaders",

@@ -68,6 +68,11 @@ class AsyncRuns:
     artifact = async_method(RunEngine.artifact)
     wait = async_method(RunEngine.wait)
     timeline = async_method(RunEngine.timeline)
+    manifest = async_method(RunEngine.manifest)
+    diff = async_method(RunEngine.diff)
+    compare_results = async_method(RunEngine.compare_results)
+    drift = async_method(RunEngine.drift)
+    rerun = async_method(RunEngine.rerun)
     logs = async_method(RunEngine.logs)
     waiting = async_method(RunEngine.waiting)
     summary = async_method(RunEngine.summary)
@@ -220,7 +225,8 @@ class App:
         ``timeout`` and ``grace`` limit its time; ``stall_after`` is how many seconds its progress may stand still
         before it is shown as stalled; ``isolation`` is ``"process"``, ``"thread"`` or ``"loop"``; ``queue``,
         ``priority`` and ``cost`` apply unless a submission overrides them; ``exclude`` names parameters that are not
-        hashed, ``summary`` one to group runs by.
+        hashed, ``summary`` one to group runs by. ``seeded`` seeds ``random``, NumPy and torch with ``ctx.seed`` before
+        the function is called in its process.
         """
         if not isinstance(name, str):
             raise InvalidRequest('a model needs a name: @app.model("name")')
@@ -255,6 +261,11 @@ class App:
     artifact = sync_method(RunEngine.artifact)
     wait = sync_method(RunEngine.wait)
     timeline = sync_method(RunEngine.timeline)
+    manifest = sync_method(RunEngine.manifest)
+    diff = sync_method(RunEngine.diff)
+    compare_results = sync_method(RunEngine.compare_results)
+    drift = sync_method(RunEngine.drift)
+    rerun = sync_method(RunEngine.rerun)
     logs = sync_method(RunEngine.logs)
     waiting = sync_method(RunEngine.waiting)
     summary = sync_method(RunEngine.summary)

@@ -24,12 +24,16 @@ from semel.errors import (
     SemelError,
 )
 from semel.runs import strict_json
+from semel.runs.diff import Drift, Rerun, ResultComparison, RunDiff, Section, compare, compare_results, refused
+from semel.runs.diff import drift as find_drift
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.job_store import close_reservation, open_reservations
+from semel.runs.manifest import collector
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, maintenance, partitions, queries, quotas, transitions
+from semel.runs.store import RunStore, maintenance, manifests, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
+from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
 from semel.runs.store.submit import Answer, Existing, JobDetails, Submission, one_of_each_group
 from semel.runs.submission import (
@@ -45,6 +49,7 @@ from semel.runs.types import (
     STATUSES,
     DedupePolicy,
     LogLine,
+    Manifest,
     Page,
     Quota,
     Run,
@@ -58,6 +63,9 @@ from semel.runs.types import (
 
 AT_ONCE = 16 * 1024
 """Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
+
+MAX_COMPARED = 500_000
+"""Bytes of results that are compared value by value; of larger ones only the digests are."""
 
 _log = logging.getLogger("semel.runs")
 
@@ -98,6 +106,7 @@ class RunEngine:
         reservation: str | None = None,
         key_ttl: float | None = None,
         dedupe: bool | None = None,
+        seed: int | None = None,
     ) -> Run:
         """Store a run of the model with these parameters, and return at once.
 
@@ -107,8 +116,9 @@ class RunEngine:
         ``dedupe=True`` looks for the payload even if there is a key, which then names the run that is found.
         ``user`` and ``tenant`` own the run: each has their own keys, payloads and quotas. ``delay`` seconds pass
         before it may start; ``priority`` (higher first), ``queue`` and ``cost`` override the model's.
-        ``reservation`` is a slot that was reserved before. Between ``reserve_job_slot`` and ``consume_reservation`` in
-        the same thread or task it need not be named: the run takes the slot.
+        ``seed`` (0 to 2³² - 1) is the run's ``ctx.seed``, instead of one derived from the payload; it is part of the
+        payload. ``reservation`` is a slot that was reserved before. Between ``reserve_job_slot`` and
+        ``consume_reservation`` in the same thread or task it need not be named: the run takes the slot.
 
         Raises ``UnknownModel``, ``InvalidParameters``, ``KeyReused`` for a key with another payload,
         ``QuotaExceeded``, ``CostLimitExceeded``, ``ReservationLost``: then nothing was stored.
@@ -126,6 +136,7 @@ class RunEngine:
             reservation=reservation,
             key_ttl=key_ttl,
             dedupe=dedupe,
+            seed=seed,
         )
         return await self.submit_run(model, parameters or {}, options)
 
@@ -136,10 +147,13 @@ class RunEngine:
         options: SubmitOptions,
         *,
         retry_of: str | None = None,
+        rerun_of: str | None = None,
         job: JobDetails | None = None,
     ) -> Run:
         """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data."""
-        build = partial(self._builder.submission, model, parameters, options, retry_of=retry_of, job=job)
+        build = partial(
+            self._builder.submission, model, parameters, options, retry_of=retry_of, rerun_of=rerun_of, job=job
+        )
         small = strict_json.is_small(parameters, AT_ONCE)
         (submission,) = _with_slots([build() if small else await self.store.run_blocking(build)])
         answer = await self.store.submit(submission)
@@ -296,6 +310,7 @@ class RunEngine:
             queue=run.queue,
             priority=run.priority,
             cost=run.asked_cost,
+            seed=run.seed,
         )
         return await self.submit_run(run.model, run.parameters, options, retry_of=run.id)
 
@@ -358,6 +373,113 @@ class RunEngine:
     async def timeline(self, run_id: str, *, tenant: str | None = None) -> list[Step]:
         """Every step of the run's life, oldest first."""
         return await self.store.read(queries.timeline, (await self.get(run_id, tenant=tenant)).id)
+
+    async def manifest(self, run_id: str, *, attempt: int | None = None, tenant: str | None = None) -> Manifest:
+        """What an attempt was made of (the last one, or the one of this number, from 1): parameters, seed and data, the
+        environment of its worker and its code, and the digest of its result.
+
+        Raises ``RunNotFound`` if the run has no such attempt.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        rows = await self.store.read(manifests.attempts_of, run.id)
+        if attempt is not None:
+            checked_int("attempt", attempt, 1)
+        number = len(rows) if attempt is None else attempt
+        if attempt is not None and number > len(rows):
+            raise RunNotFound(f"run {run.id} has no attempt {number}: it has {len(rows)}")
+        if not rows:
+            return manifest_of(run)
+        recorded = await self.store.read(manifests.of_attempt, rows[number - 1], run.model)
+        return manifest_of(run, number, rows, recorded)
+
+    async def diff(self, a: str, b: str, *, tenant: str | None = None) -> RunDiff:
+        """How the last attempts of two runs differ, what most likely explains different results first, and whether
+        their results are the same.
+        """
+        one, other = await self.manifest(a, tenant=tenant), await self.manifest(b, tenant=tenant)
+        return compare(one, other, await self.compare_results(a, b, tenant=tenant))
+
+    async def compare_results(self, a: str, b: str, *, tenant: str | None = None) -> ResultComparison:
+        """Whether two runs have the same result, by its digest; for numbers in it, the largest relative difference."""
+        runs = [await self.get(a, tenant=tenant), await self.get(b, tenant=tenant)]
+        without = [name for name, run in zip("AB", runs, strict=True) if run.status != "SUCCEEDED"]
+        if without:
+            has = "have no results" if len(without) == 2 else "has no result"
+            return ResultComparison(verdict="unknown", message=f"{' and '.join(without)} {has}")
+        if runs[0].result_digest == runs[1].result_digest:
+            return ResultComparison(verdict="same", message="same result")
+        if max(run.result_size or 0 for run in runs) > MAX_COMPARED:
+            return ResultComparison(verdict="differs", message="the results differ, and are too large to compare")
+        texts = [await self.result_json(run.id) for run in runs]
+        return await self.store.run_blocking(compare_results, *texts)
+
+    async def drift(self, run_id: str, *, tenant: str | None = None) -> Drift:
+        """What changed since the run's last attempt (code, data, packages, Python), of what a rerun would run with.
+
+        Compared with the newest manifest of a worker that has the model now or, if there is none, with this process.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        before = await self.manifest(run.id)
+        live = [
+            each.id
+            for each in await self.workers()
+            if each.alive and not each.draining and run.model in each.models and run.queue in each.queues
+        ]
+        now = await self.store.read(manifests.newest, run.model, live) if live else None
+        name = "this process" if now is None else f"worker {now.worker}"
+        if now is None:
+            parts = await self.store.run_blocking(collector.parts, list(self.registry))
+            now = manifests.recorded_here(parts, run.model)
+        sections = find_drift(before, with_recorded(manifest_of(run), now))
+        if gone := await self._missing_data(run):
+            sections.insert(0, Section(name="data", unknown=gone))
+        return Drift(compared_with=name, sections=sections)
+
+    async def _missing_data(self, run: Run) -> str | None:
+        """Why the run's data cannot be read; None if it can, or if there is none."""
+        if run.data_ref is None:
+            return None
+        try:
+            await self.store.run_blocking(self._results().size, run.data_ref)
+        except ResultStoreError as error:
+            return str(error)
+        return None
+
+    async def rerun(
+        self,
+        run_id: str,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        strict: bool = False,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+    ) -> Rerun:
+        """Submit a run that has ended again, also one that succeeded, as a new run with ``rerun_of``.
+
+        It has the same model, parameters, seed, data, user and queue; ``parameters`` replaces some of them, and
+        ``seed`` the seed. Its key and its place in the quota are its own. ``rerun.drift`` is what had changed before it
+        was stored (see :meth:`drift`); if there is anything, ``strict`` raises ``Drifted`` and stores nothing.
+        """
+        run = await self.get(run_id, tenant=tenant)
+        if refusal := run.rerun_refusal:
+            raise IllegalTransition(refusal)
+        drift = await self.drift(run.id)
+        if strict and drift.any:
+            raise refused(run.id, drift)
+        changed = bool(parameters) and seed is None  # then only the parameters are to differ
+        options = SubmitOptions(
+            idempotency_key=idempotency_key,
+            user=run.user,
+            tenant=run.tenant,
+            queue=run.queue,
+            priority=run.priority,
+            cost=run.asked_cost,
+            dedupe=False,
+            seed=run.actual_seed if changed else run.seed if seed is None else seed,
+        )
+        asked = {**run.parameters, **(parameters or {})}
+        return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id), drift)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None

@@ -12,9 +12,12 @@ it in semel: ``rq`` can only stop the process, and the run would be executed aga
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import msgspec
 from redis import Redis
@@ -24,6 +27,7 @@ from rq import Queue
 
 from semel.errors import InvalidRequest
 from semel.runs.app import App
+from semel.runs.manifest import collector
 from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, BrokerTransport, find, perform
 
 JOB = "semel.runs.rq.look"
@@ -56,6 +60,7 @@ class RqTransport(BrokerTransport):
         self._queues: dict[str, Queue] = {}
         if "rq.cli" in sys.modules:
             app.ledger(awaited=True)  # a worker imports this before it forks: load here what every run would load
+            os.register_at_fork(before=partial(_collect, ref(app)))
 
     def send(self, queues: Mapping[str, Sequence[str]], location: AppLocation) -> None:
         """Send a few hundred messages in one round trip."""
@@ -74,6 +79,12 @@ class RqTransport(BrokerTransport):
         if name not in self._queues:
             self._queues[name] = Queue(name, connection=self._redis)
         return self._queues[name]
+
+
+def _collect(app: ref[App]) -> None:
+    """Collect the manifest before a worker forks, so that not every run does: it forks for each."""
+    if (found := app()) is not None:
+        collector.parts(found.registry)
 
 
 def _job(run_id: str, where: Any) -> Any:

@@ -27,6 +27,7 @@ from semel.runs.store.submit import Answer, Created, JobDetails, Submission
 from semel.runs.types import (
     INTERNAL_PREFIX,
     INTERNAL_QUEUE,
+    MAX_SEED,
     MICRO,
     DedupePolicy,
     Run,
@@ -54,6 +55,7 @@ class SubmitOptions(TypedDict, total=False):
     reservation: str | None
     key_ttl: float | None
     dedupe: bool | None
+    seed: int | None
 
 
 class _Keys(NamedTuple):
@@ -97,7 +99,7 @@ class SubmissionBuilder:
         if given == like.parameters:
             payload_hash, facet = like.payload_hash, like.facet
         else:
-            payload_hash, facet = model.payload_hash(given), _group(model, given)
+            payload_hash, facet = model.payload_hash(given, like.seed), _group(model, given)
         names, also = (own_key, None) if like.own_key is None else (None, own_key)
         if like.key_kind == "payload" and like.key is not None:
             names = payload_hash
@@ -118,6 +120,7 @@ class SubmissionBuilder:
         options: SubmitOptions,
         *,
         retry_of: str | None = None,
+        rerun_of: str | None = None,
         job: JobDetails | None = None,
         internal: bool = False,
     ) -> Submission:
@@ -128,9 +131,14 @@ class SubmissionBuilder:
         if registered.name.startswith(INTERNAL_PREFIX) and not internal:
             raise UnknownModel(f"the model {model!r} is the service's own: only the service submits its runs")
         given = registered.check(parameters)
-        payload_hash = registered.payload_hash(given)
+        seed = options.get("seed")
+        if seed is not None:
+            checked_int("seed", seed, 0, MAX_SEED)
+        payload_hash = registered.payload_hash(given, seed)
         keys = self._keys(options, payload_hash, retry_of)
         run_id, first, asked = new_id(), None, keys.asked
+        if rerun_of is not None:  # the key of the run itself names that run, and no rerun
+            asked = sha256(f"rerun\0{rerun_of}\0{payload_hash}".encode()).hexdigest()
         if job is not None:
             asked = job.digest
             if job.data is not None:
@@ -162,6 +170,8 @@ class SubmissionBuilder:
             max_lost=registered.max_lost,
             facet=_group(registered, given),
             retry_of=retry_of,
+            rerun_of=rerun_of,
+            seed=seed,
             reservation=None if reservation is None else checked_name("reservation", reservation, empty=False),
             asked=asked,
             trace=tracing.current(),
@@ -285,6 +295,8 @@ def _new_run(submission: Submission, answer: Created) -> Run:
         payload_hash=submission.payload_hash,
         idempotency_key=submission.client_key,
         retry_of=submission.retry_of,
+        rerun_of=submission.rerun_of,
+        seed=submission.seed,
         cost=cost,
         asked_cost=cost,
         created_us=answer.created_us,

@@ -71,8 +71,19 @@ class Attempt(Struct, frozen=True, kw_only=True):
     worker: str = ""
     data_ref: str | None = None
     """The ref of the run's data in the result store, if it has any."""
+    seed: int | None = None
+    """The seed that was given; None if it is derived from the payload."""
     trace: str | None = None
     """The attempt's span as ``traceparent``, for an attempt in another process."""
+
+
+MAX_SEED = 2**32 - 1
+"""The largest seed that ``random``, NumPy and torch all take."""
+
+
+def seed_of(payload_hash: str) -> int:
+    """The seed of a run for which none was given: the same payload has the same."""
+    return int(payload_hash[:8] or "0", 16)
 
 
 class Artifact(Struct, frozen=True):
@@ -166,6 +177,9 @@ class Run(Struct, frozen=True, kw_only=True, gc=False):
     """Returned by submit with a key: until when the key names the run."""
     quota_warnings: list[str] = []
     cost_limit_warning: str | None = None
+    seed: int | None = None
+    """The seed that was given at submit; None if it is derived from the payload."""
+    rerun_of: str | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -174,6 +188,11 @@ class Run(Struct, frozen=True, kw_only=True, gc=False):
             raise InvalidRequest(f"the list left the parameters of run {self.id} out: ask it for them, or get the run")
         parameters: dict[str, Any] = msgspec.json.decode(self.parameters_json)
         return parameters
+
+    @property
+    def actual_seed(self) -> int:
+        """The seed of the run, as ``ctx.seed``."""
+        return seed_of(self.payload_hash) if self.seed is None else self.seed
 
     @property
     def done(self) -> bool:
@@ -192,6 +211,17 @@ class Run(Struct, frozen=True, kw_only=True, gc=False):
             return f"run {self.id} is {self.status}; only a FAILED or CANCELLED run can be retried"
         if self.model.startswith(INTERNAL_PREFIX):
             return f"run {self.id}: a job at a provider is not retried; submit it again, with a new key"
+        if self.held:
+            return f"run {self.id} never got its data; submit the job again"
+        return None
+
+    @property
+    def rerun_refusal(self) -> str | None:
+        """Why ``rerun`` refuses the run; None if it can be run again."""
+        if not self.done:
+            return f"run {self.id} is {self.status}; only a run that has ended can be run again"
+        if self.model.startswith(INTERNAL_PREFIX):
+            return f"run {self.id}: a job at a provider is not run again; submit it again, with a new key"
         if self.held:
             return f"run {self.id} never got its data; submit the job again"
         return None
@@ -260,6 +290,45 @@ class Step(Struct, frozen=True):
     def at(self) -> datetime:
         """When it happened."""
         return moment(self.at_us)
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """What an attempt of a run was made of: what it was asked, on what it ran and with which code, and what came of it.
+
+    What could not be found out is a text that begins with ``unavailable:``.
+    """
+
+    run_id: str
+    model: str
+    attempt: int = 0
+    """Which attempt, from 1; 0 if the run has not begun."""
+    attempts: int = 0
+    """How many the run has."""
+    fence: int = 0
+    step: str = ""
+    """How it ended: ``succeeded``, ``retried``, ``lost``, …; or ``running``."""
+    worker: str | None = None
+    began_at: datetime | None = None
+    ended_at: datetime | None = None
+    parameters: dict[str, Any] = {}
+    payload_hash: str = ""
+    seed: int = 0
+    seed_given: bool = False
+    """Whether the seed was given at submit; else it follows from the payload."""
+    data_ref: str | None = None
+    """The ref of its data, which contains the digest of the content."""
+    result_digest: str | None = None
+    host: str | None = None
+    environment_digest: str | None = None
+    environment: dict[str, Any] | None = None
+    """``python``, ``packages``, ``platform``, ``cpu``, ``memory_bytes``, ``gpus``, ``image``, ``variables``."""
+    code_digest: str | None = None
+    code: dict[str, Any] | None = None
+    """``reference``, ``function`` and ``module`` (SHA-256 of their sources), ``file``, ``git``."""
+    recorded_at: datetime | None = None
+    """When its worker wrote the environment and the code."""
+    missing: str | None = None
+    """Why there is no environment and no code, or what is to be known of them."""
 
 
 class LogLine(Struct, frozen=True):

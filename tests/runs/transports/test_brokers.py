@@ -77,6 +77,9 @@ def test_stock_workers_execute_sync_async_and_threaded_models(ground: Ground, ki
         ended = ground.wait_ended(app, run)
         assert (ended.status, ended.attempts, app.result(run.id)) == ("SUCCEEDED", 1, 5)
         assert len(ground.notes(run.id)) == 1
+        made = app.manifest(run.id)
+        assert made.code is not None
+        assert (made.missing, made.worker, len(made.code["function"])) == (None, ended.worker, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,10 @@ from support.service import TestServer, serve
 
 JSON = {"Content-Type": "application/json"}
 GONE = "01980a5e-8d1c-7c3e-9f00-5f2d6a1b3c4d"
-BACKGROUND = {"semel_workers", "semel_leaders", "semel_removals", "semel_fence_counter"}
+BACKGROUND = {"semel_workers", "semel_leaders", "semel_removals", "semel_fence_counter"} | {
+    "semel_manifests",
+    "semel_worker_manifests",
+}
 """What the service writes by itself."""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any
 
 from litestar import Response, get
 from litestar.params import QueryParameter
@@ -16,20 +15,19 @@ from semel.dashboard.runs import queries
 from semel.dashboard.runs.timeline import Timeline, draw_timeline
 from semel.dashboard.templating import DASH, duration, number, page, plain_time, short, size, utc
 from semel.errors import ResultStoreError, RunNotComplete
+from semel.runs.diff import SECTIONS, Difference, ResultComparison, Section, compare, differences
 from semel.runs.types import MICRO, Run
 from semel.service.api.params import AnyRequest
 from semel.service.api.problems import problem_of
+from semel.service.api.run_manifests import visible
 from semel.service.auth.middleware import Principal
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
 MAX_JSON = 500_000
 """Bytes of JSON that are compared path by path; of larger values the page shows only whether they are equal."""
-MAX_DIFFERENCES = 200
-MAX_VALUE = 300
-"""Characters of a value that are shown."""
-MISSING = object()
-
-Kind: TypeAlias = Literal["changed", "only in A", "only in B"]
+FOLDED = ("Worker", "Key", "Payload hash", "Submitted", "Started", "Ended")
+"""Facts that explain nothing."""
+NOT_COMPARED = ResultComparison(verdict="unknown", message="")
 RunQuery = Annotated[str, QueryParameter(max_length=100)]
 
 
@@ -40,15 +38,6 @@ class Fact(Struct, frozen=True):
     a: str
     b: str
     differs: bool
-
-
-class Difference(Struct, frozen=True):
-    """A path at which two JSON values differ; ``a`` or ``b`` is None where it has no value there."""
-
-    path: str
-    kind: Kind
-    a: str | None
-    b: str | None
 
 
 class JsonComparison(Struct, frozen=True):
@@ -81,11 +70,21 @@ async def show(
             "a": one.id,
             "b": other.id,
             "sides": await _sides(service, one, other),
-            "facts": facts(one, other),
+            "facts": [fact for fact in facts(one, other) if fact.label not in FOLDED],
+            "folded": [fact for fact in facts(one, other) if fact.label in FOLDED],
             "parameters": _compare_parameters(one, other),
-            "result": await _compare_results(service, caller, one, other),
+            "sections": await _sections(service, caller, one, other),
+            "result": await _compare_results(service, one, other),
         }
     return page(request, service, caller, "runs/compare.html", **data)
+
+
+async def _sections(service: ServiceState, caller: Principal, one: Run, other: Run) -> list[Section]:
+    """What may explain a difference, the most likely first. The parameters have their place among them."""
+    manifests = [visible(await service.engine.manifest(run.id), caller) for run in (one, other)]
+    found = compare(manifests[0], manifests[1], NOT_COMPARED).sections
+    by_name = {each.name: each for each in found if not each.folded}
+    return [by_name.get(name, Section(name=name)) for name in SECTIONS if name in by_name or name == "parameters"]
 
 
 async def _sides(service: ServiceState, *runs: Run) -> list[Side]:
@@ -140,20 +139,13 @@ def _compare_parameters(one: Run, other: Run) -> JsonComparison:
     return _compare_json(one.parameters_json, other.parameters_json)
 
 
-async def _compare_results(service: ServiceState, caller: Principal, one: Run, other: Run) -> JsonComparison:
-    without = [name for name, run in (("A", one), ("B", other)) if run.status != "SUCCEEDED"]
-    if without:
-        has = "have no results" if len(without) == 2 else "has no result"
-        return JsonComparison(message=f"{' and '.join(without)} {has}.")
-    if one.result_digest == other.result_digest:
-        return JsonComparison(message="Equal.")
-    if max(one.result_size or 0, other.result_size or 0) > MAX_JSON:
-        return JsonComparison(message="The results are different, and too large to compare here.")
+async def _compare_results(service: ServiceState, one: Run, other: Run) -> JsonComparison:
     try:
-        texts = [await service.engine.result_json(run.id, tenant=caller.tenant) for run in (one, other)]
+        found = await service.engine.compare_results(one.id, other.id)
     except (ResultStoreError, RunNotComplete) as error:
         return JsonComparison(problem=problem_of(error))
-    return _compare_json(*texts)
+    message = "Equal." if found.verdict == "same" else f"{found.message[0].upper()}{found.message[1:]}."
+    return JsonComparison(found.differences, found.more, message)
 
 
 def _compare_json(one: str | bytes, other: str | bytes) -> JsonComparison:
@@ -163,63 +155,6 @@ def _compare_json(one: str | bytes, other: str | bytes) -> JsonComparison:
         equal = "Equal" if one == other else "Different"
         return JsonComparison(message=f"{equal}, and nested too deeply to compare here.")
     return JsonComparison(found, more, message="" if found else "Equal.")
-
-
-def differences(a: Any, b: Any, most: int = MAX_DIFFERENCES) -> tuple[list[Difference], bool]:
-    """The first differences of two JSON values, and whether there are more."""
-    found: list[Difference] = []
-    for path, one, other in _differing_paths(a, b):
-        if len(found) >= most:
-            return found, True
-        kind: Kind = "only in B" if one is MISSING else "only in A" if other is MISSING else "changed"
-        found.append(Difference(path or "(the whole value)", kind, _json_text(one), _json_text(other)))
-    return found, False
-
-
-def _differing_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The paths at which they differ. Without recursion, because values can be nested to any depth."""
-    stack: list[tuple[str, Any, Any]] = [("", a, b)]
-    while stack:
-        path, one, other = stack.pop()
-        if isinstance(one, dict) and isinstance(other, dict):
-            names = [*one, *(name for name in other if name not in one)]
-            inner = [(_member(path, name), one.get(name, MISSING), other.get(name, MISSING)) for name in names]
-        elif isinstance(one, list) and isinstance(other, list):
-            inner = [(f"{path}[{n}]", _item(one, n), _item(other, n)) for n in range(max(len(one), len(other)))]
-        else:
-            if not _equal(one, other):
-                yield path, one, other
-            continue
-        stack += reversed(inner)
-
-
-def _item(values: list[Any], place: int) -> Any:
-    return values[place] if place < len(values) else MISSING
-
-
-def _member(path: str, name: str) -> str:
-    if name.isidentifier():
-        return f"{path}.{name}" if path else name
-    return f"{path}[{json.dumps(name, ensure_ascii=False)}]"
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: true is not equal to 1, but 1.0 is."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, dict | list) or isinstance(other, dict | list):
-        return False
-    return bool(one == other)
-
-
-def _json_text(value: Any) -> str | None:
-    if value is MISSING:
-        return None
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        text = "(nested too deeply to show)"
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"
 
 
 HANDLERS = (show,)

@@ -18,15 +18,17 @@ from semel.dashboard.runs.downloads import image_type
 from semel.dashboard.runs.timeline import draw_timeline
 from semel.dashboard.sse import END_EVENT, NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
-from semel.errors import ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
-from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Run, Step, Waiting
+from semel.errors import IllegalTransition, ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
+from semel.runs.diff import ResultComparison
+from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Manifest, Run, Step, Waiting
 from semel.service.api.params import AnyRequest, RunId
 from semel.service.api.problems import problem_of
+from semel.service.api.run_manifests import visible, visible_drift
 from semel.service.auth.middleware import Principal
 from semel.service.sse import longest_wait, to_completion
 from semel.service.state import CurrentPrincipal, CurrentState, ServiceState
 
-PARTS = ("state", "waiting", "timeline", "outcome", "log", "facts")
+PARTS = ("state", "waiting", "timeline", "outcome", "log", "facts", "manifest")
 """The parts of the page that change; each is a template in the folder run."""
 PARTS_BY_TIME = ("waiting", "timeline")
 """The parts that change as time passes, although nothing happens to the run."""
@@ -41,6 +43,8 @@ MAX_HTML = 30_000
 MAX_TRACEBACK = 15_000
 MAX_JSON = 200_000
 """Bytes of JSON that are formatted for the page; larger values can only be downloaded."""
+MAX_PATCH = 20_000
+"""Bytes of HTML that uncommitted changes of the code may take."""
 MAX_LOG_LINES = 200
 MAX_LINE = 2000
 MAX_RETRIES = 20
@@ -73,6 +77,10 @@ class RunDetail(Struct, frozen=True, kw_only=True):
     retries: list[str]
     result: JsonPreview | None
     result_problem: Problem | None
+    manifest: Manifest
+    """That of the last attempt, as far as the caller may see it."""
+    comparison: ResultComparison | None
+    """Of a rerun that has ended: whether its result is that of the run that it runs again."""
 
 
 @get("/ui/runs/{run_id:str}")
@@ -144,10 +152,13 @@ async def _read_detail(
     """The run with everything that the page shows; what cannot have changed since ``before`` is not read again."""
     if before is not None and before.run.version == run.version:
         steps, retries, result, problem = before.steps, before.retries, before.result, before.result_problem
+        manifest, comparison = before.manifest, before.comparison
     else:
         steps = await service.store.read(queries.last_steps, run.id)
         retries = await service.store.read(queries.retries, run, MAX_RETRIES) if run.done else []
         result, problem = await _read_result(service, caller, run)
+        manifest = visible(await service.engine.manifest(run.id), caller)
+        comparison = await _compare_with_first(service, caller, run)
     lines = await service.store.read(queries.last_lines, run.id, MAX_LOG_LINES)
     shown = _fit_log(lines)
     return RunDetail(
@@ -160,7 +171,20 @@ async def _read_detail(
         retries=retries,
         result=result,
         result_problem=problem,
+        manifest=manifest,
+        comparison=comparison,
     )
+
+
+async def _compare_with_first(service: ServiceState, caller: Principal, run: Run) -> ResultComparison | None:
+    """Of a rerun that has ended, the comparison of its result; None if the first run was removed."""
+    if run.rerun_of is None or not run.done:
+        return None
+    try:
+        await service.run(run.rerun_of, caller)
+        return await service.engine.compare_results(run.rerun_of, run.id)
+    except (ResultStoreError, RunNotFound, RunNotComplete):
+        return None
 
 
 async def _read_waiting(service: ServiceState, caller: Principal, run: Run) -> Waiting | None:
@@ -231,7 +255,18 @@ def template_context(detail: RunDetail) -> dict[str, Any]:
         "images": images[:MAX_IMAGES],
         "seconds": queries.run_seconds(run),
         "internal": run.model.startswith(INTERNAL_PREFIX),
+        "manifest": detail.manifest,
+        "patch": _shown_patch(detail.manifest),
     }
+
+
+def _shown_patch(manifest: Manifest) -> str | None:
+    """The uncommitted changes of the code, as far as they fit on the page."""
+    git = (manifest.code or {}).get("git")
+    patch = git.get("patch") if isinstance(git, dict) else None
+    if patch is None or _html_size(patch) <= MAX_PATCH:
+        return patch
+    return f"{patch[: MAX_PATCH // 2]}\n…"
 
 
 @post("/ui/runs/{run_id:str}/cancel", status_code=303)
@@ -252,4 +287,24 @@ async def retry(run_id: RunId, request: AnyRequest, service: CurrentState, calle
     return redirect_with_message(request, service, f"/ui/runs/{again.id}", message)
 
 
-HANDLERS = (show, live, cancel, retry)
+@get("/ui/runs/{run_id:str}/rerun")
+async def ask_for_rerun(
+    run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal
+) -> Response[Any]:
+    """What changed since the run, and a button that runs it again."""
+    run = await service.run(run_id, caller)
+    if refusal := run.rerun_refusal:
+        raise IllegalTransition(refusal)
+    drift = visible_drift(await service.engine.drift(run.id), caller)
+    return page(request, service, caller, "run/rerun.html", title=f"Run {short_id(run.id)} again", run=run, drift=drift)
+
+
+@post("/ui/runs/{run_id:str}/rerun", status_code=303)
+async def rerun(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
+    """Run the run again, and redirect to the new run."""
+    run = await service.run(run_id, caller)
+    again = await service.engine.rerun(run.id, tenant=caller.tenant)
+    return redirect_with_message(request, service, f"/ui/runs/{again.run.id}", f"This is a rerun of {run.id}.")
+
+
+HANDLERS = (show, live, cancel, retry, ask_for_rerun, rerun)

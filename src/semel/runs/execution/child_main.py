@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -72,6 +73,8 @@ class RunAttempt(msgspec.Struct, tag=True, frozen=True):
     scratch: str
     home: str | None = None
     """The folder from which the parent imported the model, in case it is not on the path."""
+    seeded: bool = False
+    """Whether the generators of random numbers are seeded before the model is called."""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -255,6 +258,8 @@ class Child:
             if stop.is_set():
                 return AttemptResult(kind="cancelled", reason="cancelled before it began")
             log_capture.mute_captured_handlers(self._texts)
+            if work.seeded:
+                _seed(ctx.seed)
             return execution.execute_attempt(ctx, work.attempt, model, results, self._config.limits, fatal=work.fatal)
         finally:
             for stream in self._streams:
@@ -287,6 +292,16 @@ class Child:
             model = make_model(work.attempt.model, function, isolation="thread")  # the main thread
             model = self._models[key] = replace(model, function=_in_one_process(function))
         return model
+
+
+def _seed(seed: int) -> None:
+    """Seed Python's generator, and those of NumPy and torch if the model has imported them; nothing is imported."""
+    random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed(seed)
+    if torch is not None:
+        torch.manual_seed(seed)
 
 
 def _has_children() -> bool:

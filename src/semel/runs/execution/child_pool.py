@@ -205,7 +205,15 @@ class _Execution:
         fatal = frozenset(name_of(kind) for kind in self._model.fatal)
         model = self._model
         process.send(
-            RunAttempt(self.attempt, model.reference, model.main_path, fatal, str(self.scratch), home(model.reference))
+            RunAttempt(
+                self.attempt,
+                model.reference,
+                model.main_path,
+                fatal,
+                str(self.scratch),
+                home(model.reference),
+                model.seeded,
+            )
         )
         try:
             return await self._ended

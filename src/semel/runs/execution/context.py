@@ -15,7 +15,7 @@ from semel.runs.execution import log_capture
 from semel.runs.execution.input_data import unpack
 from semel.runs.execution.log_capture import AttemptSink, BoundedLog
 from semel.runs.results import ResultStore, place
-from semel.runs.types import Attempt, checked_cost
+from semel.runs.types import Attempt, checked_cost, seed_of
 
 __all__ = ["AttemptSink", "Context", "Stop", "StopFlag"]
 
@@ -109,6 +109,12 @@ class Context:
     @property
     def worker(self) -> str:
         return self._attempt.worker
+
+    @property
+    def seed(self) -> int:
+        """A number from 0 to 2³² - 1: that which was given at submit, or one that is the same for the same payload."""
+        given = self._attempt.seed
+        return seed_of(self._attempt.payload_hash) if given is None else given
 
     @property
     def data(self) -> Path | None:

@@ -66,6 +66,8 @@ class Model:
     """Parameters that are not hashed, because they do not matter, such as the time of sending."""
     summary: str | None = None
     """The parameter that runs of this model are grouped by in summaries."""
+    seeded: bool = False
+    """Whether ``random``, NumPy and torch are seeded with ``ctx.seed`` before the function is called."""
     grace: float = 10.0
     """Seconds between the polite request to stop and the forced end."""
 
@@ -83,8 +85,11 @@ class Model:
         except ValueError as error:
             raise InvalidParameters(f"model {self.name!r} {error}") from error.__cause__
 
-    def payload_hash(self, parameters: Mapping[str, Any] | str) -> str:
-        """Return 64 hex digits: the same for the same parameters, whether given as Python objects or as their JSON."""
+    def payload_hash(self, parameters: Mapping[str, Any] | str, seed: int | None = None) -> str:
+        """Return 64 hex digits: the same for the same parameters, whether given as Python objects or as their JSON.
+
+        A seed that is given belongs to what was asked: with another one, it is another payload.
+        """
         try:
             if isinstance(parameters, str):
                 asked = msgspec.json.decode(parameters)
@@ -92,7 +97,8 @@ class Model:
                 asked = msgspec.json.decode(self.signature.written(parameters))
             if self.exclude:
                 asked = {name: value for name, value in asked.items() if name not in self.exclude}
-            return sha256(canonical({"model": self.name, "parameters": asked})).hexdigest()
+            given = {} if seed is None else {"seed": seed}
+            return sha256(canonical({"model": self.name, "parameters": asked, **given})).hexdigest()
         except (ValueError, Unfingerprintable) as error:
             raise InvalidParameters(f"model {self.name!r} {error}") from error
 
@@ -117,6 +123,7 @@ class ModelOptions(TypedDict, total=False):
     fatal: Sequence[type[BaseException]]
     exclude: Sequence[str]
     summary: str | None
+    seeded: bool
     grace: float
 
 
@@ -135,6 +142,7 @@ def make_model(name: str, function: Callable[..., Any], **options: Unpack[ModelO
         checked = {option: known[option](option, value) for option, value in options.items()}
         isolation = _isolation(function, checked.pop("isolation", None))
         reference, main_path = _reference(function, needed=isolation == "process")
+        _can_be_seeded(isolation, seeded=checked.get("seeded", False))
         for option in ("exclude", "summary"):
             _are_parameters(option, checked.get(option), signature)
     except ValueError as error:
@@ -256,6 +264,11 @@ def _isolation(function: Callable[..., Any], asked: Isolation | None) -> Isolati
     return asked or ("loop" if is_async else "process")
 
 
+def _can_be_seeded(isolation: Isolation, *, seeded: bool) -> None:
+    if seeded and isolation != "process":
+        raise ValueError("seeded is for models in a process of their own; others share the generators: use ctx.seed")
+
+
 def _are_parameters(option: str, given: Any, signature: Signature) -> None:
     for name in {given} if isinstance(given, str) else given or ():
         if name not in signature.parameters and not signature.takes_extra:
@@ -296,6 +309,12 @@ def _parameter_name(option: str, value: Any) -> str | None:
     return value
 
 
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{option} is True or False, not {value!r:.80}")  # noqa: TRY004 (as all the others)
+    return value
+
+
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "max_attempts": lambda option, value: checked_int(option, value, 1),
     "max_lost": checked_int,
@@ -310,6 +329,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "fatal": _errors,
     "exclude": _names,
     "summary": _parameter_name,
+    "seeded": _flag,
     "grace": checked_number,
 }
 assert set(_OPTIONS) == set(ModelOptions.__annotations__) <= {option.name for option in fields(Model)}

@@ -45,6 +45,8 @@ class Leased(Struct, frozen=True):
     due_us: int
     """When this attempt could have begun."""
     priority: int
+    seed: int | None = None
+    """The seed that was given; None if it is derived from the payload."""
 
 
 def _picked(dialect: Dialect, which: str) -> str:
@@ -64,7 +66,7 @@ def _leased(dialect: Dialect) -> str:
     """The columns of :class:`Leased`."""
     return f"""{dialect.as_text("k.id")}, k.fence, k.model, r.parameters, {dialect.digits("r.payload_hash")},
   k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, r.created_us, {FIRST_START}, k.began_us,
-  coalesce(k.data_ref, r.data_ref), r.trace, k.due_us, k.priority"""
+  coalesce(k.data_ref, r.data_ref), r.trace, k.due_us, k.priority, r.seed"""
 
 
 _TAKEN = """k.id, k.fence, k.model, k.attempts, k.errors, k.user_id, k.tenant, k.queue, k.lease_us, k.started_us,
@@ -107,7 +109,7 @@ SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
 _WAITING = """
 SELECT p.rowid, p.version + 1, p.id, p.fence + 1, p.model, r.parameters, r.payload_hash, p.attempts + 1, p.errors,
   p.user_id, p.tenant, p.queue, p.lease_us, r.created_us, coalesce(p.started_us, p.began_us, :now), :now,
-  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us, p.priority
+  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us, p.priority, r.seed
 FROM semel_active AS p CROSS JOIN semel_runs AS r ON r.id = p.id"""
 """SQLite: the columns of :class:`Leased` of runs that wait, as they are after the lease."""
 _TAKE_ROWS = Statement(

@@ -65,6 +65,8 @@ class Submission(Struct, frozen=True, kw_only=True, gc=False):
     max_lost: int
     facet: str | None = None
     retry_of: str | None = None
+    rerun_of: str | None = None
+    seed: int | None = None
     reservation: str | None = None
     slot: str | None = None
     """A reservation in whose flow it is submitted: if it still holds a slot, the run takes that slot."""
@@ -108,6 +110,11 @@ class Submission(Struct, frozen=True, kw_only=True, gc=False):
     def reserved(self) -> bool:
         """Whether it may have a reserved slot."""
         return self.reservation is not None or self.slot is not None
+
+    @property
+    def first_run(self) -> str | None:
+        """The run that it retries or runs again, whose data it has."""
+        return self.rerun_of if self.retry_of is None else self.retry_of
 
     @property
     def place(self) -> tuple[str, str, str, str | None]:
@@ -192,6 +199,8 @@ _RUN_COLUMNS = {
     "in_trace": "text",
     "in_dedupe": "uuid",
     "in_dedupe_for": "bigint",
+    "in_seed": "bigint",
+    "in_rerun_of": "uuid",
 }
 
 
@@ -199,7 +208,8 @@ _USUAL_LEASE = "60000000"
 """See ``schema.submitted``."""
 _SUBMITTED = (
     "id, created_us, lease_us, asked_cost, stall_us, priority, max_attempts, max_lost, tenant, user_id, model, "
-    "queue, payload_hash, parameters, idempotency_key, facet, retry_of, data_ref, trace"
+    "queue, payload_hash, parameters, idempotency_key, facet, retry_of, data_ref, trace, "
+    "seed, rerun_of"
 )
 _ACTIVE = (
     "id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready, tenant, user_id, queue, "
@@ -229,13 +239,15 @@ RETURNING {dialect.returning("id")}"""
 
 
 def _insert(dialect: Dialect, asked: str, *, retries: bool) -> str:
-    data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = in_retry_of)" if retries else "NULL"
+    data = "NULL"
+    if retries:
+        data = "(SELECT d.data_ref FROM semel_run_states AS d WHERE d.id = coalesce(in_retry_of, in_rerun_of))"
     return f"""
 INSERT INTO semel_runs ({_SUBMITTED})
 SELECT in_id, {dialect.now}, {dialect.sparse("in_lease", _USUAL_LEASE)}, nullif(in_cost, 0), in_stall,
   {dialect.sparse("in_priority", "0")}, in_max_attempts, in_max_lost,
   in_tenant, in_user, in_model, in_queue, {dialect.digest("in_hash")}, in_parameters, in_key, in_facet,
-  in_retry_of, {data}, in_trace
+  in_retry_of, {data}, in_trace, in_seed, in_rerun_of
 FROM {asked}"""
 
 
@@ -276,7 +288,7 @@ _CREATE_ALIKE = Statement(_alike, _OWN_COLUMNS)
 
 class _Creating:
     """Writes new runs: on PostgreSQL in one statement, or two, on SQLite in a few. ``deduped``: where a payload names
-    an active run, no other is written. ``retries``: some have the data of the run that they retry."""
+    an active run, no other is written. ``retries``: some have the data of the run that they retry, or run again."""
 
     def __init__(self, *, deduped: bool, retries: bool) -> None:
         self._deduped = deduped
@@ -358,7 +370,7 @@ def submit(conn: Connection, submissions: Sequence[Submission], context: Stateme
 
 
 def _is_plain(each: Submission) -> bool:
-    return each.key is None and each.retry_of is None and each.job is None and not each.reserved
+    return each.key is None and each.first_run is None and each.job is None and not each.reserved
 
 
 def _create_plain(
@@ -385,15 +397,15 @@ def _write_alike(conn: Connection, submissions: Sequence[Submission], context: S
 def _without_their_first(
     conn: Connection, submissions: Sequence[Submission], context: StatementContext
 ) -> dict[str, Answer]:
-    """Refuse retries of runs that were purged meanwhile; lock the other runs until the transaction ends."""
-    wanted = {each.retry_of for each in submissions if each.retry_of is not None}
+    """Refuse retries and reruns of runs that were purged meanwhile; lock the others until the transaction ends."""
+    wanted = {each.first_run for each in submissions if each.first_run is not None}
     if not wanted:
         return {}
     query = select(submitted.c.id).where(submitted.c.id.in_(wanted)).order_by(submitted.c.id)
     there = set(conn.scalars(query.with_for_update(read=True, key_share=True)))
-    orphans = [each for each in submissions if each.retry_of is not None and each.retry_of not in there]
+    orphans = [each for each in submissions if each.first_run is not None and each.first_run not in there]
     gone = "it was removed, being old, and cannot be retried; submit its work as a new run"
-    refused: dict[str, Answer] = {each.id: RunNotFound(f"there is no run {each.retry_of}: {gone}") for each in orphans}
+    refused: dict[str, Answer] = {each.id: RunNotFound(f"there is no run {each.first_run}: {gone}") for each in orphans}
     return refused | _known(conn, orphans, context)
 
 
@@ -565,7 +577,7 @@ def _write_runs(conn: Connection, submissions: Sequence[Submission], context: St
     if not submissions:
         return []
     deduped = any(each.dedupe is not None for each in submissions)
-    retries = any(each.retry_of is not None for each in submissions)
+    retries = any(each.first_run is not None for each in submissions)
     return _CREATE[deduped, retries].write(conn, list(map(_run_row, submissions)), context)
 
 
@@ -620,6 +632,8 @@ def _run_row(each: Submission) -> tuple[Any, ...]:
         each.trace,
         dedupe,
         None if dedupe is None else each.key_ttl_us,
+        each.seed,
+        each.rerun_of,
     )
 
 

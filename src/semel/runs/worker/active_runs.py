@@ -48,6 +48,7 @@ class ActiveRun:
             tenant=leased.tenant,
             worker=worker,
             data_ref=leased.data_ref,
+            seed=leased.seed,
         )
         self.stop = StopFlag()
         self.task: asyncio.Task[None] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -86,6 +86,7 @@ class Fetcher:
         active: ActiveRuns,
         *,
         log: WorkerLogger,
+        before_lease: Callable[[], Awaitable[None]],
         begin: Callable[[list[Leased]], None],
         unwritten: Callable[[], int],
     ) -> None:
@@ -96,6 +97,7 @@ class Fetcher:
         self._store = store
         self._active = active
         self._log = log
+        self._before_lease = before_lease
         self._begin = begin
         self._unwritten = unwritten
         self.busy: Slots = {"loop": 0, "process": 0, "thread": 0}
@@ -212,6 +214,7 @@ class Fetcher:
 
     async def _fetch(self, names: list[str], most: int) -> int:
         store = self._store
+        await self._before_lease()
         front = self._fronts.setdefault(tuple(names), Front())
         request = LeaseRequest(self._config.id, self._config.queues, names, most, front.since())
         try:  # not retried: if the reply was lost, the runs that it leased are given back first

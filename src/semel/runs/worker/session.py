@@ -29,6 +29,7 @@ from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
 from semel.runs.worker.completer import Completer
 from semel.runs.worker.fetcher import COOLDOWN, RETURNED, Fetcher, WorkerConfig
 from semel.runs.worker.heartbeat import Heartbeat
+from semel.runs.worker.manifests import ManifestWriter
 from semel.runs.worker.notifier import ChangeNotifier
 from semel.runs.worker.run_logs import EVERY as RUN_LOGS_EVERY
 from semel.runs.worker.run_logs import RunLogWriter, WorkerLogger
@@ -59,12 +60,14 @@ class WorkerSession:
         self._store.outage = app.outage
         self._results = app.results
         self._run_logs = RunLogWriter(self._store, self._active)
+        self._manifests = ManifestWriter(self._store, app.registry, config.id, self._log)
         self._fetcher = Fetcher(
             config,
             app.registry,
             self._store,
             self._active,
             log=self._log,
+            before_lease=self._manifests.write_if_changed,
             begin=self._begin,
             unwritten=lambda: len(self._completer),
         )
@@ -102,9 +105,11 @@ class WorkerSession:
 
     async def __aenter__(self) -> Self:
         self._owner = asyncio.current_task()
+        self._manifests.collect()
         try:
             await self._store.open_with_retry()
         except BaseException:
+            self._manifests.close()
             await self._store.close()
             raise
         self._background = [
@@ -115,6 +120,7 @@ class WorkerSession:
 
     async def __aexit__(self, *_: object) -> None:
         """Give back the runs that are not finished, also when the task is cancelled, and close everything."""
+        self._manifests.close()
         if len(self._active) and not self._database_silent:
             self.stop(at_once=True)
             await self._drain_all()
@@ -172,6 +178,7 @@ class WorkerSession:
             self._log.log(logging.WARNING, f"this worker has no slots for the models {', '.join(idle)}: they wait")
 
     async def work_on(self, run_id: str) -> bool:
+        await self._manifests.write_if_changed()
         leased = await self._store.write(lease.lease_these, self._config.id, [run_id], self._store.statement_context)
         for each in leased:
             if each.model in self._app.registry:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from semel.errors import SemelError
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.leader import LeaderTask
-from semel.runs.store import RunStore, lease, maintenance, outbox, partitions, transitions
+from semel.runs.store import RunStore, lease, maintenance, manifests, outbox, partitions, transitions
 from semel.runs.store.maintenance import Chores
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.transitions import Lost
@@ -37,6 +37,8 @@ CLEAN_UP_FOR = 5.0
 """Seconds that one turn may spend on removing expired rows; the next turn removes the rest."""
 CLEAN_UP_EVERY = 60.0
 """Seconds between two looks for rows to remove."""
+MANIFESTS_EVERY = 3600.0
+"""Seconds after which unused manifests are looked for again."""
 PARTITIONS_EVERY = 600.0
 """Seconds between two looks whether partitions are missing: they are made an hour ahead, or more."""
 EVERYTHING = Chores()
@@ -99,7 +101,7 @@ class Sweeper(LeaderTask):
         super().__init__(store, ROLE, holder, interval)
         self._renew_after = min(RENEW_AFTER * self._term, interval)
         self._chores: Chores | None = None
-        self._cleans_at = self._removes_at = 0.0
+        self._cleans_at = self._removes_at = self._forgets_at = 0.0
         self._transport = transport
         self._hooks = hooks
         self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
@@ -177,8 +179,20 @@ class Sweeper(LeaderTask):
         made = await self._make_partitions()
         if self._remove_old is not None:
             await self._remove_old(CLEAN_UP_FOR)
+        await self._remove_manifests()
         seldom = made and self._remove_old is None
         self._removes_at = time.monotonic() + (PARTITIONS_EVERY if seldom else CLEAN_UP_EVERY)
+
+    async def _remove_manifests(self) -> None:
+        """Remove manifests of workers that are gone and have no runs left, once in a while."""
+        now = time.monotonic()
+        if now < self._forgets_at:
+            return
+        self._forgets_at = now + MANIFESTS_EVERY
+        more = True
+        while more and time.monotonic() < now + CLEAN_UP_FOR:
+            removed = await self._store.write(manifests.remove_unused, self._store.statement_context)
+            more = removed >= manifests.BATCH
 
     async def _make_partitions(self) -> bool:
         """Make the partitions of the time ahead. Without them all goes on, in the default partition.

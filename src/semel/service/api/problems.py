@@ -15,6 +15,7 @@ from semel._validation import with_valid_values
 from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
+    Drifted,
     IllegalTransition,
     InvalidParameters,
     InvalidRequest,
@@ -57,6 +58,7 @@ _KNOWN: tuple[tuple[type[SemelError], int, str], ...] = (
     (ReservationLost, 409, "RESERVATION_LOST"),
     (RunNotFound, 404, "NOT_FOUND"),
     (RunNotComplete, 409, "RUN_NOT_COMPLETE"),
+    (Drifted, 409, "DRIFTED"),
     (IllegalTransition, 409, "ILLEGAL_TRANSITION"),
     (InvalidRequest, 400, "INVALID_REQUEST"),
     (StoreUnavailable, 503, "STORE_UNAVAILABLE"),
@@ -86,6 +88,8 @@ def problem_of(error: Exception) -> Problem:
                 more |= {"run_status": error.status, "retry_after": error.retry_after}
             if isinstance(error, InvalidRequest | KeyReused):
                 more["idempotency_key"] = error.idempotency_key
+            if isinstance(error, Drifted):
+                more["drift"] = error.drift
             return _problem(status, code, str(error), **more)
     if isinstance(error, HTTPException):
         status = error.status_code

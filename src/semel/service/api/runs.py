@@ -132,6 +132,7 @@ def _arguments(data: RunRequest, service: ServiceState, caller: Principal, key: 
         "cost": _cost(data, service, caller),
         "key_ttl": data.key_ttl,
         "dedupe": data.dedupe,
+        "seed": data.seed,
     }
 
 

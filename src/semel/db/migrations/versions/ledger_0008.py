@@ -946,11 +946,14 @@ END $$
             )
 
 
-def states(submitted: Sequence[str], ended: dict[str, str], postgres: bool) -> str:
-    """The query of the view of every run, from these columns of what was submitted and of what has ended."""
+def states(submitted: Sequence[str], ended: dict[str, str], postgres: bool, added: Sequence[str] = ()) -> str:
+    """The query of the view of every run, from these columns of what was submitted and of what has ended.
+
+    ``added`` come last, so that PostgreSQL can replace the view.
+    """
     both = [f"CASE WHEN a.id IS NULL THEN {ended[name]} ELSE {ACTIVE[name]} END AS {name}" for name in ACTIVE]
     one = ONE | COMPUTED if postgres else ONE
-    columns = [*submitted, *both, *(f"{value} AS {name}" for name, value in one.items())]
+    columns = [*submitted, *both, *(f"{value} AS {name}" for name, value in one.items()), *added]
     shown = ", ".join(columns).replace("{true}", "true" if postgres else "1")
     return f"""SELECT {shown} FROM semel_runs AS r
 LEFT JOIN semel_active AS a ON a.id = r.id

@@ -32,10 +32,15 @@ def upgrade() -> None:
         return
     _let_be_null("semel_runs", list(_SUBMITTED))
     _let_be_null("semel_attempts", list(_ENDED))
+    op.execute(f"CREATE OR REPLACE VIEW semel_run_states AS {sparse_states()}")
+
+
+def sparse_states(added: Sequence[str] = ()) -> str:
+    """PostgreSQL's query of the view of every run, with what NULL stands for, and with these columns last."""
     shown = {f"r.{name}": f"coalesce(r.{name}, {value}) AS {name}" for name, value in _SUBMITTED.items()}
     submitted = [shown.get(column, column) for column in SUBMITTED]
     ended = ENDED | {name: f"coalesce(e.{name}, {value})" for name, value in _ENDED.items()}
-    op.execute(f"CREATE OR REPLACE VIEW semel_run_states AS {states(submitted, ended, postgres=True)}")
+    return states(submitted, ended, postgres=True, added=added)
 
 
 def downgrade() -> None:

@@ -1,0 +1,403 @@
+"""B10: every attempt has a manifest, which says what it was made of, and costs a run nothing."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from acceptance.project import Project, wait_for
+from semel import App, InvalidRequest, RunNotFound
+from semel.errors import StoreUnavailable
+from semel.runs import manifest as collecting
+from semel.runs.execution import child_main
+from semel.runs.models.model import make_model
+from semel.runs.store import manifests
+from semel.runs.worker import manifests as writing
+from semel.runs.worker.manifests import ManifestWriter
+from support.databases import DATABASES, Databases, TestDatabase
+
+DAY = 86400
+
+
+@pytest.fixture(params=DATABASES)
+def database(request: pytest.FixtureRequest, databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty(request.param) as database:
+        yield database
+
+
+@pytest.fixture
+def project(database: TestDatabase, tmp_path: Path) -> Iterator[Project]:
+    with ExitStack() as stack:
+        yield Project(tmp_path / "project", database.url, stack)
+
+
+def test_b10_an_attempt_says_on_what_and_with_which_code_it_ran(project: Project) -> None:
+    commit = project.git("rev-parse", "HEAD")
+    with project.worker(SEMEL_IMAGE="registry/image:7", SEMEL_MANIFEST_ENV="LANG_OF_TEST", LANG_OF_TEST="la"):
+        run = project.run()
+        others = {name: project.run(name) for name in ("forecast_async", "forecast_thread")}
+    found = project.app.manifest(run.id)
+    assert (found.run_id, found.model, found.attempt, found.attempts, found.step) == (
+        run.id,
+        "forecast",
+        1,
+        1,
+        "succeeded",
+    )
+    assert found.parameters == {"x": 2.0}
+    assert (found.payload_hash, found.fence, found.worker) == (run.payload_hash, run.fence, run.worker)
+    assert found.result_digest == run.result_digest
+    assert found.missing is None
+    assert found.recorded_at is not None
+    assert found.began_at is not None
+    assert found.recorded_at <= found.began_at, "it was written before the attempt began"
+    assert found.environment is not None
+    assert found.environment["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
+    assert found.environment["packages"]["sqlalchemy"] == version("sqlalchemy")
+    assert found.environment["image"] == "registry/image:7"
+    assert found.environment["variables"] == {"LANG_OF_TEST": "la"}
+    assert found.environment["cpu"]["count"] >= 1
+    assert found.code is not None
+    assert found.code["module"] == sha256(project.module.read_bytes()).hexdigest()
+    assert len(found.code["function"]) == 64
+    assert found.code["file"] == "forecasts.py"
+    assert found.code["git"] == {"commit": commit, "branch": "trunk", "dirty": False, "untracked": {}}
+    for name, each in others.items():
+        other = project.app.manifest(each.id)
+        assert other.code is not None
+        assert (other.model, other.environment_digest) == (name, found.environment_digest), "stored once"
+        assert other.code["function"] != found.code["function"]
+        assert other.code["module"] == found.code["module"]
+
+
+def test_b10_uncommitted_changes_are_a_bounded_patch_and_untracked_files_are_named(
+    project: Project, database: TestDatabase
+) -> None:
+    project.edit("RATE = 2", "RATE = 3")
+    (project.folder / "new.txt").write_text("untracked")
+    with project.worker():
+        small = project.run()
+    found = project.app.manifest(small.id).code
+    assert found is not None
+    assert found["git"]["dirty"] is True
+    assert "-RATE = 2\n+RATE = 3" in found["git"]["patch"]
+    assert found["git"]["untracked"] == {"new.txt": sha256(b"untracked").hexdigest()}
+    project.edit('"""Models', '"""' + "much more text\n" * 40_000 + "Models")
+    with project.worker():
+        large = project.run()
+    found = project.app.manifest(large.id).code
+    assert found is not None
+    assert found["git"]["patch_truncated"] is True
+    assert len(found["git"]["patch"]) == collecting.MAX_PATCH
+    bodies = database.rows("SELECT body FROM semel_manifests")
+    assert max(len(body) for (body,) in bodies) < 2 * collecting.MAX_PATCH
+
+
+def test_b10_no_secret_enters_a_manifest(project: Project, database: TestDatabase) -> None:
+    project.edit(
+        "RATE = 2",
+        'RATE = 2\nAPI_KEY = "in-the-patch-1"\nURL = "https://me:in-the-patch-2@example.org/x"\n'
+        'SETTINGS = {"db_password": "in-the-patch-3"}\n',
+    )
+    (project.folder / "settings.ini").write_text("aws_secret_access_key = in-the-patch-4\nname = kept\n")
+    project.git("add", "settings.ini")
+    (project.folder / ".env").write_text("TOKEN=in-an-ignored-file\n")
+    told = "DATABASE_URL,MY_TOKEN,PLAIN"
+    with project.worker(
+        SEMEL_MANIFEST_ENV=told,
+        DATABASE_URL="postgresql://me:in-a-url@host/db",
+        MY_TOKEN="in-a-token",
+        PLAIN="kept",
+        NOT_ASKED="not-asked-for",
+    ):
+        run = project.run()
+    found = project.app.manifest(run.id)
+    assert found.environment is not None
+    assert found.environment["variables"] == {
+        "DATABASE_URL": "postgresql://me:***@host/db",
+        "MY_TOKEN": "***",
+        "PLAIN": "kept",
+    }
+    assert found.code is not None
+    assert found.code["git"]["patch_redacted"] is True
+    assert "+name = kept" in found.code["git"]["patch"]
+    assert '+API_KEY = "***"' in found.code["git"]["patch"]
+    stored = str(database.rows("SELECT body FROM semel_manifests"))
+    for secret in ("in-the-patch", "in-an-ignored-file", "in-a-url", "in-a-token", "not-asked-for"):
+        assert secret not in stored
+
+
+def test_b10_a_lost_attempt_has_its_manifest_and_each_attempt_its_own(project: Project, tmp_path: Path) -> None:
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    with project.worker() as first:
+        run = project.app.submit("forecast", {"x": 2.0, "folder": str(folder)})
+        wait_for(folder / "begun")
+        running = project.app.manifest(run.id)
+        assert (running.step, running.ended_at) == ("running", None)
+        assert running.code is not None, "it is there while the attempt runs"
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    project.edit("RATE = 2", "RATE = 3")
+    commit = project.commit("Change the rate")
+    with project.worker():
+        assert project.app.wait(run.id, timeout=60).status == "SUCCEEDED"
+    lost, last = (project.app.manifest(run.id, attempt=number) for number in (1, 2))
+    assert (lost.step, last.step) == ("lost", "succeeded")
+    assert lost.code is not None
+    assert last.code is not None
+    assert last.code["git"]["commit"] == commit != lost.code["git"]["commit"]
+    assert lost.result_digest is None
+    assert project.app.manifest(run.id).attempt == 2, "the last one unless another is asked for"
+    with pytest.raises(RunNotFound, match="no attempt 3"):
+        project.app.manifest(run.id, attempt=3)
+
+
+def test_b10_a_run_that_has_not_begun_has_no_attempt(project: Project) -> None:
+    found = project.app.manifest(project.app.submit("forecast", {"x": 1.0}).id)
+    assert (found.attempt, found.environment, found.missing) == (0, None, "the run has not begun")
+
+
+def test_b10_a_worker_writes_once_however_many_runs_it_executes(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "LOOK_EVERY", 0.0)  # it looks at the files before every lease
+    app = App(database.url)
+    app.model("double", isolation="loop")(double)
+    with app.working(processes=0, threads=0):
+        runs = app.submit_many([{"model": "double", "parameters": {"x": number}} for number in range(200)])
+        for run in runs:
+            assert not isinstance(run, Exception)
+            app.wait(run.id, timeout=60)
+    written = [row[0] for row in database.rows("SELECT worker FROM semel_worker_manifests")]
+    assert len(written) == 1
+    (count,) = database.rows("SELECT count(*) FROM semel_manifests")[0]
+    assert count == 2
+    app.close()
+
+
+async def double(x: int) -> int:
+    return 2 * x
+
+
+def test_b10_what_cannot_be_found_out_is_recorded_and_fails_nothing(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "bin"
+    broken.mkdir()
+    (broken / "git").write_text("#!/bin/sh\necho 'fatal: https://me:hidden@example.org is broken' >&2\nexit 128\n")
+    (broken / "git").chmod(0o755)
+    with project.worker(PATH=str(broken)):
+        run = project.run()
+    found = project.app.manifest(run.id).code
+    assert found is not None
+    assert found["git"] == "unavailable: git: fatal: https://me:***@example.org is broken"
+    assert found["module"] == sha256(project.module.read_bytes()).hexdigest()
+
+
+def test_b10_a_slow_program_is_ended(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setattr(collecting, "PROGRAM_TIMEOUT", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    content = collecting.code([project.app.registry["forecast"]])
+    name = content["models"]["forecast"]["repository"]
+    assert content["repositories"] == {name: "unavailable: git took longer than 0.1 s"}
+
+
+def test_b10_changed_files_are_noticed_and_looked_at_seldom(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = collecting_model(project)
+    looks: list[object] = []
+    look = collecting._stamp
+    monkeypatch.setattr(collecting, "_stamp", lambda models: looks.append(None) or look(models))
+    collector = collecting.Collector()
+    first = collector.parts([model])
+    for _ in range(1000):
+        assert collector.parts([model]) is first
+    assert len(looks) == 1, "files are looked at every few seconds, not for every lease"
+    project.edit("RATE = 2", "RATE = 30")
+    (kept,) = collector._kept.values()
+    kept.looked_at -= collecting.LOOK_EVERY
+    second = collector.parts([model])
+    assert second.code.digest != first.code.digest
+    assert second.environment is first.environment
+    assert kept.pause == 2 * collecting.LOOK_EVERY, "files that change all the time are looked at less often"
+    assert "RATE = 30" in json.loads(second.code.body)["repositories"]["project"]["patch"]
+
+
+def collecting_model(project: Project) -> collecting.Model:
+    """The project's model, imported here."""
+    os.environ |= {"SEMEL_DB": project.url, "SEMEL_ARTIFACTS": str(project.artifacts)}
+    spec = importlib.util.spec_from_file_location(f"forecasts_{id(project)}", project.module)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    model: collecting.Model = module.app.registry["forecast"]
+    return model
+
+
+def test_b10_a_store_that_does_not_answer_delays_the_manifest_and_no_run(database: TestDatabase) -> None:
+    app = App(database.url)
+    app.model("double", isolation="loop")(double)
+    refused: list[object] = []
+    write = ManifestWriter.write_if_changed
+
+    async def refuse_once(self: ManifestWriter) -> None:
+        store, verb = self._store, self._store.write_once
+
+        async def unavailable(*_: object, **__: object) -> None:
+            refused.append(None)
+            raise StoreUnavailable("not now")
+
+        if not refused:
+            store.write_once = unavailable  # type: ignore[method-assign]
+        try:
+            await write(self)
+        finally:
+            store.write_once = verb  # type: ignore[method-assign]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ManifestWriter, "write_if_changed", refuse_once)
+        run = app.submit("double", {"x": 1})
+        with app.working(processes=0, threads=0):
+            assert app.wait(run.id, timeout=60).status == "SUCCEEDED"
+            again = app.submit("double", {"x": 2})
+            app.wait(again.id, timeout=60)
+    assert refused
+    found = app.manifest(run.id)
+    assert found.code is not None
+    assert found.missing is not None
+    assert "after the attempt began" in found.missing
+    assert app.manifest(again.id).missing is None
+    app.close()
+
+
+def written(name: str) -> collecting.Parts:
+    """What a worker writes: an environment that all of them share, and code of its own."""
+    code = {"models": {"train": {"function": name, "repository": None}}, "repositories": {}}
+    return collecting.Parts(collecting.make_part({"all": 1}), collecting.make_part(code), "host")
+
+
+def test_b10_an_attempt_has_what_its_worker_wrote_last_before_it_began(database: TestDatabase) -> None:
+    runs = []
+    for name in ("before", "after"):
+        database.do(manifests.write, "worker-1", written(name))
+        database.clock.advance(1)
+        runs.append(database.submit())
+        database.lease()
+        database.clock.advance(1)
+    found = [database.app.manifest(run.id) for run in runs]
+    assert [each.code and each.code["function"] for each in found] == ["before", "after"]
+
+
+def test_b10_retention_removes_the_manifests_of_workers_and_runs_that_are_gone(database: TestDatabase) -> None:
+    for name in ("worker-1", "worker-2", "alive"):
+        database.do(manifests.write, name, written(name))
+    database.submit()
+    (leased,) = database.lease()  # by worker-1
+    database.clock.advance(2 * DAY)
+    database.see_worker("alive")
+    assert database.do(manifests.remove_unused) == 0
+    assert left(database) == (3, 4), "a run that is left may be theirs"
+    database.end(leased)
+    database.clock.advance(2 * DAY)
+    assert database.app.purge(DAY) == 1
+    assert database.do(manifests.remove_unused) == 2
+    assert left(database) == (1, 2), "what a live worker names stays"
+    database.write("DELETE FROM semel_workers")
+    database.do(manifests.remove_unused)
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 1
+    assert left(database) == (0, 0)
+
+
+def test_b10_a_worker_that_is_seen_again_is_not_gone(database: TestDatabase) -> None:
+    database.do(manifests.write, "worker-1", written("worker-1"))
+    database.clock.advance(2 * DAY)
+    assert database.do(manifests.remove_unused) == 0, "it was found gone just now"
+    database.see_worker("worker-1")
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 0
+    run = database.submit()
+    (leased,) = database.lease()
+    database.end(leased)
+    database.write("DELETE FROM semel_workers")
+    database.clock.advance(1)
+    database.do(manifests.remove_unused)
+    database.clock.advance(1)
+    assert database.do(manifests.remove_unused) == 0, "its run is left"
+    assert database.app.manifest(run.id).code is not None
+
+
+def left(database: TestDatabase) -> tuple[int, int]:
+    tables = ("semel_worker_manifests", "semel_manifests")
+    found = [database.rows(f"SELECT count(*) FROM {name}")[0][0] for name in tables]
+    return (found[0], found[1])
+
+
+def test_b10_the_same_submission_has_the_same_seed_unless_one_is_given(project: Project) -> None:
+    app = project.app
+    with project.worker():
+        first, again = project.run(), project.run()
+        given = project.run(seed=7)
+    results = [app.result(run.id) for run in (first, again, given)]
+    assert results[0] == results[1], "random is seeded with it"
+    assert results[0]["seed"] == first.actual_seed == app.manifest(first.id).seed
+    assert first.payload_hash == again.payload_hash
+    assert (results[2]["seed"], given.seed, app.manifest(given.id).seed) == (7, 7, 7)
+    assert results[2]["chance"] != results[0]["chance"]
+    assert given.payload_hash != first.payload_hash, "another seed is another submission"
+
+
+def test_b10_seeds_of_many_submissions_are_their_own(database: TestDatabase) -> None:
+    asked = [{"model": "train", "parameters": {"number": 1}, "seed": seed} for seed in (None, 0, 1, 1, 2**32 - 1)]
+    runs = [run for run in database.app.submit_many(asked) if not isinstance(run, Exception)]
+    assert [database.app.get(run.id).seed for run in runs] == [None, 0, 1, 1, 2**32 - 1]
+    assert [run.seed for run in runs] == [None, 0, 1, 1, 2**32 - 1]
+    assert runs[2].id == runs[3].id, "the same payload and seed find the active run"
+    assert len({run.payload_hash for run in runs}) == 4
+    assert {each.id: each.seed for each in database.lease(10)} == {run.id: run.seed for run in runs}
+    for wrong in (-1, 2**32, 1.5, "1", True):
+        with pytest.raises(InvalidRequest, match="seed"):
+            database.app.submit("train", seed=wrong)  # type: ignore[arg-type]
+
+
+def test_b10_a_retry_has_the_seed_of_its_run(database: TestDatabase) -> None:
+    run = database.submit(seed=7)
+    (leased,) = database.lease()
+    database.end(leased, "fatal", reason="no")
+    assert database.app.retry(run.id).seed == 7
+
+
+def test_b10_numpy_and_torch_are_seeded_where_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[tuple[str, int]] = []
+    numpy = SimpleNamespace(random=SimpleNamespace(seed=lambda seed: seeded.append(("numpy", seed))))
+    torch = SimpleNamespace(manual_seed=lambda seed: seeded.append(("torch", seed)))
+    monkeypatch.setitem(sys.modules, "numpy", numpy)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    child_main._seed(7)
+    assert seeded == [("numpy", 7), ("torch", 7)]
+    assert random.random() == random.Random(7).random()
+    monkeypatch.delitem(sys.modules, "numpy")
+    monkeypatch.delitem(sys.modules, "torch")
+    child_main._seed(8)
+    assert not {"numpy", "torch"} & set(sys.modules), "nothing is imported for it"
+
+
+def test_b10_only_a_process_of_its_own_can_be_seeded() -> None:
+    with pytest.raises(InvalidRequest, match=r"use ctx\.seed"):
+        make_model("double", double, seeded=True)
+    with pytest.raises(InvalidRequest, match="seeded is True or False"):
+        make_model("double", double, seeded="yes")  # type: ignore[arg-type]
