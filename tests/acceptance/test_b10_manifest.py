@@ -137,6 +137,27 @@ def test_b10_no_secret_enters_a_manifest(project: Project, database: TestDatabas
         assert secret not in stored
 
 
+@pytest.mark.parametrize(
+    ("line", "stored"),
+    [
+        ("+API_KEY = 'abc'", "+API_KEY = '***'"),
+        ("+export MY_SECRET=a=b", "+export MY_SECRET=***"),
+        ('+d["password"] = "x y"', '+d["password"] = "***"'),
+        ("+password: str = 'x'", "+password: str = '***'"),
+        ('+f(name="x", password="y")', '+f(name="x", password="***")'),
+        ("-DB_PASSWD=x", "-DB_PASSWD=***"),
+        ("+token = read_token()", "+token = read_token()"),
+        ("+name = 'kept'", "+name = 'kept'"),
+        ("+auth = 'ghp_0123456789abcdefghij0123'", "+auth = '***'"),
+        ("+x = 'AKIA0123456789ABCDEF'", "+x = '***'"),
+        ("+-----BEGIN RSA PRIVATE KEY-----\n+abc\n+-----END RSA PRIVATE KEY-----", "+***"),
+        ("+token" + "b:" * 500_000, "+***"),
+    ],
+)
+def test_b10_values_of_secrets_are_left_out_of_a_patch(line: str, stored: str) -> None:
+    assert collecting.patch_without_secrets(line) == stored
+
+
 def test_b10_a_lost_attempt_has_its_manifest_and_each_attempt_its_own(project: Project, tmp_path: Path) -> None:
     folder = tmp_path / "meeting"
     folder.mkdir()

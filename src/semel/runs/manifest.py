@@ -40,7 +40,9 @@ PROGRAM_TIMEOUT = 5.0
 """Seconds that git or nvidia-smi may take."""
 MAX_PATCH = 256 * 1024
 """Bytes of a patch that are stored; its digest is of all of it, up to ``MAX_READ``."""
-MAX_READ = 4 * 1024 * 1024
+MAX_READ = 1024 * 1024
+MAX_LINE = 5000
+"""Characters of a line of a patch that are searched for secrets; a longer line with the name of one is left out."""
 MAX_REGISTRIES = 8
 """Apps of a process whose code is kept."""
 MAX_UNTRACKED = 500
@@ -63,10 +65,10 @@ UNAVAILABLE = "unavailable: "
 _WORDS = "SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH|DSN"
 _SECRET_VARIABLE = re.compile(rf"(?:{_WORDS})|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"(?im)^(?P<start>[ +-].*?\b\w*(?:{_WORDS})\w*[\"']?\]?\s*(?::\s*\w+\s*)?[:=]\s*)"
-    r"(?:(?P<quote>[\"'])(?:(?!(?P=quote)).)+(?P=quote)|(?P<bare>[^\s\"'({\[,;]+$))"
+    r"(?P<start>\b\w++[\"']?\]?[ \t]*+(?::[ \t]*+\w++[ \t]*+)?[:=][ \t]*+)"
+    r"(?:(?P<quote>[\"'])(?:(?!(?P=quote)).){1,5000}+(?P=quote)|[^\s\"'({\[,;]{1,1000}+$)"
 )
-"""In a line of a patch: a name that looks like a secret's, with a text or a bare word, as in ``.env``, as its value."""
+"""A name with a text, or with a bare word at the end of the line, as in ``.env``, as its value."""
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _KNOWN_TOKEN = re.compile(r"\b(?:AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|xox[abp]-[\w-]{10,}|sk-[\w-]{20,}|hf_\w{20,})")
 _INSTALLED = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.dist-info")
@@ -302,11 +304,20 @@ def _found_patch(top: Path, commit: str | None) -> Content:
 
 def patch_without_secrets(patch: str) -> str:
     """The patch with everything that looks like a secret replaced by ``***``."""
-    patch = _PRIVATE_KEY.sub(HIDDEN, without_secrets(patch))
-    return _ASSIGNED.sub(_hide_value, _KNOWN_TOKEN.sub(HIDDEN, patch))
+    patch = _KNOWN_TOKEN.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, without_secrets(patch)))
+    return "\n".join(map(_line_without_secrets, patch.split("\n")))
+
+
+def _line_without_secrets(line: str) -> str:
+    """The line without values of secrets. A long one that may have some is left out: to search it could take long."""
+    if not _SECRET_VARIABLE.search(line):
+        return line
+    return _ASSIGNED.sub(_hide_value, line) if len(line) <= MAX_LINE else f"{line[:1]}{HIDDEN}"
 
 
 def _hide_value(found: re.Match[str]) -> str:
+    if not _SECRET_VARIABLE.search(found["start"]):
+        return found[0]
     quote = found["quote"] or ""
     return f"{found['start']}{quote}{HIDDEN}{quote}"
 
