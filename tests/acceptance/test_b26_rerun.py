@@ -55,7 +55,7 @@ def test_b26_drift_is_told_before_the_run_is_stored_and_strict_refuses(project: 
         drift = app.drift(first.id)
         assert [each.name for each in drift.sections] == ["code"]
         paths = {each.path for each in drift.sections[0].differences}
-        assert {"module", "dirty", "patch_digest"} <= paths
+        assert {"module", "patch_digest"} <= paths
         assert "function" not in paths, "the function itself is as it was"
         assert any("+RATE = 2.000001" in line for line in drift.sections[0].lines)
         with pytest.raises(Drifted, match="module") as refused:
@@ -69,6 +69,23 @@ def test_b26_drift_is_told_before_the_run_is_stored_and_strict_refuses(project: 
     assert result.verdict == "differs"
     assert result.largest_relative_difference == pytest.approx(5e-7, rel=1e-3)
     assert result.where == "y"
+
+
+def test_b26_an_untracked_file_is_drift_if_it_is_code_and_not_if_it_is_data(project: Project) -> None:
+    app = project.app
+    with project.worker():
+        first = project.run()
+    (project.folder / "semel.db").write_text("changes with every run")
+    with project.worker():
+        second = project.run()
+        assert not app.drift(first.id).any, str(app.drift(first.id))
+    (details,) = app.diff(first.id, second.id).sections
+    assert 'untracked["semel.db"]' in [each.path for each in details.differences]
+    (project.folder / "helper.py").write_text("RATE = 3")
+    with project.worker():
+        project.run()
+        (code,) = app.drift(first.id).sections
+    assert [each.path for each in code.differences] == ['untracked["helper.py"]']
 
 
 def test_b26_packages_and_python_that_changed_are_named(project: Project, database: TestDatabase) -> None:

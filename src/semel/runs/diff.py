@@ -29,6 +29,8 @@ SECTIONS = ("code", "data", "parameters", "packages", "seed", "python", "host")
 """What is compared, the most likely explanation of a difference first; the rest comes last, and is folded."""
 DRIFTS = ("code", "data", "packages", "python")
 """What may change between a run and its rerun although nobody asked for it."""
+IMPORTED = (".py", ".pyx", ".so", ".pyd")
+"""How untracked files end that are code. Others are data, such as a SQLite file, which changes with every run."""
 REST = "details"
 
 
@@ -180,13 +182,18 @@ def _code(a: Manifest, b: Manifest) -> Section:
 
 
 def _code_facts(manifest: Manifest) -> dict[str, Any]:
-    """What identifies the code: the branch does not, nor does a change of another model's file."""
+    """What identifies the code: the branch does not, nor does an untracked file that Python does not import."""
     code = manifest.code or {}
     facts = {name: code.get(name) for name in ("function", "module", "reference")}
     git = code.get("git")
     if not isinstance(git, Mapping):
         return {**facts, "git": git}
-    return {**facts, **{name: git.get(name) for name in ("commit", "dirty", "patch_digest", "untracked")}}
+    untracked = {name: digest for name, digest in _untracked(git).items() if name.endswith(IMPORTED)}
+    return {**facts, "commit": git.get("commit"), "patch_digest": git.get("patch_digest"), "untracked": untracked}
+
+
+def _untracked(git: Any) -> Mapping[str, str]:
+    return git.get("untracked", {}) if isinstance(git, Mapping) else {}
 
 
 def _patch(code: Mapping[str, Any]) -> str:
@@ -207,6 +214,7 @@ def _rest(manifest: Manifest) -> dict[str, Any]:
     git = (manifest.code or {}).get("git")
     return {
         "branch": git.get("branch") if isinstance(git, Mapping) else None,
+        "untracked": {name: digest for name, digest in _untracked(git).items() if not name.endswith(IMPORTED)},
         "model": manifest.model,
         "step": manifest.step,
         "attempt": manifest.attempt,

@@ -54,7 +54,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 "dirty": True,
                 "patch": "+secret line\n",
                 "patch_digest": "d",
-                "untracked": {"notes.txt": "e"},
+                "untracked": {"notes.py": "e"},
             }
         }
         environment["variables"] = {"LANG": "la"}
@@ -136,7 +136,7 @@ def test_a_rerun_says_what_drifted_and_a_strict_one_is_refused(place: Recorded) 
         assert (problem.status_code, problem.json()["error_code"]) == (409, "DRIFTED")
         assert problem.json()["drift"]["sections"][0]["name"] == "code"
         told = problem.text + caller.get(f"/runs/{one}/drift").text + caller.post(f"/runs/{one}/rerun").text
-        assert ("notes.txt" in told, "secret line" in told) == (sees, sees)
+        assert ("notes.py" in told, "secret line" in told) == (sees, sees)
 
 
 def alter_code(place: Recorded) -> None:
@@ -171,7 +171,7 @@ def test_the_commands_print_the_same(
     run_id = place.run()
     code, out, _ = semel("manifest", run_id)
     assert code == 0
-    for expected in (f"commit      {'c' * 40}", "branch      trunk, with uncommitted changes", "the-host", "notes.txt"):
+    for expected in (f"commit      {'c' * 40}", "branch      trunk, with uncommitted changes", "the-host", "notes.py"):
         assert expected in out
     assert semel("manifest", run_id, "--patch")[:2] == (0, "+secret line\n")
     assert json.loads(semel("manifest", run_id, "--json")[1])["run_id"] == run_id
