@@ -105,7 +105,7 @@ def heart(server: Server) -> Coroutine[Any, Any, None]:
         active = ActiveRuns()
         leased: Any = SimpleNamespace(
             id="run", model="m", parameters="{}", payload_hash="", fence=1, attempts=1, user_id="", tenant="",
-            data_ref=None, lease_us=round(server.lease * 1e6), changed_us=0,
+            data_ref=None, lease_us=round(server.lease * 1e6), changed_us=0, seed=None,
         )  # fmt: skip
         model: Any = SimpleNamespace(isolation="thread")
         active.add(ActiveRun(leased, model, "worker", server._loop.now))

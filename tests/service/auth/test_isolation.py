@@ -36,8 +36,12 @@ LEAST = {
     "GET /runs/{run_id}": "submitter",
     "GET /runs/{run_id}/artifacts/{name}": "submitter",
     "POST /runs/{run_id}/cancel": "submitter",
+    "GET /runs/{run_id}/diff/{other_id}": "submitter",
+    "GET /runs/{run_id}/drift": "submitter",
     "GET /runs/{run_id}/events": "submitter",
     "GET /runs/{run_id}/logs": "submitter",
+    "GET /runs/{run_id}/manifest": "submitter",
+    "POST /runs/{run_id}/rerun": "submitter",
     "GET /runs/{run_id}/result": "submitter",
     "GET /runs/{run_id}/{fence}/result.json/result": "submitter",
     "POST /runs/{run_id}/retry": "submitter",
@@ -151,7 +155,7 @@ def routes(server: TokenServer) -> list[str]:
 def asked(who: TokenClient, route: str, places: dict[str, str] | None = None, **options: Any) -> httpx.Response:
     """A request to the route: what the path names is nothing that is there, unless ``places`` says so."""
     method, path = route.split(" ", 1)
-    names = {"run_id": "0" * 32, "version": "1", **(places or {})}
+    names = {"run_id": "0" * 32, "other_id": "0" * 32, "version": "1", **(places or {})}
     if "{user}" in path:
         names["user"] = who_is(who)
     for part in path.split("/"):
@@ -204,7 +208,7 @@ def outsiders(world: World) -> list[TokenClient]:
 
 @pytest.mark.parametrize("route", [each for each in LEAST if "{run_id}" in each or "{job_id}" in each])
 def test_a_foreign_run_is_not_there(world: World, route: str) -> None:
-    places = {"run_id": world.run, "job_id": world.job, "name": "note.txt"}
+    places = {"run_id": world.run, "other_id": world.run, "job_id": world.job, "name": "note.txt"}
     hidden = [asked(who, route, places) for who in outsiders(world)]
     assert {answer.status_code for answer in hidden} <= ({404} if "/admin/" not in route else {403, 404})
     unknown = asked(outsiders(world)[0], route)
@@ -215,7 +219,7 @@ def test_a_foreign_run_is_not_there(world: World, route: str) -> None:
         assert asked(world.alice, route, places).status_code in (200, 201, 204, 304, 409)
 
 
-@pytest.mark.parametrize("path", ["/runs/{}/cancel", "/api/cloud/jobs/{}/cancel", "/runs/{}/retry"])
+@pytest.mark.parametrize("path", ["/runs/{}/cancel", "/api/cloud/jobs/{}/cancel", "/runs/{}/retry", "/runs/{}/rerun"])
 def test_nobody_else_ends_or_repeats_a_run(world: World, path: str) -> None:
     statuses = [who.post(path.format(world.waiting)).status_code for who in outsiders(world)]
     assert set(statuses) == {404}
