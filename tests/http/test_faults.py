@@ -370,6 +370,7 @@ class Load:
                 self.seen[answer.status_code] += 1
             if answer.status_code == 201:
                 return answer
+            assert answer.status_code in (409, 503), f"{answer.text}\n{self._site.server.log()}"
             assert refusal(answer) in (PROCESSING, UNAVAILABLE)
             if answer.status_code == 503:
                 self.refused.set()
