@@ -525,14 +525,21 @@ async def _disconnect(client: Any) -> None:
 
 def _abandon(client: Any) -> None:
     """Close the sockets of a client whose event loop is closed, so that nothing can be awaited any more."""
-    pool = getattr(client, "connection_pool", None)
-    for connection in list(getattr(pool, "_available_connections", ())):
+    for connection in _idle_connections(client):
         writer = getattr(connection, "_writer", None)
         if writer is not None:
             close_all(writer.transport)
             abandoned_connections.append(connection)  # its __del__ would warn without its loop
-    if pool is not None:
-        pool.reset()
+    if isinstance(client, redis.asyncio.RedisCluster):
+        abandoned_connections.append(client)  # its nodes would warn, too
+    else:
+        client.connection_pool.reset()
+
+
+def _idle_connections(client: Any) -> list[Any]:
+    if isinstance(client, redis.asyncio.RedisCluster):
+        return [each for node in client.get_nodes() for each in node._connections]
+    return list(client.connection_pool._available_connections)
 
 
 async def _each(names: Any) -> AsyncGenerator[bytes, None]:
