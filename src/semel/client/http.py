@@ -19,6 +19,7 @@ import msgspec
 from anyio import to_thread
 from msgspec import Struct
 
+from semel import typed_json
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Backoff
 from semel._concurrency.sync import LoopGuard
@@ -290,7 +291,7 @@ class HttpSession:
     def decode(self, answer: Answer, kind: type[T], *, key: str | None = None) -> T:
         """The body of a response as ``kind``."""
         try:
-            return msgspec.json.decode(answer.content, type=kind)
+            return typed_json.decode(answer.content, kind)
         except (msgspec.DecodeError, RecursionError):
             raise unexpected_response(answer, self.url, key=key) from None
 

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 from msgspec import Raw
 
+from semel import typed_json
 from semel._validation import nearest
 from semel.api_types import (
     BulkAnswer,
@@ -256,7 +257,7 @@ class RunMethods:
             async with aclosing(self.events(run_id)) as events:
                 async for event in events:
                     if event.kind == "log":
-                        yield msgspec.convert(event.data, RemoteLogLine)
+                        yield typed_json.convert(event.data, RemoteLogLine)
             return
         after = None
         while True:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Struct, StructMeta
 
+from semel import typed_json
 from semel._concurrency.fork import survive_fork
 from semel._validation import MAX_INT, checked_choice, checked_int, checked_name, checked_number, nearest
 from semel.errors import InvalidRequest
@@ -560,9 +561,9 @@ def run_of(row: Mapping[str, Any]) -> Run:
     fields["cost"] /= MICRO
     fields["asked_cost"] /= MICRO
     warnings = fields["warnings"]
-    fields["warnings"] = msgspec.json.decode(warnings, type=list[str]) if warnings else []
+    fields["warnings"] = typed_json.decode(warnings, list[str]) if warnings else []
     if fields["status"] == "SUCCEEDED" and fields["result_ref"] is None:
         fields["result_ref"] = f"{RESULT_SCHEME}{fields['id']}"
     artifacts = fields["artifacts"]
-    fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
+    fields["artifacts"] = typed_json.decode(artifacts, list[Artifact]) if artifacts else []
     return Run(**fields)
