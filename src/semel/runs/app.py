@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, cast
 from weakref import WeakSet
 
 from semel._concurrency.fork import survive_fork
@@ -44,6 +44,15 @@ _VARIABLES = {
 }
 
 _apps: WeakSet[App] = WeakSet()
+
+
+class Location(NamedTuple):
+    """Where an app keeps its runs and files, and how it reaches its workers."""
+
+    url: str
+    artifacts: str | Path | ResultStore
+    transport: str
+    redis: str | None
 
 
 class AsyncRuns:
@@ -174,6 +183,12 @@ class App:
         """
         found: dict[str, Any] = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
         return self.place(**found, retention=retention_by_environment())
+
+    @property
+    def location(self) -> Location:
+        """The settings that :meth:`place` changes."""
+        kind, redis = self._transport_settings
+        return Location(self.url, self._artifacts, kind if isinstance(kind, str) else type(kind).__name__, redis)
 
     def after_fork(self) -> None:
         """Replace the lock: a thread that stayed in the parent may hold it."""
