@@ -109,6 +109,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     step: str = ""
     version: int = 0
     attempts: int = 0
+    errors: int = 0
+    """Attempts that ended with an error of the model; they count against ``max_attempts``."""
     max_attempts: int = 0
     losts: int = 0
     """Attempts that lost their worker; they count against ``max_lost`` instead of ``max_attempts``."""

@@ -182,12 +182,14 @@ class RunMethods:
         since: datetime | None = None,
         until: datetime | None = None,
         stalled: bool = False,
+        id_part: str | None = None,
         limit: int | None = None,
         parameters: bool = False,
     ) -> AsyncGenerator[RemoteRun, None]:
         """Iterate over runs, newest first, up to ``limit``. ``parameters=True`` includes their parameters.
 
         ``stalled=True``: only runs whose worker is alive but whose progress has not changed for ``stall_after``.
+        ``id_part``: only runs whose id begins or ends with these characters, at least six.
         """
         filters = {
             "status": status,
@@ -200,6 +202,7 @@ class RunMethods:
             "until": None if until is None else until.isoformat(),
             "include": "parameters" if parameters else None,
             "stalled": "true" if stalled else None,
+            "id": id_part,
         }
         return self.session.paginate(
             "/runs", RunPage, lambda page: page.runs, filters=filters, limit=limit, page_size=PAGE

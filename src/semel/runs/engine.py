@@ -31,7 +31,7 @@ from semel.runs.job_store import close_reservation, open_reservations
 from semel.runs.manifest import collector
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, maintenance, manifests, partitions, queries, quotas, transitions
+from semel.runs.store import RunStore, maintenance, manifests, partial_ids, partitions, queries, quotas, transitions
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
@@ -249,6 +249,7 @@ class RunEngine:
         since: datetime | None = None,
         until: datetime | None = None,
         stalled: bool = False,
+        id_part: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
         parameters: bool = True,
@@ -258,6 +259,8 @@ class RunEngine:
 
         ``parameters=False`` leaves the parameters out, and ``max_bytes`` ends a page before it gets larger (it has at
         least one run). ``stalled`` lists only runs that are alive and made no progress for ``stall_after``.
+        ``id_part`` lists runs whose id begins or ends with these characters, at least six; such a page may have few
+        runs, or none, and a ``next``.
         """
         checked_int("limit", limit, 1, 1000)
         start = None if cursor is None else checked_id(cursor)
@@ -275,6 +278,10 @@ class RunEngine:
             until_us=_us("until", until),
             stalled=bool(stalled),
         )
+        if id_part is not None:
+            if (digits := partial_ids.digits_of(id_part)) is None:
+                raise InvalidRequest(f"{id_part!r:.80} is not part of an id: at least six hexadecimal digits")
+            return await self.store.read(partial_ids.list_runs, wanted, digits, limit, start, parameters=parameters)
         return await self.store.read(
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct, StructMeta
@@ -476,6 +476,27 @@ class _Stamps:
 
 
 _stamps = _Stamps()
+
+
+class HasAttempts(Protocol):
+    """A run, wherever it was read."""
+
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def max_attempts(self) -> int: ...
+    @property
+    def losts(self) -> int: ...
+    @property
+    def max_lost(self) -> int: ...
+
+
+def attempts_text(run: HasAttempts) -> str:
+    """How often a run was tried, and what is used of its two budgets: ``attempt 2 · errors 0 of 3 · lost 1 of 3``."""
+    number = f"attempt {run.attempts}" if run.attempts else "no attempt yet"
+    return f"{number} · errors {run.errors} of {run.max_attempts} · lost {run.losts} of {run.max_lost}"
 
 
 def new_id() -> str:

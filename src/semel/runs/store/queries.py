@@ -201,6 +201,12 @@ def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict
     return {run.id: run for run in found if tenant is None or run.tenant == tenant}
 
 
+def read_by_id(conn: Connection, ids: Sequence[str], *, parameters: bool = True) -> list[Run]:
+    """The runs of these ids, newest first; ids without a run are left out."""
+    rows = (_GET if parameters else _GET_LISTED).rows(conn, ids)
+    return [run_of(row) for row in sorted(rows, key=_id_of, reverse=True)]
+
+
 class RunVersion(Struct, frozen=True):
     """The state of a run in short: if two are equal, nothing was written to the run in between."""
 
