@@ -200,7 +200,8 @@ def test_show_tells_of_a_runs_life(server: CliServer, semel: Told) -> None:
     run_id = server.ended("add", {"a": 1}, idempotency_key=f"show-{time.time_ns()}")
     code, out, _ = semel("show", run_id)
     assert code == 0
-    for part in (run_id, "SUCCEEDED", '{"a": 1}', "created", "leased", "succeeded", "attempt 1 · errors 0 of 3 · lost 0 of 3"):
+    counts = "attempt 1 · errors 0 of 3 · lost 0 of 3"
+    for part in (run_id, "SUCCEEDED", '{"a": 1}', "created", "leased", "succeeded", counts):
         assert part in out
     told = json.loads(semel("show", run_id, "--json")[1])
     assert [step["step"] for step in told["timeline"]] == ["created", "leased", "succeeded"]

@@ -341,6 +341,33 @@ class LogLine(Struct, frozen=True):
     text: str
 
 
+PauseKind: TypeAlias = Literal["queue", "model"]
+
+
+class Pause(Struct, frozen=True):
+    """A queue or a model that is paused: none of its runs starts."""
+
+    kind: PauseKind
+    name: str
+    since_us: int
+    by: str
+    """Who paused it; empty if that is not known."""
+    why: str
+    pending: int = 0
+    """How many runs of it are pending."""
+
+    @property
+    def since(self) -> datetime:
+        """When it was paused."""
+        return moment(self.since_us)
+
+    @property
+    def reason(self) -> str:
+        """Why a run waits because of it."""
+        about = ": ".join(filter(None, [f"by {self.by}" if self.by else "", self.why]))
+        return f"the {self.kind} {self.name!r} is paused" + (f" ({about})" if about else "")
+
+
 class Waiting(Struct, frozen=True, kw_only=True):
     """Why a run is pending, since when, and its place in the queue (1 is next; None while it is not due)."""
 

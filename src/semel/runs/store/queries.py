@@ -39,6 +39,7 @@ from semel.db.schema import (
     submitted,
     workers,
 )
+from semel.runs.store.pauses import why_paused
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import (
     HELD_US,
@@ -408,8 +409,12 @@ def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting
         return None
     if row.due_us - row.changed_us >= HELD_US:
         return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
+    paused = why_paused(conn, row.queue, row.model)
     if row.due_us > now and not row.ready:
-        return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
+        reason = "; ".join(filter(None, [_not_yet(row, now), paused]))
+        return Waiting(reason=reason, since_us=row.changed_us, place=None, due_us=row.due_us)
+    if paused is not None:
+        return Waiting(reason=paused, since_us=row.changed_us, place=None)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
     serving = [each for each in list_workers(conn, context) if each.alive and row.queue in each.queues]
     able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]
