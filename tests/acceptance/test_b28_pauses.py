@@ -13,8 +13,10 @@ from semel import App, InvalidRequest, ServiceError
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.client import Client
-from semel.runs.store import lease
+from semel.runs.store import lease, transitions
 from semel.runs.store.lease import LeaseRequest
+from semel.runs.store.transitions import FinishRequest
+from semel.runs.types import MICRO, AttemptResult
 from semel.service.auth import tokens
 from support.databases import DATABASES, Databases, TestDatabase
 from support.service import make_app, serve
@@ -65,7 +67,8 @@ def test_b28_a_retry_and_a_lost_run_of_a_paused_queue_wait_too(database: TestDat
     database.submit()
     (running,) = database.lease()
     database.app.pause(queue="default", why="closed")
-    assert database.end(running, "retry", reason="busy", delay=20)
+    ending = FinishRequest(running.id, running.fence, AttemptResult(kind="retry", reason="busy"), 20 * MICRO)
+    assert running.id in database.do(transitions.end, [ending])
     told = reason(database, running.id)
     assert told.startswith("backing off for ")
     assert told.endswith("; the queue 'default' is paused (closed)")
@@ -74,6 +77,12 @@ def test_b28_a_retry_and_a_lost_run_of_a_paused_queue_wait_too(database: TestDat
     assert reason(database, running.id) == "the queue 'default' is paused (closed)"
     database.app.resume(queue="default")
     assert len(database.lease()) == 1
+
+
+def test_b28_people_of_the_main_tenant_are_not_named_to_others(database: TestDatabase) -> None:
+    database.app.pause(queue="default", by="alice", why="closed")
+    run = database.submit(tenant="acme")
+    assert reason(database, run.id) == "the queue 'default' is paused (closed)"
 
 
 def test_b28_to_pause_or_resume_again_changes_nothing(database: TestDatabase) -> None:

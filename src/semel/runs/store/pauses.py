@@ -50,11 +50,14 @@ def list_pauses(conn: Connection) -> list[Pause]:
     return [replace(Pause(*row), pending=_pending(conn, row.kind, row.name)) for row in rows]
 
 
-def why_paused(conn: Connection, queue: str, model: str) -> str | None:
-    """Why a run of this queue and model cannot start; None if neither is paused."""
+def why_paused(conn: Connection, queue: str, model: str, *, named: bool) -> str | None:
+    """Why a run of this queue and model cannot start, with who paused it if ``named``; None if neither is paused."""
     either = or_(_is("queue", queue), _is("model", model))
     row = conn.execute(select(*_COLUMNS).where(either).order_by(pauses.c.kind.desc()).limit(1)).one_or_none()
-    return None if row is None else Pause(*row).reason
+    if row is None:
+        return None
+    found = Pause(*row)
+    return found.reason if named else replace(found, by="").reason
 
 
 def runs_go_on() -> ColumnElement[bool]:

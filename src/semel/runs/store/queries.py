@@ -409,7 +409,7 @@ def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting
         return None
     if row.due_us - row.changed_us >= HELD_US:
         return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
-    paused = why_paused(conn, row.queue, row.model)
+    paused = why_paused(conn, row.queue, row.model, named=not row.tenant)
     if row.due_us > now and not row.ready:
         reason = "; ".join(filter(None, [_not_yet(row, now), paused]))
         return Waiting(reason=reason, since_us=row.changed_us, place=None, due_us=row.due_us)

@@ -29,8 +29,9 @@ Kind = Annotated[PauseKind, PathParameter(description="What is paused.")]
     guards=[requires("operator")],
     responses=refusals(),
 )
-async def list_pauses(service: CurrentState) -> list[RemotePause]:
-    """What is paused, since when, by whom and why. For operators."""
+async def list_pauses(service: CurrentState, caller: CurrentPrincipal) -> list[RemotePause]:
+    """What is paused, since when, by whom and why. For operators of the main tenant."""
+    _check_tenant(caller)
     return [_view(each) for each in await service.engine.pauses()]
 
 
@@ -72,7 +73,7 @@ async def resume(kind: Kind, name: FromPath[str], service: CurrentState, caller:
 
 def _check_tenant(caller: Principal) -> None:
     if caller.tenant != MAIN:
-        raise ApiError(403, "FORBIDDEN", "queues and models belong to all tenants: only the main tenant may pause them")
+        raise ApiError(403, "FORBIDDEN", "queues and models belong to all tenants: only the main tenant pauses them")
 
 
 def _chosen(kind: PauseKind, name: str) -> tuple[str | None, str | None]:
