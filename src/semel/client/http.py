@@ -276,7 +276,7 @@ class HttpSession:
     ) -> AsyncGenerator[T, None]:
         """The items of a list, page after page: all of them, or up to ``limit``."""
         left: float = inf if limit is None else limit
-        cursor = None
+        cursor: str | None = None
         while left > 0:
             params = {**filters, "limit": int(min(left, page_size)), "cursor": cursor}
             page: Any = await self.get(path, kind, params=params)
@@ -284,9 +284,9 @@ class HttpSession:
             for item in found:
                 yield item
             left -= len(found)
-            cursor = page.next
-            if cursor is None or not found:
+            if page.next is None or page.next == cursor:  # a page without items may have a next one
                 return
+            cursor = page.next
 
     def decode(self, answer: Answer, kind: type[T], *, key: str | None = None) -> T:
         """The body of a response as ``kind``."""
