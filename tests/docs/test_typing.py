@@ -1,5 +1,10 @@
-"""The examples of the docs type-check under ``mypy --strict`` as they stand, page by page: users copy them."""
+"""The examples of the docs type-check under ``mypy --strict`` as they stand: users copy them.
 
+mypy takes seconds to start, so it checks as many pages at once as do not write files of the same name. It uses the
+settings and the cache of ``./dev check``.
+"""
+
+import os
 import re
 import subprocess
 import sys
@@ -18,26 +23,44 @@ NOT_YET = {
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.py)\n")
-STRICT = (
-    *("--strict", "--config-file=", "--disable-error-code=import-untyped"),  # not every library has types
-    *("--allow-redefinition-new", "--local-partial-types"),  # the examples of a page use the same names
-)
 
 
-@pytest.mark.parametrize("name", sorted(PAGES.keys() - NOT_YET))
-def test_the_examples_of_the_page_type_check(name: str, tmp_path: Path) -> None:
+def files_of(name: str) -> dict[str, str]:
+    """The page as a module whose lines have the numbers of the page's, and the files that its examples write."""
     text = PAGES[name].read_text()
-    lines = [""] * (text.count("\n") + 1)
+    files, lines = {}, [""] * (text.count("\n") + 1)
     for block in _BLOCK.finditer(text):
-        first = text.count("\n", 0, block.start(1))  # so that an error names the line of the page
+        first = text.count("\n", 0, block.start(1))
         if file := _FILE.match(block[1]):
-            (tmp_path / file[1]).write_text("\n" * first + block[1])
+            files[file[1]] = "\n" * first + block[1]
         else:
             lines[first : first + block[1].count("\n")] = block[1].splitlines()
-    (tmp_path / "page.py").write_text("\n".join(lines))
+    module = re.sub(r"\W", "_", name.removesuffix(".md"))
+    return {**files, f"docs_pages/{module}.py": "\n".join(lines)}
+
+
+def groups() -> list[dict[str, str]]:
+    """The files of all pages, in as few groups as there are files of the same name."""
+    found: list[dict[str, str]] = []
+    for name in sorted(PAGES.keys() - NOT_YET):
+        files = files_of(name)
+        group = next((each for each in found if not each.keys() & files.keys()), None)
+        if group is None:
+            found.append(files)
+        else:
+            group.update(files)
+    return found
+
+
+@pytest.mark.parametrize("group", groups(), ids=lambda group: f"{len(group)} files")
+def test_the_examples_type_check(group: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "docs_pages").mkdir()
+    for name, text in group.items():
+        (tmp_path / name).write_text(text)
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *STRICT, f"--cache-dir={ROOT / '.mypy_cache' / 'docs'}", *tmp_path.glob("*.py")],
-        cwd=tmp_path,
+        [sys.executable, "-m", "mypy", "--strict", *(tmp_path / name for name in group)],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
