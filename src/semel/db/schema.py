@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0012")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -578,6 +578,30 @@ tokens = Table(
     Column("expires_us", BigInteger, nullable=True),
     Column("last_used_us", BigInteger, nullable=True),
 )
+
+audit = Table(
+    "semel_audit",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("tenant", _name, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("user_tenant", _name, nullable=False),
+    Column("token", Text, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("entrance", Text, nullable=False),
+    Column("action", _name, nullable=False),
+    Column("target", _name, nullable=False),
+    Column("before", Text, nullable=True),
+    Column("after", Text, nullable=True),
+    Column("previous", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+)
+"""What people did, one row after the other: ``digest`` is that of the row, and ``previous`` that of the row before.
+``tenant`` is the one that the action concerns, ``user_tenant`` the one of who acted.
+"""
+Index("semel_audit_tenant", audit.c.tenant, audit.c.seq)
 
 configs = Table(
     "semel_configs",

@@ -43,7 +43,8 @@ from semel.db.schema import (
     workers,
 )
 from semel.runs.execution.input_data import folder_of
-from semel.runs.store import quotas, run_keys
+from semel.runs.store import audit_log, quotas, run_keys
+from semel.runs.store.audit_log import Action
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -323,7 +324,14 @@ def remove_runs(
         _LEAVE_IDS.write(conn, ids=ids)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
+        audit_log.record(conn, context, purged(len(ids), age, ids[0], ids[-1]))
     return Removed(len(ids), last)
+
+
+def purged(count: int, age: float, first: str, last: str) -> Action:
+    """What is logged of runs that a person removed: how many, older than how many seconds, and between which ids."""
+    after = {"runs": count, "older_than": age, "first": first, "last": last}
+    return Action(name="runs.purged", tenant="", target="runs", after=after)
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"

@@ -17,7 +17,8 @@ from msgspec import Struct
 from sqlalchemy import Connection, text
 
 from semel.db.dialect import StatementContext
-from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE
+from semel.runs.store import audit_log
+from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE, purged
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, id_at
 
@@ -186,4 +187,6 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
     LEAVE_RANGE.write(conn, **ids)
     if not conn.scalar(_DROP, {"name": partition.name}):
         raise PartitionBusy(partition.name)
+    if count:
+        audit_log.record(conn, context, purged(count, age, partition.start, partition.end))
     return count
