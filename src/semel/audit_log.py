@@ -33,7 +33,7 @@ START = "0" * 64
 """The ``previous`` of the first row."""
 
 
-class LogCheck(NamedTuple):
+class AuditCheck(NamedTuple):
     """What :func:`verify_log` found. ``problem`` names the first place that is wrong; None if the chain holds."""
 
     rows: int
@@ -61,18 +61,18 @@ def digest_of(row: Mapping[str, Any]) -> str:
     return sha256(canonical(row)).hexdigest()
 
 
-def verify_log(rows: Iterable[Mapping[str, Any]], head: str | None = None) -> LogCheck:
+def verify_log(rows: Iterable[Mapping[str, Any]], head: str | None = None) -> AuditCheck:
     """Check the whole log, oldest row first. ``head`` is a digest that was kept: the log must still have that row."""
     count, last, met = 0, START, head in (None, START)
     for row in rows:
         if problem := _problem(row, count + 1, last):
-            return LogCheck(count, last, problem)
+            return AuditCheck(count, last, problem)
         count, last = count + 1, row["digest"]
         met = met or last == head
     if not met:
         where = f"ends with row {count}" if count else "is empty"
-        return LogCheck(count, last, f"the log {where} and has no row with the kept head {head}: rows are missing")
-    return LogCheck(count, last)
+        return AuditCheck(count, last, f"the log {where} and has no row with the kept head {head}: rows are missing")
+    return AuditCheck(count, last)
 
 
 def _problem(row: Mapping[str, Any], seq: int, previous: str) -> str | None:

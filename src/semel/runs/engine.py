@@ -15,7 +15,7 @@ import msgspec
 
 from semel._concurrency.sync import run_sync
 from semel._validation import TEN_YEARS, checked_choice, checked_int, checked_name, checked_number
-from semel.audit_log import LogCheck
+from semel.audit_log import AuditCheck
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
@@ -33,7 +33,7 @@ from semel.runs.manifest import collector
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import RunStore, audit_log, maintenance, manifests, partitions, queries, quotas, transitions
-from semel.runs.store.audit_log import LogFilter, LogPage
+from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
@@ -582,7 +582,7 @@ class RunEngine:
         until: datetime | None = None,
         limit: int = 50,
         cursor: str | None = None,
-    ) -> LogPage:
+    ) -> AuditPage:
         """What people did, newest first: who, from where, what was before and after. ``page.next`` is the cursor of
         the next page, None on the last.
 
@@ -594,7 +594,7 @@ class RunEngine:
             raise InvalidRequest("cursor must be the page.next of an earlier page")
         if entrance is not None:
             checked_choice("entrance", entrance, get_args(Entrance))
-        wanted = LogFilter(
+        wanted = AuditFilter(
             tenant=_name_or_none("tenant", tenant),
             user=_name_or_none("user", user),
             action=_name_or_none("action", action),
@@ -605,7 +605,7 @@ class RunEngine:
         )
         return await self.store.read(audit_log.entries, wanted, limit, None if cursor is None else int(cursor))
 
-    async def verify_audit_log(self, head: str | None = None) -> LogCheck:
+    async def verify_audit_log(self, head: str | None = None) -> AuditCheck:
         """Check the chain of the log of what people did. ``head`` is the ``head`` of an earlier check, which was kept
         elsewhere: with it, rows that were removed from the end are found.
         """

@@ -33,7 +33,7 @@ from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
 from semel.runs.store import audit_log, queries, quotas
 from semel.runs.store import submit as store_submit
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.submit import Answer, Created, Existing, Submission, one_of_each_group
 from semel.runs.store.transitions import CHANNEL
@@ -341,14 +341,14 @@ def _submit_and_notify(conn: Connection, submissions: Sequence[Submission], cont
         return answers
 
 
-def _actions(submissions: Sequence[Submission], answers: Sequence[Answer]) -> Iterator[Action]:
+def _actions(submissions: Sequence[Submission], answers: Sequence[Answer]) -> Iterator[Change]:
     """What is logged of runs that were submitted again by hand: the old run, and the new one."""
     for each, answer in zip(submissions, answers, strict=True):
         old = each.retry_of or each.rerun_of
         if isinstance(answer, Created) and old is not None:
             name = "run.retried" if each.rerun_of is None else "run.rerun"
             after = {"run_id": answer.id, "model": each.model, "user": each.user}
-            yield Action(name=name, tenant=each.tenant, target=old, after=after)
+            yield Change(name=name, tenant=each.tenant, target=old, after=after)
 
 
 def _reserve(conn: Connection, requests: Sequence[Reserve], context: StatementContext) -> list[str | None]:

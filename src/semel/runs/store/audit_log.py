@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 from sqlalchemy import Connection, Row, insert, or_, select, text
 
-from semel.audit_log import START, LogCheck, digest_of, verify_log
+from semel.audit_log import START, AuditCheck, digest_of, verify_log
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import audit
 from semel.redaction import without_secret_values
@@ -47,7 +47,7 @@ BATCH = 1000
 """Rows that are read at a time when the whole log is."""
 
 
-class Action(Struct, frozen=True, kw_only=True):
+class Change(Struct, frozen=True, kw_only=True):
     """What is logged of a change. ``tenant`` is the one that it concerns."""
 
     name: str
@@ -57,7 +57,7 @@ class Action(Struct, frozen=True, kw_only=True):
     after: Mapping[str, Any] | None = None
 
 
-class LogEntry(Struct, frozen=True, kw_only=True):
+class AuditEntry(Struct, frozen=True, kw_only=True):
     """A row of the log: who did what, when and from where, and what was before and after."""
 
     seq: int
@@ -82,14 +82,14 @@ class LogEntry(Struct, frozen=True, kw_only=True):
         return moment(self.at_us)
 
 
-class LogPage(Struct, frozen=True, kw_only=True):
+class AuditPage(Struct, frozen=True, kw_only=True):
     """Rows of the log, newest first; ``next`` is the cursor of the next page, None on the last."""
 
-    entries: list[LogEntry]
+    entries: list[AuditEntry]
     next: str | None
 
 
-class LogFilter(Struct, frozen=True, kw_only=True):
+class AuditFilter(Struct, frozen=True, kw_only=True):
     """Which rows; None does not filter. An action without its verb, such as ``token``, is all of that kind."""
 
     tenant: str | None = None
@@ -121,18 +121,18 @@ def lock(conn: Connection, context: StatementContext) -> None:
         conn.execute(_LOCK)
 
 
-def record(conn: Connection, context: StatementContext, *actions: Action) -> None:
+def record(conn: Connection, context: StatementContext, *changes: Change) -> None:
     """Append what the person of the context did, in the transaction of the change; nothing if there is none.
 
     An action that left everything as it was is not logged. To be called last in a transaction: others wait for it.
     """
-    by, changes = context.by, [each for each in actions if each.before != each.after]
-    if by is None or not changes:
+    by, real = context.by, [each for each in changes if each.before != each.after]
+    if by is None or not real:
         return
     lock(conn, context)
     now, last, previous = _HEAD.rows(conn, now=context.now)[0]
     rows = []
-    for seq, each in enumerate(changes, (last or 0) + 1):
+    for seq, each in enumerate(real, (last or 0) + 1):
         row: dict[str, Any] = {
             "previous": previous or START,
             "seq": seq,
@@ -177,7 +177,7 @@ def _json(value: Mapping[str, Any] | None) -> str | None:
 _SELECTED = [audit.c.user_id.label("user") if name == "user_id" else audit.c[name] for name in _COLUMNS]
 
 
-def entries(conn: Connection, wanted: LogFilter, limit: int, before: int | None = None) -> LogPage:
+def entries(conn: Connection, wanted: AuditFilter, limit: int, before: int | None = None) -> AuditPage:
     """Rows of the log, newest first, those before the number ``before``."""
     query = select(*_SELECTED).order_by(audit.c.seq.desc()).limit(limit + 1)
     for name, column in {"tenant": audit.c.tenant, "user": audit.c.user_id, "target": audit.c.target}.items():
@@ -195,16 +195,16 @@ def entries(conn: Connection, wanted: LogFilter, limit: int, before: int | None 
     if before is not None:
         query = query.where(audit.c.seq < before)
     found = [_entry(row) for row in conn.execute(query)]
-    return LogPage(entries=found[:limit], next=str(found[limit - 1].seq) if len(found) > limit else None)
+    return AuditPage(entries=found[:limit], next=str(found[limit - 1].seq) if len(found) > limit else None)
 
 
-def _entry(row: Row[Any]) -> LogEntry:
+def _entry(row: Row[Any]) -> AuditEntry:
     fields = dict(row._mapping)
     values = {name: None if fields[name] is None else json.loads(fields[name]) for name in ("before", "after")}
-    return LogEntry(**{**fields, **values})
+    return AuditEntry(**{**fields, **values})
 
 
-def verify(conn: Connection, head: str | None = None) -> LogCheck:
+def verify(conn: Connection, head: str | None = None) -> AuditCheck:
     """Check the chain of the whole log, and that it still has the row of the kept ``head``."""
     return verify_log(stored_rows(conn), head)
 

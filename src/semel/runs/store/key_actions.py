@@ -16,7 +16,7 @@ from semel.once.client import Once
 from semel.once.store import ForgetScope, Store
 from semel.once.stores import join
 from semel.runs.store import audit_log, run_keys
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.store.run_keys import RunKey
 from semel.types import Record
 
@@ -40,8 +40,8 @@ def resolve(
     once, before = _locked(conn, keys, scope, key)
     once.resolve(key, scope=scope, done=done, value=value, force=force)
     after = {"scope": scope, "state": "completed" if done else "free"}
-    action = Action(name="key.resolved", tenant=tenant, target=key, before=_logged(before), after=after)
-    audit_log.record(conn, context, action)
+    change = Change(name="key.resolved", tenant=tenant, target=key, before=_logged(before), after=after)
+    audit_log.record(conn, context, change)
 
 
 def delete(
@@ -51,7 +51,7 @@ def delete(
     once, before = _locked(conn, keys, scope, key)
     if not once.forget(key, scope=scope, force=force):
         return False
-    audit_log.record(conn, context, Action(name="key.deleted", tenant=tenant, target=key, before=_logged(before)))
+    audit_log.record(conn, context, Change(name="key.deleted", tenant=tenant, target=key, before=_logged(before)))
     return True
 
 
@@ -74,8 +74,8 @@ def delete_some(conn: Connection, keys: Store, scope: str, *, force: bool, conte
     store, _ = join(keys, conn)
     count = run_sync(store.forget_scope(ForgetScope(scope, BATCH, force)))
     if count:
-        action = Action(name="key.deleted", tenant="", target="*", before={"scope": scope, "keys": count})
-        audit_log.record(conn, context, action)
+        change = Change(name="key.deleted", tenant="", target="*", before={"scope": scope, "keys": count})
+        audit_log.record(conn, context, change)
     return count
 
 
@@ -84,6 +84,6 @@ def delete_run_key(conn: Connection, found: RunKey, context: StatementContext) -
     if not run_keys.remove(conn, found, context):
         return False
     before = {"user": found.user, "kind": found.kind, "run_id": found.job_id, "payload_hash": found.payload_hash}
-    action = Action(name="key.deleted", tenant=found.tenant, target=found.key, before=before)
-    audit_log.record(conn, context, action)
+    change = Change(name="key.deleted", tenant=found.tenant, target=found.key, before=before)
+    audit_log.record(conn, context, change)
     return True

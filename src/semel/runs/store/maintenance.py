@@ -44,7 +44,7 @@ from semel.db.schema import (
 )
 from semel.runs.execution.input_data import folder_of
 from semel.runs.store import audit_log, quotas, run_keys
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -328,10 +328,10 @@ def remove_runs(
     return Removed(len(ids), last)
 
 
-def purged(count: int, age: float, first: str, last: str) -> Action:
+def purged(count: int, age: float, first: str, last: str) -> Change:
     """What is logged of runs that a person removed: how many, older than how many seconds, and between which ids."""
     after = {"runs": count, "older_than": age, "first": first, "last": last}
-    return Action(name="runs.purged", tenant="", target="runs", after=after)
+    return Change(name="runs.purged", tenant="", target="runs", after=after)
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"

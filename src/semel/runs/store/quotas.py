@@ -17,7 +17,7 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot, transact
 from semel.db.schema import active, quotas, reservations
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
 from semel.runs.store import audit_log
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
 from semel.types import moment
 
@@ -106,14 +106,14 @@ def set_quota(conn: Connection, person: Person, quota: Quota | None, context: St
             cost = getattr(quota, f"cost_{period}")
             values[f"cost_{period}"] = None if cost is None else micros(cost)
         conn.execute(insert(quotas).values(tenant=tenant, user_id=user, **values))
-    action = Action(
+    change = Change(
         name="quota.removed" if quota is None else "quota.set",
         tenant=tenant,
         target=user,
         before=None if before is None else structs.asdict(before),
         after=None if quota is None else structs.asdict(quota),
     )
-    audit_log.record(conn, context, action)
+    audit_log.record(conn, context, change)
 
 
 def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
@@ -384,8 +384,8 @@ def release_by_hand(conn: Connection, reservation: str, tenant: str, context: St
     row = conn.execute(unused.returning(reservations.c.user_id)).one_or_none()
     if row is None:
         return False
-    action = Action(name="reservation.released", tenant=tenant, target=reservation, before={"user": row.user_id})
-    audit_log.record(conn, context, action)
+    change = Change(name="reservation.released", tenant=tenant, target=reservation, before={"user": row.user_id})
+    audit_log.record(conn, context, change)
     return True
 
 

@@ -29,7 +29,7 @@ from sqlalchemy import Connection, bindparam, text
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import jobs
 from semel.runs.store import audit_log
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -596,12 +596,12 @@ def record_cancelled(
     audit_log.record(conn, context, *(_cancelled(each, changed[each], why, tenant) for each in sorted(changed)))
 
 
-def _cancelled(run_id: str, status: Status, why: str, tenant: str) -> Action:
+def _cancelled(run_id: str, status: Status, why: str, tenant: str) -> Change:
     """A pending run is cancelled at once; a running one is asked to end."""
     before: Status = "PENDING" if status == "CANCELLED" else status
     after = {"status": status, "cancel_requested": True, "why": why}
     old = {"status": before, "cancel_requested": False}
-    return Action(name="run.cancelled", tenant=tenant, target=run_id, before=old, after=after)
+    return Change(name="run.cancelled", tenant=tenant, target=run_id, before=old, after=after)
 
 
 _RELEASE = Statement(

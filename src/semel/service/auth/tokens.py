@@ -16,7 +16,7 @@ from semel._validation import TEN_YEARS, checked_choice, checked_name, checked_n
 from semel.db.dialect import StatementContext
 from semel.db.schema import tokens
 from semel.runs.store import audit_log
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, checked_user
 from semel.types import moment
@@ -115,8 +115,8 @@ def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issue
     return Issued(token=token, secret=f"{_MARK}_{token.id}_{secret}")
 
 
-def _action(name: str, token: Token, **values: Any) -> Action:
-    return Action(name=name, tenant=token.tenant, target=token.id, **values)
+def _action(name: str, token: Token, **values: Any) -> Change:
+    return Change(name=name, tenant=token.tenant, target=token.id, **values)
 
 
 def _logged(token: Token) -> dict[str, Any]:

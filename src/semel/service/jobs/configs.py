@@ -25,7 +25,7 @@ from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import configs
 from semel.runs import strict_json
 from semel.runs.store import audit_log
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.types import MAX_COST
 from semel.service.api.problems import ApiError
 from semel.types import moment
@@ -311,14 +311,14 @@ def _write(conn: Connection, terms: StatementContext, /, **row: str) -> None:
     audit_log.lock(conn, terms)  # of two who create it at a time, one replaces the other's, and the log says so
     before = _find(conn, row["tenant"], row["name"])
     _PUT.count(conn, now=terms.now, **row)
-    action = Action(
+    change = Change(
         name="config.set",
         tenant=row["tenant"],
         target=row["name"],
         before=None if before is None else _logged(before.body),
         after=_logged(row["body"]),
     )
-    audit_log.record(conn, terms, action)
+    audit_log.record(conn, terms, change)
 
 
 def _remove(conn: Connection, tenant: str, name: str, terms: StatementContext) -> bool:
@@ -326,8 +326,8 @@ def _remove(conn: Connection, tenant: str, name: str, terms: StatementContext) -
     row = conn.execute(query).one_or_none()
     if row is None:
         return False
-    action = Action(name="config.removed", tenant=tenant, target=name, before=_logged(row.body))
-    audit_log.record(conn, terms, action)
+    change = Change(name="config.removed", tenant=tenant, target=name, before=_logged(row.body))
+    audit_log.record(conn, terms, change)
     return True
 
 

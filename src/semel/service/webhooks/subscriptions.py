@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, func, select, update
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import subscriptions
 from semel.runs.store import audit_log
-from semel.runs.store.audit_log import Action
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import new_id
 from semel.service.api.problems import ApiError
@@ -98,8 +98,8 @@ def create(conn: Connection, tenant: str, target: str, names: Sequence[str], ter
         disabled_us=None,
     )
     conn.execute(subscriptions.insert().values({name: getattr(made, name) for name in Subscription.__struct_fields__}))
-    action = Action(name="subscription.created", tenant=tenant, target=made.id, after=_logged(made))
-    audit_log.record(conn, terms, action)
+    change = Change(name="subscription.created", tenant=tenant, target=made.id, after=_logged(made))
+    audit_log.record(conn, terms, change)
     return made
 
 
@@ -138,8 +138,8 @@ def remove(conn: Connection, subscription_id: str, tenant: str, terms: Statement
     if found.kind == "stream":
         raise ApiError(409, "STREAM_IS_A_SETTING", "the stream ends when the server starts without SEMEL_EVENTS")
     if conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id)).rowcount:
-        action = Action(name="subscription.deleted", tenant=tenant, target=found.id, before=_logged(found))
-        audit_log.record(conn, terms, action)
+        change = Change(name="subscription.deleted", tenant=tenant, target=found.id, before=_logged(found))
+        audit_log.record(conn, terms, change)
 
 
 def disable(conn: Connection, subscription_id: str, terms: StatementContext) -> None:
