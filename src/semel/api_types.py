@@ -310,9 +310,7 @@ class RemoteWorker(Struct, frozen=True, kw_only=True):
 
 
 class RemoteAction(Struct, frozen=True, kw_only=True):
-    """What somebody did. ``tenant`` is the one that it concerns; ``previous`` and ``digest`` are null except for admins
-    of the main tenant.
-    """
+    """What somebody did to ``tenant``, whose actions ``seq`` counts; ``user_tenant`` is their own."""
 
     seq: int
     at: datetime
@@ -327,8 +325,8 @@ class RemoteAction(Struct, frozen=True, kw_only=True):
     entrance: Entrance
     before: dict[str, Any] | None
     after: dict[str, Any] | None
-    previous: str | None = None
-    digest: str | None = None
+    previous: str
+    digest: str
 
 
 class ActionPage(Struct, frozen=True, kw_only=True):

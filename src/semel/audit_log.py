@@ -1,4 +1,4 @@
-"""The chain of the log of what people did: the bytes of a row, their digest, and how the whole log is checked.
+"""The chains of the log of what people did: the bytes of a row, their digest, and how whole logs are checked.
 
 Only Python's own library is used, and no database: a row is a mapping with the names in ``FIELDS``, and ``digest``.
 ``docs/audit.md`` describes the bytes, with an example.
@@ -30,16 +30,17 @@ FIELDS = (
 )
 """What the digest of a row is made of, in this order."""
 START = "0" * 64
-"""The ``previous`` of the first row."""
+"""The ``previous`` of a tenant's first row."""
 
 
 class AuditCheck(NamedTuple):
-    """What :func:`verify_log` found. ``problem`` names the first place that is wrong; None if the chain holds."""
+    """What :func:`verify_log` found. ``problem`` names the first place that is wrong; None if every chain holds."""
 
     rows: int
     """The rows that are as they were written, up to the first problem."""
-    head: str
-    """The digest of the last of these rows. Keep it elsewhere: with it, a log that was cut off is found."""
+    heads: dict[str, str]
+    """The digest of the last of these rows, by tenant. Keep them elsewhere: with them, a log that was cut off is found.
+    """
     problem: str | None = None
 
 
@@ -61,28 +62,36 @@ def digest_of(row: Mapping[str, Any]) -> str:
     return sha256(canonical(row)).hexdigest()
 
 
-def verify_log(rows: Iterable[Mapping[str, Any]], head: str | None = None) -> AuditCheck:
-    """Check the whole log, oldest row first. ``head`` is a digest that was kept: the log must still have that row."""
-    count, last, met = 0, START, head in (None, START)
+def verify_log(rows: Iterable[Mapping[str, Any]], heads: Iterable[str] = ()) -> AuditCheck:
+    """Check whole logs, the rows of each tenant oldest first. ``heads`` are digests that were kept: the rows that had
+    them must still be there.
+    """
+    count, missing = 0, set(heads)
+    ends: dict[str, tuple[int, str]] = {}
     for row in rows:
-        if problem := _problem(row, count + 1, last):
-            return AuditCheck(count, last, problem)
-        count, last = count + 1, row["digest"]
-        met = met or last == head
-    if not met:
-        where = f"ends with row {count}" if count else "is empty"
-        return AuditCheck(count, last, f"the log {where} and has no row with the kept head {head}: rows are missing")
-    return AuditCheck(count, last)
+        seq, previous = ends.get(row["tenant"], (0, START))
+        if problem := _problem(row, seq + 1, previous):
+            return AuditCheck(count, _heads(ends), problem)
+        count += 1
+        ends[row["tenant"]] = (row["seq"], row["digest"])
+        missing.discard(row["digest"])
+    problem = (
+        f"no row has the kept head {min(missing)}: rows were removed from an end, or rewritten" if missing else None
+    )
+    return AuditCheck(count, _heads(ends), problem)
+
+
+def _heads(ends: Mapping[str, tuple[int, str]]) -> dict[str, str]:
+    return {tenant: digest for tenant, (_, digest) in ends.items()}
 
 
 def _problem(row: Mapping[str, Any], seq: int, previous: str) -> str | None:
     """Why this row cannot be the next one; None if it can."""
-    if row["seq"] > seq:
-        return f"row {seq} is missing: row {row['seq']} comes in its place"
-    if row["seq"] < seq:
-        return f"row {row['seq']} is out of place: row {seq} was expected"
+    place = f"row {row['seq']}" + (f" of tenant {row['tenant']}" if row["tenant"] else "")
+    if row["seq"] != seq:
+        return f"{place} comes where row {seq} belongs: a row is missing, was added or moved"
     if row["previous"] != previous:
-        return f"row {seq} does not follow the row before it: one of the two was replaced"
+        return f"{place} does not follow the row before it: one of the two was replaced"
     if row["digest"] != digest_of(row):
-        return f"row {seq} was changed: its digest is not that of its fields"
+        return f"{place} was changed: its digest is not that of its fields"
     return None

@@ -582,9 +582,9 @@ tokens = Table(
 audit = Table(
     "semel_audit",
     metadata,
-    Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("at_us", BigInteger, nullable=False),
     Column("tenant", _name, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
     Column("user_id", _name, nullable=False),
     Column("role", Text, nullable=False),
     Column("user_tenant", _name, nullable=False),
@@ -597,11 +597,12 @@ audit = Table(
     Column("after", Text, nullable=True),
     Column("previous", Text, nullable=False),
     Column("digest", Text, nullable=False),
+    PrimaryKeyConstraint("tenant", "seq", name="semel_audit_pkey"),
 )
-"""What people did, one row after the other: ``digest`` is that of the row, and ``previous`` that of the row before.
-``tenant`` is the one that the action concerns, ``user_tenant`` the one of who acted.
+"""What people did, a chain for each tenant that it was done to: ``digest`` is that of the row, and ``previous`` that of
+the tenant's row before. ``user_tenant`` is the tenant of who did it.
 """
-Index("semel_audit_tenant", audit.c.tenant, audit.c.seq)
+Index("semel_audit_time", audit.c.at_us)
 
 configs = Table(
     "semel_configs",

@@ -590,8 +590,6 @@ class RunEngine:
         name of what was changed. Without a ``tenant``, actions on all tenants.
         """
         checked_int("limit", limit, 1, 1000)
-        if cursor is not None and not (str(cursor).isdecimal() and len(str(cursor)) < 19):
-            raise InvalidRequest("cursor must be the page.next of an earlier page")
         if entrance is not None:
             checked_choice("entrance", entrance, get_args(Entrance))
         wanted = AuditFilter(
@@ -603,13 +601,13 @@ class RunEngine:
             since_us=_us("since", since),
             until_us=_us("until", until),
         )
-        return await self.store.read(audit_log.entries, wanted, limit, None if cursor is None else int(cursor))
+        return await self.store.read(audit_log.entries, wanted, limit, _name_or_none("cursor", cursor))
 
-    async def verify_audit_log(self, head: str | None = None) -> AuditCheck:
-        """Check the chain of the log of what people did. ``head`` is the ``head`` of an earlier check, which was kept
-        elsewhere: with it, rows that were removed from the end are found.
+    async def verify_audit_log(self, heads: Sequence[str] = (), *, tenant: str | None = None) -> AuditCheck:
+        """Check the chains of the log of what people did, of all tenants or of one. ``heads`` are those of an earlier
+        check, which were kept elsewhere: with them, rows that were removed from the end are found.
         """
-        return await self.store.read(audit_log.verify, head)
+        return await self.store.read(audit_log.verify, heads, _name_or_none("tenant", tenant))
 
     async def purge(self, older_than: float, *, by: Actor | None = None) -> int:
         """Remove runs that ended over ``older_than`` seconds ago, with events, logs, files and data; return how many.

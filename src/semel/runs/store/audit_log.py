@@ -1,6 +1,7 @@
 """The log of what people did (``semel_audit``): written in the transaction of the change itself, and read.
 
-Each row has the digest of the row before, so writers take turns: the lock is taken last, when everything else of the
+Each tenant has a chain of its own, so that no transaction needs the rows of two tenants. A row has the digest of the
+row before, so those who write for one tenant take turns: the lock is taken last, when everything else of the
 transaction is done, and held until the commit. People act seldom. What happens for every run (submit, lease, finish,
 heartbeat) and what no person does (the sweeper, retention) never comes here: its ``context.by`` is None.
 """
@@ -8,17 +9,18 @@ heartbeat) and what no person does (the sweeper, retention) never comes here: it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
 from typing import Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Row, insert, or_, select, text
+from sqlalchemy import Connection, Row, insert, or_, select, text, tuple_
 
 from semel.audit_log import START, AuditCheck, digest_of, verify_log
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import audit
+from semel.errors import InvalidRequest
 from semel.redaction import without_secret_values
 from semel.types import Entrance, moment
 
@@ -102,42 +104,45 @@ class AuditFilter(Struct, frozen=True, kw_only=True):
 
 
 _WAIT_LONGER = Statement(lambda w: f"SELECT {w.patience}")
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('semel_audit', 7301))")
+_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(CAST(:tenant AS text), 7302))")
 _HEAD = Statement(
     lambda w: (
         f"""
 SELECT {w.now}, h.seq, h.digest FROM (SELECT 1) AS one
-LEFT JOIN (SELECT seq, digest FROM semel_audit ORDER BY seq DESC LIMIT 1) AS h ON true"""
+LEFT JOIN (
+  SELECT seq, digest FROM semel_audit WHERE tenant = :tenant ORDER BY seq DESC LIMIT 1) AS h ON true"""
     )
 )
 
 
-def lock(conn: Connection, context: StatementContext) -> None:
-    """Let no other transaction append until this one ends; for one that must read what it replaces. SQLite has one
-    writer anyway.
+def lock(conn: Connection, tenant: str, context: StatementContext) -> None:
+    """Let no other transaction append to the tenant's log until this one ends; for one that must first read what it
+    replaces. SQLite has one writer anyway.
     """
     if context.by is not None and conn.dialect.name == "postgresql":
         _WAIT_LONGER.rows(conn)
-        conn.execute(_LOCK)
+        conn.execute(_LOCK, {"tenant": tenant})
 
 
 def record(conn: Connection, context: StatementContext, *changes: Change) -> None:
     """Append what the person of the context did, in the transaction of the change; nothing if there is none.
 
-    An action that left everything as it was is not logged. To be called last in a transaction: others wait for it.
+    What left everything as it was is not logged. All changes concern one tenant. To be called last in a transaction:
+    others wait for it.
     """
     by, real = context.by, [each for each in changes if each.before != each.after]
     if by is None or not real:
         return
-    lock(conn, context)
-    now, last, previous = _HEAD.rows(conn, now=context.now)[0]
+    (tenant,) = {each.tenant for each in real}
+    lock(conn, tenant, context)
+    now, last, previous = _HEAD.rows(conn, now=context.now, tenant=tenant)[0]
     rows = []
     for seq, each in enumerate(real, (last or 0) + 1):
         row: dict[str, Any] = {
             "previous": previous or START,
             "seq": seq,
             "at_us": now,
-            "tenant": _text(each.tenant),
+            "tenant": tenant,
             "user": _text(by.user),
             "role": by.role,
             "user_tenant": _text(by.tenant),
@@ -177,25 +182,41 @@ def _json(value: Mapping[str, Any] | None) -> str | None:
 _SELECTED = [audit.c.user_id.label("user") if name == "user_id" else audit.c[name] for name in _COLUMNS]
 
 
-def entries(conn: Connection, wanted: AuditFilter, limit: int, before: int | None = None) -> AuditPage:
-    """Rows of the log, newest first, those before the number ``before``."""
-    query = select(*_SELECTED).order_by(audit.c.seq.desc()).limit(limit + 1)
-    for name, column in {"tenant": audit.c.tenant, "user": audit.c.user_id, "target": audit.c.target}.items():
+def entries(conn: Connection, wanted: AuditFilter, limit: int, cursor: str | None = None) -> AuditPage:
+    """Rows of the log, newest first."""
+    place = (audit.c.at_us, audit.c.tenant, audit.c.seq)
+    query = select(*_SELECTED).order_by(*(column.desc() for column in place)).limit(limit + 1)
+    for name, column in _EQUAL.items():
         if (value := getattr(wanted, name)) is not None:
             query = query.where(column == value)
     if wanted.action is not None:
         kind = audit.c.action.startswith(f"{wanted.action}.", autoescape=True)
         query = query.where(or_(audit.c.action == wanted.action, kind))
-    if wanted.entrance is not None:
-        query = query.where(audit.c.entrance == wanted.entrance)
     if wanted.since_us is not None:
         query = query.where(audit.c.at_us >= wanted.since_us)
     if wanted.until_us is not None:
         query = query.where(audit.c.at_us < wanted.until_us)
-    if before is not None:
-        query = query.where(audit.c.seq < before)
+    if cursor is not None:
+        query = query.where(tuple_(*place) < tuple_(*_place_of(cursor)))
     found = [_entry(row) for row in conn.execute(query)]
-    return AuditPage(entries=found[:limit], next=str(found[limit - 1].seq) if len(found) > limit else None)
+    last = found[limit - 1] if len(found) > limit else None
+    return AuditPage(entries=found[:limit], next=None if last is None else f"{last.at_us}.{last.seq}.{last.tenant}")
+
+
+_EQUAL = {
+    "tenant": audit.c.tenant,
+    "user": audit.c.user_id,
+    "target": audit.c.target,
+    "entrance": audit.c.entrance,
+}
+
+
+def _place_of(cursor: str) -> tuple[int, str, int]:
+    """The time, the tenant and the number of the last row of the page before."""
+    match cursor.split(".", 2):
+        case [at_us, seq, tenant] if all(each.isascii() and each.isdigit() and len(each) < 19 for each in (at_us, seq)):
+            return int(at_us), tenant, int(seq)
+    raise InvalidRequest("cursor must be the `next` of the previous page")
 
 
 def _entry(row: Row[Any]) -> AuditEntry:
@@ -204,20 +225,18 @@ def _entry(row: Row[Any]) -> AuditEntry:
     return AuditEntry(**{**fields, **values})
 
 
-def verify(conn: Connection, head: str | None = None) -> AuditCheck:
-    """Check the chain of the whole log, and that it still has the row of the kept ``head``."""
-    return verify_log(stored_rows(conn), head)
+def verify(conn: Connection, heads: Sequence[str] = (), tenant: str | None = None) -> AuditCheck:
+    """Check the chains of all tenants, or of one, and that the rows of the kept ``heads`` are still there."""
+    return verify_log(stored_rows(conn, tenant), heads)
 
 
-def rows_after(conn: Connection, seq: int, limit: int = BATCH) -> list[dict[str, Any]]:
-    """Rows as they are stored, oldest first, as :func:`semel.audit_log.verify_log` takes them."""
-    query = select(*_SELECTED).where(audit.c.seq > seq).order_by(audit.c.seq).limit(limit)
-    return [dict(row) for row in conn.execute(query).mappings()]
-
-
-def stored_rows(conn: Connection) -> Iterator[Mapping[str, Any]]:
-    """Every row of the log, oldest first."""
-    after = -(2**63)
-    while found := rows_after(conn, after):
-        yield from found
-        after = found[-1]["seq"]
+def stored_rows(conn: Connection, tenant: str | None = None) -> Iterator[dict[str, Any]]:
+    """Every row as it is stored, each tenant's oldest first, as :func:`semel.audit_log.verify_log` takes them."""
+    place = (audit.c.tenant, audit.c.seq)
+    query = select(*_SELECTED).order_by(*place).limit(BATCH)
+    query = query if tenant is None else query.where(audit.c.tenant == tenant)
+    found = list(conn.execute(query).mappings())
+    while found:
+        yield from map(dict, found)
+        after = tuple_(found[-1]["tenant"], found[-1]["seq"])
+        found = list(conn.execute(query.where(tuple_(*place) > after)).mappings())

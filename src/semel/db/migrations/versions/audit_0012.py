@@ -1,4 +1,4 @@
-"""What people did: a log, each row of which has the digest of the row before.
+"""What people did: a log of each tenant, each row of which has the digest of the row before.
 
 The release before goes on with these tables; what people do through it is not logged.
 """
@@ -6,7 +6,7 @@ The release before goes on with these tables; what people do through it is not l
 from __future__ import annotations
 
 from alembic import op
-from sqlalchemy import BigInteger, Column, Index, MetaData, Table, Text
+from sqlalchemy import BigInteger, Column, Index, MetaData, PrimaryKeyConstraint, Table, Text
 
 revision = "0012"
 down_revision = "0010"
@@ -19,9 +19,9 @@ _name = Text(collation="C").with_variant(Text(), "sqlite")
 _audit = Table(
     "semel_audit",
     metadata,
-    Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("at_us", BigInteger, nullable=False),
     Column("tenant", _name, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
     Column("user_id", _name, nullable=False),
     Column("role", Text, nullable=False),
     Column("user_tenant", _name, nullable=False),
@@ -34,8 +34,9 @@ _audit = Table(
     Column("after", Text, nullable=True),
     Column("previous", Text, nullable=False),
     Column("digest", Text, nullable=False),
+    PrimaryKeyConstraint("tenant", "seq", name="semel_audit_pkey"),
 )
-Index("semel_audit_tenant", _audit.c.tenant, _audit.c.seq)
+Index("semel_audit_time", _audit.c.at_us)
 
 
 def upgrade() -> None:
