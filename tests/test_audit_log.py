@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_rows_that_are_deleted_added_or_swapped_are_found(alter: Callable[[Rows]
     rows = chain()
     rows[2]["user"] = "other"  # so that contents differ
     rows[2]["digest"] = digest_of(rows[2])
-    for before, row in zip(rows[2:], rows[3:], strict=False):
+    for before, row in pairwise(rows[2:]):
         row["previous"] = before["digest"]
         row["digest"] = digest_of(row)
     assert verify_log(rows).problem is None

@@ -266,7 +266,7 @@ def test_b27_what_is_refused_or_fails_leaves_no_row(server: TokenServer, log: Lo
     assert tight.post(f"/runs/{run}/cancel").status_code == 200
     server.app.set_quota("tight", Quota(max_concurrent=0))
     log.new()
-    assert tight.post(f"/runs/{run}/retry").status_code == 409
+    assert tight.post(f"/runs/{run}/retry").status_code == 429
     assert log.new() == [], "the quota refused the retry in its transaction"
 
 
@@ -441,7 +441,7 @@ def test_b27_secrets_are_not_in_the_log(server: TokenServer, log: Log) -> None:
     lose(server, "order-9")
     body = {"scope": "orders", "key": "order-9", "done": True, "value": "hunter2"}
     assert root.post("/admin/keys/resolve", json=body).status_code == 204
-    assert len(log.new()) == 9
+    assert len(log.new()) == 8
     with engine_of(server.app.url).connect() as conn:
         stored = str(conn.execute(select(audit)).all())
     assert "hunter2" not in stored
@@ -483,7 +483,7 @@ def _swap(conn: Connection, seq: int) -> None:
 def _add(conn: Connection, seq: int) -> None:
     """Add a row, and move the others: from the last on, as the numbers are unique."""
     row = dict(conn.execute(select(audit).where(_row(seq))).mappings().one())
-    for number in range(10, seq - 1, -1):
+    for number in range(11, seq - 1, -1):
         conn.execute(update(audit).where(_row(number)).values(seq=number + 1))
     conn.execute(insert(audit), [row])
 
