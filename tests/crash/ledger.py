@@ -16,7 +16,7 @@ from semel.audit_log import verify_log
 from support.databases import MISCOUNTED
 
 ACTIVE = ("PENDING", "RUNNING")
-AUDIT = text("SELECT a.*, a.user_id AS \"user\" FROM semel_audit AS a ORDER BY tenant, seq")
+AUDIT = text('SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq')
 
 
 class Ledger:
