@@ -22,7 +22,7 @@ from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import audit
 from semel.errors import InvalidRequest
 from semel.redaction import without_secret_values
-from semel.types import Entrance, moment
+from semel.types import Actor, Entrance, moment
 
 ACTIONS = (
     "token.created",
@@ -127,36 +127,41 @@ def lock(conn: Connection, tenant: str, context: StatementContext) -> None:
 def record(conn: Connection, context: StatementContext, *changes: Change) -> None:
     """Append what the person of the context did, in the transaction of the change; nothing if there is none.
 
-    What left everything as it was is not logged. All changes concern one tenant. To be called last in a transaction:
-    others wait for it.
+    What left everything as it was is not logged. To be called last in a transaction: others wait for it.
     """
     by, real = context.by, [each for each in changes if each.before != each.after]
-    if by is None or not real:
+    if by is None:
         return
-    (tenant,) = {each.tenant for each in real}
-    lock(conn, tenant, context)
-    now, last, previous = _HEAD.rows(conn, now=context.now, tenant=tenant)[0]
-    rows = []
-    for seq, each in enumerate(real, (last or 0) + 1):
-        row: dict[str, Any] = {
-            "previous": previous or START,
-            "seq": seq,
-            "at_us": now,
-            "tenant": tenant,
-            "user": _text(by.user),
-            "role": by.role,
-            "user_tenant": _text(by.tenant),
-            "token": by.token,
-            "address": _text(by.address),
-            "entrance": by.entrance,
-            "action": each.name,
-            "target": _text(each.target),
-            "before": _json(each.before),
-            "after": _json(each.after),
-        }
-        previous = digest_of(row)
-        rows.append({**row, "user_id": row["user"], "digest": previous})
-    conn.execute(insert(audit), [{name: row[name] for name in _COLUMNS} for row in rows])
+    for tenant in sorted({each.tenant for each in real}):  # in one order, so that two never wait for each other
+        lock(conn, tenant, context)
+        now, last, previous = _HEAD.rows(conn, now=context.now, tenant=tenant)[0]
+        rows: list[dict[str, Any]] = []
+        for seq, each in enumerate((each for each in real if each.tenant == tenant), (last or 0) + 1):
+            rows.append(_row(each, by, previous or START, seq, now))
+            previous = rows[-1]["digest"]
+        conn.execute(insert(audit), rows)
+
+
+def _row(change: Change, by: Actor, previous: str, seq: int, at_us: int) -> dict[str, Any]:
+    row = {
+        "previous": previous,
+        "seq": seq,
+        "at_us": at_us,
+        "tenant": change.tenant,
+        "user": _text(by.user),
+        "role": _text(by.role),
+        "user_tenant": _text(by.tenant),
+        "token": _text(by.token),
+        "address": _text(by.address),
+        "entrance": by.entrance,
+        "action": change.name,
+        "target": _text(change.target),
+        "before": _json(change.before),
+        "after": _json(change.after),
+    }
+    digest = digest_of(row)
+    row["user_id"] = row.pop("user")
+    return {**row, "digest": digest}
 
 
 _COLUMNS = tuple(column.name for column in audit.c)

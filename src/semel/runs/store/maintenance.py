@@ -321,17 +321,28 @@ def remove_runs(
     unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(conn.scalars(old)))).order_by(submitted.c.id)
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if ids:
+        gone = purged(conn, age, ids[0], ids[-1], context, submitted.c.id.in_(ids))
         _LEAVE_IDS.write(conn, ids=ids)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
-        audit_log.record(conn, context, purged(len(ids), age, ids[0], ids[-1]))
+        audit_log.record(conn, context, *gone)
     return Removed(len(ids), last)
 
 
-def purged(count: int, age: float, first: str, last: str) -> Change:
-    """What is logged of runs that a person removed: how many, older than how many seconds, and between which ids."""
-    after = {"runs": count, "older_than": age, "first": first, "last": last}
-    return Change(name="runs.purged", tenant="", target="runs", after=after)
+def purged(
+    conn: Connection, age: float, first: str, last: str, context: StatementContext, which: ColumnElement[bool]
+) -> list[Change]:
+    """What is logged of runs that a person is about to remove, for each tenant that has some: how many, that they are
+    older than so many seconds, and between which ids.
+    """
+    if context.by is None:
+        return []
+    counted = conn.execute(select(submitted.c.tenant, func.count()).where(which).group_by(submitted.c.tenant))
+    about = {"older_than": age, "first": first, "last": last}
+    return [
+        Change(name="runs.purged", tenant=tenant, target="runs", after={"runs": count, **about})
+        for tenant, count in counted
+    ]
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"
