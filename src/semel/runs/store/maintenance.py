@@ -24,6 +24,7 @@ from sqlalchemy import (
     cast,
     delete,
     exists,
+    func,
     literal,
     not_,
     select,
@@ -321,7 +322,7 @@ def remove_runs(
     unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(conn.scalars(old)))).order_by(submitted.c.id)
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if ids:
-        gone = purged(conn, age, ids[0], ids[-1], context, submitted.c.id.in_(ids))
+        gone = purged(conn, age, (ids[0], ids[-1]), submitted.c.id.in_(ids), context)
         _LEAVE_IDS.write(conn, ids=ids)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
@@ -330,7 +331,7 @@ def remove_runs(
 
 
 def purged(
-    conn: Connection, age: float, first: str, last: str, context: StatementContext, which: ColumnElement[bool]
+    conn: Connection, age: float, span: tuple[str, str], which: ColumnElement[bool], context: StatementContext
 ) -> list[Change]:
     """What is logged of runs that a person is about to remove, for each tenant that has some: how many, that they are
     older than so many seconds, and between which ids.
@@ -338,7 +339,7 @@ def purged(
     if context.by is None:
         return []
     counted = conn.execute(select(submitted.c.tenant, func.count()).where(which).group_by(submitted.c.tenant))
-    about = {"older_than": age, "first": first, "last": last}
+    about = {"older_than": age, "first": span[0], "last": span[1]}
     return [
         Change(name="runs.purged", tenant=tenant, target="runs", after={"runs": count, **about})
         for tenant, count in counted

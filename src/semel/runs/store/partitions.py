@@ -186,7 +186,7 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
     ids: dict[str, Any] = {"start": partition.start, "end": partition.end}
     count: int = conn.scalar(_COUNT, ids) or 0
     within = and_(submitted.c.id >= partition.start, submitted.c.id < partition.end)
-    gone = purged(conn, age, partition.start, partition.end, context, within)
+    gone = purged(conn, age, (partition.start, partition.end), within, context)
     LEAVE_RANGE.write(conn, **ids)
     if not conn.scalar(_DROP, {"name": partition.name}):
         raise PartitionBusy(partition.name)
