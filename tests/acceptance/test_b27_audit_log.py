@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, delete, insert, select, update
 
-from semel import Actor, Granted, JobStore, Once, Quota, Unknown
+from semel import Actor, Granted, InvalidRequest, JobStore, Once, Quota, Unknown
 from semel._concurrency.sync import run_sync
 from semel.cli import main
 from semel.cli._database import engine_of
@@ -351,6 +352,23 @@ def test_b27_python_programs_name_who_acts(server: TokenServer, log: Log) -> Non
     assert {(each.user, each.role, each.address) for each in new[1:]} == {("zoe", "on call", "192.0.2.7")}
     assert app.purge(0) >= 1
     assert {each.action for each in log.new()} == {"runs.purged"}
+
+
+BAD_ACTORS: list[Any] = [
+    "zoe",
+    msgspec.structs.replace(Actor(user=""), user=None),
+    Actor(user="x" * 2000),
+    msgspec.structs.replace(Actor(user="zoe"), entrance="window"),
+]
+
+
+@pytest.mark.parametrize("by", BAD_ACTORS)
+def test_b27_an_actor_that_cannot_be_is_refused(server: TokenServer, log: Log, by: Any) -> None:
+    run = server.app.submit("add", {"a": 1}, delay=600)
+    with pytest.raises(InvalidRequest):
+        server.app.cancel(run.id, by=by)
+    assert server.app.get(run.id).status == "PENDING"
+    assert log.new() == []
 
 
 def test_b27_what_no_person_does_is_not_logged(server: TokenServer, log: Log) -> None:

@@ -302,7 +302,7 @@ class RunEngine:
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
-            context = self.store.acting(by or actor_here("python"))
+            context = self.store.acting(_who(by))
             await self.store.write(transitions.cancel_by_hand, [run.id], why, run.tenant, context)
             run = await self.get(run.id)
         if run.status in ("SUCCEEDED", "FAILED"):
@@ -336,7 +336,7 @@ class RunEngine:
             cost=run.asked_cost,
             seed=run.seed,
         )
-        who = by or actor_here("python")
+        who = _who(by)
         return await self.submit_run(run.model, run.parameters, options, retry_of=run.id, by=who)
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
@@ -506,7 +506,7 @@ class RunEngine:
             seed=run.actual_seed if changed else run.seed if seed is None else seed,
         )
         asked = {**run.parameters, **(parameters or {})}
-        who = by or actor_here("python")
+        who = _who(by)
         return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id, by=who), drift)
 
     async def logs(
@@ -553,7 +553,7 @@ class RunEngine:
             quotas.set_quota,
             (checked_name("tenant", tenant), checked_name("user", user, empty=False)),
             quota,
-            self.store.acting(by or actor_here("python")),
+            self.store.acting(_who(by)),
         )
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
@@ -617,7 +617,7 @@ class RunEngine:
         default the user of this process.
         """
         age = checked_number("older_than", older_than, 0, TEN_YEARS)
-        total, failed = await self.remove_old(age, by=by or actor_here("python"))
+        total, failed = await self.remove_old(age, by=_who(by))
         if failed is not None:
             raise ResultStoreError(
                 f"{total} runs were removed, but not all files: {failed}; purge again to remove them"
@@ -724,6 +724,17 @@ def _close_slots(asked: Sequence[Submission], answers: Sequence[Answer]) -> None
             for reservation in (each.slot, each.reservation):
                 if reservation is not None:
                     close_reservation(reservation)
+
+
+def _who(by: Actor | None) -> Actor:
+    """Who the audit log names; by default the user of this process."""
+    if by is None:
+        return actor_here("python")
+    if not isinstance(by, Actor):
+        raise InvalidRequest(f"by is semel.Actor(user=...), not a {type(by).__name__}")
+    checked_choice("the entrance of an actor", by.entrance, get_args(Entrance))
+    names = {name: checked_name(name, getattr(by, name), most=1000) for name in Actor.__struct_fields__}
+    return msgspec.structs.replace(by, **names)
 
 
 def _name_or_none(what: str, value: object) -> str | None:
