@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from semel.errors import InvalidRequest
 from semel.runs.diff import Drift
-from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, Quota, Status, Usage
+from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, PauseKind, Quota, Status, Usage
 from semel.types import Entrance
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -110,6 +110,8 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
     step: str = ""
     version: int = 0
     attempts: int = 0
+    errors: int = 0
+    """Attempts that ended with an error of the model; they count against ``max_attempts``."""
     max_attempts: int = 0
     losts: int = 0
     """Attempts that lost their worker; they count against ``max_lost`` instead of ``max_attempts``."""
@@ -175,6 +177,23 @@ class RemoteRerun(Struct, frozen=True, kw_only=True):
 
     run: RemoteRun
     drift: Drift
+
+
+class PauseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a queue or a model is paused."""
+
+    why: Annotated[str, Meta(max_length=1000, examples=["the GPUs get a new driver"])] = ""
+
+
+class RemotePause(Struct, frozen=True, kw_only=True):
+    """A queue or a model that is paused: none of its runs starts."""
+
+    kind: PauseKind
+    name: str
+    since: datetime
+    by: str
+    why: str
+    pending: Annotated[int, Meta(description="How many of its runs are pending.")]
 
 
 class RunPage(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from semel._validation import checked_bytes, checked_choice, checked_seconds
 from semel.errors import InvalidRequest
@@ -27,6 +27,24 @@ _WORDS = {
     "tombstone": TombstoneRule,
     "cleanup_log": CleanupLog,
 }
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The fields of :class:`Policy`, for functions that take any of them by name. None means: not given."""
+
+    ttl: float | None
+    lease: float | None
+    value_ttl: float | None
+    in_flight: InFlightRule | None
+    wait: float | None
+    on_error: ErrorRule | None
+    on_crash: CrashRule | None
+    store_failure: FailureRule | None
+    purge_every: float | None
+    cleanup_log: CleanupLog | None
+    dialect: Dialect | None
+    tombstone: TombstoneRule | None
+    max_response_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +105,15 @@ class Policy:
         """Seconds between two runs of the collector."""
         return self.purge_every if self.purge_every is not None else min(self.ttl / 10, MINUTE)
 
-    def but(self, **changes: Any) -> Policy:
+    def but(self, **changes: Unpack[PolicyOptions]) -> Policy:
         """The same policy with some fields changed; None leaves a field as it is."""
         if not changes:
             return self
         known = {field.name for field in fields(self)}
         if unknown := changes.keys() - known:
             raise InvalidRequest(f"a policy has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-        real = {name: value for name, value in changes.items() if value is not None}
-        return replace(self, **real) if real else self
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        return replace(self, **given) if given else self
 
     @classmethod
     def intake(cls, ttl: float = HOUR) -> Policy:

@@ -526,3 +526,60 @@ def test_the_doctor_finds_a_database_that_cannot_be_written(
     assert main(["doctor", "--json", "--db", read_only.render_as_string(hide_password=False)]) == 1
     found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
     assert found["write access"]["state"] == "broken"
+
+
+@pytest.fixture
+def shop(url: str, tmp_path: Path, semel: Told, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """MODULE:APP of an app that keeps its runs and files elsewhere than the defaults; no other database is named."""
+    code = f"from semel import App\n\napp = App({url!r}, artifacts={str(tmp_path / 'artifacts')!r})\n"
+    Path("corner_shop.py").write_text(code)
+    monkeypatch.delenv("SEMEL_DB")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds its folder
+    yield "corner_shop:app"
+    sys.modules.pop("corner_shop").app.close()
+
+
+def test_commands_on_the_database_take_that_of_an_app(semel: Told, shop: str, app: App) -> None:
+    assert semel("token", "create", "--user", "alice", "--app", shop)[0] == 0
+    assert '"alice"' in semel("token", "list", "--app", shop, "--json")[1]
+    assert semel("quota", "set", "alice", "--max-concurrent", "5", "--app", shop)[0] == 0
+    assert app.quotas()["alice"].max_concurrent == 5
+    app.submit("double", {"number": 2}, idempotency_key="order-1", user="alice")
+    assert semel("keys", "show", "order-1", "--app", shop)[0] == 0
+    assert semel("migrate", "--app", shop)[1].startswith("already at ")
+    assert not Path("semel.db").exists(), "the default database was made"
+
+
+def test_an_app_of_the_environment_is_taken_and_an_explicit_database_comes_first(
+    semel: Told, shop: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMEL_APP", shop)
+    assert semel("quota", "set", "alice", "--max-concurrent", "5")[0] == 0
+    assert app.quotas()["alice"].max_concurrent == 5
+    assert semel("quota", "set", "bob", "--max-concurrent", "5", "--db", "sqlite:///other.db")[0] == 0
+    assert "bob" not in app.quotas()
+    monkeypatch.setenv("SEMEL_APP", "nowhere:app")
+    assert semel("quota", "list", "--db", "sqlite:///other.db")[0] == 0, "an app that is not needed was loaded"
+    assert "there is no module 'nowhere'" in semel("quota", "list")[2]
+
+
+def test_gc_and_doctor_go_by_the_settings_of_an_app(semel: Told, shop: str, app: App, tmp_path: Path) -> None:
+    with app.working(processes=0, threads=0):
+        run = app.wait(app.submit("double", {"number": 2}).id, timeout=60)
+    assert run.status == "SUCCEEDED"
+    assert any((tmp_path / "artifacts").rglob("letter.txt"))
+    assert semel("gc", shop, "--older-than", "0s")[1].startswith("removed 1 runs")
+    assert not any((tmp_path / "artifacts").rglob("letter.txt")), "the files of the app were not found"
+    found = {each["check"]: each for each in json.loads(semel("doctor", shop, "--json")[1])["checks"]}
+    assert found["database"]["state"] == "ok"
+    assert str(tmp_path) in found["artifacts disk"]["said"]
+
+
+def test_doctor_checks_the_transport_of_an_app(semel: Told, shop: str) -> None:
+    broker = "redis://:hush@localhost:1/0"
+    code = f"\napp = App(app.url, transport='rq', redis={broker!r})\n"
+    Path("corner_shop.py").write_text(Path("corner_shop.py").read_text() + code)
+    found = {each["check"]: each for each in json.loads(semel("doctor", shop, "--json")[1])["checks"]}
+    assert found["transport"] == {"check": "transport", "state": "ok", "said": "rq", "advice": None}
+    assert found["redis"]["state"] == "broken"
+    assert "hush" not in json.dumps(found)

@@ -15,6 +15,8 @@ from semel import Quota
 from semel.api_types import RemoteJob, RemoteUpload
 from semel.cli import main
 from semel.cli.jobs import print_job
+from semel.dashboard.templating import short_id
+from semel.runs.store import partial_ids
 from semel.service.auth import tokens
 from support.cli import ID, UNSERVED, CliServer, add_models, cli_server
 from support.service import PATIENCE, TestServer, make_app, serve
@@ -146,7 +148,7 @@ def test_a_wait_that_takes_too_long_leaves_the_run_alone(server: CliServer, seme
         (["show", "xyz"], "is not a run id"),
         (["show", "abc"], "is not a run id"),
         (["show", "00000000-0000-7000-8000-000000000000"], "no run"),
-        (["show", "00000000"], "none of the newest"),
+        (["show", "00000000"], "no run begins or ends with"),
         (["result", "00000000-0000-7000-8000-000000000000"], "no run"),
         (["logs", "00000000-0000-7000-8000-000000000000"], "no run"),
         (["cancel", "00000000-0000-7000-8000-000000000000"], "no run"),
@@ -198,7 +200,8 @@ def test_show_tells_of_a_runs_life(server: CliServer, semel: Told) -> None:
     run_id = server.ended("add", {"a": 1}, idempotency_key=f"show-{time.time_ns()}")
     code, out, _ = semel("show", run_id)
     assert code == 0
-    for part in (run_id, "SUCCEEDED", '{"a": 1}', "created", "leased", "succeeded", "1 of "):
+    counts = "attempt 1 · errors 0 of 3 · lost 0 of 3"
+    for part in (run_id, "SUCCEEDED", '{"a": 1}', "created", "leased", "succeeded", counts):
         assert part in out
     told = json.loads(semel("show", run_id, "--json")[1])
     assert [step["step"] for step in told["timeline"]] == ["created", "leased", "succeeded"]
@@ -210,7 +213,7 @@ def test_an_error_that_was_overcome_is_shown_as_the_last_one(server: CliServer, 
     code, out, err = semel("submit", "falter", "--wait")
     assert code == 0, err
     code, out, _ = semel("show", out.strip())
-    assert re.search(r"^attempts +2 of 2$", out, re.MULTILINE)
+    assert re.search(r"^attempts +attempt 2 · errors 1 of 2 · lost 0 of 3$", out, re.MULTILINE)
     assert re.search(r"^last error +ConnectionError: the line was busy$", out, re.MULTILINE)
     assert "Traceback" not in out
     run_id = server.ended("fail", {"why": "no paper"})
@@ -255,7 +258,22 @@ def test_a_part_of_an_id_is_enough(server: CliServer, semel: Told) -> None:
     server.submit("add", {"a": 1}, queue=UNSERVED)
     code, _, err = semel("cancel", run_id[:7])
     assert code == 1
-    assert re.search(r"\d+ runs begin or end with", err)
+    assert re.search(r"several runs begin or end with '.*', such as .* and ", err)
+
+
+def test_every_short_id_of_the_dashboard_is_found_however_old(
+    server: CliServer, semel: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_ids, "WINDOW", 2)  # as if there were very many runs
+    monkeypatch.setattr(partial_ids, "SCAN_SECONDS", 0.0)  # a request for each window
+    run_id = server.submit("add", {"a": 1}, queue=UNSERVED)
+    for _ in range(9):
+        server.submit("add", {"a": 1}, queue=UNSERVED)
+    for part in (short_id(run_id), run_id[-6:], run_id[:30]):
+        assert json.loads(semel("show", part, "--json")[1])["run"]["run_id"] == run_id
+    code, _, err = semel("show", "0123456789ab")
+    assert (code, err) == (1, "semel: no run begins or ends with '0123456789ab'\n")
+    assert "not a run id, nor at least six" in semel("show", "a-b-c-d-e")[2]
 
 
 async def diverge() -> dict[str, float]:

@@ -310,6 +310,43 @@ class CancelRunning(OfRunningRun):
         assert go_on(place).statuses == [expected]
 
 
+class Pause(OfPendingRun):
+    """``pause`` of the queue of a run that waits: it is paused as a whole, or not at all; others resume it."""
+
+    paused_before = False
+
+    def prepare(self, place: Place) -> str:
+        with opened(place) as database:
+            run_id: str = database.submit(place.name).id
+            self._set(database, paused=self.paused_before)
+            return run_id
+
+    def _set(self, database: TestDatabase, *, paused: bool) -> None:
+        if paused:
+            database.app.pause(queue="default", by="crash")
+        else:
+            database.app.resume(queue="default")
+
+    def act(self, place: Place, given: str) -> Any:
+        with opened(place) as database:
+            self._set(database, paused=not self.paused_before)
+
+    def check(self, place: Place, given: str, ended: Ended) -> None:
+        with opened(place) as database:
+            paused = [each.by for each in database.app.pauses()] == ["crash"]
+            if ended.how == "returned":
+                assert paused != self.paused_before
+            assert not paused or not database.lease(), "a run of a paused queue was leased"
+            database.app.resume(queue="default")
+        assert go_on(place).statuses == ["SUCCEEDED"]
+
+
+class Resume(Pause):
+    """``resume`` of the queue of a run that waits."""
+
+    paused_before = True
+
+
 class Retry(OfRunningRun):
     """``retry`` of a failed run with a key: sent again, there is one new run."""
 

@@ -344,8 +344,8 @@ def test_the_latest_failures_come_first_with_their_errors(server: TokenServer, t
     rows = table(operator.open("/"), "failures")
     assert [row[4] for row in rows[:3]] == [
         "no error recorded",
-        "ValueError: 11 after 11 attempts",
-        "ValueError: 10 after 10 attempts",
+        "ValueError: 11 attempt 11 · errors 0 of 3 · lost 0 of 3",
+        "ValueError: 10 attempt 10 · errors 0 of 3 · lost 0 of 3",
     ]
     assert len(rows) == queries.FAILURES
 

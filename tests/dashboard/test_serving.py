@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_is_seen_to_lose_its_run_and_another_to_end_it(
         expect(page.locator("#run-state")).to_contain_text("attempt 1")
         expect(page.locator("#run-log")).to_contain_text("waits for")
         os.kill(worker, signal.SIGKILL)
-        expect(page.locator("#run-facts")).to_contain_text("lost: 1 of 5")
+        expect(page.locator("#run-facts")).to_contain_text("attempt 2 · errors 0 of 3 · lost 1 of 5")
         expect(page.locator("#run-timeline svg[role=img]")).to_contain_text("lost")
         expect(page.locator("#run-state")).to_contain_text("attempt 2")
         visitor.look("run-recovered")

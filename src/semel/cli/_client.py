@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 BACKOFF = 0.25
 """Seconds before the first retry; short, because a user is waiting."""
-SEARCHED = 1000
-"""How many of the newest runs are searched for a partial id."""
-_PART = re.compile(r"[0-9a-f-]{6,35}")
+LEAST = 6
+_PART = re.compile(r"[0-9a-f-]+")
 
 
 def through_server(function: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -67,19 +66,19 @@ def _token_of_file() -> str | None:
 
 
 def find_run_id(client: Client, text: str) -> str:
-    """The run id for a complete id, or for the beginning or end of the id of one of the newest runs."""
+    """The run id for a complete id, or for the beginning or end of one."""
     from semel.runs.types import checked_id
 
     wanted = text.strip().lower()
     if (known := checked_id(wanted)) is not None:
         return known
-    if not _PART.fullmatch(wanted):
+    if not _PART.fullmatch(wanted) or len(wanted.replace("-", "")) < LEAST:
         raise RunNotFound(f"{text!r} is not a run id, nor at least six characters from the beginning or end of one")
-    found = [run.run_id for run in client.runs(limit=SEARCHED) if _matches(run.run_id, wanted)]
-    if not found:
-        raise RunNotFound(f"none of the newest {SEARCHED} runs begins or ends with {text!r}; give the whole id")
+    found = [run.run_id for run in client.runs(id_part=wanted, limit=2)]
+    if not found or not all(_matches(each, wanted) for each in found):  # an older server ignores the filter
+        raise RunNotFound(f"no run begins or ends with {text!r}")
     if len(found) > 1:
-        raise RunNotFound(f"{len(found)} runs begin or end with {text!r}, such as {found[0]} and {found[1]}")
+        raise RunNotFound(f"several runs begin or end with {text!r}, such as {found[0]} and {found[1]}")
     return found[0]
 
 

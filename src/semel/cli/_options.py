@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import click
 
 from semel._validation import age_in, is_span, span_in
+from semel.cli._app import DATABASE, url_of
 from semel.errors import MissingExtra
 
 SERVER = "http://127.0.0.1:8001"
-DATABASE = "sqlite:///semel.db"
 APP = "The semel.App to load, such as myproject.runs:app."
-ARTIFACTS = "./artifacts"
 WAIT_FOR_DATABASE = 60.0
 TRANSPORTS = ("database", "rq", "celery")
 INTERRUPTED = 130
@@ -279,10 +278,22 @@ json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 tenant_option = option("--tenant", default="", metavar="TENANT", help="The tenant, if the server has several.")
 
 
-def db_options(function: Function) -> Function:
-    """Add ``--db`` and ``--json``."""
-    db = option("--db", envvar="SEMEL_DB", default=DATABASE, metavar="URL", help="The database.")
-    return db(json_option(function))
+app_argument = argument(
+    "app", required=False, envvar="SEMEL_APP", metavar="[MODULE:APP]", help=f"{APP}  [env var: SEMEL_APP]"
+)
+
+
+def db_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--app``, ``--db`` and ``--json``, and call the function with the URL of the database as ``db``."""
+
+    @option("--app", envvar="SEMEL_APP", metavar="MODULE:APP", help="The semel.App whose database it is.")
+    @option("--db", envvar="SEMEL_DB", metavar="URL", help=f"The database.  [default: the app's, or {DATABASE}]")
+    @json_option
+    @functools.wraps(function)
+    def placed(*, app: str | None, db: str | None, **options: Any) -> Any:
+        return function(db=url_of(app, db), **options)
+
+    return placed
 
 
 def place_options(section: str = "Options") -> Callable[[Function], Function]:

@@ -238,11 +238,13 @@ def _bar() -> rich.progress.Progress:
 
 
 def _state(run: RemoteRun) -> str:
+    from semel.runs.types import attempts_text
+
     parts: list[str] = [run.status]
     if run.status == "RUNNING" and run.progress is not None:
         parts.append(f"{run.progress:4.0%}")
     if run.status == "RUNNING" and run.attempts > 1:
-        parts.append(f"attempt {run.attempts} of {run.max_attempts}")
+        parts.append(attempts_text(run))
     if run.progress_note:
         parts.append(run.progress_note)
     return "  ".join(parts)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from semel.cli._app import DEMO
 from semel.cli._database import require
 from semel.cli._options import (
     Value,
@@ -22,7 +23,6 @@ from semel.cli._options import (
     tenant_option,
 )
 from semel.cli._output import format_time, note, print_fields, print_json, print_list, print_result
-from semel.cli.worker import DEMO
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import Struct, field, structs
 
+from semel.cli._app import location_of
 from semel.cli._database import engine_of, file_of, require, without_password
-from semel.cli._options import ARTIFACTS, DATABASE, command, examples, json_option, option, place_options
+from semel.cli._options import TRANSPORTS, app_argument, command, examples, json_option, option, place_options
 from semel.cli._output import format_size, format_span, print_result
 from semel.errors import SemelError
 from semel.redaction import printable, without_secrets
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
+
+    from semel.runs.results import ResultStore
 
 State: TypeAlias = Literal["ok", "warning", "broken", "skipped"]
 
@@ -65,14 +68,17 @@ class Target(Struct, frozen=True, kw_only=True):
     redis: str | None
     events: str | None
     transport: str
-    artifacts: str
+    artifacts: str | Path | ResultStore
     host: str
 
 
 @command
 @examples(
-    "semel doctor --db postgresql://user@host/name", "semel doctor --transport rq --redis redis://localhost/0 --json"
+    "semel doctor myproject.runs:app",
+    "semel doctor --db postgresql://user@host/name",
+    "semel doctor --transport rq --redis redis://localhost/0 --json",
 )
+@app_argument
 @place_options()
 @option(
     "--host",
@@ -82,19 +88,23 @@ class Target(Struct, frozen=True, kw_only=True):
     help="The address that the server listens on.",
 )
 @json_option
-def doctor(db: str | None, transport: str | None, artifacts: str | None, as_json: bool, **options: Any) -> int:
+def doctor(
+    app: str | None, db: str | None, transport: str | None, host: str, as_json: bool, **given: str | None
+) -> int:
     """Check the database, Redis, clock, migrations, disk and workers, with advice.
 
     Checks that the database is reachable, migrated and writable, that clocks agree, that disks have space, that Redis
     is reachable if configured, that workers are alive and no run is stuck. Changes nothing. The exit code is 1 if a
     check is BROKEN, but not for warnings.
     """
+    place = location_of(app, url=db, transport=transport or os.environ.get("SEMEL_TRANSPORT") or None, **given)
     target = Target(
-        db=db or DATABASE,
+        db=place.url,
+        redis=place.redis,
         events=os.environ.get("SEMEL_EVENTS") or None,
-        transport=transport or os.environ.get("SEMEL_TRANSPORT") or "database",
-        artifacts=artifacts or ARTIFACTS,
-        **options,
+        transport=place.transport,
+        artifacts=place.artifacts,
+        host=host,
     )
     findings = list(examine(target))
     broken = any(each.state == "broken" for each in findings)
@@ -318,16 +328,21 @@ def _disk(check: str, place: Path | None, elsewhere: str) -> Finding:
     return Finding(check, "ok", message)
 
 
-def _artifacts(artifacts: str) -> Finding:
-    if "://" in artifacts and not artifacts.startswith("file://"):
-        return Finding("artifacts disk", "skipped", f"artifacts are stored at {artifacts.partition('?')[0]}")
-    return _disk("artifacts disk", Path(artifacts.removeprefix("file://")), "")
+def _artifacts(artifacts: str | Path | ResultStore) -> Finding:
+    if not isinstance(artifacts, str | Path):
+        return Finding("artifacts disk", "skipped", f"artifacts are stored by the app's {type(artifacts).__name__}")
+    place = str(artifacts)
+    if "://" in place and not place.startswith("file://"):
+        return Finding("artifacts disk", "skipped", f"artifacts are stored at {place.partition('?')[0]}")
+    return _disk("artifacts disk", Path(place.removeprefix("file://")), "")
 
 
 def _transport(target: Target) -> Finding:
     name = target.transport
     if name == "database":
         return Finding("transport", "ok", "database: workers poll it")
+    if name not in TRANSPORTS:
+        return Finding("transport", "skipped", f"{name}, the app's own")
     if importlib.util.find_spec(name) is None:
         advice = f"pip install 'semel[{name}]'"
         return Finding("transport", "broken", f"{name} is not installed", advice)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semel.cli._app import ARTIFACTS, DATABASE, location_of
 from semel.cli._database import opened
-from semel.cli._options import AGE, ARTIFACTS, command, db_options, examples, option
+from semel.cli._options import AGE, app_argument, command, examples, json_option, option
 from semel.cli._output import print_result
 from semel.errors import InvalidRequest
 
@@ -14,34 +15,42 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from semel.db.dialect import StatementContext
+    from semel.runs.app import Location
+    from semel.runs.results import ResultStore
     from semel.runs.store import RunStore
 
 
 @command
-@examples("semel gc --older-than 90d --dry-run", "semel gc --older-than 90d --artifacts s3://bucket/prefix")
+@examples(
+    "semel gc myproject.runs:app --older-than 90d --dry-run", "semel gc --older-than 90d --artifacts s3://bucket/prefix"
+)
+@app_argument
 @option("--older-than", type=AGE, default="30d", help="Remove runs that ended longer ago than this.")
 @option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @option(
     "--artifacts",
     envvar="SEMEL_ARTIFACTS",
-    default=ARTIFACTS,
     metavar="PLACE",
-    help="Where the artifacts of runs are stored.",
+    help=f"Where the artifacts of runs are stored.  [default: the app's, or {ARTIFACTS}]",
 )
-@db_options
-def gc(older_than: float, dry_run: bool, artifacts: str, db: str, as_json: bool) -> None:
+@option("--db", envvar="SEMEL_DB", metavar="URL", help=f"The database.  [default: the app's, or {DATABASE}]")
+@json_option
+def gc(
+    *, app: str | None, older_than: float, dry_run: bool, artifacts: str | None, db: str | None, as_json: bool
+) -> None:
     """Remove old runs with their files, and expired keys.
 
     Also removes logs, events and expired reservations. Workers remove expired rows by themselves, but not old runs.
     """
     from semel._concurrency.sync import run_sync
 
-    with opened(db) as store:
+    place = location_of(app, url=db, artifacts=artifacts)
+    with opened(place.url) as store:
         counts = run_sync(store.read(_removable, older_than, store.statement_context))
         with_files = counts.pop("runs_with_files") + counts.pop("left_files")
         if not dry_run:
-            _require_artifacts(artifacts, with_files)
-            counts = _remove(db, store, older_than, artifacts, counts["run_keys"])
+            _require_artifacts(place.artifacts, with_files)
+            counts = _remove(place, store, older_than, counts["run_keys"])
     removed = f"{counts['runs']} runs, {counts['run_keys']} run keys, {counts['reservations']} reservations"
     text = f"{'would remove' if dry_run else 'removed'} {removed}, {counts['keys']} keys"
     print_result(as_json, {"dry_run": dry_run, "removed": counts}, text)
@@ -71,18 +80,20 @@ def _removable(conn: Connection, age: float, terms: StatementContext) -> dict[st
     return {name: conn.scalar(select(func.count()).where(each)) or 0 for name, each in wanted.items()}
 
 
-def _require_artifacts(place: str, with_files: int) -> None:
+def _require_artifacts(place: str | Path | ResultStore, with_files: int) -> None:
     """Refuse to remove runs without their files, which could not be found again."""
-    if with_files and "://" not in place and not Path(place).is_dir():
+    if not isinstance(place, str | Path) or "://" in str(place):
+        return
+    if with_files and not Path(place).is_dir():
         raise InvalidRequest(f"{with_files} of the runs have files, but there is no folder {place}; set --artifacts")
 
 
-def _remove(url: str, store: RunStore, age: float, artifacts: str, run_keys: int) -> dict[str, int]:
+def _remove(place: Location, store: RunStore, age: float, run_keys: int) -> dict[str, int]:
     from semel._concurrency.sync import run_sync
     from semel.runs.app import App
     from semel.types import actor_here
 
-    app = App(url, artifacts=artifacts)
+    app = App(place.url, artifacts=place.artifacts)
     try:
         counts = {"runs": app.purge(age, by=actor_here("cli")), "run_keys": run_keys, "reservations": 0, "keys": 0}
     finally:

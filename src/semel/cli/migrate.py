@@ -12,7 +12,7 @@ from semel.cli._output import note, print_result
 
 
 @command
-@examples("semel migrate postgresql://user@host/name", "semel migrate sqlite:///semel.db --json")
+@examples("semel migrate postgresql://user@host/name", "semel migrate --app myproject.runs:app --json")
 @argument("url", required=False, help="postgresql://user@host/name or sqlite:///file.db; by default --db.")
 @db_options
 def migrate(url: str | None, db: str, as_json: bool) -> None:

@@ -273,6 +273,8 @@ def _reason(waiting: RemoteWaiting) -> str:
 
 
 def _fields(run: RemoteRun) -> dict[str, object]:
+    from semel.runs.types import attempts_text
+
     failed = "error" if run.status in ("FAILED", "CANCELLED") else "last error"
     return {
         "run": run.run_id,
@@ -282,8 +284,7 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "parameters": json.dumps(run.parameters, ensure_ascii=False),
         "key": run.idempotency_key,
         "queue": f"{run.queue}, priority {run.priority}",
-        "attempts": f"{run.attempts - run.losts} of {run.max_attempts}",
-        "lost": f"{run.losts} of {run.max_lost} times, with a worker" if run.losts else None,
+        "attempts": attempts_text(run),
         "submitted": format_time(run.created_at),
         "due": format_time(run.due_at) if run.status == "PENDING" else None,
         "started": format_time(run.started_at) if run.started_at else None,

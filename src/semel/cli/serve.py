@@ -123,7 +123,7 @@ def serve(queues: list[str] | None, **options: Any) -> int:
     held, settings = claim_port(from_environment(os.environ, queues=",".join(queues) if queues else None, **options))
     with held, _metrics_folder():
         with needs_extra("service"), _without_collecting():
-            from semel.cli.worker import DEMO, load_app
+            from semel.cli._app import DEMO, load_app
             from semel.service.server.serve import serve as serve_processes
 
         def announce(text: str) -> None:

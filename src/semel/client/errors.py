@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from semel import typed_json
 from semel.api_types import Problem
 from semel.errors import (
     CostLimitExceeded,
@@ -46,7 +47,7 @@ class Answer(Struct, frozen=True):
     def problem(self) -> Problem:
         """The problem details; ``_NO_PROBLEM`` if the body has none."""
         try:
-            return msgspec.json.decode(self.content, type=Problem)
+            return typed_json.decode(self.content, Problem)
         except (msgspec.DecodeError, RecursionError):
             return _NO_PROBLEM
 

@@ -19,6 +19,7 @@ import msgspec
 from anyio import to_thread
 from msgspec import Struct
 
+from semel import typed_json
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.retry import Backoff
 from semel._concurrency.sync import LoopGuard
@@ -275,7 +276,7 @@ class HttpSession:
     ) -> AsyncGenerator[T, None]:
         """The items of a list, page after page: all of them, or up to ``limit``."""
         left: float = inf if limit is None else limit
-        cursor = None
+        cursor: str | None = None
         while left > 0:
             params = {**filters, "limit": int(min(left, page_size)), "cursor": cursor}
             page: Any = await self.get(path, kind, params=params)
@@ -283,14 +284,14 @@ class HttpSession:
             for item in found:
                 yield item
             left -= len(found)
-            cursor = page.next
-            if cursor is None or not found:
+            if page.next is None or page.next == cursor:  # a page without items may have a next one
                 return
+            cursor = page.next
 
     def decode(self, answer: Answer, kind: type[T], *, key: str | None = None) -> T:
         """The body of a response as ``kind``."""
         try:
-            return msgspec.json.decode(answer.content, type=kind)
+            return typed_json.decode(answer.content, kind)
         except (msgspec.DecodeError, RecursionError):
             raise unexpected_response(answer, self.url, key=key) from None
 

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 from msgspec import Struct
 
+from semel import typed_json
 from semel.api_types import JobAnswer, JobPage, RemoteConfig, RemoteCosts, RemoteJob
 from semel.client.errors import Answer, refusal
 from semel.client.http import (
@@ -190,7 +191,7 @@ def _result(answer: Answer | httpx.TransportError) -> dict[str, Any]:
     if isinstance(answer, httpx.TransportError):
         return {"success": False, "error": f"Connection error: {message_of(answer)}"}
     try:
-        decoded = msgspec.json.decode(answer.content, type=JobAnswer)
+        decoded = typed_json.decode(answer.content, JobAnswer)
     except (msgspec.DecodeError, RecursionError):
         return {"success": False, "error": str(refusal(answer))}
     if decoded.success and decoded.job_id:

@@ -16,15 +16,18 @@ import httpx
 import msgspec
 from msgspec import Raw
 
+from semel import typed_json
 from semel._validation import nearest
 from semel.api_types import (
     ActionPage,
     BulkAnswer,
     LogPage,
+    PauseRequest,
     RemoteAction,
     RemoteEvent,
     RemoteLogLine,
     RemoteModel,
+    RemotePause,
     RemoteRerun,
     RemoteRun,
     RemoteStep,
@@ -185,12 +188,14 @@ class RunMethods:
         since: datetime | None = None,
         until: datetime | None = None,
         stalled: bool = False,
+        id_part: str | None = None,
         limit: int | None = None,
         parameters: bool = False,
     ) -> AsyncGenerator[RemoteRun, None]:
         """Iterate over runs, newest first, up to ``limit``. ``parameters=True`` includes their parameters.
 
         ``stalled=True``: only runs whose worker is alive but whose progress has not changed for ``stall_after``.
+        ``id_part``: only runs whose id begins or ends with these characters, at least six.
         """
         filters = {
             "status": status,
@@ -203,6 +208,7 @@ class RunMethods:
             "until": None if until is None else until.isoformat(),
             "include": "parameters" if parameters else None,
             "stalled": "true" if stalled else None,
+            "id": id_part,
         }
         return self.session.paginate(
             "/runs", RunPage, lambda page: page.runs, filters=filters, limit=limit, page_size=PAGE
@@ -259,7 +265,7 @@ class RunMethods:
             async with aclosing(self.events(run_id)) as events:
                 async for event in events:
                     if event.kind == "log":
-                        yield msgspec.convert(event.data, RemoteLogLine)
+                        yield typed_json.convert(event.data, RemoteLogLine)
             return
         after = None
         while True:
@@ -315,6 +321,28 @@ class RunMethods:
         """Return the workers. Requires the operator role."""
         return await self.session.get("/workers", list[RemoteWorker])
 
+    async def pauses(self) -> list[RemotePause]:
+        """Return the queues and models that are paused. Requires the operator role."""
+        return await self.session.get("/pauses", list[RemotePause])
+
+    async def pause(self, *, queue: str | None = None, model: str | None = None, why: str = "") -> RemotePause:
+        """Let no run of a queue or of a model start, until :meth:`resume`; what runs goes on.
+
+        Requires the operator role, in the main tenant.
+        """
+        answer = await self.session.request("PUT", _pause_path(queue, model), body=PauseRequest(why=why))
+        return self.session.decode(answer, RemotePause)
+
+    async def resume(self, *, queue: str | None = None, model: str | None = None) -> bool:
+        """Let runs of a queue or of a model start again. False if it was not paused."""
+        try:
+            await self.session.request("DELETE", _pause_path(queue, model))
+        except ServiceError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
     async def usage(self, user: str | int | None = None) -> RemoteUsage:
         """Return the usage and quota of the caller; operators may name another ``user``."""
         path = "/usage" if user is None else f"/usage/{_quoted('a user', user)}"
@@ -361,6 +389,13 @@ class RunMethods:
         return self.session.paginate(
             "/admin/audit", ActionPage, lambda page: page.actions, filters=filters, limit=limit, page_size=PAGE
         )
+
+
+def _pause_path(queue: str | None, model: str | None) -> str:
+    if (queue is None) == (model is None):
+        raise InvalidRequest("either a queue or a model is paused: pause(queue='gpu') or pause(model='forecast')")
+    kind, name = ("model", model) if queue is None else ("queue", queue)
+    return f"/pauses/{kind}/{_quoted(f'a {kind}', name)}"
 
 
 def _run_path(run_id: object) -> str:

@@ -25,6 +25,7 @@ from semel.api_types import Problem
 from semel.dashboard import static_files
 from semel.dashboard.forms import CSRF, new_secret, secret_of
 from semel.http.refusals import phrase
+from semel.runs.types import attempts_text
 from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import allow_of, problem_of
 from semel.service.auth.cookies import cookie, is_https, made_cookie
@@ -288,5 +289,6 @@ def short_id(run_id: str) -> str:
 
 
 FILTERS: Mapping[str, Callable[..., str]] = {
-    each.__name__: each for each in (duration, number, percent, size, iso, plain_time, pretty, short, short_id)
+    each.__name__: each
+    for each in (attempts_text, duration, number, percent, size, iso, plain_time, pretty, short, short_id)
 }

@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0012")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0012", "0013")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -563,6 +563,18 @@ leaders = Table(
     Column("until_us", BigInteger, nullable=False),
     Column("term_us", BigInteger, nullable=False),
 )
+
+pauses = Table(
+    "semel_pauses",
+    metadata,
+    Column("kind", Text, nullable=False),
+    Column("name", _name, nullable=False),
+    Column("since_us", BigInteger, nullable=False),
+    Column("by_user", Text, nullable=False),
+    Column("why", Text, nullable=False),
+    PrimaryKeyConstraint("kind", "name", name="semel_pauses_pkey"),
+)
+"""Queues and models (``kind``) whose runs are not leased."""
 
 tokens = Table(
     "semel_tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 from semel._concurrency.runtime import AsyncioRuntime, ThreadRuntime
 from semel._concurrency.sync import async_method, run_sync, sync_method
@@ -27,7 +27,7 @@ from semel.once.return_types import codec_of
 from semel.once.stats import Hook
 from semel.once.store import Clock
 from semel.once.stores import Target, join, open_store
-from semel.policy import Policy
+from semel.policy import Policy, PolicyOptions
 from semel.types import Result
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class OnceBase:
         pool: int | None = None,
         on_event: Hook | None = None,
         low_replay_rate: float | None = None,
-        **options: Any,
+        prefix: str | None = None,
     ) -> None:
         """Open a store by URL (or pass an engine, a client, or a store of your own); it connects when first used.
 
@@ -64,14 +64,14 @@ class OnceBase:
         takes; with 0 it is tried once. ``pool`` (PostgreSQL) is the most connections that all calls of the process
         share, 5 by default. ``on_event`` is called with every event, for metrics. ``low_replay_rate=0.5`` logs a
         warning for HTTP scopes in which a smaller share of requests are replays; without it, there is no such
-        warning. ``prefix`` (Redis) begins every key's name. ``clock`` is for tests.
+        warning. ``prefix`` (Redis) begins every key's name, ``semel`` by default. ``clock`` is for tests.
         """
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidRequest(f"policy= takes a Policy, such as Policy(ttl=60), not {policy!r:.80}")
         seconds = checked_seconds("retry_for", retry_for, zero=True)
         is_async = self._runtime_class is AsyncioRuntime
         self._engine = KeyEngine(
-            open_store(store, is_async=is_async, clock=clock, pool=pool, retry_for=seconds, **options),
+            open_store(store, is_async=is_async, clock=clock, pool=pool, retry_for=seconds, prefix=prefix),
             self._runtime_class(),
             policy or Policy(),
             collect=collect,
@@ -86,7 +86,7 @@ class OnceBase:
         once._engine = engine
         return once
 
-    def _policy(self, policy: Policy | None, changes: dict[str, Any]) -> Policy:
+    def _policy(self, policy: Policy | None, changes: PolicyOptions) -> Policy:
         return (policy or self._engine.policy).but(**changes)
 
     def _decorator(
@@ -159,7 +159,7 @@ class Once(OnceBase):
         renew: bool = True,
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Callable[[Callable[P, R]], Guarded[P, R]]: ...
 
     def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
@@ -174,7 +174,7 @@ class Once(OnceBase):
         renew: bool = True,
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Any:
         """Decorate a function so that it runs once per key; every later call gets the first one's value.
 
@@ -205,7 +205,7 @@ class Once(OnceBase):
         data: Callable[..., Any] | None = None,
         renew: bool = True,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Callable[[Callable[P, R]], Guarded[P, R]]:
         """Decorate a message handler: a message is handled once, and a failure leaves it unseen.
 
@@ -234,7 +234,7 @@ class Once(OnceBase):
         fingerprint: str = "",
         renew: bool = True,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Result[R]:
         """Run ``work`` once for this key, or return its recorded result."""
         _check_function(work, must_be_async=False)
@@ -290,7 +290,7 @@ class AsyncOnce(OnceBase):
         renew: bool = True,
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]: ...
 
     def guard(  # type: ignore[misc]  # mypy takes **changes of the overload for the positional function
@@ -305,7 +305,7 @@ class AsyncOnce(OnceBase):
         renew: bool = True,
         reconcile: Callable[..., Any] | None = None,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Any:
         """As :meth:`Once.guard`, for an ``async def``."""
         decorate = self._decorator(
@@ -328,7 +328,7 @@ class AsyncOnce(OnceBase):
         data: Callable[..., Any] | None = None,
         renew: bool = True,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Callable[[Callable[P, Awaitable[R]]], AsyncGuarded[P, R]]:
         """As :meth:`Once.consumer`, for an ``async def``."""
         chosen = self._policy(policy, changes)
@@ -352,7 +352,7 @@ class AsyncOnce(OnceBase):
         fingerprint: str = "",
         renew: bool = True,
         policy: Policy | None = None,
-        **changes: Any,
+        **changes: Unpack[PolicyOptions],
     ) -> Result[R]:
         """As :meth:`Once.call`, for an ``async def``."""
         request = self._request(key, work, scope, fingerprint, self._policy(policy, changes), renew=renew)

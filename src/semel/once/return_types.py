@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from semel import typed_json
 from semel.codec import PLAIN, PLAIN_TYPES, Codec, Shape
 from semel.errors import InvalidRequest, OutcomeGone, Unencodable
 
@@ -37,7 +38,7 @@ class ReturnType(Codec):
         try:
             if any(_is_pydantic(kind) for kind in self._shapes):
                 return sys.modules["pydantic"].TypeAdapter(self._hint).validate_python(value)
-            return msgspec.convert(value, self._hint, strict=False, dec_hook=_unconverted)
+            return typed_json.convert(value, self._hint, strict=False, dec_hook=_unconverted)
         except Exception as error:  # a user's class may raise anything while it is made
             raise OutcomeGone(
                 "this work was done and will not be done again, but the value that it was resolved with does not fit "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, cast
 from weakref import WeakSet
 
 from semel._concurrency.fork import survive_fork
@@ -46,6 +46,15 @@ _VARIABLES = {
 _apps: WeakSet[App] = WeakSet()
 
 
+class Location(NamedTuple):
+    """Where an app keeps its runs and files, and how it reaches its workers."""
+
+    url: str
+    artifacts: str | Path | ResultStore
+    transport: str
+    redis: str | None
+
+
 class AsyncRuns:
     """The operations of an app for async code. Get it as ``app.aio``."""
 
@@ -78,6 +87,9 @@ class AsyncRuns:
     summary = async_method(RunEngine.summary)
     backlog = async_method(RunEngine.backlog)
     workers = async_method(RunEngine.workers)
+    pause = async_method(RunEngine.pause)
+    resume = async_method(RunEngine.resume)
+    pauses = async_method(RunEngine.pauses)
     set_quota = async_method(RunEngine.set_quota)
     quotas = async_method(RunEngine.quotas)
     usage = async_method(RunEngine.usage)
@@ -177,6 +189,12 @@ class App:
         found: dict[str, Any] = {name: os.environ.get(variable) or None for name, variable in _VARIABLES.items()}
         return self.place(**found, retention=retention_by_environment())
 
+    @property
+    def location(self) -> Location:
+        """The settings that :meth:`place` changes."""
+        kind, redis = self._transport_settings
+        return Location(self.url, self._artifacts, kind if isinstance(kind, str) else type(kind).__name__, redis)
+
     def after_fork(self) -> None:
         """Replace the lock: a thread that stayed in the parent may hold it."""
         self._opening = threading.Lock()
@@ -273,6 +291,9 @@ class App:
     summary = sync_method(RunEngine.summary)
     backlog = sync_method(RunEngine.backlog)
     workers = sync_method(RunEngine.workers)
+    pause = sync_method(RunEngine.pause)
+    resume = sync_method(RunEngine.resume)
+    pauses = sync_method(RunEngine.pauses)
     set_quota = sync_method(RunEngine.set_quota)
     quotas = sync_method(RunEngine.quotas)
     usage = sync_method(RunEngine.usage)

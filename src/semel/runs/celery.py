@@ -33,6 +33,7 @@ import msgspec
 from celery import Celery  # type: ignore[import-untyped]
 from celery.signals import worker_ready  # type: ignore[import-untyped]
 
+from semel import typed_json
 from semel.db.database import abandoned_connections
 from semel.runs.app import App
 from semel.runs.transports.broker import SWEEP_EVERY, TELL_AGAIN, AppLocation, BrokerTransport, choose, find, perform
@@ -131,7 +132,7 @@ def install(celery_app: Celery, app: App, *, sweep_every: float = SWEEP_EVERY, t
     ours = _installed[celery_app] = [app]
 
     def look(run_id: str, where: Any) -> None:
-        perform(choose(ours, msgspec.convert(where, AppLocation)), run_id)
+        perform(choose(ours, typed_json.convert(where, AppLocation)), run_id)
 
     celery_app.task(look, name=TASK, **_OPTIONS)
 
@@ -157,6 +158,6 @@ def _look(run_id: str, where: Any) -> None:
     here = str(Path.cwd())
     if here not in sys.path:  # as ``celery -A`` does for a project
         sys.path.append(here)
-    app = find(msgspec.convert(where, AppLocation))
+    app = find(typed_json.convert(where, AppLocation))
     perform(app, run_id)
     _sweep_for(app)

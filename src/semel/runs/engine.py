@@ -32,7 +32,19 @@ from semel.runs.job_store import close_reservation, open_reservations
 from semel.runs.manifest import collector
 from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, audit_log, maintenance, manifests, partitions, queries, quotas, transitions
+from semel.runs.store import (
+    RunStore,
+    audit_log,
+    lease,
+    maintenance,
+    manifests,
+    partial_ids,
+    partitions,
+    pauses,
+    queries,
+    quotas,
+    transitions,
+)
 from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
@@ -47,12 +59,16 @@ from semel.runs.submission import (
 )
 from semel.runs.transports import Transport
 from semel.runs.types import (
+    INTERNAL_PREFIX,
+    INTERNAL_QUEUE,
     MICRO,
     STATUSES,
     DedupePolicy,
     LogLine,
     Manifest,
     Page,
+    Pause,
+    PauseKind,
     Quota,
     Run,
     Step,
@@ -256,6 +272,7 @@ class RunEngine:
         since: datetime | None = None,
         until: datetime | None = None,
         stalled: bool = False,
+        id_part: str | None = None,
         limit: int = 50,
         cursor: str | None = None,
         parameters: bool = True,
@@ -265,6 +282,8 @@ class RunEngine:
 
         ``parameters=False`` leaves the parameters out, and ``max_bytes`` ends a page before it gets larger (it has at
         least one run). ``stalled`` lists only runs that are alive and made no progress for ``stall_after``.
+        ``id_part`` lists runs whose id begins or ends with these characters, at least six; such a page may have few
+        runs, or none, and a ``next``.
         """
         checked_int("limit", limit, 1, 1000)
         start = None if cursor is None else checked_id(cursor)
@@ -282,6 +301,10 @@ class RunEngine:
             until_us=_us("until", until),
             stalled=bool(stalled),
         )
+        if id_part is not None:
+            if (digits := partial_ids.digits_of(id_part)) is None:
+                raise InvalidRequest(f"{id_part!r:.80} is not part of an id: at least six hexadecimal digits")
+            return await self.store.read(partial_ids.list_runs, wanted, digits, limit, start, parameters=parameters)
         return await self.store.read(
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )
@@ -539,6 +562,34 @@ class RunEngine:
         """The workers on this app's database."""
         return await self.store.read(queries.list_workers, self.store.statement_context)
 
+    async def pause(self, *, queue: str | None = None, model: str | None = None, why: str = "", by: str = "") -> Pause:
+        """Let no run of a queue or of a model start, until :meth:`resume`; what runs goes on.
+
+        ``why`` and ``by`` are shown with each run that waits. To pause again changes nothing. It holds for all tenants.
+        """
+        kind, name = _what_is_paused(queue, model)
+        checked_name("why", why, most=1000)
+        checked_name("by", by, most=1000)
+        found = await self.store.write(pauses.pause, kind, name, self.store.statement_context, by=by, why=why)
+        _log.info("the %s %r is paused by %r: %s", kind, name, found.by, found.why or "no reason given")
+        return found
+
+    async def resume(self, *, queue: str | None = None, model: str | None = None, by: str = "") -> bool:
+        """Let runs of a queue or of a model start again. False if it was not paused."""
+        kind, name = _what_is_paused(queue, model)
+        resumed = await self.store.write(pauses.resume, kind, name)
+        if resumed:
+            _log.info("the %s %r is resumed by %r", kind, name, by)
+            transport = self._transport()
+            if transport.announces:  # messages that came meanwhile were in vain
+                due = await self.store.read(lease.due, 0.0, 1000, self.store.statement_context)
+                await self.store.run_blocking(transport.announce, [(run.id, run.queue) for run in due])
+        return resumed
+
+    async def pauses(self) -> list[Pause]:
+        """The queues and models that are paused."""
+        return await self.store.read(pauses.list_pauses)
+
     async def set_quota(
         self, user: str | int, quota: Quota | None, *, tenant: str = "", by: Actor | None = None
     ) -> None:
@@ -754,3 +805,13 @@ def _us(what: str, moment: datetime | None) -> int | None:
     if moment.tzinfo is None:
         raise InvalidRequest(f"{what} needs a time zone: datetime.now(UTC), not datetime.now()")
     return round(moment.timestamp() * MICRO)
+
+
+def _what_is_paused(queue: str | None, model: str | None) -> tuple[PauseKind, str]:
+    if (queue is None) == (model is None):
+        raise InvalidRequest("either a queue or a model is paused: pause(queue='gpu') or pause(model='forecast')")
+    kind: PauseKind = "model" if queue is None else "queue"
+    name = checked_name(kind, model if queue is None else queue, empty=False)
+    if name == INTERNAL_QUEUE or name.startswith(INTERNAL_PREFIX):
+        raise InvalidRequest(f"the {kind} {name!r} is the service's own, and cannot be paused")
+    return kind, name

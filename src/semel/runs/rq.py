@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from rq import Queue
 
+from semel import typed_json
 from semel.errors import InvalidRequest
 from semel.runs.app import App
 from semel.runs.manifest import collector
@@ -100,4 +101,4 @@ def _job(run_id: str, where: Any) -> Any:
 
 def look(run_id: str, where: Any) -> None:
     """Execute the run, if it can be leased. RQ workers call this."""
-    perform(find(msgspec.convert(where, AppLocation)), run_id, sweeps=True)
+    perform(find(typed_json.convert(where, AppLocation)), run_id, sweeps=True)

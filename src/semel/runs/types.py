@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct, StructMeta
 
+from semel import typed_json
 from semel._concurrency.fork import survive_fork
 from semel._validation import MAX_INT, checked_choice, checked_int, checked_name, checked_number, nearest
 from semel.errors import InvalidRequest
@@ -341,6 +342,33 @@ class LogLine(Struct, frozen=True):
     text: str
 
 
+PauseKind: TypeAlias = Literal["queue", "model"]
+
+
+class Pause(Struct, frozen=True):
+    """A queue or a model that is paused: none of its runs starts."""
+
+    kind: PauseKind
+    name: str
+    since_us: int
+    by: str
+    """Who paused it; empty if that is not known."""
+    why: str
+    pending: int = 0
+    """How many runs of it are pending."""
+
+    @property
+    def since(self) -> datetime:
+        """When it was paused."""
+        return moment(self.since_us)
+
+    @property
+    def reason(self) -> str:
+        """Why a run waits because of it."""
+        about = ": ".join(filter(None, [f"by {self.by}" if self.by else "", self.why]))
+        return f"the {self.kind} {self.name!r} is paused" + (f" ({about})" if about else "")
+
+
 class Waiting(Struct, frozen=True, kw_only=True):
     """Why a run is pending, since when, and its place in the queue (1 is next; None while it is not due)."""
 
@@ -478,6 +506,27 @@ class _Stamps:
 _stamps = _Stamps()
 
 
+class HasAttempts(Protocol):
+    """A run, wherever it was read."""
+
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def max_attempts(self) -> int: ...
+    @property
+    def losts(self) -> int: ...
+    @property
+    def max_lost(self) -> int: ...
+
+
+def attempts_text(run: HasAttempts) -> str:
+    """How often a run was tried, and what is used of its two budgets: ``attempt 2 · errors 0 of 3 · lost 1 of 3``."""
+    number = f"attempt {run.attempts}" if run.attempts else "no attempt yet"
+    return f"{number} · errors {run.errors} of {run.max_attempts} · lost {run.losts} of {run.max_lost}"
+
+
 def new_id() -> str:
     """A UUIDv7: unique, and greater than every id made before in this process."""
     return new_ids(1)[0]
@@ -560,9 +609,9 @@ def run_of(row: Mapping[str, Any]) -> Run:
     fields["cost"] /= MICRO
     fields["asked_cost"] /= MICRO
     warnings = fields["warnings"]
-    fields["warnings"] = msgspec.json.decode(warnings, type=list[str]) if warnings else []
+    fields["warnings"] = typed_json.decode(warnings, list[str]) if warnings else []
     if fields["status"] == "SUCCEEDED" and fields["result_ref"] is None:
         fields["result_ref"] = f"{RESULT_SCHEME}{fields['id']}"
     artifacts = fields["artifacts"]
-    fields["artifacts"] = msgspec.json.decode(artifacts, type=list[Artifact]) if artifacts else []
+    fields["artifacts"] = typed_json.decode(artifacts, list[Artifact]) if artifacts else []
     return Run(**fields)

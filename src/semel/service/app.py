@@ -28,7 +28,7 @@ from litestar.types import ControllerRouterHandler
 from semel import dashboard
 from semel.dashboard.session import error_page
 from semel.runs.app import App
-from semel.service.api import audit_log, jobs, keys, ops, quotas, run_manifests, runs, tokens, webhooks
+from semel.service.api import audit_log, jobs, keys, ops, pauses, quotas, run_manifests, runs, tokens, webhooks
 from semel.service.api.openapi import ResponseSchemas
 from semel.service.api.problems import allow
 from semel.service.api.request import JsonRequest, require_known_query
@@ -157,6 +157,7 @@ def _litestar(provided: tuple[ControllerRouterHandler, ...]) -> Litestar:
             *provided,
             *tokens.HANDLERS,
             *quotas.HANDLERS,
+            *pauses.HANDLERS,
             *keys.HANDLERS,
             *audit_log.HANDLERS,
             *webhooks.HANDLERS,

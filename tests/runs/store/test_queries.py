@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from semel import Run
+from semel import InvalidRequest, Run
 from semel._concurrency.sync import run_sync
-from semel.runs.store import lease, maintenance, queries, transitions
+from semel.runs.store import lease, maintenance, partial_ids, queries, transitions
 from semel.runs.store.lease import LeaseRenewal, LogLineRow
 from semel.runs.store.queries import Backlog, RunVersion
 from semel.runs.submission import SubmitOptions
@@ -55,6 +55,43 @@ def test_a_run_is_found_under_its_own_tenant_or_any(database: TestDatabase) -> N
         for each in (run, other):
             kept = database.ask(queries.result, each.id, tenant)
             assert (kept is not None) == (each.id in found)
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_runs_are_found_by_the_beginning_or_end_of_their_ids(
+    databases: Databases, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_ids, "WINDOW", 2)
+    with databases.empty(kind) as database:
+        made = [database.submit(user=user, tenant=tenant) for tenant in ("", "acme") for user in ("1", "2", "1")]
+        for patience in (0.0, 60.0):  # a page for each window, and one for all
+            monkeypatch.setattr(partial_ids, "SCAN_SECONDS", patience)
+            for run in made:
+                for part in (run.id[-12:], run.id[-6:], run.id[:24], run.id):
+                    assert _found(database, id_part=part, tenant=run.tenant) == [run.id]
+                    assert _found(database, id_part=part, tenant=run.tenant, user=run.user, status="PENDING") == [
+                        run.id
+                    ]
+                    assert _found(database, id_part=part, tenant=run.tenant, user="3") == []
+                    assert _found(database, id_part=part, tenant=run.tenant, status="FAILED") == []
+                    assert _found(database, id_part=part, tenant="other") == []
+        everyones = [run.id for run in made[2::-1]]
+        assert _found(database, id_part=made[0].id[:6], limit=2) == everyones, "a beginning that all have"
+        pages = database.app.runs(id_part="0123456789ab", tenant="other")
+        assert pages.next is None or pages.next.endswith("-0000-0000-000000000000"), "a run of others was disclosed"
+    for wrong in ("", "12345", "xyzxyz", "a-b-c-d-e", "0" * 33):
+        with pytest.raises(InvalidRequest, match="part of an id"):
+            database.app.runs(id_part=wrong)
+
+
+def _found(database: TestDatabase, **wanted: Any) -> list[str]:
+    """The ids on all pages."""
+    found, page = [], database.app.runs(**wanted)
+    while True:
+        found += [run.id for run in page.runs]
+        if page.next is None:
+            return found
+        page = database.app.runs(**wanted, cursor=page.next)
 
 
 def test_a_result_is_read_with_its_run(database: TestDatabase) -> None:

@@ -26,6 +26,9 @@ LEAST = {
     "POST /api/cloud/webhooks/replicate/{token}": ANYBODY,
     "GET /metrics": "operator",
     "GET /workers": "operator",
+    "GET /pauses": "operator",
+    "PUT /pauses/{kind}/{name}": "operator",
+    "DELETE /pauses/{kind}/{name}": "operator",
     "GET /models": "submitter",
     "GET /summary": "submitter",
     "GET /usage": "submitter",
@@ -81,11 +84,12 @@ LEAST = {
     "GET /admin/deliveries": "admin",
     "POST /admin/deliveries/{subscription_id}/{run_id}/{version}/resend": "admin",
 }
-MAIN_TENANT_ONLY = {"GET /metrics"}
+MAIN_TENANT_ONLY = {"GET /metrics", "GET /pauses", "PUT /pauses/{kind}/{name}", "DELETE /pauses/{kind}/{name}"}
 """What is of all tenants together."""
 BODIES: dict[str, Any] = {
     "PUT /api/cloud/configs/{name}": {"model": "add", "parameters": {"a": 1}},
     "PUT /admin/quotas/{user}": {"per_day": 1000},
+    "PUT /pauses/{kind}/{name}": {"why": "closed"},
     "POST /runs": {"model": "add", "parameters": {"a": 1}},
     "POST /runs/bulk": {"runs": [{"model": "add", "parameters": {"a": 1}}]},
     "POST /api/cloud/jobs/submit": {"config_name_to_load": "nothing"},
@@ -156,7 +160,7 @@ def routes(server: TokenServer) -> list[str]:
 def asked(who: TokenClient, route: str, places: dict[str, str] | None = None, **options: Any) -> httpx.Response:
     """A request to the route: what the path names is nothing that is there, unless ``places`` says so."""
     method, path = route.split(" ", 1)
-    names = {"run_id": "0" * 32, "other_id": "0" * 32, "version": "1", **(places or {})}
+    names = {"run_id": "0" * 32, "other_id": "0" * 32, "version": "1", "kind": "queue", **(places or {})}
     if "{user}" in path:
         names["user"] = who_is(who)
     for part in path.split("/"):

@@ -127,8 +127,12 @@ class Failure(Struct, frozen=True):
     model: str
     user: str
     finished_us: int
-    attempts: int
     last_error: str | None
+    attempts: int
+    errors: int
+    max_attempts: int
+    losts: int
+    max_lost: int
 
 
 class QuotaUse(Struct, frozen=True, kw_only=True):
@@ -271,7 +275,8 @@ def _running(conn: Connection, audience: Audience) -> list[RunningRun]:
 
 
 def _failures(conn: Connection, audience: Audience, now_us: int) -> list[Failure]:
-    query = select(*(runs.c[name] for name in ("id", "model", "user_id", "finished_us", "attempts", "last_error")))
+    counts = ("attempts", "errors", "max_attempts", "losts", "max_lost")
+    query = select(*(runs.c[name] for name in ("id", "model", "user_id", "finished_us", "last_error", *counts)))
     recent = (
         has_status("FAILED"),
         runs.c.ended_tenant == audience.tenant,  # so that the index of failures is used

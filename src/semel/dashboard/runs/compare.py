@@ -16,7 +16,7 @@ from semel.dashboard.runs.timeline import Timeline, draw_timeline
 from semel.dashboard.templating import DASH, duration, number, page, plain_time, short, size, utc
 from semel.errors import ResultStoreError, RunNotComplete
 from semel.runs.diff import SECTIONS, Difference, ResultComparison, Section, compare, differences
-from semel.runs.types import MICRO, Run
+from semel.runs.types import MICRO, Run, attempts_text
 from semel.service.api.params import AnyRequest
 from semel.service.api.problems import problem_of
 from semel.service.api.run_manifests import visible
@@ -117,7 +117,7 @@ _FACTS = (
     ("User", lambda run: run.user or DASH),
     ("Duration", lambda run: duration(queries.run_seconds(run))),
     ("Waited for first start", _waited),
-    ("Attempts", lambda run: f"{run.attempts} (errors: {run.errors}, lost: {run.losts})"),
+    ("Attempts", attempts_text),
     ("Error", lambda run: short(run.last_error or DASH, 300) if run.status != "SUCCEEDED" else DASH),
     ("Result", lambda run: size(run.result_size) if run.status == "SUCCEEDED" else DASH),
     ("Artifacts", lambda run: short(", ".join(each.name for each in run.artifacts), 300) or DASH),

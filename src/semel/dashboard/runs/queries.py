@@ -7,17 +7,17 @@ no longer than one that matches all.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from sqlalchemy import ColumnElement, Connection, Table, Text, case, cast, func, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Table, case, func, literal, or_, select
 
 from semel.db.schema import attempts, has_digest, keys, run_logs, runs, submitted
 from semel.db.schema import steps as run_steps
+from semel.runs.store.partial_ids import begins_with, digits_of, edge_of_millisecond, ends_with
 from semel.runs.store.queries import STALLED, Filter, has_status
 from semel.runs.store.run_keys import RUN, in_scope_of
 from semel.runs.types import MICRO, STATUSES, TERMINAL, LogLine, Run, Status, Step, checked_id, id_at
@@ -33,12 +33,8 @@ MAX_SAME_PAYLOAD = 10_000
 """Runs with the same payload that are searched."""
 MAX_USERS = 10_000
 """Users whose keys of one name are searched."""
-MIN_ID_DIGITS = 6
-"""Digits that a part of an id must have to be searched for."""
 MAX_ERROR = 300
 MAX_STEPS = 60
-
-_HEX = re.compile(r"[0-9a-f-]+")
 
 
 class RunRow(Struct, frozen=True, kw_only=True):
@@ -58,8 +54,10 @@ class RunRow(Struct, frozen=True, kw_only=True):
     progress: float | None
     progress_note: str | None
     attempts: int
+    errors: int
     max_attempts: int
     losts: int
+    max_lost: int
     error: str | None
     stalled_us: int | None = None
     """Since when it has made no progress although its worker is alive."""
@@ -166,7 +164,7 @@ def _scan_status(
     while True:
         ahead = select(within).where(*indexed, *ids.conditions(within)).order_by(ids.order(within))
         last = conn.scalar(ahead.offset(size - 1).limit(1))
-        edge = None if last is None else _edge_of_millisecond(str(last), down=ids.down)
+        edge = None if last is None else edge_of_millisecond(str(last), down=ids.down)
         window = ids if edge is None else msgspec.structs.replace(ids, stop=edge)
         matching = select(table.c.id).where(*wanted.conditions(table), *window.conditions(by), *searched)
         found += conn.scalars(matching.order_by(ids.order(by)).limit(limit - len(found))).all()
@@ -188,12 +186,6 @@ def _indexed_by(wanted: Filter, status: str | None) -> tuple[list[Any], ColumnEl
     return [] if status is None else [has_status(status)], wanted.table.c.id
 
 
-def _edge_of_millisecond(run_id: str, *, down: bool) -> str:
-    """The first or last id of the millisecond: a link with the id itself would disclose another user's run."""
-    moment = run_id[:13]  # twelve digits and a dash
-    return f"{moment}-0000-0000-000000000000" if down else f"{moment}-ffff-ffff-ffffffffffff"
-
-
 def find_by_text(conn: Connection, wanted: Filter, text: str, limit: int) -> SearchResult:
     """The runs that an index finds by the text: their id or its beginning, their live key, or their payload hash."""
     ids: set[str] = set()
@@ -208,10 +200,9 @@ def find_by_text(conn: Connection, wanted: Filter, text: str, limit: int) -> Sea
 def _indexed(wanted: Filter, text: str, limit: int) -> list[Any]:
     same = Filter(tenant=wanted.tenant, user=wanted.user, payload_hash=text.lower()).conditions(submitted)
     found = [_by_key(wanted, text), select(submitted.c.id).where(*same).limit(MAX_SAME_PAYLOAD)]
-    digits = _id_digits(text)
+    digits = digits_of(text)
     if digits is not None:
-        first, last = checked_id(digits.ljust(32, "0")), checked_id(digits.ljust(32, "f"))
-        near = runs.c.id.between(first, last)
+        near = begins_with(runs.c.id, digits)
         found.append(select(runs.c.id).where(near, *wanted.conditions()).order_by(runs.c.id.desc()).limit(limit))
     return found
 
@@ -223,21 +214,12 @@ def _by_key(wanted: Filter, key: str) -> Any:
     return select(keys.c.attempt).where(*own).limit(MAX_USERS)
 
 
-def _id_digits(text: str) -> str | None:
-    """The digits of an id or of a part of one; None where the text is neither."""
-    low = text.lower()
-    digits = low.replace("-", "")
-    return digits if _HEX.fullmatch(low) and MIN_ID_DIGITS <= len(digits) <= 32 else None
-
-
 def _has_text(text: str, table: Table) -> list[Any]:
     """Matches what no index finds by the text: the end of an id, or a key that has expired."""
     ways: list[Any] = [table.c.idempotency_key == text]
-    digits = _id_digits(text)
+    digits = digits_of(text)
     if digits is not None:
-        padded = digits.rjust(32, "_")
-        pattern = "-".join((padded[:8], padded[8:12], padded[12:16], padded[16:20], padded[20:]))
-        ways.append(cast(table.c.id, Text).like(pattern))
+        ways.append(ends_with(table.c.id, digits))
     return [or_(*ways)]
 
 

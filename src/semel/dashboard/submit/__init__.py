@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import msgspec
 from litestar import Response, get, post
 from litestar.params import QueryParameter
 
+from semel import typed_json
 from semel.api_types import RemoteModel, RemoteRun, RunRequest
 from semel.dashboard.forms import form_of
 from semel.dashboard.quotas import bars_of
@@ -72,7 +72,7 @@ async def submit(request: AnyRequest, service: CurrentState, caller: CurrentPrin
     except SemelError as error:
         form.refuse(error, body)
         return await _form_page(request, service, caller, form, origin=sent.get("from"))
-    run = msgspec.json.decode(response.content, type=RemoteRun)
+    run = typed_json.decode(response.content, RemoteRun)
     return redirect_with_message(request, service, f"/ui/runs/{run.run_id}", _confirmation(run))
 
 
@@ -116,7 +116,7 @@ async def _form_page(
 
 async def _models(service: ServiceState) -> list[RemoteModel]:
     response = await runs.models.fn(service=service)
-    return msgspec.json.decode(response.content, type=list[RemoteModel])
+    return typed_json.decode(response.content, list[RemoteModel])
 
 
 def _model(service: ServiceState, name: str) -> Model:

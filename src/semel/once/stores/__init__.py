@@ -32,7 +32,7 @@ def open_store(
     clock: Clock | None = None,
     pool: int | None = None,
     retry_for: float = 5.0,
-    **options: Any,
+    prefix: str | None = None,
 ) -> Store:
     """The store for ``target``, async if ``is_async``. It connects when first used."""
     checked_pool(pool)
@@ -40,12 +40,16 @@ def open_store(
         raise InvalidRequest(
             "pool= is for a store that is opened by its URL; an engine or a client has a pool of its own"
         )
+    if type(target).__module__.startswith("redis."):
+        return _of_client(target, is_async, clock, prefix)
+    if isinstance(target, str) and _scheme(target) in ("redis", "rediss", "unix"):
+        return _redis(target, is_async, clock, retry_for, prefix)
+    if prefix is not None:
+        raise InvalidRequest("prefix= is for a store in Redis: it begins the names of its keys")
     if type(target).__module__.startswith("sqlalchemy."):
         return _of_engine(target, is_async, clock)
     if isinstance(target, str):
-        return _of_url(target, is_async, clock, {"pool": pool, "retry_for": retry_for}, options)
-    if type(target).__module__.startswith("redis."):
-        return _of_client(target, is_async, clock, options)
+        return _of_url(target, is_async, clock, pool)
     if hasattr(target, "claim") and hasattr(target, "purge"):
         return cast("Store", target)
     raise InvalidRequest(
@@ -53,23 +57,20 @@ def open_store(
     )
 
 
-def _of_url(
-    target: str, is_async: bool, clock: Clock | None, connecting: dict[str, Any], options: dict[str, Any]
-) -> Store:
-    scheme = target.split(":", 1)[0].split("+", 1)[0]
-    if scheme in ("redis", "rediss", "unix"):
-        return _redis(target, is_async, clock, connecting["retry_for"], options)
-    if scheme in ("memory", "sqlite", "postgresql", "postgres"):
-        _only(options, kind=scheme)
-    match scheme:
+def _scheme(url: str) -> str:
+    return url.split(":", 1)[0].split("+", 1)[0]
+
+
+def _of_url(target: str, is_async: bool, clock: Clock | None, pool: int | None) -> Store:
+    match _scheme(target):
         case "memory":
             return MemoryStore(clock)
         case "sqlite":
             return _sqlite(parse(target), is_async, clock)
         case "postgresql" | "postgres":
             url = parse(target.replace("postgres://", "postgresql://", 1))
-            return _postgres(url, is_async, clock, connecting["pool"])
-    raise InvalidRequest(f"{scheme!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
+            return _postgres(url, is_async, clock, pool)
+    raise InvalidRequest(f"{_scheme(target)!r} is not a kind of store; a URL looks like one of: {EXAMPLES}")
 
 
 def _sqlite(url: URL, is_async: bool, clock: Clock | None) -> Store:
@@ -107,28 +108,21 @@ def _of_engine(engine: Any, is_async: bool, clock: Clock | None) -> Store:
     return PostgresStore(database, clock, Listener(subscriber(engine.url)), patience=LOCK_WAIT)
 
 
-def _redis(url: str, is_async: bool, clock: Clock | None, retry_for: float, options: dict[str, Any]) -> Store:
+def _redis(url: str, is_async: bool, clock: Clock | None, retry_for: float, prefix: str | None) -> Store:
     try:
         from semel.once.stores import redis
     except ModuleNotFoundError as error:
         raise missing("redis", error) from error
-    _only(options, "prefix", kind="redis")
-    return redis.open_url(url, is_async, clock, timeout=time_for_try(retry_for, retry_for), **options)
+    return redis.open_url(url, is_async, clock, timeout=time_for_try(retry_for, retry_for), prefix=prefix)
 
 
-def _of_client(client: Any, is_async: bool, clock: Clock | None, options: dict[str, Any]) -> Store:
+def _of_client(client: Any, is_async: bool, clock: Clock | None, prefix: str | None) -> Store:
     from semel.once.stores.redis import RedisStore, subscriber
 
     if is_async != type(client).__module__.startswith("redis.asyncio"):
         raise InvalidRequest("Once takes a blocking client (redis.Redis), AsyncOnce an async one (redis.asyncio.Redis)")
-    _only(options, "prefix", kind="redis")
     listener = None if is_async else Listener(subscriber(client))
-    return RedisStore(client, clock, listener=listener, **options)
-
-
-def _only(options: dict[str, Any], *known: str, kind: str) -> None:
-    if unknown := options.keys() - set(known):
-        raise InvalidRequest(f"{', '.join(sorted(unknown))}: not an option of a {kind} store")
+    return RedisStore(client, clock, listener=listener, prefix=prefix)
 
 
 def join(store: Store, session: Any) -> tuple[Store, bool]:

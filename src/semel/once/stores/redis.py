@@ -34,6 +34,7 @@ from redis.backoff import NoBackoff
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.listener import Listener, Subscribe
 from semel._concurrency.sync import PerLoop, close_all
+from semel._validation import checked_text
 from semel.db.database import abandoned_connections
 from semel.errors import InvalidRequest, StoreBroken, StoreUnavailable
 from semel.once.rules import fingerprint_for, gone, granted, judge
@@ -293,19 +294,20 @@ class RedisStore:
         client: Any,
         clock: Clock | None = None,
         *,
-        prefix: Any = "semel",
+        prefix: str | None = None,
         listener: Listener | None = None,
         connect: Callable[[], Any] | None = None,
     ) -> None:
         """``connect`` makes another such client, for a child process or a new event loop."""
-        if not isinstance(prefix, str) or not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
+        prefix = "semel" if prefix is None else checked_text("prefix", prefix)
+        if not prefix or any(character in prefix for character in "{}*?[]\\ \n"):
             raise InvalidRequest(f"the Redis prefix {prefix!r} must be text without braces, wildcards or spaces")
         if client.get_encoder().decode_responses:
             raise InvalidRequest("outcomes are bytes: give a Redis client without decode_responses=True")
         self._client = client
         self._clustered = isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster)
         self._clock = clock
-        self._prefix: str = prefix
+        self._prefix = prefix
         self._channel = f"{prefix}:ended"
         self._listener = listener
         self._connect = connect
@@ -611,7 +613,7 @@ def translated() -> Iterator[None]:
 
 
 def open_url(
-    url: str, is_async: bool, clock: Clock | None, *, timeout: float = 5.0, prefix: Any = "semel"
+    url: str, is_async: bool, clock: Clock | None, *, timeout: float = 5.0, prefix: str | None = None
 ) -> RedisStore:
     """A store on ``redis://``, ``rediss://``, ``unix://`` or, for a cluster, ``redis+cluster://``.
 

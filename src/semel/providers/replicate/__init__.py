@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from semel import typed_json
 from semel.errors import InvalidRequest
 from semel.providers.replicate import store as rows
 from semel.providers.replicate.matching import PredictionQuery
@@ -135,7 +136,7 @@ class Replicate:
 
 def _options(config: Config) -> ReplicateOptions:
     try:
-        options = msgspec.convert(config.providers.get("replicate", {}), ReplicateOptions)
+        options = typed_json.convert(config.providers.get("replicate", {}), ReplicateOptions)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the config {config.name!r} does not fit the provider 'replicate': {error}") from None
     if (options.version is None) == (options.model is None):

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from semel import typed_json
 from semel.providers.replicate.types import PageOfPredictions, Prediction, ReplicateRefusal, Unavailable
 
 _BEFORE_SENDING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
@@ -56,7 +57,7 @@ class ReplicateApi:
         answer = await self._request("GET", "/v1/predictions", params=None if cursor is None else {"cursor": cursor})
         try:
             found = answer.json()
-            results = [msgspec.convert(each, Prediction) for each in found["results"]]
+            results = [typed_json.convert(each, Prediction) for each in found["results"]]
             following = found.get("next")
             # only the cursor is taken from the link: the token is sent only to the address of the settings
             cursor = None if following is None else httpx.URL(following).params["cursor"]
@@ -110,7 +111,7 @@ class ReplicateApi:
 
     def _prediction(self, answer: httpx.Response) -> Prediction:
         try:
-            found = msgspec.convert(answer.json(), Prediction)
+            found = typed_json.convert(answer.json(), Prediction)
         except (json.JSONDecodeError, UnicodeDecodeError, msgspec.ValidationError):
             raise Unavailable("Replicate's response cannot be read", perhaps_done=True) from None
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", found.id):

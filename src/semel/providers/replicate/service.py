@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import msgspec
 from msgspec import Struct
 
+from semel import typed_json
 from semel._concurrency.periodic import repeat
 from semel._concurrency.retry import Backoff
 from semel.errors import StoreBroken, StoreUnavailable
@@ -263,7 +263,7 @@ class ReplicateService:
         remote = orphan.remote
         if orphan.over_us < self.timing.settle * MICRO:
             return None
-        query = msgspec.json.decode(orphan.parameters, type=PredictionQuery)
+        query = typed_json.decode(orphan.parameters, PredictionQuery)
         candidates = await self.find_prediction(query, remote)
         found = candidates.certain or candidates.alike
         if len(found) == 1:

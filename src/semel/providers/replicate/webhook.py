@@ -17,6 +17,7 @@ from litestar import Request, post
 from litestar.params import FromPath
 from msgspec import Struct
 
+from semel import typed_json
 from semel.providers.replicate import Replicate
 from semel.providers.replicate import store as rows
 from semel.providers.replicate.service import HOOK, ReplicateService
@@ -88,7 +89,7 @@ async def receive_webhook(token: FromPath[str], service: CurrentState, request: 
     if not is_genuine(secret, headers, body, time.time()):
         raise ApiError(403, "FORBIDDEN", "the webhook's signature or timestamp is not valid")
     try:
-        sent = msgspec.json.decode(body, type=WebhookBody)
+        sent = typed_json.decode(body, WebhookBody)
     except msgspec.MsgspecError:
         raise ApiError(400, "INVALID_REQUEST", "the webhook's body is not a prediction") from None
     if await replicate.seen.check_and_mark(SCOPE, headers["webhook-id"], ttl=REMEMBERED) == "seen":

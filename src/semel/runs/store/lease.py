@@ -18,6 +18,7 @@ from sqlalchemy import (
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active
+from semel.runs.store.pauses import BOTH_RUN, MODEL_RUNS, QUEUE_RUNS, runs_go_on
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.transitions import FENCED, FIRST_START, LOSE_THESE, storable, tell, telling, unlocked
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, MICRO
@@ -121,13 +122,16 @@ def _next_ones(dialect: Dialect, *, since: bool) -> str:
     due = "AND p.priority >= CAST(:least AS integer) AND p.due_us >= CAST(:since_us AS bigint)" if since else ""
     return (
         f"p.ready = true AND p.queue = :queue {due} AND {dialect.is_in('p.model', 'models')} "
+        f"AND {QUEUE_RUNS} AND {MODEL_RUNS} "
         "ORDER BY p.priority DESC, p.due_us, p.id LIMIT :most"
     )
 
 
 _LEASE = _Leasing(lambda w: _next_ones(w, since=False))
 _LEASE_SINCE = _Leasing(lambda w: _next_ones(w, since=True))
-_LEASE_THESE = _Leasing(lambda w: f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')}")
+_LEASE_THESE = _Leasing(
+    lambda w: f"(p.ready OR p.due_us <= {w.now}) AND {w.is_in('p.id', 'ids', 'uuid')} AND {BOTH_RUN}"
+)
 
 
 class LeaseRequest(Struct, frozen=True):
@@ -182,7 +186,7 @@ _NEXT = Statement(
 SELECT (SELECT min(due_us) FROM semel_active WHERE NOT ready) - {w.now},
        (SELECT max(since_us) FROM semel_active WHERE NOT ready) > {w.now},
        EXISTS (SELECT 1 FROM semel_active AS p WHERE p.lease_until_us IS NULL AND p.ready = true
-               AND {w.is_in("p.queue", "queues")} AND {w.is_in("p.model", "models")})
+               AND {w.is_in("p.queue", "queues")} AND {w.is_in("p.model", "models")} AND {BOTH_RUN})
 """
     )
 )
@@ -304,7 +308,7 @@ def due(conn: Connection, silent: float, most: int, context: StatementContext) -
     """Runs, with their queues, that are due and that perhaps were not announced.
 
     The submitter announces a run that is due at once: it is listed only after it has waited ``silent`` seconds. The
-    service's own work is left out: its servers poll for it.
+    service's own work is left out: its servers poll for it. So is what is paused: it is listed when it is resumed.
     """
     now = read_clock(conn, context)
     silent_us = round(silent * MICRO)
@@ -313,7 +317,7 @@ def due(conn: Connection, silent: float, most: int, context: StatementContext) -
     put_back = and_(active.c.ready, active.c.due_us > now)  # the clock was put back since it was due
     waited = or_(active.c.due_us <= literal(now, BigInteger) - submitter_us, put_back)
     query = select(active.c.id, active.c.queue, active.c.version).where(active.c.lease_until_us.is_(None), waited)
-    query = query.where(active.c.queue != INTERNAL_QUEUE)
+    query = query.where(active.c.queue != INTERNAL_QUEUE, runs_go_on())
     return [PendingRun(*row) for row in conn.execute(query.order_by(active.c.due_us).limit(most))]
 
 

@@ -39,6 +39,7 @@ from semel.db.schema import (
     submitted,
     workers,
 )
+from semel.runs.store.pauses import why_paused
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import (
     HELD_US,
@@ -199,6 +200,12 @@ def get(conn: Connection, ids: Sequence[str], tenant: str | None = None) -> dict
     """The runs of these ids, by id; ids without a run are left out."""
     found = [run_of(row) for row in _GET.rows(conn, ids)]
     return {run.id: run for run in found if tenant is None or run.tenant == tenant}
+
+
+def read_by_id(conn: Connection, ids: Sequence[str], *, parameters: bool = True) -> list[Run]:
+    """The runs of these ids, newest first; ids without a run are left out."""
+    rows = (_GET if parameters else _GET_LISTED).rows(conn, ids)
+    return [run_of(row) for row in sorted(rows, key=_id_of, reverse=True)]
 
 
 class RunVersion(Struct, frozen=True):
@@ -402,8 +409,12 @@ def waiting(conn: Connection, run_id: str, context: StatementContext) -> Waiting
         return None
     if row.due_us - row.changed_us >= HELD_US:
         return Waiting(reason=_uploading(conn, run_id), since_us=row.changed_us, place=None)
+    paused = why_paused(conn, row.queue, row.model, named=not row.tenant)
     if row.due_us > now and not row.ready:
-        return Waiting(reason=_not_yet(row, now), since_us=row.changed_us, place=None, due_us=row.due_us)
+        reason = "; ".join(filter(None, [_not_yet(row, now), paused]))
+        return Waiting(reason=reason, since_us=row.changed_us, place=None, due_us=row.due_us)
+    if paused is not None:
+        return Waiting(reason=paused, since_us=row.changed_us, place=None)
     ahead = conn.scalar(select(func.count()).where(_before(row))) or 0
     serving = [each for each in list_workers(conn, context) if each.alive and row.queue in each.queues]
     able = [each for each in serving if each.slots.get(each.models.get(row.model, "")) and not each.draining]

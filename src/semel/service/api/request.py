@@ -16,6 +16,7 @@ from litestar.types import Empty
 from semel._validation import nearest, with_valid_values
 from semel.runs import strict_json
 from semel.service.api.problems import ApiError
+from semel.typed_json import decoder
 
 DEEPEST = strict_json.MAX_DEPTH + 10
 """The deepest nesting of a body: that of a run's parameters, and some levels around them."""
@@ -87,7 +88,7 @@ def decoded(body: bytes, kind: Any = Any) -> Any:
     if strict_json.depth(body) > DEEPEST:
         raise _too_deep()
     try:
-        return _decoder(kind).decode(body)
+        return decoder(kind).decode(body)
     except RecursionError:
         raise _too_deep() from None
     except UnicodeDecodeError:
@@ -96,11 +97,6 @@ def decoded(body: bytes, kind: Any = Any) -> Any:
         raise _refused(f"the body does not fit: {with_valid_values(str(error), kind)}") from None
     except msgspec.DecodeError as error:
         raise _refused(f"the body is not JSON: {error}") from None
-
-
-@cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
 
 
 def _is_json(content_type: str) -> bool:

@@ -388,6 +388,15 @@ async def list_runs(
     stalled: Annotated[
         bool, QueryParameter(description="Only runs that make no progress although their worker is alive.")
     ] = (False),
+    id_part: Annotated[
+        str | None,
+        QueryParameter(
+            name="id",
+            max_length=36,
+            description="Whose id begins or ends with these characters, at least six. A page may be empty and have a "
+            "`next`: the search goes on there.",
+        ),
+    ] = None,
     limit: Annotated[int, QueryParameter(ge=1, le=1000, description="Runs on a page.")] = 50,
     cursor: Annotated[str | None, QueryParameter(description="The `next` of the previous page.")] = None,
     include: Annotated[
@@ -411,6 +420,7 @@ async def list_runs(
         since=since,
         until=until,
         stalled=stalled,
+        id_part=id_part,
         limit=limit,
         cursor=cursor,
         parameters=bool(include),

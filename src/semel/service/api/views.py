@@ -52,6 +52,7 @@ def run_view(run: Run, root: str = "") -> RemoteRun:
         version=run.version,
         attempts=run.attempts,
         max_attempts=run.max_attempts,
+        errors=run.errors,
         losts=run.losts,
         max_lost=run.max_lost,
         fence=run.fence,

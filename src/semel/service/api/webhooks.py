@@ -6,11 +6,11 @@ import logging
 from datetime import datetime
 from typing import Annotated, Literal, TypeAlias
 
-import msgspec
 from litestar import Response, delete, get, post
 from litestar.params import FromPath, JSONBody, PathParameter, QueryParameter
 from msgspec import Meta, Struct, field
 
+from semel import typed_json
 from semel.errors import InvalidRequest
 from semel.runs.types import checked_id
 from semel.service.api.params import After, Limit, Tenant, absent, tenant_for
@@ -298,7 +298,7 @@ def _view(each: Subscription) -> SubscriptionView:
 def _delivery_view(each: Delivery) -> DeliveryView:
     return DeliveryView(
         subscription_id=each.subscription_id,
-        event=msgspec.json.decode(each.body, type=Event),
+        event=typed_json.decode(each.body, Event),
         state=each.state,
         attempts=each.attempts,
         due_at=moment(each.due_us),

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 from sqlalchemy import Connection, delete, select
 
+from semel import typed_json
 from semel._validation import with_valid_values
 from semel.api_types import Name
 from semel.db.dialect import Statement, StatementContext
@@ -181,7 +182,7 @@ class Configs:
 
     def _from_row(self, row: Any) -> Config:
         try:
-            body = msgspec.json.decode(row.body, type=ConfigBody)
+            body = typed_json.decode(row.body, ConfigBody)
         except msgspec.DecodeError as error:
             raise BrokenConfig(f"the row of the config {row.name!r} cannot be read: {error}") from None
         config = _config(row.name, body, "row", self._row_data(row.name, body.data))
@@ -239,7 +240,7 @@ def _names(folder: Path) -> list[str]:
 def checked_body(value: Any) -> ConfigBody:
     """The value as a config; raises ``ValueError``."""
     try:
-        body = msgspec.convert(value, ConfigBody)
+        body = typed_json.convert(value, ConfigBody)
     except msgspec.ValidationError as error:
         raise ValueError(with_valid_values(str(error), ConfigBody)) from error
     data = strict_json.write([body.parameters, body.providers])  # raises for what could not be stored
