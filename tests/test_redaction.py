@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from semel.redaction import TextFormatter, one_line, without_secrets
+from semel.redaction import TextFormatter, one_line, without_secret_values, without_secrets
 from semel.service.telemetry.logs import formatter
 from support.warm_python import WarmPython
 
@@ -159,3 +159,21 @@ def test_a_command_that_fails_tells_no_password(command: list[str], capfd: pytes
     out, err = capfd.readouterr()
     assert PASSWORD not in out + err
     assert "\x1b[2J" not in out + err
+
+
+def test_values_under_the_name_of_a_secret_and_texts_that_look_like_one_are_hidden() -> None:
+    value = {
+        "api_key": "hunter2",
+        "Password": {"deep": "hunter2"},
+        "nothing_secret": None,
+        "url": "https://sam:hunter2@example.com/",
+        "list": ["whsec_hunter2", {"authToken": ["hunter2"]}, 7, True, None],
+        "github": "ghp_hunter2hunter2hunter2",
+        "model": "add",
+    }
+    cleaned = without_secret_values(value)
+    assert "hunter2" not in str(cleaned)
+    assert cleaned["model"] == "add"
+    assert cleaned["nothing_secret"] is None
+    assert cleaned["url"] == "https://sam:***@example.com/"
+    assert cleaned["list"] == ["whsec_***", {"authToken": "***"}, 7, True, None]

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from semel.runs.types import Manifest, Quota, Run, Usage
     from semel.runs.worker import Worker
     from semel.types import (
+        Actor,
         Claim,
         Granted,
         InFlight,
@@ -82,6 +83,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "semel.client": ("AsyncClient", "Client", "SubmitResult", "submit_cloud_job"),
     "semel.types": (
+        "Actor",
         "Claim",
         "Granted",
         "InFlight",
@@ -114,6 +116,7 @@ The names of the client need its extra. They are not in ``__all__``, so that ``f
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
+    "Actor",
     "App",
     "AppNotFound",
     "AsyncJobStore",

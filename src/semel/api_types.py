@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from semel.errors import InvalidRequest
 from semel.runs.diff import Drift
 from semel.runs.types import MAX_COST, MAX_SEED, TERMINAL, Action, PauseKind, Quota, Status, Usage
+from semel.types import Entrance
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 JobStatus: TypeAlias = Literal["uploading", "queued", "running", "completed", "failed", "cancelled"]
@@ -325,6 +326,33 @@ class RemoteWorker(Struct, frozen=True, kw_only=True):
     host: str | None = None
     pid: int | None = None
     holds: dict[str, int] | None = None
+
+
+class RemoteAction(Struct, frozen=True, kw_only=True):
+    """What somebody did to ``tenant``, whose actions ``seq`` counts; ``user_tenant`` is their own."""
+
+    seq: int
+    at: datetime
+    action: str
+    target: str
+    tenant: str
+    user: str
+    role: str | None
+    user_tenant: str
+    token: str | None
+    address: str
+    entrance: Entrance
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    previous: str
+    digest: str
+
+
+class ActionPage(Struct, frozen=True, kw_only=True):
+    """A page of what people did, newest first, and the cursor of the next page; null on the last."""
+
+    actions: list[RemoteAction]
+    next: str | None
 
 
 class RemoteUsage(Struct, frozen=True, kw_only=True):

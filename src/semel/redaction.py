@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -19,6 +19,14 @@ _SECRETS = re.compile(
 
 Each alternative begins with rare characters and looks a limited distance ahead, so long lines take linear time.
 """
+SECRET_NAME = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH|DSN|(?:^|_)KEY(?:$|_)",
+    re.IGNORECASE,
+)
+"""Found in the name of a variable or a field whose value may be a secret."""
+KNOWN_TOKEN = re.compile(r"\b(?:AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|xox[abp]-[\w-]{10,}|sk-[\w-]{20,}|hf_\w{20,})")
+"""A token of a well-known service."""
+HIDDEN = "***"
 _SIGNS = ("semel_", "whsec_", "r8_", "earer", "://", "password=", "passwd=", "secret=", "token=", "api_key=")
 
 
@@ -27,6 +35,23 @@ def without_secrets(text: str) -> str:
     if not any(sign in text for sign in _SIGNS):
         return text
     return _SECRETS.sub(_hidden, text)
+
+
+def without_secret_values(value: Any) -> Any:
+    """The value as JSON has it, with the values of fields that have the name of a secret, and all texts that look like
+    one, replaced by ``***``.
+    """
+    match value:
+        case dict():
+            return {
+                name: HIDDEN if SECRET_NAME.search(str(name)) and each is not None else without_secret_values(each)
+                for name, each in value.items()
+            }
+        case list() | tuple():
+            return [without_secret_values(each) for each in value]
+        case str():
+            return KNOWN_TOKEN.sub(HIDDEN, without_secrets(value))
+    return value
 
 
 def _hidden(found: re.Match[str]) -> str:

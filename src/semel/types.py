@@ -1,4 +1,4 @@
-"""The data types of idempotency keys.
+"""The data types of idempotency keys, and of who acts.
 
 A caller asks for a key, and the store answers with a **verdict**: :class:`Granted` with a **claim** to work under,
 :class:`Replay` with the **outcome** of the work that was done, :class:`InFlight`, :class:`Mismatch` or
@@ -11,6 +11,7 @@ without the ending return them as ``datetime`` in UTC.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -53,6 +54,36 @@ def time_in(text: str) -> datetime:
 def moment(us: int) -> datetime:
     """The ``datetime`` in UTC of the store's microseconds."""
     return _EPOCH + timedelta(microseconds=us)
+
+
+Entrance: TypeAlias = Literal["api", "dashboard", "cli", "python"]
+"""How an action came: over HTTP, from a page, by a command on the database, or from a program."""
+
+
+class Actor(Struct, frozen=True, kw_only=True):
+    """Who did something, and from where: what the audit log has of them."""
+
+    user: str
+    role: str = ""
+    tenant: str = ""
+    token: str = ""
+    """The id of the token that they used."""
+    address: str = ""
+    """Of their machine: its network address, or its name if they are on the database."""
+    entrance: Entrance = "python"
+
+
+@cache
+def actor_here(entrance: Entrance) -> Actor:
+    """The user of this process, on this machine."""
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # the user has no name
+        user = "unknown"
+    return Actor(user=user, address=socket.gethostname(), entrance=entrance)
 
 
 class Claim(Struct, frozen=True, gc=False):

@@ -3,16 +3,20 @@
 One fact is one transaction, so they agree at every moment, also right after a process died.
 """
 
+import json
 from collections import Counter, defaultdict
+from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import text
 
 from crash.key_operations import connected
 from crash.points import Place
+from semel.audit_log import verify_log
 from support.databases import MISCOUNTED
 
 ACTIVE = ("PENDING", "RUNNING")
+AUDIT = text('SELECT a.*, a.user_id AS "user" FROM semel_audit AS a ORDER BY tenant, seq')
 
 
 class Ledger:
@@ -35,6 +39,7 @@ class Ledger:
                 " WHERE scope = 'runs:' || :user AND kind = 'run' AND state = 'completed'"
             )
             self.miscounted = rows(MISCOUNTED)
+            self.log = [dict(row) for row in conn.execute(AUDIT).mappings()]
             self.reservations = rows("SELECT * FROM semel_reservations WHERE user_id = :user")
 
     @property
@@ -59,13 +64,41 @@ class Ledger:
         assert set(used) <= set(self.ids), "a reservation was consumed by a run that does not exist"
         assert set(used.values()) <= {1}, "two reservations were consumed by one run"
         assert all(each.consumed or each.job_id is None for each in self.reservations)
+        self._check_log(events)
         return self
+
+    def logged(self, action: str, target: str | None = None) -> list[dict[str, Any]]:
+        """What the audit log says was done."""
+        return [row for row in self.log if row["action"] == action and target in (None, row["target"])]
+
+    @property
+    def purged(self) -> int:
+        """How many runs people purged, by the audit log."""
+        return sum(json.loads(row["after"])["runs"] for row in self.logged("runs.purged"))
+
+    def _check_log(self, events: dict[str, list[Any]]) -> None:
+        """What people did to these runs is in the audit log, once, and nothing else is."""
+        assert verify_log(self.log).problem is None
+        for run in self.runs:
+            by_hand = _cancelled_by_hand(events[str(run.id)])
+            assert len(self.logged("run.cancelled", str(run.id))) == by_hand, "the log has not the one cancellation"
+            for action, old in (("run.retried", run.retry_of), ("run.rerun", run.rerun_of)):
+                new = [json.loads(row["after"])["run_id"] for row in self.logged(action)]
+                assert new.count(str(run.id)) == (old is not None), f"the log has not the one {action}"
+        again = [row for name in ("run.retried", "run.rerun") for row in self.logged(name) if row["target"] in self.ids]
+        assert {json.loads(row["after"])["run_id"] for row in again} <= set(self.ids), "a run of the log does not exist"
 
     def check_ended(self, many: int = 1) -> None:
         """There are this many runs, each of which has ended, once."""
         self.check()
         assert len(self.runs) == many
         assert not set(self.statuses) & set(ACTIVE)
+
+
+def _cancelled_by_hand(events: list[Any]) -> bool:
+    """Whether a running run was asked to end, or one that waited was cancelled."""
+    asked = any(event.step == "cancel_requested" for event in events)
+    return asked or any(event.step == "cancelled" and old.status == "PENDING" for old, event in pairwise(events))
 
 
 def _check_run(run: Any, events: list[Any]) -> None:

@@ -454,6 +454,7 @@ class Purge(OfRunningRun):
 
     def prepare(self, place: Place) -> Leased:
         leased = super().prepare(place)
+        self.logged = Ledger(place, place.name).purged
         with opened(place) as database:
             assert database.end(leased, result=None, result_ref=f"{leased.id}/1/result")
             self._results(place, database).put(f"{leased.id}/1/result", b"1")
@@ -475,6 +476,7 @@ class Purge(OfRunningRun):
 
     def check(self, place: Place, given: Leased, ended: Ended) -> None:
         before = Ledger(place, place.name).check()
+        assert before.purged - self.logged == 1 - len(before.runs), "the audit log has other runs than were purged"
         files = list((place.folder / "artifacts").rglob("result*"))
         if before.runs:
             assert files, "the run has lost its files"

@@ -65,5 +65,5 @@ def subscribed(database: TestDatabase, url: str) -> Iterator[None]:
     try:
         yield
     finally:
-        run_sync(store.write(subscriptions.remove, made.id, ""))
+        run_sync(store.write(subscriptions.remove, made.id, "", store.statement_context))
         run_sync(store.close())

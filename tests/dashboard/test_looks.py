@@ -50,6 +50,7 @@ PAGES = {
     "key-of-a-run": "/ui/keys?key=order-17",
     "key-unknown": "/ui/keys?key=payment-9&scope=orders",
     "key-delete": "/ui/keys/delete?key=payment-9&scope=orders",
+    "audit": "/ui/audit",
     "quotas": "/ui/quotas",
     "quota-of-a-user": "/ui/quotas?user=ann",
     "submit": "/ui/submit",

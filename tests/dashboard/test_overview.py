@@ -204,7 +204,7 @@ def test_a_stream_ends_with_its_token(server: TokenServer, tenant: str, monkeypa
 
 def revoke(server: TokenServer, person: TokenClient) -> None:
     ledger = server.app.ledger(awaited=False)
-    assert run_sync(ledger.write(tokens.revoke, person.id))
+    assert run_sync(ledger.write(tokens.revoke, person.id, None, ledger.statement_context))
     run_sync(ledger.close())
 
 

@@ -363,7 +363,7 @@ def test_a_token_that_is_revoked_ends_the_session(server: TokenServer) -> None:
     person = server.admit("brief")
     with browser(server, person) as brief:
         ledger = server.app.ledger(awaited=False)
-        assert run_sync(ledger.write(tokens.revoke, person.id))
+        assert run_sync(ledger.write(tokens.revoke, person.id, None, ledger.statement_context))
         run_sync(ledger.close())
         server.state.auth.clear_cache()
         assert brief.open("/").path == "/ui/sign-in"

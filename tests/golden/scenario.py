@@ -154,6 +154,9 @@ def _keys(to: Recorder, url: str) -> None:
     to.send("DELETE", "/admin/keys?scope=orders&key=order-2")
     to.send("GET", "/admin/run-keys?key=first")
     to.send("DELETE", "/admin/run-keys?key=first&user=local")
+    to.send("GET", "/admin/audit?action=nothing")
+    to.send("GET", "/admin/audit?entrance=window")
+    to.send("GET", "/admin/audit?cursor=nonsense")
 
 
 def _webhooks(to: Recorder) -> None:

@@ -57,6 +57,7 @@ GROUPS = {
         "quota": ("quotas", "Limit how much users may run and spend"),
         "keys": ("keys", "Show keys, resolve unknown outcomes, delete keys"),
         "config": ("config", "Manage the named configs of jobs"),
+        "audit": ("audit", "Show what people did, and prove that nobody changed it"),
     },
     "Maintain, on the database": {
         "migrate": ("migrate", "Create or update semel's tables in a database"),

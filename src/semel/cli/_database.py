@@ -13,6 +13,7 @@ from semel.errors import InvalidRequest, StoreBroken
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from semel.db.dialect import StatementContext
     from semel.runs.store import RunStore
 
 Answer = TypeVar("Answer")
@@ -41,6 +42,13 @@ def ask(url: str, call: Callable[[RunStore], Coroutine[Any, Any, Answer]], *, cr
 
     with opened(url, create=create) as store:
         return run_sync(call(store))
+
+
+def acting(store: RunStore) -> StatementContext:
+    """The context of a change: the audit log has it as done by the user of this command."""
+    from semel.types import actor_here
+
+    return store.acting(actor_here("cli"))
 
 
 def require(url: str) -> None:

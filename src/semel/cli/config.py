@@ -26,6 +26,7 @@ from semel.cli._output import format_time, note, print_fields, print_json, print
 from semel.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from semel.service.auth.middleware import Principal
     from semel.service.jobs.configs import Config, ConfigEntry, Configs
 
 
@@ -141,26 +142,24 @@ def set_config(place: Place, name: str, body: dict[str, Any], as_json: bool) -> 
     """
 
     def put(configs: Configs) -> Any:
-        from semel.service.auth.middleware import Principal
         from semel.service.jobs.configs import checked_body
 
         try:
             checked = checked_body(body)
         except ValueError as error:
             raise InvalidRequest(f"this is not a config: {error}") from None
-        return configs.put(Principal(user=_user(), role="admin", tenant=place.tenant), name, checked)
+        return configs.put(_author(place), name, checked)
 
     _print(_call(place, put, create=True), as_json)
 
 
-def _user() -> str:
-    """The author of the config."""
-    import getpass
+def _author(place: Place) -> Principal:
+    """The author of the config: the user of this command, who may do everything."""
+    from semel.service.auth.middleware import Principal
+    from semel.types import actor_here
 
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return "cli"
+    here = actor_here("cli")
+    return Principal(user=here.user, role="admin", tenant=place.tenant, address=here.address, entrance="cli")
 
 
 @config.command()
@@ -169,7 +168,7 @@ def _user() -> str:
 @_at_place
 def delete(place: Place, name: str, as_json: bool) -> None:
     """Delete a config from the database. Files are kept."""
-    _call(place, lambda configs: configs.remove(place.tenant, name))
+    _call(place, lambda configs: configs.remove(_author(place), name))
     print_result(as_json, {"removed": name}, f"removed {name}")
 
 

@@ -91,10 +91,11 @@ def _require_artifacts(place: str | Path | ResultStore, with_files: int) -> None
 def _remove(place: Location, store: RunStore, age: float, run_keys: int) -> dict[str, int]:
     from semel._concurrency.sync import run_sync
     from semel.runs.app import App
+    from semel.types import actor_here
 
     app = App(place.url, artifacts=place.artifacts)
     try:
-        counts = {"runs": app.purge(age), "run_keys": run_keys, "reservations": 0, "keys": 0}
+        counts = {"runs": app.purge(age, by=actor_here("cli")), "run_keys": run_keys, "reservations": 0, "keys": 0}
     finally:
         app.close()
     while any(removed := run_sync(store.write(_remove_expired, store.statement_context))):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import ask, require
+from semel._validation import checked_key
+from semel.cli._database import acting, ask, require
 from semel.cli._options import JSON_VALUE, argument, db_options, examples, group, option
 from semel.cli._output import (
     format_span,
@@ -161,8 +162,12 @@ def resolve(key: str, db: str, as_json: bool, **options: Any) -> None:
         raise InvalidRequest("--value is the result of the work, so it needs --done")
     undone = [each for each in _records(db, key, options["scope"]) if each.status != "completed"]
     scope = options["scope"] or (_only(undone, "--scope").scope if undone else "default")
-    with Once(db, collect=False) as once, _suggesting_force(key):
-        once.resolve(key, scope=scope, done=done, value=value, force=force)
+    with _suggesting_force(key):
+        if _is_redis(db):
+            with Once(db, collect=False) as once:
+                once.resolve(key, scope=scope, done=done, value=value, force=force)
+        else:
+            _change(db, "resolve", "", checked_key("scope", scope), key, done=done, value=value, force=force)
     text = f"{key} in {scope} is {'done' if done else 'free: the next caller does the work'}"
     print_result(as_json, {"scope": scope, "key": key, "done": done}, text)
 
@@ -204,9 +209,21 @@ def _delete_one(found: Any, db: str, force: bool) -> bool:
     from semel.once.client import Once
 
     if isinstance(found, dict):
-        return ask(db, lambda store: store.write(_delete_run_key, found, store.statement_context))
-    with Once(db, collect=False) as once, _suggesting_force(found.key):
-        return once.forget(found.key, scope=found.scope, force=force)
+        return ask(db, lambda store: store.write(_delete_run_key, found, acting(store)))
+    with _suggesting_force(found.key):
+        if _is_redis(db):
+            with Once(db, collect=False) as once:
+                return once.forget(found.key, scope=found.scope, force=force)
+        removed: bool = _change(db, "delete", "", found.scope, found.key, force=force)
+        return removed
+
+
+def _change(db: str, verb: str, *where: str, **how: Any) -> Any:
+    """Change keys of a database, and log it."""
+    from semel.runs.store import key_actions
+
+    change = getattr(key_actions, verb)
+    return ask(db, lambda store: store.write(change, store.key_store(), *where, **how, context=acting(store)))
 
 
 def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_json: bool) -> int:
@@ -214,12 +231,24 @@ def _delete_scope(key: str | None, scope: str | None, db: str, force: bool, as_j
 
     if key is not None or not scope:
         raise InvalidRequest("--all deletes every key of a scope: give --scope, and no KEY")
-    if not _is_redis(db):
-        require(db)
-    with Once(db, collect=False) as once:
-        removed = once.forget_scope(scope, force=force)
+    if _is_redis(db):
+        with Once(db, collect=False) as once:
+            removed = once.forget_scope(scope, force=force)
+    else:
+        removed = _delete_all(db, checked_key("scope", scope), force)
     print_result(as_json, {"scope": scope, "removed": removed}, f"forgotten: {removed} keys in {scope}")
     return 0
+
+
+def _delete_all(db: str, scope: str, force: bool) -> int:
+    """Delete the keys of a scope in bounded steps, each of which is logged."""
+    from semel.runs.store.key_actions import BATCH
+
+    total, count = 0, BATCH
+    while count == BATCH:
+        count = _change(db, "delete_some", scope, force=force)
+        total += count
+    return total
 
 
 @contextmanager
@@ -297,6 +326,7 @@ _RUN_KEY = ("user", "tenant", "kind", "key", "payload_hash", "job_id", "created_
 
 def _delete_run_key(conn: Connection, found: dict[str, Any], terms: StatementContext) -> bool:
     """Delete a run key, unless it names another run by now."""
-    from semel.runs.store.run_keys import RunKey, remove
+    from semel.runs.store.key_actions import delete_run_key
+    from semel.runs.store.run_keys import RunKey
 
-    return remove(conn, RunKey(**found), terms)
+    return delete_run_key(conn, RunKey(**found), terms)

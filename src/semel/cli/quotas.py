@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import ask, opened
+from semel.cli._database import acting, ask, opened
 from semel.cli._options import Function, Value, argument, db_options, examples, group, option, tenant_option
 from semel.cli._output import note, print_json, print_list, print_result, print_table
 
@@ -130,7 +130,7 @@ def set_quota(user: str, tenant: str, db: str, as_json: bool, **limits: Any) -> 
     if not changes:
         raise click.UsageError("nothing to set: give a limit, such as --max-concurrent 5; none removes one")
     person = _person(tenant, user)
-    quota = ask(db, lambda store: store.write(_change, person, changes, store.statement_context), create=True)
+    quota = ask(db, lambda store: store.write(_change, person, changes, acting(store)), create=True)
     there = ((getattr(quota, name), what) for name, what in LIMITS.items())
     shown = [_format_limit(value, what) for value, what in there if value is not None]
     text = f"{user}: {', '.join(shown) or 'no limit'} ({quota.action})"
@@ -168,6 +168,6 @@ def unset(user: str, tenant: str, db: str, as_json: bool) -> None:
 
     with opened(db) as store:
         there = user in run_sync(store.read(quotas.list_quotas, tenant))
-        run_sync(store.write(quotas.set_quota, _person(tenant, user), None, store.statement_context))
+        run_sync(store.write(quotas.set_quota, _person(tenant, user), None, acting(store)))
     text = f"the quota of {user} is removed" if there else f"{user} has no quota"
     print_result(as_json, {"user": user, "removed": there}, text)

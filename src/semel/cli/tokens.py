@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from semel.cli._database import ask, opened
+from semel.cli._database import acting, ask, opened
 from semel.cli._options import SPAN, argument, db_options, examples, group, option, tenant_option
 from semel.cli._output import format_time, note, print_json, print_list, with_iso_times
 from semel.errors import InvalidRequest
@@ -42,7 +42,7 @@ def create(db: str, as_json: bool, **request: Any) -> None:
     from semel.service.auth import tokens
 
     wanted = tokens.NewToken(**request)
-    issued = ask(db, lambda store: store.write(tokens.issue, wanted, store.statement_context), create=True)
+    issued = ask(db, lambda store: store.write(tokens.issue, wanted, acting(store)), create=True)
     _print_issued(issued, as_json)
 
 
@@ -96,7 +96,7 @@ def rotate(id: str, grace: float, db: str, as_json: bool) -> None:  # noqa: A002
     """Replace a token by a new one of the same user."""
     from semel.service.auth import tokens
 
-    issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, store.statement_context))
+    issued = ask(db, lambda store: store.write(tokens.rotate, id, grace, acting(store)))
     if issued is None:
         raise InvalidRequest(f"there is no token {id!r}, or it is not valid; semel token list shows the ids")
     _print_issued(issued, as_json)
@@ -112,7 +112,7 @@ def revoke(ids: tuple[str, ...], db: str, as_json: bool) -> int:
     from semel.service.auth import tokens
 
     with opened(db) as store:
-        revoked = {each: run_sync(store.write(tokens.revoke, each)) for each in ids}
+        revoked = {each: run_sync(store.write(tokens.revoke, each, None, acting(store))) for each in ids}
     if as_json:
         print_json({"revoked": [each for each, there in revoked.items() if there]})
     for each, there in revoked.items():

@@ -4,6 +4,7 @@ from semel.errors import MissingExtra
 
 try:
     from semel.api_types import (
+        RemoteAction,
         RemoteArtifact,
         RemoteConfig,
         RemoteCosts,
@@ -29,6 +30,7 @@ __all__ = [
     "AsyncIdempotentTransport",
     "Client",
     "IdempotentTransport",
+    "RemoteAction",
     "RemoteArtifact",
     "RemoteConfig",
     "RemoteCosts",

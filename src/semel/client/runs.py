@@ -19,9 +19,11 @@ from msgspec import Raw
 from semel import typed_json
 from semel._validation import nearest
 from semel.api_types import (
+    ActionPage,
     BulkAnswer,
     LogPage,
     PauseRequest,
+    RemoteAction,
     RemoteEvent,
     RemoteLogLine,
     RemoteModel,
@@ -43,6 +45,7 @@ from semel.client.waiting import Progress, RunWaiter
 from semel.errors import InvalidRequest, RunNotFound, SemelError, ServerUnreachable, ServiceError
 from semel.runs.diff import Drift, RunDiff
 from semel.runs.types import Manifest, Quota, checked_id
+from semel.types import Entrance
 
 PAGE = 200
 """Runs per page of a list."""
@@ -356,6 +359,36 @@ class RunMethods:
         except ServiceError as error:
             if error.status != 404:  # no quota to remove
                 raise
+
+    def audit_log(
+        self,
+        *,
+        user: str | None = None,
+        action: str | None = None,
+        target: str | None = None,
+        entrance: Entrance | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        tenant: str | None = None,
+        limit: int | None = None,
+    ) -> AsyncGenerator[RemoteAction, None]:
+        """Iterate over what people did, newest first, up to ``limit``. Requires the admin role.
+
+        ``action`` is one of them, such as ``"token.created"``, or a kind, such as ``"token"``; ``target`` is the id or
+        name of what was changed. Admins of the main tenant who name no ``tenant`` get what was done to all of them.
+        """
+        filters = {
+            "user": user,
+            "action": action,
+            "target": target,
+            "entrance": entrance,
+            "since": None if since is None else since.isoformat(),
+            "until": None if until is None else until.isoformat(),
+            "tenant": tenant,
+        }
+        return self.session.paginate(
+            "/admin/audit", ActionPage, lambda page: page.actions, filters=filters, limit=limit, page_size=PAGE
+        )
 
 
 def _pause_path(queue: str | None, model: str | None) -> str:

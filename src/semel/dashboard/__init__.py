@@ -6,7 +6,7 @@ from typing import Any
 
 from litestar import Response, Router
 
-from semel.dashboard import keys, overview, quotas, session, static_files, submit
+from semel.dashboard import audit_log, keys, overview, quotas, session, static_files, submit
 from semel.dashboard.forms import read_form
 from semel.dashboard.overview.feed import FeedCache
 from semel.dashboard.runs import compare, detail, downloads, run_list
@@ -23,6 +23,7 @@ HANDLERS = (
     *downloads.HANDLERS,
     *compare.HANDLERS,
     *keys.HANDLERS,
+    *audit_log.HANDLERS,
     *quotas.HANDLERS,
     *submit.HANDLERS,
     *session.HANDLERS,

@@ -73,6 +73,7 @@ NAVIGATION = (
     NavigationEntry("/ui/submit", "Submit"),
     NavigationEntry("/ui/quotas", "Quotas"),
     NavigationEntry("/ui/keys", "Keys", "operator"),
+    NavigationEntry("/ui/audit", "Audit", "admin"),
 )
 
 

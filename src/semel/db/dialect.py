@@ -18,6 +18,7 @@ from msgspec import Struct
 from sqlalchemy import Connection, TextClause, text
 
 from semel.db.database import COMMITS, fetch, send
+from semel.types import Actor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -166,11 +167,13 @@ _DIALECTS: dict[str, Dialect] = {"postgresql": Postgres(), "sqlite": Sqlite()}
 
 
 class StatementContext(Struct, frozen=True):
-    """What every statement needs: the time, and whether its events are published."""
+    """What every statement needs: the time, whether its events are published, and who acts."""
 
     time_us: int | None = None
     publish: bool = False
     clock: Callable[[], int] | None = None
+    by: Actor | None = None
+    """Who acts: what they change is written to the audit log. None if no person does."""
 
     @property
     def now(self) -> int | None:

@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0013")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0012", "0013")
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -590,6 +590,31 @@ tokens = Table(
     Column("expires_us", BigInteger, nullable=True),
     Column("last_used_us", BigInteger, nullable=True),
 )
+
+audit = Table(
+    "semel_audit",
+    metadata,
+    Column("tenant", _name, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("user_id", _name, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("user_tenant", _name, nullable=False),
+    Column("token", Text, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("entrance", Text, nullable=False),
+    Column("action", _name, nullable=False),
+    Column("target", _name, nullable=False),
+    Column("before", Text, nullable=True),
+    Column("after", Text, nullable=True),
+    Column("previous", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+    PrimaryKeyConstraint("tenant", "seq", name="semel_audit_pkey"),
+)
+"""What people did, a chain for each tenant that it was done to: ``digest`` is that of the row, and ``previous`` that of
+the tenant's row before. ``user_tenant`` is the tenant of who did it.
+"""
+Index("semel_audit_time", audit.c.at_us)
 
 configs = Table(
     "semel_configs",

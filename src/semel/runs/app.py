@@ -94,6 +94,8 @@ class AsyncRuns:
     quotas = async_method(RunEngine.quotas)
     usage = async_method(RunEngine.usage)
     purge = async_method(RunEngine.purge)
+    audit_log = async_method(RunEngine.audit_log)
+    verify_audit_log = async_method(RunEngine.verify_audit_log)
     close = async_method(RunEngine.close)
 
 
@@ -296,6 +298,8 @@ class App:
     quotas = sync_method(RunEngine.quotas)
     usage = sync_method(RunEngine.usage)
     purge = sync_method(RunEngine.purge)
+    audit_log = sync_method(RunEngine.audit_log)
+    verify_audit_log = sync_method(RunEngine.verify_audit_log)
     close = sync_method(RunEngine.close)
 
 

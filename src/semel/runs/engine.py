@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from semel._concurrency.sync import run_sync
-from semel._validation import TEN_YEARS, checked_int, checked_name, checked_number
+from semel._validation import TEN_YEARS, checked_choice, checked_int, checked_name, checked_number
+from semel.audit_log import AuditCheck
 from semel.errors import (
     IllegalTransition,
     InvalidRequest,
@@ -33,6 +34,7 @@ from semel.runs.models.model import Registry
 from semel.runs.results import FileResults, ResultStore, flat_ref
 from semel.runs.store import (
     RunStore,
+    audit_log,
     lease,
     maintenance,
     manifests,
@@ -43,6 +45,7 @@ from semel.runs.store import (
     quotas,
     transitions,
 )
+from semel.runs.store.audit_log import AuditFilter, AuditPage
 from semel.runs.store.maintenance import Removal
 from semel.runs.store.manifests import manifest_of, with_recorded
 from semel.runs.store.queries import Backlog, Filter
@@ -75,6 +78,7 @@ from semel.runs.types import (
     WorkerInfo,
     checked_id,
 )
+from semel.types import Actor, Entrance, actor_here
 
 AT_ONCE = 16 * 1024
 """Up to so many bytes of parameters are checked in the event loop; more take milliseconds, in a thread."""
@@ -164,14 +168,18 @@ class RunEngine:
         retry_of: str | None = None,
         rerun_of: str | None = None,
         job: JobDetails | None = None,
+        by: Actor | None = None,
     ) -> Run:
-        """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data."""
+        """As :meth:`submit`. The service's ``job`` is stored with its run, and with the run that uploads its data.
+
+        ``by`` is who submits a run again by hand, which is logged.
+        """
         build = partial(
             self._builder.submission, model, parameters, options, retry_of=retry_of, rerun_of=rerun_of, job=job
         )
         small = strict_json.is_small(parameters, AT_ONCE)
         (submission,) = _with_slots([build() if small else await self.store.run_blocking(build)])
-        answer = await self.store.submit(submission)
+        answer = await (self.store.submit(submission) if by is None else self.store.submit_by_hand(submission, by))
         _close_slots([submission], [answer])
         found = None
         if isinstance(answer, Existing):
@@ -301,26 +309,43 @@ class RunEngine:
             queries.list_runs, wanted, limit, start, parameters=parameters, max_bytes=max_bytes
         )
 
-    async def cancel(self, run_id: str, *, why: str = "cancelled by request", tenant: str | None = None) -> Run:
+    async def cancel(
+        self,
+        run_id: str,
+        *,
+        why: str = "cancelled by request",
+        tenant: str | None = None,
+        by: Actor | None = None,
+    ) -> Run:
         """Cancel a pending run, or request the cancellation of a running one, which gets time to clean up.
 
-        A repeat changes nothing. Raises ``IllegalTransition`` for a run that has succeeded or failed.
+        A repeat changes nothing. Raises ``IllegalTransition`` for a run that has succeeded or failed. ``by`` is who
+        the audit log says did it: by default the user of this process.
         """
         checked_name("why", why, most=1000)
         run = await self.get(run_id, tenant=tenant)
         if run.status in ("PENDING", "RUNNING"):
-            await self.store.write(transitions.cancel, [run.id], why, self.store.statement_context)
+            context = self.store.acting(_who(by))
+            await self.store.write(transitions.cancel_by_hand, [run.id], why, run.tenant, context)
             run = await self.get(run.id)
         if run.status in ("SUCCEEDED", "FAILED"):
             raise IllegalTransition(f"run {run.id} is {run.status} already; only a run under way can be cancelled")
         return run
 
-    async def retry(self, run_id: str, *, idempotency_key: str | None = None, tenant: str | None = None) -> Run:
+    async def retry(
+        self,
+        run_id: str,
+        *,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        by: Actor | None = None,
+    ) -> Run:
         """Submit a failed or cancelled run again, as a new run with ``retry_of``; the old run stays as it is.
 
         A second retry finds the new run while that is pending or running, with any key; with the same key, whatever
         became of it.
         A job at a provider is never retried: it may have been done there, and would be done and paid for twice.
+        ``by`` is who the audit log says did it: by default the user of this process.
         """
         run = await self.get(run_id, tenant=tenant)
         if refusal := run.retry_refusal:
@@ -334,7 +359,8 @@ class RunEngine:
             cost=run.asked_cost,
             seed=run.seed,
         )
-        return await self.submit_run(run.model, run.parameters, options, retry_of=run.id)
+        who = _who(by)
+        return await self.submit_run(run.model, run.parameters, options, retry_of=run.id, by=who)
 
     async def result(self, run_id: str, *, tenant: str | None = None) -> Any:
         """What the run returned. Raises :class:`~semel.errors.RunNotComplete` unless it succeeded."""
@@ -476,12 +502,14 @@ class RunEngine:
         strict: bool = False,
         idempotency_key: str | None = None,
         tenant: str | None = None,
+        by: Actor | None = None,
     ) -> Rerun:
         """Submit a run that has ended again, also one that succeeded, as a new run with ``rerun_of``.
 
         It has the same model, parameters, seed, data, user and queue; ``parameters`` replaces some of them, and
         ``seed`` the seed. Its key and its place in the quota are its own. ``rerun.drift`` is what had changed before it
         was stored (see :meth:`drift`); if there is anything, ``strict`` raises ``Drifted`` and stores nothing.
+        ``by`` is who the audit log says did it: by default the user of this process.
         """
         run = await self.get(run_id, tenant=tenant)
         if refusal := run.rerun_refusal:
@@ -501,7 +529,8 @@ class RunEngine:
             seed=run.actual_seed if changed else run.seed if seed is None else seed,
         )
         asked = {**run.parameters, **(parameters or {})}
-        return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id), drift)
+        who = _who(by)
+        return Rerun(await self.submit_run(run.model, asked, options, rerun_of=run.id, by=who), drift)
 
     async def logs(
         self, run_id: str, *, after: tuple[int, int] = (0, 0), limit: int = 1000, tenant: str | None = None
@@ -561,10 +590,13 @@ class RunEngine:
         """The queues and models that are paused."""
         return await self.store.read(pauses.list_pauses)
 
-    async def set_quota(self, user: str | int, quota: Quota | None, *, tenant: str = "") -> None:
+    async def set_quota(
+        self, user: str | int, quota: Quota | None, *, tenant: str = "", by: Actor | None = None
+    ) -> None:
         """Set a user's quota; the user ``"*"`` stands for everybody without their own. None removes the quota.
 
-        No quota applies to runs that are submitted without a user.
+        No quota applies to runs that are submitted without a user. ``by`` is who the audit log says did it: by default
+        the user of this process.
         """
         if not isinstance(quota, Quota | None):
             raise InvalidRequest(f"a quota is semel.Quota(...) or None, not a {type(quota).__name__}")
@@ -572,7 +604,7 @@ class RunEngine:
             quotas.set_quota,
             (checked_name("tenant", tenant), checked_name("user", user, empty=False)),
             quota,
-            self.store.statement_context,
+            self.store.acting(_who(by)),
         )
 
     async def quotas(self, *, tenant: str = "") -> dict[str, Quota]:
@@ -589,13 +621,54 @@ class RunEngine:
             )
         )[0]
 
-    async def purge(self, older_than: float) -> int:
+    async def audit_log(
+        self,
+        *,
+        tenant: str | None = None,
+        user: str | None = None,
+        action: str | None = None,
+        target: str | None = None,
+        entrance: Entrance | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> AuditPage:
+        """What people did, newest first: who, from where, what was before and after. ``page.next`` is the cursor of
+        the next page, None on the last.
+
+        ``action`` is one of them, such as ``"token.created"``, or a kind, such as ``"token"``; ``target`` is the id or
+        name of what was changed. Without a ``tenant``, actions on all tenants.
+        """
+        checked_int("limit", limit, 1, 1000)
+        if entrance is not None:
+            checked_choice("entrance", entrance, get_args(Entrance))
+        wanted = AuditFilter(
+            tenant=_name_or_none("tenant", tenant),
+            user=_name_or_none("user", user),
+            action=_name_or_none("action", action),
+            target=_name_or_none("target", target),
+            entrance=entrance,
+            since_us=_us("since", since),
+            until_us=_us("until", until),
+        )
+        return await self.store.read(audit_log.entries, wanted, limit, _name_or_none("cursor", cursor))
+
+    async def verify_audit_log(self, heads: Sequence[str] = (), *, tenant: str | None = None) -> AuditCheck:
+        """Check the chains of the log of what people did, of all tenants or of one. ``heads`` are those of an earlier
+        check, which were kept elsewhere: with them, rows that were removed from the end are found.
+        """
+        return await self.store.read(audit_log.verify, heads, _name_or_none("tenant", tenant))
+
+    async def purge(self, older_than: float, *, by: Actor | None = None) -> int:
         """Remove runs that ended over ``older_than`` seconds ago, with events, logs, files and data; return how many.
 
         A run that a live key names stays until the key expires. What an earlier purge left behind because it died, or
-        could not reach the files (``ResultStoreError``), is removed, too.
+        could not reach the files (``ResultStoreError``), is removed, too. ``by`` is who the audit log says did it: by
+        default the user of this process.
         """
-        total, failed = await self.remove_old(checked_number("older_than", older_than, 0, TEN_YEARS))
+        age = checked_number("older_than", older_than, 0, TEN_YEARS)
+        total, failed = await self.remove_old(age, by=_who(by))
         if failed is not None:
             raise ResultStoreError(
                 f"{total} runs were removed, but not all files: {failed}; purge again to remove them"
@@ -603,40 +676,41 @@ class RunEngine:
         return total
 
     async def remove_old(
-        self, age: float, seconds: float = math.inf, *, whole: bool = False
+        self, age: float, seconds: float = math.inf, *, whole: bool = False, by: Actor | None = None
     ) -> tuple[int, ResultStoreError | None]:
         """As :meth:`purge`, for at most so many seconds; returns how many runs, and why files could not be removed.
 
-        With ``whole``, runs in a partition stay until all of them can be removed at once.
+        With ``whole``, runs in a partition stay until all of them can be removed at once. What no person does (``by``
+        is None) is not logged.
         """
         ends = time.monotonic() + seconds
-        total, failed = await self._drop_partitions(age), await self._remove_files()
+        total, failed = await self._drop_partitions(age, by), await self._remove_files()
         spans = [partitions.ALL]
         if whole:
             spans = await self.store.read(partitions.spans, age, self.store.statement_context)
         for span in spans:
-            removed, error = await self._remove_in_batches(age, span, ends)
+            removed, error = await self._remove_in_batches(age, span, ends, by)
             total, failed = total + removed, error or failed
         return total, failed
 
     async def _remove_in_batches(
-        self, age: float, span: partitions.Span, ends: float
+        self, age: float, span: partitions.Span, ends: float, by: Actor | None
     ) -> tuple[int, ResultStoreError | None]:
         total, failed, more = 0, None, True
         after, until = span
         while more and time.monotonic() < ends:
-            context = self.store.statement_context
+            context = self.store.acting(by)
             removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
             total, after, more = total + removed.count, removed.next, removed.next is not None
             failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         return total, failed
 
-    async def _drop_partitions(self, age: float) -> int:
+    async def _drop_partitions(self, age: float, by: Actor | None) -> int:
         """Drop the partitions all of whose runs may be removed, unless somebody uses one; returns how many runs."""
         total = 0
         for each in await self.store.read(partitions.removable, age, self.store.statement_context):
             try:
-                total += await self.store.write(partitions.drop, each, age, self.store.statement_context)
+                total += await self.store.write(partitions.drop, each, age, self.store.acting(by))
             except partitions.PartitionBusy:
                 if each.name not in self._put_off:
                     self._put_off.add(each.name)
@@ -701,6 +775,17 @@ def _close_slots(asked: Sequence[Submission], answers: Sequence[Answer]) -> None
             for reservation in (each.slot, each.reservation):
                 if reservation is not None:
                     close_reservation(reservation)
+
+
+def _who(by: Actor | None) -> Actor:
+    """Who the audit log names; by default the user of this process."""
+    if by is None:
+        return actor_here("python")
+    if not isinstance(by, Actor):
+        raise InvalidRequest(f"by is semel.Actor(user=...), not a {type(by).__name__}")
+    checked_choice("the entrance of an actor", by.entrance, get_args(Entrance))
+    names = {name: checked_name(name, getattr(by, name), most=1000) for name in Actor.__struct_fields__}
+    return msgspec.structs.replace(by, **names)
 
 
 def _name_or_none(what: str, value: object) -> str | None:

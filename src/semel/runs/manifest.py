@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from semel._concurrency.fork import survive_fork
-from semel.redaction import without_secrets
+from semel.redaction import HIDDEN, KNOWN_TOKEN, SECRET_NAME, without_secrets
 from semel.runs.models.model import Model
 
 LOOK_EVERY = 5.0
@@ -59,18 +59,14 @@ DEFAULT_VARIABLES = (
     "PYTHONHASHSEED",
 )
 """The variables that are recorded unless ``SEMEL_MANIFEST_ENV`` names others: they change results."""
-HIDDEN = "***"
 UNAVAILABLE = "unavailable: "
 
-_WORDS = "SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH|DSN"
-_SECRET_VARIABLE = re.compile(rf"(?:{_WORDS})|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
 _ASSIGNED = re.compile(
     r"(?P<start>\b\w++[\"']?\]?[ \t]*+(?::[ \t]*+\w++[ \t]*+)?[:=][ \t]*+)"
     r"(?:(?P<quote>[\"'])(?:(?!(?P=quote)).){1,5000}+(?P=quote)|[^\s\"'({\[,;]{1,1000}+$)"
 )
 """A name with a text, or with a bare word at the end of the line, as in ``.env``, as its value."""
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-_KNOWN_TOKEN = re.compile(r"\b(?:AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|xox[abp]-[\w-]{10,}|sk-[\w-]{20,}|hf_\w{20,})")
 _INSTALLED = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.dist-info")
 
 Content: TypeAlias = dict[str, Any]
@@ -121,12 +117,12 @@ def variables(environ: Any) -> dict[str, str]:
     asked = environ.get("SEMEL_MANIFEST_ENV")
     names = DEFAULT_VARIABLES if asked is None else [name.strip() for name in asked.split(",")]
     there = {name: environ[name] for name in names if name and name in environ}
-    return {name: HIDDEN if _SECRET_VARIABLE.search(name) else _clean(value) for name, value in sorted(there.items())}
+    return {name: HIDDEN if SECRET_NAME.search(name) else _clean(value) for name, value in sorted(there.items())}
 
 
 def _clean(text: str) -> str:
     """The text without secrets, and with no character that UTF-8 does not have."""
-    return _KNOWN_TOKEN.sub(HIDDEN, without_secrets(text)).encode("utf-8", "backslashreplace").decode()
+    return KNOWN_TOKEN.sub(HIDDEN, without_secrets(text)).encode("utf-8", "backslashreplace").decode()
 
 
 def _packages() -> tuple[dict[str, str], dict[str, str]]:
@@ -304,19 +300,19 @@ def _found_patch(top: Path, commit: str | None) -> Content:
 
 def patch_without_secrets(patch: str) -> str:
     """The patch with everything that looks like a secret replaced by ``***``."""
-    patch = _KNOWN_TOKEN.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, without_secrets(patch)))
+    patch = KNOWN_TOKEN.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, without_secrets(patch)))
     return "\n".join(map(_line_without_secrets, patch.split("\n")))
 
 
 def _line_without_secrets(line: str) -> str:
     """The line without values of secrets. A long one that may have some is left out: to search it could take long."""
-    if not _SECRET_VARIABLE.search(line):
+    if not SECRET_NAME.search(line):
         return line
     return _ASSIGNED.sub(_hide_value, line) if len(line) <= MAX_LINE else f"{line[:1]}{HIDDEN}"
 
 
 def _hide_value(found: re.Match[str]) -> str:
-    if not _SECRET_VARIABLE.search(found["start"]):
+    if not SECRET_NAME.search(found["start"]):
         return found[0]
     quote = found["quote"] or ""
     return f"{found['start']}{quote}{HIDDEN}{quote}"

@@ -75,7 +75,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestServer]:
 
 def revoke_elsewhere(app: App, token_id: str) -> None:
     ledger = app.ledger(awaited=False)
-    assert run_sync(ledger.write(tokens.revoke, token_id))
+    assert run_sync(ledger.write(tokens.revoke, token_id, None, ledger.statement_context))
     run_sync(ledger.close())
 
 

@@ -63,6 +63,7 @@ LEAST = {
     "POST /admin/tokens": "admin",
     "POST /admin/tokens/{token_id}/rotate": "admin",
     "DELETE /admin/tokens/{token_id}": "admin",
+    "GET /admin/audit": "admin",
     "GET /admin/quotas": "operator",
     "GET /admin/quotas/{user}": "operator",
     "PUT /admin/quotas/{user}": "admin",

@@ -273,7 +273,7 @@ def _shown_patch(manifest: Manifest) -> str | None:
 async def cancel(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Cancel the run, or request it where the run is running."""
     run = await service.run(run_id, caller)
-    ended = await service.engine.cancel(run.id, tenant=caller.tenant)
+    ended = await service.engine.cancel(run.id, tenant=caller.tenant, by=caller.actor)
     message = "Cancelled." if ended.done else "Cancel requested. The run has time to clean up."
     return redirect_with_message(request, service, f"/ui/runs/{run.id}", message)
 
@@ -282,7 +282,7 @@ async def cancel(run_id: RunId, request: AnyRequest, service: CurrentState, call
 async def retry(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Submit the run again, and redirect to the new run."""
     run = await service.run(run_id, caller)
-    again = await service.engine.retry(run.id, tenant=caller.tenant)
+    again = await service.engine.retry(run.id, tenant=caller.tenant, by=caller.actor)
     message = f"A retry of {run.id} is already active: this one." if again.replayed else f"This is a retry of {run.id}."
     return redirect_with_message(request, service, f"/ui/runs/{again.id}", message)
 
@@ -303,7 +303,7 @@ async def ask_for_rerun(
 async def rerun(run_id: RunId, request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """Run the run again, and redirect to the new run."""
     run = await service.run(run_id, caller)
-    again = await service.engine.rerun(run.id, tenant=caller.tenant)
+    again = await service.engine.rerun(run.id, tenant=caller.tenant, by=caller.actor)
     return redirect_with_message(request, service, f"/ui/runs/{again.run.id}", f"This is a rerun of {run.id}.")
 
 

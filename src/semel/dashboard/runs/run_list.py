@@ -171,7 +171,7 @@ async def cancel(request: AnyRequest, service: CurrentState, caller: CurrentPrin
     """Cancel the selected runs, and show the result for each."""
 
     async def cancel_run(run: Run) -> ActionResult:
-        ended = await service.engine.cancel(run.id, tenant=caller.tenant)
+        ended = await service.engine.cancel(run.id, tenant=caller.tenant, by=caller.actor)
         message = "cancelled" if ended.done else "cancel requested; the run has time to clean up"
         return ActionResult(run.id, ok=True, message="already cancelled" if run.status == "CANCELLED" else message)
 
@@ -183,7 +183,7 @@ async def retry(request: AnyRequest, service: CurrentState, caller: CurrentPrinc
     """Retry the selected runs that failed or were cancelled, and show the result for each."""
 
     async def retry_run(run: Run) -> ActionResult:
-        again = await service.engine.retry(run.id, tenant=caller.tenant)
+        again = await service.engine.retry(run.id, tenant=caller.tenant, by=caller.actor)
         message = "a retry is already active" if again.replayed else "submitted again"
         return ActionResult(run.id, ok=True, message=message, new_run=again.id)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
+import msgspec
 from sqlalchemy import URL, Connection, exc
 
 from semel._concurrency.batching import LARGEST, Failed, flush_isolated
@@ -30,12 +31,14 @@ from semel.db.errors import UNIQUE_VIOLATION, sqlstate
 from semel.errors import InvalidRequest, SemelError, StoreBroken, StoreUnavailable
 from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
-from semel.runs.store import queries, quotas
+from semel.runs.store import audit_log, queries, quotas
 from semel.runs.store import submit as store_submit
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.submit import Answer, Created, Existing, Submission, one_of_each_group
 from semel.runs.store.transitions import CHANNEL
 from semel.runs.types import RETRY_FOR, Run
+from semel.types import Actor
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -119,6 +122,10 @@ class RunStore:
         host's), and whether events are to be published."""
         return StatementContext(None, self._publish, self._clock or (_host_clock if self.dialect == "sqlite" else None))
 
+    def acting(self, by: Actor | None) -> StatementContext:
+        """As :attr:`statement_context`, for what a person does: it is written to the audit log with the change."""
+        return msgspec.structs.replace(self.statement_context, by=by)
+
     async def open(self) -> None:
         """Check that the tables are there; on SQLite make them. Migrations of a server are the operator's decision."""
         if self.dialect == "sqlite":
@@ -192,6 +199,12 @@ class RunStore:
         """Report that the database could not be reached: an outage is logged once, not for every call."""
         if self.outage is not None:
             self.outage.failed(error)
+
+    async def submit_by_hand(self, submission: Submission, by: Actor) -> Answer:
+        """Submit what a person asked for, with its row of the audit log, in a transaction of its own."""
+        work = partial(_submit, submissions=[submission], context=self.acting(by))
+        answers = await self._with_retry(self._database.write, work)
+        return answers[0]
 
     async def submit_many(self, submissions: Sequence[Submission]) -> list[Answer]:
         """Submit many, a thousand in a transaction. What fails beside others has its error in its place."""
@@ -323,7 +336,19 @@ def _submit_and_notify(conn: Connection, submissions: Sequence[Submission], cont
         answers = store_submit.submit(conn, submissions, context)
         if any(isinstance(each, Created) for each in answers):
             channels.add(CHANNEL)
+        if context.by is not None:
+            audit_log.record(conn, context, *_actions(submissions, answers))
         return answers
+
+
+def _actions(submissions: Sequence[Submission], answers: Sequence[Answer]) -> Iterator[Change]:
+    """What is logged of runs that were submitted again by hand: the old run, and the new one."""
+    for each, answer in zip(submissions, answers, strict=True):
+        old = each.retry_of or each.rerun_of
+        if isinstance(answer, Created) and old is not None:
+            name = "run.retried" if each.rerun_of is None else "run.rerun"
+            after = {"run_id": answer.id, "model": each.model, "user": each.user}
+            yield Change(name=name, tenant=each.tenant, target=old, after=after)
 
 
 def _reserve(conn: Connection, requests: Sequence[Reserve], context: StatementContext) -> list[str | None]:

@@ -24,6 +24,7 @@ from sqlalchemy import (
     cast,
     delete,
     exists,
+    func,
     literal,
     not_,
     select,
@@ -43,7 +44,8 @@ from semel.db.schema import (
     workers,
 )
 from semel.runs.execution.input_data import folder_of
-from semel.runs.store import quotas, run_keys
+from semel.runs.store import audit_log, quotas, run_keys
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -320,10 +322,28 @@ def remove_runs(
     unlocked = select(submitted.c.id).where(submitted.c.id.in_(list(conn.scalars(old)))).order_by(submitted.c.id)
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if ids:
+        gone = purged(conn, age, (ids[0], ids[-1]), submitted.c.id.in_(ids), context)
         _LEAVE_IDS.write(conn, ids=ids)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
+        audit_log.record(conn, context, *gone)
     return Removed(len(ids), last)
+
+
+def purged(
+    conn: Connection, age: float, span: tuple[str, str], which: ColumnElement[bool], context: StatementContext
+) -> list[Change]:
+    """What is logged of runs that a person is about to remove, for each tenant that has some: how many, that they are
+    older than so many seconds, and between which ids.
+    """
+    if context.by is None:
+        return []
+    counted = conn.execute(select(submitted.c.tenant, func.count()).where(which).group_by(submitted.c.tenant))
+    about = {"older_than": age, "first": span[0], "last": span[1]}
+    return [
+        Change(name="runs.purged", tenant=tenant, target="runs", after={"runs": count, **about})
+        for tenant, count in counted
+    ]
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"

@@ -14,10 +14,12 @@ import re
 from typing import Any, TypeAlias
 
 from msgspec import Struct
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, and_, text
 
 from semel.db.dialect import StatementContext
-from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE
+from semel.db.schema import submitted
+from semel.runs.store import audit_log
+from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE, purged
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, id_at
 
@@ -183,7 +185,10 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
         return 0
     ids: dict[str, Any] = {"start": partition.start, "end": partition.end}
     count: int = conn.scalar(_COUNT, ids) or 0
+    within = and_(submitted.c.id >= partition.start, submitted.c.id < partition.end)
+    gone = purged(conn, age, (partition.start, partition.end), within, context)
     LEAVE_RANGE.write(conn, **ids)
     if not conn.scalar(_DROP, {"name": partition.name}):
         raise PartitionBusy(partition.name)
+    audit_log.record(conn, context, *gone)
     return count

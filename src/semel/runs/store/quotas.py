@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, insert, or_, select, text, update
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active, quotas, reservations
 from semel.errors import CostLimitExceeded, QuotaExceeded, ReservationLost
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.types import COST_PERIODS, COUNTED_LIMITS, EVERYBODY, MICRO, Quota, Usage, checked_id, micros
 from semel.types import moment
 
@@ -96,6 +98,7 @@ def set_quota(conn: Connection, person: Person, quota: Quota | None, context: St
     tenant, user = person
     read_clock(conn, context)
     lock(conn, [person])
+    before = None if context.by is None else list_quotas(conn, tenant).get(user)
     conn.execute(delete(quotas).where(quotas.c.tenant == tenant, quotas.c.user_id == user))
     if quota is not None:
         values: dict[str, Any] = {name: getattr(quota, name) for name in (*COUNTED_LIMITS, "action", "warn_at")}
@@ -103,6 +106,14 @@ def set_quota(conn: Connection, person: Person, quota: Quota | None, context: St
             cost = getattr(quota, f"cost_{period}")
             values[f"cost_{period}"] = None if cost is None else micros(cost)
         conn.execute(insert(quotas).values(tenant=tenant, user_id=user, **values))
+    change = Change(
+        name="quota.removed" if quota is None else "quota.set",
+        tenant=tenant,
+        target=user,
+        before=None if before is None else structs.asdict(before),
+        after=None if quota is None else structs.asdict(quota),
+    )
+    audit_log.record(conn, context, change)
 
 
 def list_quotas(conn: Connection, tenant: str) -> dict[str, Quota]:
@@ -365,6 +376,17 @@ def release(conn: Connection, reservation: str, person: tuple[str, str | None]) 
     """Free the slot at once. False if there is nothing to free: it was consumed, released, or expired and removed."""
     unused = delete(reservations).where(*_own(reservation, person), reservations.c.consumed.is_(False))
     return bool(conn.execute(unused).rowcount)
+
+
+def release_by_hand(conn: Connection, reservation: str, tenant: str, context: StatementContext) -> bool:
+    """As :func:`release`, for an operator, and logged."""
+    unused = delete(reservations).where(*_own(reservation, (tenant, None)), reservations.c.consumed.is_(False))
+    row = conn.execute(unused.returning(reservations.c.user_id)).one_or_none()
+    if row is None:
+        return False
+    change = Change(name="reservation.released", tenant=tenant, target=reservation, before={"user": row.user_id})
+    audit_log.record(conn, context, change)
+    return True
 
 
 _PURGE = Statement(

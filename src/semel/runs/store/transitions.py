@@ -18,7 +18,7 @@ nothing once the run has a higher one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -26,8 +26,10 @@ import msgspec
 from msgspec import Struct
 from sqlalchemy import Connection, bindparam, text
 
-from semel.db.dialect import Dialect, Statement, StatementContext, hot
+from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import jobs
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -574,6 +576,32 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
     _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
     tell(conn, ((run_id, version) for run_id, _, version in rows), context)
     return {run_id: status for run_id, status, _ in rows}
+
+
+@hot
+def cancel_by_hand(
+    conn: Connection, ids: Sequence[str], why: str, tenant: str, context: StatementContext
+) -> dict[str, Status]:
+    """As :func:`cancel`, for runs of one tenant that a person cancels, and logged: each that it changed."""
+    with transaction(conn):
+        changed = cancel(conn, ids, why, context)
+        record_cancelled(conn, changed, why, tenant, context)
+        return changed
+
+
+def record_cancelled(
+    conn: Connection, changed: Mapping[str, Status], why: str, tenant: str, context: StatementContext
+) -> None:
+    """Log the runs that :func:`cancel` changed, if a person cancelled them."""
+    audit_log.record(conn, context, *(_cancelled(each, changed[each], why, tenant) for each in sorted(changed)))
+
+
+def _cancelled(run_id: str, status: Status, why: str, tenant: str) -> Change:
+    """A pending run is cancelled at once; a running one is asked to end."""
+    before: Status = "PENDING" if status == "CANCELLED" else status
+    after = {"status": status, "cancel_requested": True, "why": why}
+    old = {"status": before, "cancel_requested": False}
+    return Change(name="run.cancelled", tenant=tenant, target=run_id, before=old, after=after)
 
 
 _RELEASE = Statement(

@@ -230,7 +230,7 @@ async def put_config(
 async def delete_config(name: ConfigName, service: CurrentState, caller: CurrentPrincipal) -> None:
     """Remove what was written with PUT; for operators. Jobs that were submitted go on."""
     _operates(caller)
-    await service.configs.remove(caller.tenant, name)
+    await service.configs.remove(caller, name)
 
 
 def _operates(caller: Principal) -> None:

@@ -17,7 +17,7 @@ from semel.db.dialect import StatementContext
 from semel.db.schema import keys
 from semel.errors import ClaimLost, InProgress, InvalidRequest, Unencodable
 from semel.http.protocol import scope_of
-from semel.runs.store import quotas, run_keys
+from semel.runs.store import key_actions, quotas, run_keys
 from semel.runs.types import MICRO
 from semel.service.api.params import Limit, Tenant, absent, tenant_for
 from semel.service.api.problems import ApiError
@@ -137,12 +137,23 @@ async def resolve_key(
     data: JSONBody[Resolution], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Store the outcome of work whose owner vanished: done, with this value; or not done, so that it may run again."""
-    scope = _full(tenant_for(caller, tenant), data.scope)
+    whose = tenant_for(caller, tenant)
+    scope = _full(whose, data.scope)
     record = await _record(service, scope, data.key)
     if record.status == "completed" or (record.status == "in_flight" and not data.force):
         raise ApiError(409, "NOTHING_TO_RESOLVE", f"the key is {record.status.replace('_', ' ')}")
     try:
-        await service.once.resolve(data.key, scope=scope, done=data.done, value=data.value, force=data.force)
+        await service.store.write(
+            key_actions.resolve,
+            service.store.key_store(),
+            whose,
+            scope,
+            data.key,
+            done=data.done,
+            value=data.value,
+            force=data.force,
+            context=service.store.acting(caller.actor),
+        )
     except (InProgress, ClaimLost, InvalidRequest) as error:
         raise ApiError(409, "NOTHING_TO_RESOLVE", str(error)) from error
     except (Unencodable, RecursionError) as error:
@@ -165,9 +176,13 @@ async def delete_key(
 
     Whoever works on it meanwhile cannot record an outcome any more, so that takes `force`.
     """
-    full = _full(tenant_for(caller, tenant), within)
+    whose = tenant_for(caller, tenant)
+    full, name, context = _full(whose, within), checked_key("key", key), service.store.acting(caller.actor)
+    store = service.store.key_store()
     try:
-        forgotten = await service.once.forget(checked_key("key", key), scope=full, force=force)
+        forgotten = await service.store.write(
+            key_actions.delete, store, whose, full, name, force=force, context=context
+        )
     except InProgress as error:
         left = f"{error.retry_after:.1f} more seconds"
         detail = f"an owner holds the key for at least {left}; force=true deletes it anyway"
@@ -208,7 +223,7 @@ async def delete_run_key(
     """Delete a key: the same submission then creates a new run. The old run stays."""
     whose = (tenant_for(caller, tenant), checked_name("user", user))
     if not await service.store.write(
-        _remove_run_key, whose, kind, checked_name("key", key, most=255), service.store.statement_context
+        _remove_run_key, whose, kind, checked_name("key", key, most=255), service.store.acting(caller.actor)
     ):
         raise absent("such key")
     _log.info("the run key %r of %r, tenant %r, was deleted by %r", key, whose[1], whose[0], caller.user)
@@ -269,7 +284,7 @@ def _run_keys(conn: Connection, whose: tuple[str, str | None], key: str, terms: 
 
 def _remove_run_key(conn: Connection, whose: tuple[str, str], kind: str, key: str, terms: StatementContext) -> bool:
     found = [each for each in run_keys.entries(conn, key, *whose, terms) if each.kind == kind]
-    return sum(run_keys.remove(conn, each, terms) for each in found) > 0
+    return sum(key_actions.delete_run_key(conn, each, terms) for each in found) > 0
 
 
 def _view(record: Record, tenant: str) -> KeyView:

@@ -148,7 +148,7 @@ async def put_quota(
     """Set a user's quota as a whole; the user `*` stands for everybody without one. Active runs continue."""
     whose, name = tenant_for(caller, tenant), named(user)
     await service.store.write(
-        quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.statement_context
+        quotas.set_quota, (whose, name), Quota(**msgspec.structs.asdict(data)), service.store.acting(caller.actor)
     )
     _log.info("the quota of %r, tenant %r, was set by %r", name, whose, caller.user)
     return QuotaView(tenant=whose, user=name, quota=data)
@@ -166,7 +166,7 @@ async def delete_quota(
 ) -> None:
     """Remove a user's own quota: the default one applies from now on."""
     whose, name = tenant_for(caller, tenant), named(user)
-    if not await service.store.write(_remove_quota, (whose, name), service.store.statement_context):
+    if not await service.store.write(_remove_quota, (whose, name), service.store.acting(caller.actor)):
         raise absent("quota of that user")
     _log.info("the quota of %r, tenant %r, was removed by %r", name, whose, caller.user)
 
@@ -223,7 +223,8 @@ async def release_reservation(
 ) -> None:
     """Free a slot whose job was not created yet. Otherwise the slot is freed when the job ends."""
     whose = tenant_for(caller, tenant)
-    if not await service.store.write(quotas.release, checked_name("reservation", reservation), (whose, None)):
+    known, context = checked_name("reservation", reservation), service.store.acting(caller.actor)
+    if not await service.store.write(quotas.release_by_hand, known, whose, context):
         raise absent("reservation of that id that can be released")
     _log.info("reservation %r, tenant %r, was released by %r", reservation, whose, caller.user)
 

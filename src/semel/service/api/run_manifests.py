@@ -147,6 +147,7 @@ async def rerun(
             strict=asked.strict,
             idempotency_key=one_key(key, None),
             tenant=caller.tenant,
+            by=caller.actor,
         )
     except Drifted as error:
         raise refused(run.id, visible_drift(cast("Drift", error.drift), caller)) from None

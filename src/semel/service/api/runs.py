@@ -329,7 +329,7 @@ async def cancel(
     """
     run = await service.run(run_id, caller)
     why = {} if data is None or data.why is None else {"why": data.why}
-    run = await service.engine.cancel(run.id, tenant=caller.tenant, **why)
+    run = await service.engine.cancel(run.id, tenant=caller.tenant, by=caller.actor, **why)
     add_run_to_access_log(run.id, run)
     return json(run_view(run, root_of(request)))
 
@@ -354,7 +354,9 @@ async def retry(
     same ``Idempotency-Key``, whatever became of it. Takes no body.
     """
     run = await service.run(run_id, caller)
-    again = await service.engine.retry(run.id, idempotency_key=one_key(key, None), tenant=caller.tenant)
+    again = await service.engine.retry(
+        run.id, idempotency_key=one_key(key, None), tenant=caller.tenant, by=caller.actor
+    )
     return _submitted(again, request)
 
 

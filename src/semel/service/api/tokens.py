@@ -114,7 +114,7 @@ async def create_token(
     request = tokens.NewToken(
         user=data.user, role=data.role, tenant=tenant_for(caller, data.tenant), name=data.name, ttl=data.ttl
     )
-    issued = await service.store.write(_issue, request, service.store.statement_context)
+    issued = await service.store.write(_issue, request, service.store.acting(caller.actor))
     return _issued_response(service, caller, issued, "created")
 
 
@@ -137,7 +137,7 @@ async def rotate_token(
     token_id: FromPath[str], data: JSONBody[RotateRequest], service: CurrentState, caller: CurrentPrincipal
 ) -> Response[IssuedView]:
     """Create a new token for the same user, with the same lifetime. The old one stays valid for the grace period."""
-    terms = service.store.statement_context
+    terms = service.store.acting(caller.actor)
     issued = await service.store.write(tokens.rotate, _known(token_id), data.grace, terms, _reach(caller))
     if issued is None:
         raise absent("token of that id")
@@ -157,7 +157,7 @@ async def revoke_token(token_id: FromPath[str], service: CurrentState, caller: C
     The last token of the main tenant's admins stays.
     """
     done = await service.store.write(
-        tokens.revoke_but_last, _known(token_id), _reach(caller), service.store.statement_context
+        tokens.revoke_but_last, _known(token_id), _reach(caller), service.store.acting(caller.actor)
     )
     if done == "absent":
         raise absent("token of that id")

@@ -133,7 +133,7 @@ async def create_subscription(
     tenant = tenant_for(caller, data.tenant)
     await check_target(data.url, service.settings)
     made = await service.store.write(
-        subscriptions.create, tenant, data.url, data.events, service.store.statement_context
+        subscriptions.create, tenant, data.url, data.events, service.store.acting(caller.actor)
     )
     _log.info("subscription %s was created by %r", made.id, caller.user)
     assert made.secret is not None
@@ -165,7 +165,8 @@ async def delete_subscription(
     subscription_id: FromPath[str], service: CurrentState, caller: CurrentPrincipal, tenant: Tenant = None
 ) -> None:
     """Delete the subscription, and its pending deliveries."""
-    await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant))
+    context = service.store.acting(caller.actor)
+    await service.store.write(subscriptions.remove, _known(subscription_id), tenant_for(caller, tenant), context)
     await service.store.write(
         deliveries.tidy, service.store.statement_context
     )  # up to a limit; the dispatcher deletes the rest

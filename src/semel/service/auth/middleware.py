@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 
 from semel.errors import SemelError
+from semel.redaction import one_line
 from semel.service.api.problems import ApiError, body_of, problem_of
 from semel.service.auth import tokens
 from semel.service.auth.cookies import cookie
@@ -34,6 +35,7 @@ from semel.service.auth.limits import (
 )
 from semel.service.auth.loopback import is_loopback, require_local
 from semel.service.auth.tokens import ROLES, Role, Token
+from semel.types import Actor, Entrance
 
 if TYPE_CHECKING:
     from litestar.connection import ASGIConnection
@@ -62,6 +64,8 @@ POLL_TOKENS = 1.0
 """Seconds between two checks whether there is a first token."""
 USED_EVERY = 60.0
 """Seconds between two writes of a token's last use."""
+MAX_FORWARDED = 200
+"""Characters of the addresses that proxies name."""
 FAILURES = 60
 """Invalid tokens that an address may send in a burst."""
 FAILURES_REFILLED = 1.0
@@ -91,6 +95,20 @@ class Principal(Struct, frozen=True, kw_only=True):
     role: Role
     tenant: str = ""
     token: str | None = None
+    address: str = ""
+    entrance: Entrance = "api"
+
+    @property
+    def actor(self) -> Actor:
+        """What the audit log has of them."""
+        return Actor(
+            user=self.user,
+            role=self.role,
+            tenant=self.tenant,
+            token=self.token or "",
+            address=self.address,
+            entrance=self.entrance,
+        )
 
     def may(self, role: Role) -> bool:
         """Whether they have the role, or a higher one."""
@@ -129,6 +147,15 @@ def forbid_cookie_on_api(connection: ASGIConnection[Any, Any, Any, Any], handler
 def is_page(path: str) -> bool:
     """Whether the path, without the mount point, is the dashboard's."""
     return path in ("", "/", "/ui") or path.startswith("/ui/")
+
+
+def _origin(scope: Scope) -> dict[str, Any]:
+    """Where a request comes from: the address, and whether it is for a page. A proxy's header is added unchecked."""
+    client = scope.get("client")
+    address = str(client[0]) if client and client[0] else ""
+    said = ", ".join(headers(scope, b"x-forwarded-for"))[:MAX_FORWARDED]
+    address = f"{one_line(said)} by {address}" if said else address
+    return {"address": address, "entrance": "dashboard" if is_page(path_of(scope)) else "api"}
 
 
 class CachedToken(Struct, frozen=True):
@@ -175,13 +202,13 @@ class Authenticator:
         token = await self._token(sent, scope)
         self._check_rate(token.id)
         self._mark_used(token.id)
-        return Principal(user=token.user, role=token.role, tenant=token.tenant, token=token.id)
+        return Principal(user=token.user, role=token.role, tenant=token.tenant, token=token.id, **_origin(scope))
 
     async def _nobody(self, scope: Scope) -> Principal:
         if await self.guarded():
             raise ApiError(401, "UNAUTHENTICATED", "a token is required: Authorization: Bearer semel_…")
         require_local(scope)
-        return Principal(user=LOCAL_USER, role="admin")
+        return Principal(user=LOCAL_USER, role="admin", **_origin(scope))
 
     async def guarded(self) -> bool:
         """Whether there are tokens. Once there are, the server requires them until it ends."""

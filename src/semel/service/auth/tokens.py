@@ -7,16 +7,19 @@ import re
 import secrets
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from semel._validation import TEN_YEARS, checked_choice, checked_name, checked_number
 from semel.db.dialect import StatementContext
 from semel.db.schema import tokens
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, checked_user
+from semel.types import moment
 
 Role: TypeAlias = Literal["submitter", "operator", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -108,7 +111,22 @@ def issue(conn: Connection, request: NewToken, terms: StatementContext) -> Issue
     digest = sha256(secret.encode()).hexdigest()
     conn.execute(tokens.insert().values(**values, user_id=token.user, digest=digest))
     conn.execute(delete(tokens).where(tokens.c.expires_us < now - _KEPT_EXPIRED))
+    audit_log.record(conn, terms, _action("token.created", token, after=_logged(token)))
     return Issued(token=token, secret=f"{_MARK}_{token.id}_{secret}")
+
+
+def _action(name: str, token: Token, **values: Any) -> Change:
+    return Change(name=name, tenant=token.tenant, target=token.id, **values)
+
+
+def _logged(token: Token) -> dict[str, Any]:
+    """What the audit log has of a token: neither its secret nor the digest of that."""
+    return {
+        "user": token.user,
+        "role": token.role,
+        "name": token.name,
+        "expires_at": None if token.expires_us is None else moment(token.expires_us).isoformat(),
+    }
 
 
 _COLUMNS = [
@@ -164,12 +182,17 @@ def list_tokens(
     return [Token(**row) for row in conn.execute(query).mappings()]
 
 
-def revoke(conn: Connection, token_id: str, tenant: str | None = None) -> bool:
+def revoke(conn: Connection, token_id: str, tenant: str | None, terms: StatementContext) -> bool:
     """Delete a token; False if there is none."""
-    query = delete(tokens).where(tokens.c.id == token_id)
+    query = delete(tokens).where(tokens.c.id == token_id).returning(*_COLUMNS)
     if tenant is not None:
         query = query.where(tokens.c.tenant == tenant)
-    return bool(conn.execute(query).rowcount)
+    row = conn.execute(query).mappings().one_or_none()
+    if row is None:
+        return False
+    gone = Token(**row)
+    audit_log.record(conn, terms, _action("token.revoked", gone, before=_logged(gone)))
+    return True
 
 
 def revoke_but_last(
@@ -188,7 +211,7 @@ def revoke_but_last(
     reached = tenant in (None, MAIN)  # admins of other tenants get "absent"
     if reached and token_id in admins and not lasting - {token_id}:
         return "last"
-    return "revoked" if revoke(conn, token_id, tenant) else "absent"
+    return "revoked" if revoke(conn, token_id, tenant, terms) else "absent"
 
 
 def rotate(
@@ -205,7 +228,10 @@ def rotate(
     until = end if old.expires_us is None else min(end, old.expires_us)
     conn.execute(update(tokens).where(tokens.c.id == token_id).values(expires_us=until))
     ttl = None if old.ttl_us is None else old.ttl_us / MICRO
-    return issue(conn, NewToken(user=old.user, role=old.role, tenant=old.tenant, name=old.name, ttl=ttl), terms)
+    issued = issue(conn, NewToken(user=old.user, role=old.role, tenant=old.tenant, name=old.name, ttl=ttl), terms)
+    after = {**_logged(structs.replace(old, expires_us=until)), "replaced_by": issued.token.id}
+    audit_log.record(conn, terms, _action("token.rotated", old, before=_logged(old), after=after))
+    return issued
 
 
 def used(conn: Connection, token_ids: Sequence[str], terms: StatementContext) -> None:

@@ -234,6 +234,7 @@ def list_jobs(conn: Connection, wanted: JobFilter, limit: int, cursor: str | Non
 async def cancel(service: ServiceState, caller: Principal, job_id: str) -> Any:
     """Cancel the job's run and the upload of its data; raises if the run has succeeded or failed."""
     row = await find(service, caller, job_id)
-    await service.store.write(uploads.cancel, row.run_id, "cancelled by request", service.store.statement_context)
-    await service.engine.cancel(row.run_id, tenant=caller.tenant)
+    context = service.store.acting(caller.actor)
+    await service.store.write(uploads.cancel, row.run_id, "cancelled by request", context, caller.tenant)
+    await service.engine.cancel(row.run_id, tenant=caller.tenant, by=caller.actor)
     return await find(service, caller, job_id)

@@ -25,6 +25,8 @@ from semel.api_types import Name
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import configs
 from semel.runs import strict_json
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.types import MAX_COST
 from semel.service.api.problems import ApiError
 from semel.types import moment
@@ -129,14 +131,15 @@ class Configs:
             raise ApiError(403, "FORBIDDEN", "only admins may set a folder of the server as a config's data")
         text = await asyncio.to_thread(self._encode, name, body)
         row = {"tenant": caller.tenant, "name": name, "body": text, "user": caller.user}
-        await self._store.write(_write, self._store.statement_context, **row)
+        await self._store.write(_write, self._store.acting(caller.actor), **row)
         return await self.find(caller.tenant, name)
 
-    async def remove(self, tenant: str, name: str) -> None:
+    async def remove(self, caller: Principal, name: str) -> None:
         """Remove a row; 409 for a file."""
-        if _is_name(name) and await self._store.write(_remove, tenant, name):
+        context = self._store.acting(caller.actor)
+        if _is_name(name) and await self._store.write(_remove, caller.tenant, name, context):
             return
-        there = await self.find(tenant, name)
+        there = await self.find(caller.tenant, name)
         message = (
             f"the config {name!r} is a file of this server" if there.source == "file" else f"{name!r} is the demo's"
         )
@@ -306,8 +309,35 @@ SET body = excluded.body, updated_us = excluded.updated_us, updated_by = exclude
 
 
 def _write(conn: Connection, terms: StatementContext, /, **row: str) -> None:
+    audit_log.lock(
+        conn, row["tenant"], terms
+    )  # of two who create it at a time, one replaces the other's, and the log says so
+    before = _find(conn, row["tenant"], row["name"])
     _PUT.count(conn, now=terms.now, **row)
+    change = Change(
+        name="config.set",
+        tenant=row["tenant"],
+        target=row["name"],
+        before=None if before is None else _logged(before.body),
+        after=_logged(row["body"]),
+    )
+    audit_log.record(conn, terms, change)
 
 
-def _remove(conn: Connection, tenant: str, name: str) -> bool:
-    return bool(conn.execute(delete(configs).where(configs.c.tenant == tenant, configs.c.name == name)).rowcount)
+def _remove(conn: Connection, tenant: str, name: str, terms: StatementContext) -> bool:
+    query = delete(configs).where(configs.c.tenant == tenant, configs.c.name == name).returning(configs.c.body)
+    row = conn.execute(query).one_or_none()
+    if row is None:
+        return False
+    change = Change(name="config.removed", tenant=tenant, target=name, before=_logged(row.body))
+    audit_log.record(conn, terms, change)
+    return True
+
+
+def _logged(body: str) -> dict[str, Any]:
+    """What the audit log has of a config; one that cannot be read is a text."""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        value = body
+    return {"config": value}

@@ -166,11 +166,13 @@ def fail(conn: Connection, run_id: str, why: str, terms: StatementContext) -> No
         transitions.cancel(conn, [run_id], why, terms)
 
 
-def cancel(conn: Connection, run_id: str, why: str, terms: StatementContext) -> None:
-    """Cancel a job's run, and its upload if there is one."""
+def cancel(conn: Connection, run_id: str, why: str, terms: StatementContext, tenant: str = "") -> None:
+    """Cancel a job's run, and its upload if there is one. If a person does, it is logged."""
     stopped = update(jobs).where(_uploading(run_id)).values(data_state="cancelled").returning(jobs.c.upload_id)
     upload_id = conn.scalar(stopped)
-    transitions.cancel(conn, [run_id] if upload_id is None else [run_id, upload_id], why, terms)
+    changed = transitions.cancel(conn, [run_id] if upload_id is None else [run_id, upload_id], why, terms)
+    theirs = {each: status for each, status in changed.items() if each == run_id}
+    transitions.record_cancelled(conn, theirs, why, tenant, terms)
 
 
 def settle(conn: Connection, terms: StatementContext) -> int:

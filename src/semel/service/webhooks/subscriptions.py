@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from sqlalchemy import Connection, delete, func, select, update
 
 from semel.db.dialect import Statement, StatementContext
 from semel.db.schema import subscriptions
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import new_id
 from semel.service.api.problems import ApiError
@@ -95,7 +98,16 @@ def create(conn: Connection, tenant: str, target: str, names: Sequence[str], ter
         disabled_us=None,
     )
     conn.execute(subscriptions.insert().values({name: getattr(made, name) for name in Subscription.__struct_fields__}))
+    change = Change(name="subscription.created", tenant=tenant, target=made.id, after=_logged(made))
+    audit_log.record(conn, terms, change)
     return made
+
+
+def _logged(subscription: Subscription) -> dict[str, Any]:
+    """What the audit log has of a webhook: the host that gets the events. The rest of a URL is often a secret."""
+    parts = urlsplit(subscription.target)
+    host = parts.netloc.rpartition("@")[2]
+    return {"kind": subscription.kind, "host": f"{parts.scheme}://{host}", "events": subscription.names}
 
 
 def list_subscriptions(conn: Connection, tenant: str) -> list[Subscription]:
@@ -120,11 +132,14 @@ def find(conn: Connection, subscription_id: str, tenant: str) -> Subscription:
     return Subscription(**row)
 
 
-def remove(conn: Connection, subscription_id: str, tenant: str) -> None:
+def remove(conn: Connection, subscription_id: str, tenant: str, terms: StatementContext) -> None:
     """Delete it: nothing more is sent, and its deliveries are deleted by deliveries.tidy."""
-    if find(conn, subscription_id, tenant).kind == "stream":
+    found = find(conn, subscription_id, tenant)
+    if found.kind == "stream":
         raise ApiError(409, "STREAM_IS_A_SETTING", "the stream ends when the server starts without SEMEL_EVENTS")
-    conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id))
+    if conn.execute(delete(subscriptions).where(subscriptions.c.id == subscription_id)).rowcount:
+        change = Change(name="subscription.deleted", tenant=tenant, target=found.id, before=_logged(found))
+        audit_log.record(conn, terms, change)
 
 
 def disable(conn: Connection, subscription_id: str, terms: StatementContext) -> None:
