@@ -259,7 +259,9 @@ def test_fifty_duplicates_that_wait_get_the_same_answer(site: Site, key: str) ->
     site.desk.wait_for(key, "executed")
     site.desk.open(key)
     answers = [call.result(PATIENCE) for call in calls]
-    assert {(answer.status_code, answer.content) for answer in answers} == {(201, answers[0].content)}, site.server.log()
+    assert {(answer.status_code, answer.content) for answer in answers} == {(201, answers[0].content)}, (
+        site.server.log()
+    )
     assert Counter(map(replayed, answers)) == {False: 1, True: CROWD - 1}
     assert site.executions(key) == 1
 
