@@ -71,10 +71,13 @@ class Front:
             self._until = time.monotonic() + LOOK_THROUGH_EVERY
         return self._since
 
-    def note(self, leased: Sequence[Leased]) -> None:
-        """The next ones come after the first of the lowest priority of these: those of higher ones are all leased."""
+    def note(self, leased: Sequence[Leased], asked: int) -> None:
+        """The next ones come after the first of the lowest priority of these: those of higher ones are all leased.
+
+        If there were fewer than asked for, nothing is left to pass over: the next lease looks through all at once.
+        """
         self._since = {}
-        for each in leased:
+        for each in leased if len(leased) >= asked else ():
             place = (each.priority, each.due_us)
             self._since[each.queue] = min(place, self._since.get(each.queue, place))
 
@@ -288,7 +291,7 @@ class Fetcher:
             self._lost_reply = True
             return None
         for (kind, request), runs in zip(requests.items(), leased, strict=True):
-            self._fronts[tuple(request.models)].note(runs)
+            self._fronts[tuple(request.models)].note(runs, request.most)
             if kind and len(runs) < request.most and changes == self._changes:
                 self._drained.add(kind)  # there are no more, until a change is announced
             self._begin(runs)
