@@ -246,6 +246,36 @@ class Finish(OfRunningRun):
             assert after.statuses == ["SUCCEEDED"]
 
 
+class FinishAndLease(Connected):
+    """The end of an attempt and the lease of the next run: on SQLite both are written, or neither is."""
+
+    def prepare(self, place: Place) -> Leased:
+        with opened(place) as database:
+            for _ in range(2):
+                database.submit(place.name)
+            (leased,) = database.lease()
+            return leased
+
+    def act(self, place: Place, given: Leased) -> Any:
+        with opened(place) as database:
+            return database.finish_and_lease(given)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        before = Ledger(place, place.name).check().statuses
+        possible = [["RUNNING", "PENDING"], ["SUCCEEDED", "RUNNING"]]
+        if place.kind != "sqlite":
+            possible.append(["SUCCEEDED", "PENDING"])
+        assert before in possible
+        if ended.how == "returned":
+            assert ended.value[0], "a worker whose success is stored was told that it is lost"
+            assert before == ["SUCCEEDED", "RUNNING"]
+        with opened(place) as database:
+            assert database.end(given), "the end cannot be written alone"
+        ledger = go_on(place, many=2)
+        assert ledger.statuses == ["SUCCEEDED", "SUCCEEDED"]
+        assert [run.losts for run in ledger.runs] == [0, 1 if before[1] == "RUNNING" else 0]
+
+
 class Sweep(OfRunningRun):
     """The sweeper takes a lost run back, and removes an expired key."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from semel import App
@@ -34,10 +35,10 @@ def record(store: RunStore, recorder: Recorder) -> RunStore:
 async def _recorded(write: Write, recorder: Recorder, verb: Any, *args: Any, **kwargs: Any) -> Any:
     recording = _RECORDED.get(verb.__name__)
     call = partial(write, verb, *args, **kwargs)
-    return await (call() if recording is None else recording(call, recorder, args[0]))
+    return await (call() if recording is None else recording(call, recorder, *args))
 
 
-async def _lease(call: Write, recorder: Recorder, asked: LeaseRequest | str) -> list[Leased]:
+async def _lease(call: Write, recorder: Recorder, asked: LeaseRequest | str, *_: Any) -> list[Leased]:
     worker = asked if isinstance(asked, str) else asked.worker
     with recorder.begin("run", "lease", (worker,)) as pending:
         leased: list[Leased] = await call()
@@ -46,7 +47,7 @@ async def _lease(call: Write, recorder: Recorder, asked: LeaseRequest | str) -> 
     return leased
 
 
-async def _renew(call: Write, recorder: Recorder, beats: list[LeaseRenewal]) -> dict[str, bool]:
+async def _renew(call: Write, recorder: Recorder, beats: list[LeaseRenewal], *_: Any) -> dict[str, bool]:
     with ExitStack() as stack:
         pending = {}
         for each in beats:
@@ -58,7 +59,7 @@ async def _renew(call: Write, recorder: Recorder, beats: list[LeaseRenewal]) -> 
     return renewed
 
 
-async def _end(call: Write, recorder: Recorder, endings: list[FinishRequest]) -> dict[str, FinishedRun]:
+async def _end(call: Write, recorder: Recorder, endings: Sequence[FinishRequest], *_: Any) -> dict[str, FinishedRun]:
     with ExitStack() as stack:
         pending = {}
         for each in endings:
@@ -71,14 +72,35 @@ async def _end(call: Write, recorder: Recorder, endings: list[FinishRequest]) ->
     return over
 
 
-async def _lose(call: Write, recorder: Recorder, _: Any) -> list[Lost]:
+async def _lose(call: Write, recorder: Recorder, *_: Any) -> list[Lost]:
     with recorder.begin("run", "lose", ("sweeper",)) as pending:
         lost: list[Lost] = await call()
         pending.answer(runs=[(each.id, each.fence, each.status) for each in lost])
     return lost
 
 
-_RECORDED: dict[str, Callable[[Write, Recorder, Any], Awaitable[Any]]] = {
+async def _finish_and_lease(
+    call: Write, recorder: Recorder, endings: Sequence[FinishRequest], requests: Sequence[LeaseRequest], *_: Any
+) -> tuple[dict[str, FinishedRun], list[list[Leased]]]:
+    """Both as if they were called alone, at the same time."""
+    finished: dict[str, FinishedRun] = {}
+    leased: list[list[Leased]] = []
+
+    async def both() -> list[Leased]:
+        nonlocal finished, leased
+        finished, leased = await call()
+        return list(chain.from_iterable(leased))
+
+    async def lease() -> dict[str, FinishedRun]:
+        await _lease(both, recorder, requests[0])
+        return finished
+
+    await _end(lease, recorder, endings)
+    return finished, leased
+
+
+_RECORDED: dict[str, Callable[..., Awaitable[Any]]] = {
+    "finish_and_lease": _finish_and_lease,
     "lease": _lease,
     "lease_these": _lease,
     "renew": _renew,

@@ -256,7 +256,8 @@ class RunSchedule:
             self.submit_again: 2,
             self.lease: 7,
             self.renew: 3,
-            self.finish: 7,
+            self.finish: 5,
+            self.finish_and_lease: 3,
             self.sweep: 3,
             self.cancel: 1,
             self.get: 2,
@@ -362,8 +363,12 @@ class RunSchedule:
 
     def lease(self, most: int = 1) -> list[Leased]:
         self._write(lease.wake)
-        worker = self.chance.choice(["worker-1", "worker-2"])
-        taken: list[Leased] = self._write(lease.lease, LeaseRequest(worker, ("default",), ["train"], most))
+        return self._begin(self._write(lease.lease, self._request(most)))
+
+    def _request(self, most: int) -> LeaseRequest:
+        return LeaseRequest(self.chance.choice(["worker-1", "worker-2"]), ("default",), ["train"], most)
+
+    def _begin(self, taken: list[Leased]) -> list[Leased]:
         for each in taken:
             self.effects.effect("run", (each.id,), each.fence)
         self.leased += taken
@@ -380,16 +385,28 @@ class RunSchedule:
         return [self.chance.choice(self.leased[-3:])] if self.leased else []
 
     def finish(self) -> None:
-        kind: EndKind = self.chance.choice(["succeeded", "succeeded", "retry", "fatal", "snooze"])
+        kind = self._kind_of_end()
         for each in self._some():
             self._end(each, kind)
 
+    def finish_and_lease(self) -> None:
+        """As a worker does on SQLite."""
+        endings = [self._ending(each, self._kind_of_end()) for each in self._some()]
+        _, [taken] = self._write(lease.finish_and_lease, endings, [self._request(2)])
+        self._begin(taken)
+
+    def _kind_of_end(self) -> EndKind:
+        return self.chance.choice(["succeeded", "succeeded", "retry", "fatal", "snooze"])
+
     def _end(self, leased: Leased, kind: EndKind) -> None:
+        self._write(transitions.end, [self._ending(leased, kind)])
+
+    def _ending(self, leased: Leased, kind: EndKind) -> FinishRequest:
         more: dict[str, Any] = {"reason": "it failed"}
         if kind == "succeeded":
             digest = sha256(f"{leased.id} {leased.fence}".encode()).hexdigest()  # an attempt has one result
             more = {"result": "null", "result_digest": digest, "result_size": 4}
-        self._write(transitions.end, [FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **more))])
+        return FinishRequest(leased.id, leased.fence, AttemptResult(kind=kind, **more))
 
     def sweep(self) -> None:
         self._write(transitions.lose_expired)

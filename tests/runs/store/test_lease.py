@@ -73,13 +73,22 @@ def test_a_worker_looks_for_what_was_due_before_once_a_second(monkeypatch: pytes
     monkeypatch.setattr(fetcher.time, "monotonic", lambda: now)
     front = fetcher.Front()
     assert front.since() == {}
-    front.note([leased_run("a", 5, 70), leased_run("a", 0, 90), leased_run("a", 0, 80), leased_run("b", 3, 60)])
+    runs = [leased_run("a", 5, 70), leased_run("a", 0, 90), leased_run("a", 0, 80), leased_run("b", 3, 60)]
+    front.note(runs, 4)
     assert front.since() == {"a": (0, 80), "b": (3, 60)}
     now += fetcher.LOOK_THROUGH_EVERY + MOMENT
     assert front.since() == {}
-    front.note([leased_run("a", 0, 90)])
+    front.note([leased_run("a", 0, 90)], 1)
     assert front.since() == {"a": (0, 90)}
-    front.note([])
+    front.note([], 1)
+    assert front.since() == {}
+
+
+def test_after_a_lease_that_found_too_few_the_next_one_is_a_single_statement() -> None:
+    """The first run that comes must not wait for a second look."""
+    front = fetcher.Front()
+    front.since()
+    front.note([leased_run("a", 0, 90)], 2)
     assert front.since() == {}
 
 

@@ -21,6 +21,7 @@ from acceptance.proxy import Line
 from semel import App, InvalidRequest, NotMigrated, Run, StoreUnavailable
 from semel.cli import main as semel
 from semel.runs.store import RunStore, lease, maintenance, transitions
+from semel.runs.store.lease import Leased
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.worker import Worker, session
 from semel.runs.worker.sweeper import ROLE
@@ -865,8 +866,13 @@ def test_a_worker_without_its_database_lets_go_when_its_leases_end(
     assert ended.attempts - ended.losts == 1, "given back by the worker, or found lost by the sweeper"
 
 
-def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Any], times: int = 1) -> list[str]:
-    """The store does what it is asked by this verb, and the first replies are lost; who asked is noted."""
+def losing_replies(
+    monkeypatch: pytest.MonkeyPatch,
+    *verbs: Callable[..., Any],
+    times: int = 1,
+    which: Callable[[Any], object] = bool,
+) -> list[str]:
+    """The store does what it is asked by these verbs, and the first replies are lost; who asked is noted."""
     lost: list[str] = []
 
     def patch(method: str) -> None:
@@ -874,8 +880,8 @@ def losing_replies(monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Any], ti
 
         async def losing(self: RunStore, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             answer = await real(self, asked, *args, **kwargs)
-            if asked is verb and len(lost) < times and answer:
-                lost.append(verb.__name__)
+            if asked in verbs and len(lost) < times and which(answer):
+                lost.append(asked.__name__)
                 raise StoreUnavailable("the reply was lost")
             return answer
 
@@ -890,21 +896,69 @@ def test_what_was_leased_by_a_statement_whose_reply_was_lost_is_given_back_uncha
     harness: RunsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [harness.app.submit("add", {"a": number}) for number in range(3)]
-    lost = losing_replies(monkeypatch, lease.lease)
+    lost = losing_replies(monkeypatch, lease.finish_and_lease, which=has_leased)
     with harness.working():
         for run in runs:
             ended = harness.app.wait(run.id, timeout=PATIENCE)
             assert (ended.status, ended.attempts, ended.losts, ended.fence) == ("SUCCEEDED", 1, 0, 2)
             assert steps(harness.app, run.id) == ["created", "leased", "returned", "leased", "succeeded"]
-    assert lost == ["lease"]
+    assert lost == ["finish_and_lease"]
+
+
+def has_leased(answer: tuple[object, list[list[Leased]]]) -> bool:
+    return any(answer[1])
+
+
+def test_a_lost_reply_to_an_end_and_the_next_lease_ends_one_run_and_gives_the_other_back(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On SQLite they are one transaction."""
+    with databases.empty("sqlite") as database, RunsHarness("sqlite", database.url, tmp_path) as harness:
+        told: list[str] = []
+        app = harness.app
+        app.on_event(lambda event: told.append(event.kind))
+        runs = [app.submit("add", {"a": number}) for number in range(3)]
+        both = losing_replies(
+            monkeypatch, lease.finish_and_lease, which=lambda answer: answer[0] and has_leased(answer)
+        )
+        with harness.working(app, concurrency=1):
+            ended = [app.wait(run.id, timeout=PATIENCE) for run in runs]
+            eventually(lambda: told.count("ended") == 3, "the news")
+        assert both == ["finish_and_lease"]
+        assert [(run.status, run.attempts, run.fence) for run in ended] == [
+            ("SUCCEEDED", 1, 1),
+            ("SUCCEEDED", 1, 2),
+            ("SUCCEEDED", 1, 1),
+        ]
+        assert steps(app, runs[0].id) == ["created", "leased", "succeeded"]
+        assert steps(app, runs[1].id) == ["created", "leased", "returned", "leased", "succeeded"]
+
+
+def test_ends_are_written_while_no_run_can_be_leased(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreUnavailable("there are no leases today")
+
+    with databases.empty("sqlite") as database, RunsHarness("sqlite", database.url, tmp_path) as harness:
+        folder = harness.place("refused")
+        run = harness.app.submit("await_politely", {"folder": folder})
+        with harness.working(concurrency=2):
+            eventually(lambda: effects(folder), "the start")
+            monkeypatch.setattr(lease, "lease", refuse)
+            touch(folder)
+            assert harness.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
+            monkeypatch.undo()
+            run = harness.app.submit("add", {"a": 1})
+            assert harness.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
 
 
 def test_a_worker_in_doubt_outlives_a_database_that_goes_away_again(
     harness: RunsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = harness.app.submit("add", {"a": 1})
-    losing_replies(monkeypatch, lease.lease)
-    lost = losing_replies(monkeypatch, lease.held_by, 2)
+    losing_replies(monkeypatch, lease.finish_and_lease, which=has_leased)
+    lost = losing_replies(monkeypatch, lease.held_by, times=2)
     with harness.working():
         assert harness.app.wait(run.id, timeout=PATIENCE).status == "SUCCEEDED"
     assert lost == ["held_by"] * 2
@@ -915,12 +969,17 @@ def test_an_end_whose_reply_was_lost_is_written_once_and_told_as_it_is(
 ) -> None:
     told: list[tuple[str, str]] = []
     harness.app.on_event(lambda event: told.append((event.kind, event.status)))
-    lost = losing_replies(monkeypatch, transitions.end)
+    lost = losing_replies(
+        monkeypatch,
+        transitions.end,
+        lease.finish_and_lease,
+        which=lambda answer: answer[0] if isinstance(answer, tuple) else answer,
+    )
     with harness.working():
         run = harness.app.submit("add", {"a": 1})
         harness.app.wait(run.id, timeout=PATIENCE)
         eventually(lambda: ("ended", "SUCCEEDED") in told, "the news")
-    assert lost == ["end"]
+    assert len(lost) == 1
     assert steps(harness.app, run.id) == ["created", "leased", "succeeded"]
     assert told == [("created", ""), ("started", "RUNNING"), ("ended", "SUCCEEDED")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from sqlalchemy import (
     BigInteger,
@@ -20,7 +21,18 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot, transact
 from semel.db.schema import active
 from semel.runs.store.pauses import BOTH_RUN, MODEL_RUNS, QUEUE_RUNS, runs_go_on
 from semel.runs.store.quotas import read_clock
-from semel.runs.store.transitions import FENCED, FIRST_START, LOSE_THESE, storable, tell, telling, unlocked
+from semel.runs.store.transitions import (
+    FENCED,
+    FIRST_START,
+    LOSE_THESE,
+    FinishedRun,
+    FinishRequest,
+    end,
+    storable,
+    tell,
+    telling,
+    unlocked,
+)
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, MICRO
 
 
@@ -88,7 +100,9 @@ told AS ({telling("(SELECT k.*, id AS run_id, began_us AS at_us, 'RUNNING' AS st
 SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
             )
         )
-        self._waiting = Statement(lambda w: f"{_WAITING} WHERE p.lease_until_us IS NULL AND {which(w)}")
+        self._waiting = Statement(
+            lambda w: f"{_AS_JSON} FROM ({_WAITING} WHERE p.lease_until_us IS NULL AND {which(w)})"
+        )
 
     def rows(self, conn: Connection, context: StatementContext, **values: Any) -> list[Leased]:
         """Lease them."""
@@ -100,17 +114,23 @@ SELECT {_leased(w)} FROM k JOIN semel_runs AS r ON r.id = k.id"""
     def _by_row(self, conn: Connection, context: StatementContext, **values: Any) -> list[Leased]:
         """Read the runs as they will be, then take them: there is no other writer."""
         now, worker = context.now, values.pop("worker")
-        rows = self._waiting.rows(conn, now=now, **values)
-        if rows:
-            _TAKE_ROWS.count(conn, rows=[row[0] for row in rows], worker=worker, now=now)
-            tell(conn, ((row[2], row[1]) for row in rows), context)
-        return [Leased(*row[2:]) for row in rows]
+        [(rows, versions, waiting)] = self._waiting.rows(conn, now=now, **values)
+        leased = [Leased(*each) for each in msgspec.json.decode(waiting)]
+        if leased:
+            _TAKE_ROWS.count(conn, rows=rows, worker=worker, now=now)
+            tell(conn, zip((each.id for each in leased), msgspec.json.decode(versions), strict=True), context)
+        return leased
 
 
+_AS_LEASED = """id, fence, model, parameters, payload_hash, attempts, errors, user_id, tenant, queue, lease_us,
+  created_us, started_us, began_us, data_ref, trace, due_us, priority, seed"""
+_AS_JSON = f"SELECT json_group_array(place), json_group_array(version), json_group_array(json_array({_AS_LEASED}))"
+"""SQLite: all rows as one. Between two rows, another thread of the worker would take over, until it waits."""
 _WAITING = """
-SELECT p.rowid, p.version + 1, p.id, p.fence + 1, p.model, r.parameters, r.payload_hash, p.attempts + 1, p.errors,
-  p.user_id, p.tenant, p.queue, p.lease_us, r.created_us, coalesce(p.started_us, p.began_us, :now), :now,
-  coalesce(p.data_ref, r.data_ref), r.trace, p.due_us, p.priority, r.seed
+SELECT p.rowid AS place, p.version + 1 AS version, p.id, p.fence + 1 AS fence, p.model, r.parameters, r.payload_hash,
+  p.attempts + 1 AS attempts, p.errors, p.user_id, p.tenant, p.queue, p.lease_us, r.created_us,
+  coalesce(p.started_us, p.began_us, :now) AS started_us, :now AS began_us,
+  coalesce(p.data_ref, r.data_ref) AS data_ref, r.trace, p.due_us, p.priority, r.seed
 FROM semel_active AS p CROSS JOIN semel_runs AS r ON r.id = p.id"""
 """SQLite: the columns of :class:`Leased` of runs that wait, as they are after the lease."""
 _TAKE_ROWS = Statement(
@@ -161,6 +181,18 @@ def lease(conn: Connection, request: LeaseRequest, context: StatementContext) ->
             if values["most"]:
                 taken += _LEASE.rows(conn, context, **values)
     return taken
+
+
+@hot
+def finish_and_lease(
+    conn: Connection, endings: Sequence[FinishRequest], requests: Sequence[LeaseRequest], context: StatementContext
+) -> tuple[dict[str, FinishedRun], list[list[Leased]]]:
+    """Write the ends of attempts (see ``transitions.end``), then lease for each request.
+
+    On SQLite this is one transaction. On PostgreSQL each statement commits by itself.
+    """
+    finished = end(conn, endings, context) if endings else {}
+    return finished, [lease(conn, each, context) for each in requests]
 
 
 @hot

@@ -234,21 +234,23 @@ SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
         """Find the rows of those whose fence holds, then name them by row: there is no other writer."""
         now = context.now
         outcomes = {row[:2]: row[2:] for row in batch}
-        held = _HELD.rows(conn, outcomes)
+        [(found, status)] = _HELD.rows(conn, outcomes)
+        held = msgspec.json.decode(found)
         if held:
             rows = [row[0] for row in held]
             self._note.count(conn, [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held], now=now)
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
-        return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, status, model, first in held]
+        return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, model, first in held]
 
 
 _HELD_COLUMNS = {"in_id": "uuid", "in_fence": "bigint"}
 _HELD = Statement(
     lambda w: (
         f"""
-SELECT k.rowid, k.id, in_fence, k.version + 1, 'SUCCEEDED' AS status, k.model, {FIRST_START}
+SELECT json_group_array(json_array(k.rowid, k.id, in_fence, k.version + 1, k.model, {FIRST_START})),
+  'SUCCEEDED' AS status
 FROM {w.batch(_HELD_COLUMNS)} CROSS JOIN semel_active AS k ON {FENCED}"""
     ),
     _HELD_COLUMNS,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from semel._concurrency.retry import Backoff
 from semel.errors import ResultStoreError, StoreUnavailable
 from semel.runs.hooks import EventHooks, RunEvent
 from semel.runs.results import FileResults, ResultStore, flat_ref
-from semel.runs.store import RunStore, transitions
+from semel.runs.store import RunStore
 from semel.runs.store.transitions import FinishedRun, FinishRequest
 from semel.runs.types import AttemptResult, is_own_work
 from semel.runs.worker.active_runs import ActiveRun, ActiveRuns
@@ -32,6 +32,7 @@ class Completer:
         log: WorkerLogger,
         hooks: EventHooks,
         results: Callable[[], ResultStore],
+        finish: Callable[[Sequence[FinishRequest]], Awaitable[dict[str, FinishedRun]]],
         written: Callable[[], None],
     ) -> None:
         self._store = store
@@ -40,6 +41,7 @@ class Completer:
         self._log = log
         self._hooks = hooks
         self._results = results
+        self._finish = finish
         self._written = written
         self._waiting: list[tuple[ActiveRun, FinishRequest]] = []
         self._task: asyncio.Task[None] | None = None
@@ -65,9 +67,7 @@ class Completer:
                 batch, self._waiting = self._waiting[:size], self._waiting[size:]
                 try:
                     await self._run_logs.write([run for run, _ in batch])  # whoever reads the end finds the whole log
-                    finished = await self._store.write(
-                        transitions.end, [ending for _, ending in batch], self._store.statement_context
-                    )
+                    finished = await self._finish([ending for _, ending in batch])
                 except StoreUnavailable as error:
                     self._log.log(logging.DEBUG, f"{len(batch)} ends could not be written yet: {error}")
                     self._isolate = len(batch) if len(batch) > 1 else self._isolate  # perhaps one of them is locked

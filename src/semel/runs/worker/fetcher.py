@@ -1,4 +1,8 @@
-"""Leases runs for a worker whenever it has free slots, and polls seldom while there are none to lease."""
+"""Leases runs for a worker whenever it has free slots, and polls seldom while there are none to lease.
+
+On SQLite, whose every transaction waits for the disk and for all others, the ends of runs are written in the
+transaction that leases the next ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from semel.errors import SemelError, StoreUnavailable
 from semel.runs.models.model import Isolation, Registry
 from semel.runs.store import RunStore, lease, transitions
 from semel.runs.store.lease import Leased, LeaseRequest
-from semel.runs.store.transitions import FinishRequest
+from semel.runs.store.transitions import FinishedRun, FinishRequest
 from semel.runs.types import RETRY_FOR, AttemptResult
 from semel.runs.worker.active_runs import ActiveRuns
 from semel.runs.worker.run_logs import WorkerLogger
@@ -67,10 +71,13 @@ class Front:
             self._until = time.monotonic() + LOOK_THROUGH_EVERY
         return self._since
 
-    def note(self, leased: Sequence[Leased]) -> None:
-        """The next ones come after the first of the lowest priority of these: those of higher ones are all leased."""
+    def note(self, leased: Sequence[Leased], asked: int) -> None:
+        """The next ones come after the first of the lowest priority of these: those of higher ones are all leased.
+
+        If there were fewer than asked for, nothing is left to pass over: the next lease looks through all at once.
+        """
         self._since = {}
-        for each in leased:
+        for each in leased if len(leased) >= asked else ():
             place = (each.priority, each.due_us)
             self._since[each.queue] = min(place, self._since.get(each.queue, place))
 
@@ -107,6 +114,9 @@ class Fetcher:
         self._poll_every = min(config.poll, POOLED_POLL) if pools_transactions(store.url) else config.poll
         self._lost_reply = False
         self._fronts: dict[tuple[str, ...], Front] = {}
+        self._leasing = asyncio.Lock()  # what no lease under way has taken can be given back
+        self._leases_with_ends = False
+        self._changes = 0
 
     def pause_kind(self, kind: Isolation) -> None:
         """Lease no runs of this isolation for a while, because this worker cannot begin them."""
@@ -114,6 +124,7 @@ class Fetcher:
 
     def on_change(self) -> None:
         """Lease again, for every isolation: the database may have new runs."""
+        self._changes += 1
         self._drained.clear()
         self.wakeup.set()
 
@@ -127,6 +138,7 @@ class Fetcher:
 
     async def fetch_loop(self) -> None:
         """Lease whenever there is room, and sleep when there is nothing to lease."""
+        self._leases_with_ends = self._store.dialect == "sqlite"
         while not self.stopped:
             self.wakeup.clear()
             got, asked = await self._lease()
@@ -184,59 +196,106 @@ class Fetcher:
         return self._config.slots[kind] - self.busy[kind]
 
     async def _lease(self) -> tuple[int, int]:
-        """Fill the free slots; return how many runs were leased, of how many asked for.
+        """Fill the free slots; return how many runs were leased, of how many asked for."""
+        if self._leases_with_ends and not self._lost_reply and (self._unwritten() or self._leasing.locked()):
+            return 0, 0  # it wakes up when the ends are written, and these runs leased
+        async with self._leasing:
+            kinds = self.kinds()
+            if len(kinds) > 1 and not len(self._active) and not self._drained:
+                got, asked = await self._fetch_mixed(kinds)
+            else:
+                got, asked = await self._fetch_each(kinds)
+        if self._lost_reply:
+            await self.sleep(1.0)
+        return got, asked
+
+    async def _fetch_each(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
+        got = asked = 0
+        for kind, names in kinds.items():
+            if request := self._request(kind, names):
+                asked += request.most
+                got += await self._fetch(kind, request)
+        return got, asked
+
+    def _request(self, kind: Isolation, names: list[str]) -> LeaseRequest | None:
+        """What to lease for an isolation; None if it has no free slot, or if there is nothing to lease.
 
         At most half of the slots at a time, so that the database finds the next runs while these are executed.
         """
-        if (kinds := self.kinds()) and len(kinds) > 1 and not len(self._active) and not self._drained:
-            return await self._fetch_mixed(kinds)
-        got = asked = 0
-        for kind, names in kinds.items():
-            room = min(self._room(kind), max(1, self._config.slots[kind] // 2))
-            if room <= 0 or self.stopped or kind in self._drained:
-                continue
-            asked += room
-            count = await self._fetch(names, room)
-            got += count
-            if count < room:
-                self._drained.add(kind)  # there are no more, until a change is announced
-        return got, asked
+        room = min(self._room(kind), max(1, self._config.slots[kind] // 2))
+        if room <= 0 or self.stopped or kind in self._drained:
+            return None
+        return self._request_for(names, room)
+
+    def _request_for(self, names: list[str], most: int) -> LeaseRequest:
+        front = self._fronts.setdefault(tuple(names), Front())
+        return LeaseRequest(self._config.id, self._config.queues, names, most, front.since())
 
     async def _fetch_mixed(self, kinds: dict[Isolation, list[str]]) -> tuple[int, int]:
         """Lease for all kinds of models at once, for an idle worker: as many as the scarcest kind has slots."""
         room = min(self._room(kind) for kind in kinds)
         if room <= 0:
             return 0, 0
-        got = await self._fetch([name for names in kinds.values() for name in names], room)
-        if not got:
+        changes = self._changes
+        got = await self._fetch(None, self._request_for([name for names in kinds.values() for name in names], room))
+        if not got and changes == self._changes:
             self._drained.update(kinds)
         return got, max(got, 1)
 
-    async def _fetch(self, names: list[str], most: int) -> int:
-        store = self._store
-        await self._before_lease()
-        front = self._fronts.setdefault(tuple(names), Front())
-        request = LeaseRequest(self._config.id, self._config.queues, names, most, front.since())
-        try:  # not retried: if the reply was lost, the runs that it leased are given back first
-            limit = store.retry_for / 2 or RETRY_FOR
-            leased = await store.runtime.within(limit, store.write_once(lease.lease, request, store.statement_context))
-        except SemelError as error:
-            if isinstance(error, StoreUnavailable):
-                self._store.unavailable(error)
-            else:
-                self._log.log(logging.WARNING, f"no runs could be leased, retrying: {error}")
-            self._lost_reply = True
-            await self.sleep(1.0)
+    async def _fetch(self, kind: Isolation | None, request: LeaseRequest) -> int:
+        answer = await self._send({kind: request}, [])
+        if answer is None:
             return 0
-        front.note(leased)
-        self._begin(leased)
         if self._lost_reply:
             try:
                 async with asyncio.timeout(5.0):
                     await self.give_back_unknown()
             except (SemelError, TimeoutError) as error:
                 self._store.unavailable(f"runs that were leased by a lost reply are not given back yet: {error}")
-        return len(leased)
+        return answer[1]
+
+    async def finish(self, endings: Sequence[FinishRequest]) -> dict[str, FinishedRun]:
+        """Write the ends of attempts. On SQLite, runs for the free slots are leased in the same transaction.
+
+        If that fails, the ends are written alone, and what it leased is given back by the next lease.
+        """
+        store = self._store
+        if self._leases_with_ends and not self._lost_reply:
+            async with self._leasing:
+                requests: dict[Isolation | None, LeaseRequest] = {
+                    kind: request for kind, names in self.kinds().items() if (request := self._request(kind, names))
+                }
+                answer = await self._send(requests, endings) if requests else None
+            if answer is not None:
+                return answer[0]
+        return await store.write(transitions.end, endings, store.statement_context)
+
+    async def _send(
+        self, requests: Mapping[Isolation | None, LeaseRequest], endings: Sequence[FinishRequest]
+    ) -> tuple[dict[str, FinishedRun], int] | None:
+        """Write the ends, lease and begin runs. Returns the runs that ended, and how many began; None without a reply.
+
+        It is not retried: if the reply was lost, the runs that it leased are given back first.
+        """
+        store, changes = self._store, self._changes
+        await self._before_lease()
+        limit = store.retry_for / 2 or RETRY_FOR
+        work = store.write_once(lease.finish_and_lease, endings, list(requests.values()), store.statement_context)
+        try:
+            finished, leased = await store.runtime.within(limit, work)
+        except SemelError as error:
+            if isinstance(error, StoreUnavailable):
+                self._store.unavailable(error)
+            else:
+                self._log.log(logging.WARNING, f"no runs could be leased, retrying: {error}")
+            self._lost_reply = True
+            return None
+        for (kind, request), runs in zip(requests.items(), leased, strict=True):
+            self._fronts[tuple(request.models)].note(runs, request.most)
+            if kind and len(runs) < request.most and changes == self._changes:
+                self._drained.add(kind)  # there are no more, until a change is announced
+            self._begin(runs)
+        return finished, sum(map(len, leased))
 
     async def give_back_unknown(self) -> None:
         """Give back the runs that a lease with a lost reply gave to this worker, without charging an attempt."""

@@ -79,6 +79,7 @@ class WorkerSession:
             log=self._log,
             hooks=app.hooks,
             results=lambda: app.results,
+            finish=self._fetcher.finish,
             written=self._wakeup.set,
         )
         self._children = ChildPool(
