@@ -2,8 +2,9 @@
 
     yield from list_rows(postgres, folder)
 
-Both databases have a run every 2.6 seconds until now, so that the last hour has the same number in both. The pages
-are requested in turn, in one process, without a network.
+Both databases have a run every 130 seconds until now, so that the last fifteen days, which is all that the overview and
+the quotas look at, are the same in both. Fifty runs of each are of a model of their own, spread evenly. The pages are
+requested in turn, in one process, without a network.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from support import servers
 
 SMALL = 10_000
 LARGE = {"SQLite": 1_000_000, "PostgreSQL": 10_000_000}
-APART_MS = 2600
+APART_MS = 130_000
+RARE = 50
+"""Runs of the model ``rare`` in each database."""
 ROUNDS = 5
 PAGES = 15
 """Requests for each page in a round; the fastest counts, because of other load on the machine."""
@@ -36,37 +39,38 @@ STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED' WHEN n
   ELSE 'SUCCEEDED' END AS status"""
 RUNS = """id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id, model, queue,
   parameters, idempotency_key, payload_hash"""
-VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), 'model' || (n % 10), 'default', '[]', 'key' || n"""
+MODEL = "CASE n % {rare} WHEN 9 THEN 'rare' ELSE 'model' || (n % 10) END AS model"
+VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), model, 'default', '[]', 'key' || n"""
 POSTGRES = f"""
 CREATE UNLOGGED TABLE made AS SELECT *,
   (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'
-  || substr(md5(n::text), 1, 15))::uuid AS id, {STATES} FROM
-  (SELECT n, {{now}} - n::bigint * {APART_MS * 1000} AS us FROM generate_series({{count}} - 1, 0, -1) AS n);
+  || substr(md5(n::text), 1, 15))::uuid AS id, {STATES}, {MODEL} FROM
+  (SELECT n, {{now}} - n::bigint * {{apart}} AS us FROM generate_series({{count}} - 1, 0, -1) AS n);
 INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES.format(lease="NULL", priority="NULL")}, sha256(n::text::bytea)
 FROM made
 """
 SQLITE = f"""
 CREATE TABLE made AS
 WITH RECURSIVE counted(n) AS (SELECT {{count}} - 1 UNION ALL SELECT n - 1 FROM counted WHERE n > 0),
-timed AS (SELECT n, {{now}} - n * {APART_MS * 1000} AS us FROM counted),
-named AS (SELECT *, {STATES},
+timed AS (SELECT n, {{now}} - n * {{apart}} AS us FROM counted),
+named AS (SELECT *, {STATES}, {MODEL},
   printf('%012x7%03x8', us / 1000, n % 4096) || substr(lower(hex(randomblob(8))), 1, 15) AS x
   FROM timed)
-SELECT n, us, status, substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4)
+SELECT n, us, status, model, substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4)
   || '-' || substr(x, 21) AS id FROM named;
 INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES.format(lease=60000000, priority=0)}, printf('%064x', n) FROM made
 """
 STATES_OF = """
 INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
   tenant, user_id, queue, model)
-SELECT id, us, us, 60000000, 0, 0, 1, 0, 0, 0, true, '', 'user' || (n % 100), 'default', 'model' || (n % 10)
+SELECT id, us, us, 60000000, 0, 0, 1, 0, 0, 0, true, '', 'user' || (n % 100), 'default', model
 FROM made WHERE status = 'PENDING';
 INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
   worker, last_error)
 SELECT id, 1, us, us, 3, 1, 0, 0, '', status, us, 'w', CASE status WHEN 'FAILED' THEN 'ValueError: as told' END
 FROM made WHERE status <> 'PENDING';
 INSERT INTO semel_run_counts (tenant, model, status, count, spent_us)
-SELECT '', 'model' || (n % 10), status, count(*), 0 FROM made WHERE status <> 'PENDING' GROUP BY 2, 3;
+SELECT '', model, status, count(*), 0 FROM made WHERE status <> 'PENDING' GROUP BY 2, 3;
 DROP TABLE made
 """
 INDEXES = """
@@ -75,16 +79,16 @@ WHERE tablename IN ('semel_runs', 'semel_attempts') AND indexname NOT LIKE '%\\_
 """
 
 
-def fill(url: str, count: int) -> None:
-    """Insert ``count`` runs, the newest of which is submitted now."""
-    now = time.time_ns() // 1000
+def fill(url: str, count: int, apart_ms: int = APART_MS) -> None:
+    """Insert ``count`` runs so many milliseconds apart, the newest of which is submitted now."""
+    values = {"now": time.time_ns() // 1000, "count": count, "apart": apart_ms * 1000, "rare": count // RARE}
     if url.startswith("postgresql"):
         semel_command(["migrate", url, "--json"])
         with psycopg.connect(url, autocommit=True) as connection:
             indexes = connection.execute(INDEXES).fetchall()
             for name, _ in indexes:
                 connection.execute(f"DROP INDEX {name}".encode())
-            connection.execute((POSTGRES.format(now=now, count=count) + ";" + STATES_OF).encode())
+            connection.execute((POSTGRES.format(**values) + ";" + STATES_OF).encode())
             for _, definition in indexes:  # to make them afterwards takes a fraction of the time
                 connection.execute(definition.encode())
             connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
@@ -94,7 +98,7 @@ def fill(url: str, count: int) -> None:
     app.close()
     engine = create_engine(url)
     with engine.begin() as connection:
-        for statement in (SQLITE.format(now=now, count=count) + ";" + STATES_OF).split(";"):
+        for statement in (SQLITE.format(**values) + ";" + STATES_OF).split(";"):
             connection.exec_driver_sql(statement)
     engine.dispose()
 
