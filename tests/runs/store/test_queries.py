@@ -88,7 +88,7 @@ def test_what_few_runs_have_is_found_without_reading_the_others(databases: Datab
         count, scans = database.ask(plans)
     assert count == (5 if wanted.model else 0)
     searches = [row for row in scans if "semel_runs_first_id_tenant_model_queue_idx" in row]
-    assert searches, scans
+    assert bool(searches) != bool(wanted.tenant), "the sums tell that a tenant has no runs"
     assert not [row for row in scans if "Seq Scan" in row]
 
 
