@@ -28,6 +28,7 @@ from table import Row, show
 from support import servers
 
 RUNS = 100_000
+APART_MS = 2600
 ROUNDS = 5
 WINDOWS = ("hour", "day", "week")
 OPEN = 50
@@ -183,7 +184,7 @@ def rows(chosen: list[str], stack: ExitStack) -> Iterator[Row]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="semel-bench-")))
     if {"overview", "open"} & set(chosen):
         url = f"sqlite:///{folder / 'overview.db'}"
-        fill(url, RUNS)
+        fill(url, RUNS, APART_MS)
         if "overview" in chosen:
             yield from overview_rows(url)
         if "open" in chosen:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -439,7 +440,8 @@ FILL = """
 WITH made AS (
   INSERT INTO semel_runs (id, created_us, max_attempts, max_lost, tenant, user_id, model, queue, payload_hash,
     parameters)
-  SELECT uuidv7(), n, 3, 3, '', '', 'noop', 'default', sha256(n::text::bytea), '{{}}'
+  SELECT uuidv7(), n, 3, 3, '', '', CASE n % {rare} WHEN 9 THEN 'rare' ELSE 'noop' END, 'default',
+    sha256(n::text::bytea), '{{}}'
   FROM generate_series({start} + 1, {end}) AS n RETURNING id, created_us AS n
 )
 """
@@ -456,11 +458,14 @@ FROM made
 """
 COUNT = """
 INSERT INTO semel_run_counts (tenant, model, status, count, spent_us)
-VALUES ('', 'noop', 'SUCCEEDED', {count} * 99 / 100, 0), ('', 'noop', 'FAILED', {count} / 100, 0)
+VALUES ('', 'noop', 'SUCCEEDED', {count} * 99 / 100 - {rare}, 0), ('', 'noop', 'FAILED', {count} / 100, 0),
+  ('', 'rare', 'SUCCEEDED', {rare}, 0)
 """
 
 
 FILL_BATCH = 1_000_000
+RARE = 50
+"""Ended runs of the model ``rare``, at equal distances among those of the other."""
 
 
 def filled(bench: Bench, pending: int, finished: int) -> str:
@@ -471,8 +476,8 @@ def filled(bench: Bench, pending: int, finished: int) -> str:
         for count, table in ((pending, PENDING), (finished, ENDED)):
             for start in range(0, count, FILL_BATCH):
                 end = min(start + FILL_BATCH, count)
-                connection.execute(FILL.format(start=start, end=end) + table)
-        connection.execute(COUNT.format(count=finished))
+                connection.execute(FILL.format(start=start, end=end, rare=max(finished // RARE, 10)) + table)
+        connection.execute(COUNT.format(count=finished, rare=RARE if finished else 0))
         connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
     return url
 
@@ -506,7 +511,8 @@ SQLITE_RUNS = """
 INSERT INTO semel_runs (id, created_us, lease_us, asked_cost, priority, max_attempts, max_lost, tenant, user_id,
   model, queue, payload_hash, parameters)
 WITH RECURSIVE made(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM made WHERE n < :count)
-SELECT printf('{kind}-0000-7000-8000-%012x', n), n, 60000000, 0, 0, 3, 3, '', '', 'noop', 'default',
+SELECT printf('{kind}-%04x-7000-8000-%012x', n >> 8, n), n, 60000000, 0, 0, 3, 3, '', '',
+  CASE n % {rare} WHEN 9 THEN 'rare' ELSE 'noop' END, 'default',
   printf('%064x', n * 7919), '{{}}' FROM made
 """
 SQLITE_ENDED = """
@@ -529,11 +535,11 @@ def filled_file(folder: str, finished: int) -> str:
     file = f"{folder}/{finished}.db"
     semel_command(["migrate", f"sqlite:///{file}", "--json"])
     with closing(sqlite3.connect(file)) as connection, connection:
-        connection.execute(SQLITE_RUNS.format(kind="00000000"), {"count": finished})
+        connection.execute(SQLITE_RUNS.format(kind="00000000", rare=finished // RARE), {"count": finished})
         connection.execute(SQLITE_ENDED)
-        connection.execute(SQLITE_RUNS.format(kind="00000001"), {"count": WAITING})
+        connection.execute(SQLITE_RUNS.format(kind="00000001", rare=2**40), {"count": WAITING})
         connection.execute(SQLITE_PENDING)
-        connection.execute(COUNT.format(count=finished))
+        connection.execute(COUNT.format(count=finished, rare=RARE))
     return f"sqlite:///{file}"
 
 
@@ -577,7 +583,7 @@ def _median(costs: list[Taken]) -> Taken:
 async def _verbs(app: App, cpu: Callable[[], float]) -> AsyncIterator[tuple[str, Taken]]:
     """Each verb once, with what it took. It leaves as many runs waiting as there were."""
     aio, store = app.aio, app.aio._engine.store
-    context = store.statement_context
+    context, now = store.statement_context, datetime.now(UTC)
 
     async def timed(work: Awaitable[Any]) -> tuple[Any, Taken]:
         spent, start = cpu(), time.perf_counter()
@@ -604,6 +610,11 @@ async def _verbs(app: App, cpu: Callable[[], float]) -> AsyncIterator[tuple[str,
         "list of what waits": lambda: aio.runs(limit=50, status="PENDING"),
         "list of a model": lambda: aio.runs(limit=50, model="noop"),
         "list of a model without runs": lambda: aio.runs(limit=50, model="blocking"),
+        "list of a model with 50 runs": lambda: aio.runs(limit=50, model="rare"),
+        "list of what failed of it": lambda: aio.runs(limit=50, model="rare", status="FAILED"),
+        "list of a tenant without runs": lambda: aio.runs(limit=50, tenant="nobody"),
+        "list of what was submitted until a day ago": lambda: aio.runs(limit=50, until=now - timedelta(days=1)),
+        "usage of a user": lambda: aio.usage("ann"),
         "list of a payload": lambda: aio.runs(limit=50, payload_hash=run.payload_hash[::-1]),
         "summary": aio.summary,
         "summary, grouped": lambda: aio.summary(grouped=True),

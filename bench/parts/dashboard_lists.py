@@ -2,8 +2,9 @@
 
     yield from list_rows(postgres, folder)
 
-Both databases have a run every 2.6 seconds until now, so that the last hour has the same number in both. The pages
-are requested in turn, in one process, without a network.
+Both databases have a run every 130 seconds until now, so that the last fifteen days, which is all that the overview and
+the quotas look at, are the same in both. Fifty runs of each are of a model of their own, spread evenly. The pages are
+requested in turn, in one process, without a network.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 import httpx
 import psycopg
+from meter import Sessions
 from sqlalchemy import create_engine
 from table import Row
 
 from semel import App
 from semel.cli import main as semel_command
+from semel.dashboard.overview.feed import FeedCache
 from semel.service import Settings
 from semel.service.app import build
 from semel.service.state import ServiceState
@@ -28,7 +32,9 @@ from support import servers
 
 SMALL = 10_000
 LARGE = {"SQLite": 1_000_000, "PostgreSQL": 10_000_000}
-APART_MS = 2600
+APART_MS = 130_000
+RARE = 50
+"""Runs of the model ``rare`` in each database."""
 ROUNDS = 5
 PAGES = 15
 """Requests for each page in a round; the fastest counts, because of other load on the machine."""
@@ -36,37 +42,40 @@ STATES = """CASE WHEN n < 20 THEN 'PENDING' WHEN n % 25 = 1 THEN 'FAILED' WHEN n
   ELSE 'SUCCEEDED' END AS status"""
 RUNS = """id, created_us, lease_us, priority, max_attempts, max_lost, tenant, user_id, model, queue,
   parameters, idempotency_key, payload_hash"""
-VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), 'model' || (n % 10), 'default', '[]', 'key' || n"""
+MODEL = "CASE n % {rare} WHEN 9 THEN 'rare' ELSE 'model' || (n % 10) END AS model"
+VALUES = """us, {lease}, {priority}, 3, 3, '', 'user' || (n % 100), model, 'default', '[]', 'key' || n"""
 POSTGRES = f"""
 CREATE UNLOGGED TABLE made AS SELECT *,
   (lpad(to_hex(us / 1000), 12, '0') || '7' || lpad(to_hex(n % 4096), 3, '0') || '8'
-  || substr(md5(n::text), 1, 15))::uuid AS id, {STATES} FROM
-  (SELECT n, {{now}} - n::bigint * {APART_MS * 1000} AS us FROM generate_series({{count}} - 1, 0, -1) AS n);
+  || substr(md5(n::text), 1, 15))::uuid AS id, {STATES}, {MODEL} FROM
+  (SELECT n, {{now}} - n::bigint * {{apart}} AS us FROM generate_series({{count}} - 1, 0, -1) AS n);
 INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES.format(lease="NULL", priority="NULL")}, sha256(n::text::bytea)
 FROM made
 """
 SQLITE = f"""
 CREATE TABLE made AS
 WITH RECURSIVE counted(n) AS (SELECT {{count}} - 1 UNION ALL SELECT n - 1 FROM counted WHERE n > 0),
-timed AS (SELECT n, {{now}} - n * {APART_MS * 1000} AS us FROM counted),
-named AS (SELECT *, {STATES},
+timed AS (SELECT n, {{now}} - n * {{apart}} AS us FROM counted),
+named AS (SELECT *, {STATES}, {MODEL},
   printf('%012x7%03x8', us / 1000, n % 4096) || substr(lower(hex(randomblob(8))), 1, 15) AS x
   FROM timed)
-SELECT n, us, status, substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-' || substr(x, 17, 4)
-  || '-' || substr(x, 21) AS id FROM named;
+SELECT n, us, status, model, substr(x, 1, 8) || '-' || substr(x, 9, 4) || '-' || substr(x, 13, 4) || '-'
+  || substr(x, 17, 4) || '-' || substr(x, 21) AS id FROM named;
 INSERT INTO semel_runs ({RUNS}) SELECT id, {VALUES.format(lease=60000000, priority=0)}, printf('%064x', n) FROM made
 """
 STATES_OF = """
 INSERT INTO semel_active (id, since_us, due_us, lease_us, fence, priority, version, attempts, errors, losts, ready,
   tenant, user_id, queue, model)
-SELECT id, us, us, 60000000, 0, 0, 1, 0, 0, 0, true, '', 'user' || (n % 100), 'default', 'model' || (n % 10)
+SELECT id, us, us, 60000000, 0, 0, 1, 0, 0, 0, true, '', 'user' || (n % 100), 'default', model
 FROM made WHERE status = 'PENDING';
 INSERT INTO semel_attempts (run_id, fence, due_us, ended_us, version, attempts, errors, losts, tenant, status, began_us,
   worker, last_error)
 SELECT id, 1, us, us, 3, 1, 0, 0, '', status, us, 'w', CASE status WHEN 'FAILED' THEN 'ValueError: as told' END
 FROM made WHERE status <> 'PENDING';
+INSERT INTO semel_quotas (tenant, user_id, per_day, cost_daily, action, warn_at)
+SELECT '', 'user' || (n % 100), 1000, 1000000, 'block', 0.8 FROM made WHERE n < 10;
 INSERT INTO semel_run_counts (tenant, model, status, count, spent_us)
-SELECT '', 'model' || (n % 10), status, count(*), 0 FROM made WHERE status <> 'PENDING' GROUP BY 2, 3;
+SELECT '', model, status, count(*), 0 FROM made WHERE status <> 'PENDING' GROUP BY 2, 3;
 DROP TABLE made
 """
 INDEXES = """
@@ -75,16 +84,16 @@ WHERE tablename IN ('semel_runs', 'semel_attempts') AND indexname NOT LIKE '%\\_
 """
 
 
-def fill(url: str, count: int) -> None:
-    """Insert ``count`` runs, the newest of which is submitted now."""
-    now = time.time_ns() // 1000
+def fill(url: str, count: int, apart_ms: int = APART_MS) -> None:
+    """Insert ``count`` runs so many milliseconds apart, the newest of which is submitted now."""
+    values = {"now": time.time_ns() // 1000, "count": count, "apart": apart_ms * 1000, "rare": count // RARE}
     if url.startswith("postgresql"):
         semel_command(["migrate", url, "--json"])
         with psycopg.connect(url, autocommit=True) as connection:
             indexes = connection.execute(INDEXES).fetchall()
             for name, _ in indexes:
                 connection.execute(f"DROP INDEX {name}".encode())
-            connection.execute((POSTGRES.format(now=now, count=count) + ";" + STATES_OF).encode())
+            connection.execute((POSTGRES.format(**values) + ";" + STATES_OF).encode())
             for _, definition in indexes:  # to make them afterwards takes a fraction of the time
                 connection.execute(definition.encode())
             connection.execute("VACUUM ANALYZE semel_runs, semel_active, semel_attempts")
@@ -94,7 +103,7 @@ def fill(url: str, count: int) -> None:
     app.close()
     engine = create_engine(url)
     with engine.begin() as connection:
-        for statement in (SQLITE.format(now=now, count=count) + ";" + STATES_OF).split(";"):
+        for statement in (SQLITE.format(**values) + ";" + STATES_OF).split(";"):
             connection.exec_driver_sql(statement)
     engine.dispose()
 
@@ -106,6 +115,7 @@ class Desk:
         self.site = ServiceState(App(url), Settings())
         transport = httpx.ASGITransport(build(self.site), client=("127.0.0.1", 50000))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        self.cpu = cpu_of(url)
         self.count = count
         self.known: dict[str, str] = {}
 
@@ -118,20 +128,31 @@ class Desk:
         run = (await self.site.engine.runs(cursor=cursor, limit=1)).runs[0]
         self.known = {"id": run.id, "hash": run.payload_hash}
 
-    async def page(self, path: str) -> float:
-        """Request a page, which must succeed; returns the seconds it took."""
-        start = time.perf_counter()
+    async def page(self, path: str) -> tuple[float, float]:
+        """Request a page, which must succeed; returns the seconds it took, and those of CPU (see ``cpu_of``)."""
+        self.site.overview_feeds = FeedCache(self.site)  # it would show the overview of the request before
+        spent, start = self.cpu(), time.perf_counter()
         answer = await self.client.get(path.format(**self.known))
-        seconds = time.perf_counter() - start
+        seconds, spent = time.perf_counter() - start, self.cpu() - spent
         assert answer.status_code == 200, answer.text[:500]
-        return seconds
+        return seconds, spent
 
     async def close(self) -> None:
         await self.client.aclose()
         await self.site.close()
 
 
+def cpu_of(url: str) -> Callable[[], float]:
+    """The CPU time of the server's sessions, or of this process, which is SQLite and the dashboard."""
+    return time.process_time if url.startswith("sqlite") else Sessions(url).cpu
+
+
 PATHS = {
+    "the overview of an hour": "/?window=hour",
+    "the overview of a day": "/?window=day",
+    "the overview of a week": "/?window=week",
+    "quotas": "/ui/quotas",
+    "the quota of a user": "/ui/quotas?user=user7",
     "a run": "/ui/runs/{id}",
     "keys": "/ui/keys",
     "the first page": "/ui/runs",
@@ -142,31 +163,35 @@ PATHS = {
     "of the last hour": "/ui/runs?last=1h",
     "of a user": "/ui/runs?user=user7",
     "of a model": "/ui/runs?model=model3",
+    "of a model that few run": "/ui/runs?model=rare",
+    "of a model that nobody ran": "/ui/runs?model=none",
     "search by id": "/ui/runs?q={id}",
     "search by payload hash": "/ui/runs?q={hash}",
 }
 WORST = {
-    "a model that nobody ran": "/ui/runs?model=none",
     "a key that nobody had": "/ui/runs?q=nobody",
     "the end of no id": "/ui/runs?q=0f0f0f0f0f0f",
 }
 """Filters without an index that match nothing: the page stops the search after a while, and shows that."""
 
 
-async def _costs(
-    urls: tuple[str, str], large: int, paths: dict[str, str], times: int
-) -> dict[str, list[tuple[float, float]]]:
+Costs: TypeAlias = dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]
+"""For each page and round what it took with few and with many runs: seconds, and seconds of CPU."""
+
+
+async def _costs(urls: tuple[str, str], large: int, paths: dict[str, str], times: int) -> Costs:
     desks = [Desk(url, count) for url, count in zip(urls, (SMALL, large), strict=True)]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in paths}
+    found: Costs = {name: [] for name in paths}
     for desk in desks:
         await desk.prepare()
     for _ in range(ROUNDS):
         for name, path in paths.items():
-            costs: tuple[list[float], list[float]] = ([], [])
+            costs: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
             for _ in range(times):
                 for desk, cost in zip(desks, costs, strict=True):
                     cost.append(await desk.page(path))
-            found[name].append((min(costs[0]), min(costs[1])))
+            few, many = ((min(each[0] for each in side), min(each[1] for each in side)) for side in costs)
+            found[name].append((few, many))
     for desk in desks:
         await desk.close()
     return found
@@ -176,12 +201,13 @@ def measured(kind: str, urls: tuple[str, str]) -> Iterator[Row]:
     """The rows of the table for one kind of database."""
     large = LARGE[kind]
     for name, pairs in asyncio.run(_costs(urls, large, PATHS, PAGES)).items():
-        few, many = (median(pair[place] for pair in pairs) * 1e3 for place in (0, 1))
-        note = f"{many:.1f} ms against {few:.1f} ms"
-        ratios = [b / a for a, b in pairs]
+        few, many = (median(pair[side][0] for pair in pairs) * 1e3 for side in (0, 1))
+        cpu = median(many[1] / few[1] for few, many in pairs)
+        note = f"{many:.1f} ms against {few:.1f} ms, CPU {cpu:.2f}"
+        ratios = [many[0] / few[0] for few, many in pairs]
         yield Row(f"dashboard, {kind}: {name}, {large:,} / {SMALL:,}", ratios, 1.25, at_most=True, note=note)
     for name, pairs in asyncio.run(_costs(urls, large, WORST, 1)).items():
-        milliseconds = [many * 1e3 for _, many in pairs]
+        milliseconds = [many[0] * 1e3 for _, many in pairs]
         yield Row(f"dashboard, {kind}: {name}, ms with {large:,}", milliseconds, 1000, at_most=True)
 
 

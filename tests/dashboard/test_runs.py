@@ -168,7 +168,7 @@ def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
     server.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": "hank", "queue": IDLE} for n in range(40)])
     monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 15)
-    page = operator.open("/ui/runs?model=train&user=hank")
+    page = operator.open(f"/ui/runs?q={oldest[-12:]}&user=hank")
     seen = 0
     while not ids(page):
         assert "Searched back to" in page.text
@@ -181,6 +181,19 @@ def test_a_page_that_runs_out_of_time_says_so_and_goes_on(
     assert seen >= 1
 
 
+@pytest.mark.parametrize("status", ["", "&status=PENDING", "&status=PENDING&status=FAILED"])
+def test_the_runs_of_a_model_are_found_however_many_others_there_are(
+    server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    user = f"hugo{len(status)}"
+    oldest = submitted(server, "train", user=user, queue=IDLE)
+    server.app.submit_many([{"model": "add", "parameters": {"a": n}, "user": user, "queue": IDLE} for n in range(40)])
+    monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
+    monkeypatch.setattr(queries, "FIRST_WINDOW", 15)
+    assert ids(operator.open(f"/ui/runs?model=train&user={user}{status}")) == [oldest]
+    assert ids(operator.open(f"/ui/runs?model=none{status}")) == []
+
+
 def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
     server: TokenServer, operator: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +201,7 @@ def test_how_far_was_looked_tells_no_id_of_anybody_elses_run(
     theirs = put_runs(server.app, [made_run(0.5 + n / 100, tenant="elsewhere") for n in range(40)])
     monkeypatch.setattr(queries, "SCAN_SECONDS", -1.0)
     monkeypatch.setattr(queries, "FIRST_WINDOW", 7)
-    page = operator.open("/ui/runs?model=nothing")
+    page = operator.open("/ui/runs?q=nothing")
     (onward,) = page.all("a", rel="next")
     assert not [each for each in theirs if each in onward["href"]]
     with browser(server, server.admit("ivy")) as ivy:

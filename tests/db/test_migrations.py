@@ -50,14 +50,14 @@ SPARSE = {
 
 
 def belongs(conn: Connection) -> Callable[..., bool]:
-    """PostgreSQL draws fences from a sequence, SQLite from a table of one row. Their indexes of payloads differ, and
+    """PostgreSQL draws fences from a sequence, SQLite from a table of one row. Some of their indexes differ, and
     Alembic does not know which is whose, nor that a partition belongs to its table. SQLite has values where PostgreSQL
     has NULL for the usual one."""
 
     def include(thing: Any, name: str | None, kind: str, *_: Any) -> bool:
         if kind == "column" and conn.dialect.name == "sqlite":
             return name not in SPARSE.get(thing.table.name, ())
-        if kind == "index" and name == "semel_runs_hash":
+        if kind == "index" and name in ("semel_runs_hash", "semel_runs_search"):
             return False
         if conn.dialect.name != "postgresql" or kind != "table":
             return True

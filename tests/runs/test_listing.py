@@ -1,12 +1,15 @@
 """Runs are found again by filters, page by page; retried once however often asked; purged with all they left."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from semel import App, IllegalTransition, InvalidRequest, RunNotFound
+from semel.runs.store import queries
 from semel.runs.types import Run
 from semel.testing import FakeClock
 
@@ -54,6 +57,67 @@ def test_pages_follow_each_other_without_gap_or_repetition(app: App) -> None:
     assert found == made[::-1]
     with pytest.raises(InvalidRequest, match=r"cursor must be the page\.next of an earlier page"):
         app.runs(cursor="7")
+
+
+@pytest.mark.parametrize("first_look", [2, 7, 2000])
+@pytest.mark.parametrize("few", [0, 3, 1000])
+def test_a_list_is_the_same_whichever_way_its_runs_are_found(
+    app: App, monkeypatch: pytest.MonkeyPatch, first_look: int, few: int
+) -> None:
+    """Looked at one by one, searched for in ranges of ids, or read from an index."""
+    monkeypatch.setattr(queries, "_FIRST_LOOK", first_look)
+    monkeypatch.setattr(queries, "_FEW", few)
+    made = []
+    for number in range(60):
+        model = "other" if number in (3, 20, 21, 57) else "work"
+        queue, tenant = ("slow" if number % 17 == 0 else "default"), ("acme" if number % 13 == 0 else "")
+        made.append(app.submit(model, {"number": number}, queue=queue, tenant=tenant, dedupe=False))
+        if number in (3, 5, 57):
+            made[-1] = app.cancel(made[-1].id, tenant=tenant)
+    for model, queue, tenant, status, limit in product(
+        (None, "work", "other"),
+        (None, "slow"),
+        ("", "acme"),
+        (None, "CANCELLED", ["PENDING", "CANCELLED"]),
+        (1, 4, 100),
+    ):
+        found, cursor = [], None
+        while True:
+            page = app.runs(model=model, queue=queue, tenant=tenant, status=status, limit=limit, cursor=cursor)
+            found += ids(page.runs)
+            cursor = page.next
+            if cursor is None:
+                break
+        assert found == [
+            run.id
+            for run in reversed(made)
+            if run.model == (model or run.model)
+            and run.queue == (queue or run.queue)
+            and run.tenant == tenant
+            and run.status in (status or run.status)
+        ]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_times_narrow_a_list_whoever_gives_the_time(
+    url: str, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: bool
+) -> None:
+    """Ids are made by this machine's clock: they bound a list only if that is the clock of the runs, too."""
+    monkeypatch.setattr(queries, "_FIRST_LOOK", 2)
+    monkeypatch.setattr(queries, "CLOCK_SKEW_US", 60 * 1_000_000)
+    with closing(App(url, clock=None if real else clock, artifacts=tmp_path / "artifacts")) as app:
+        app.model("work", isolation="thread")(work)
+        made = []
+        for number in range(6):
+            made.append(app.submit("work", {"number": number}))
+            clock.advance(1)
+        for options in ({}, {"model": "work"}, {"status": "PENDING"}):
+            since = app.runs(since=made[2].created_at, **options)
+            assert ids(since.runs) == ids(made[2:][::-1])
+            until = app.runs(until=made[2].created_at, **options)
+            assert ids(until.runs) == ids(made[:2][::-1])
+            assert not app.runs(until=made[0].created_at - timedelta(days=1), **options).runs
+            assert not app.runs(since=made[5].created_at + timedelta(days=1), **options).runs
 
 
 def test_filters_narrow_and_combine(app: App, clock: FakeClock) -> None:

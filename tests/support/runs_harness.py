@@ -31,6 +31,13 @@ PATIENCE = 60
 START = 1_709_210_096.0
 """2024-02-29 12:34:56 UTC."""
 PROGRAM = Path(__file__).parent / "apps" / "worker_program.py"
+EVENTS = {
+    "an unsent event": """INSERT INTO semel_outbox (run_id, version, at_us, step, status, fence, unpublished, unsent)
+VALUES (:id, 3, :now, 'succeeded', 'SUCCEEDED', 1, false, true)""",
+    "a delivery that waits": """INSERT INTO semel_deliveries
+  (run_id, subscription_id, version, state, attempts, due_us, body) VALUES (:id, 's', 3, 'waiting', 1, :now, '')""",
+}
+"""Statements that leave an event of a run with somebody who is still to hear of it."""
 
 T = TypeVar("T")
 

@@ -32,7 +32,10 @@ from sqlalchemy import (
     text,
 )
 
-REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0012", "0013")
+REVISIONS = (
+    *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
+    *("0012", "0013", "0014"),
+)
 """Every migration, oldest first; the last one is what this release needs."""
 
 VERSION_TABLE = "semel_version"
@@ -117,7 +120,7 @@ _START = 7
 """How much of a digest an index holds: enough to find its row, and no more than fits into 16 bytes with its header."""
 
 
-def has_digest(column: Column[Any], digits: str) -> ColumnElement[bool]:
+def has_digest(column: ColumnElement[Any], digits: str) -> ColumnElement[bool]:
     """True where the column holds this digest."""
     start = func.substr(column, 1, _START) == literal(digits, Digest(_START))
     return and_(start, column == digits)
@@ -178,6 +181,25 @@ Index(
     postgresql_where=submitted.c.data_ref.is_not(None),
     sqlite_where=submitted.c.data_ref.is_not(None),
 )
+
+Index(
+    "semel_runs_search",
+    submitted.c.id,
+    submitted.c.tenant,
+    submitted.c.model,
+    submitted.c.queue,
+    postgresql_using="brin",
+    postgresql_ops={
+        "tenant": "text_bloom_ops (n_distinct_per_range = 64)",
+        "model": "text_bloom_ops (n_distinct_per_range = 64)",
+        "queue": "text_bloom_ops (n_distinct_per_range = 16)",
+    },
+    postgresql_with={"pages_per_range": 16, "autosummarize": "on"},
+).ddl_if("postgresql")
+Index("semel_runs_search", submitted.c.model, submitted.c.tenant, submitted.c.id).ddl_if("sqlite")
+"""Finds the runs of a model, queue or tenant that has few of them. On PostgreSQL it has no entry for each run, only a
+summary of the tenants, models and queues in every sixteen pages, so a run costs no WAL for it.
+"""
 
 active = Table(
     "semel_active",

@@ -300,6 +300,7 @@ class RunEngine:
             since_us=_us("since", since),
             until_us=_us("until", until),
             stalled=bool(stalled),
+            real_time=self.store.has_real_time,
         )
         if id_part is not None:
             if (digits := partial_ids.digits_of(id_part)) is None:

@@ -25,7 +25,7 @@ from semel.runs.types import INTERNAL_QUEUE, MICRO, id_at, new_id
 from semel.runs.worker.sweeper import Sweeper, remover
 from semel.testing import FakeClock
 from support.databases import MISCOUNTED, database_url
-from support.runs_harness import RunsHarness
+from support.runs_harness import EVENTS, RunsHarness
 
 HOUR, DAY = 3600, 86400
 RETENTION = DAY
@@ -298,12 +298,17 @@ def test_runs_in_a_partition_wait_for_the_last_of_them_and_no_longer_than_its_ti
     assert ledger.timeless.purge(RETENTION) == 1, "by hand it is exact"
 
 
-@pytest.mark.parametrize("what", ["a live key", "an active run", "a run that ended lately"])
+@pytest.mark.parametrize(
+    "what", ["a live key", "an active run", "a run that ended lately", "an unsent event", "a delivery that waits"]
+)
 def test_one_run_that_must_stay_keeps_its_partition(ledger: Ledger, what: str) -> None:
     name = ledger.begin().name
     old = ledger.ended()
     if what == "a live key":
         kept = ledger.ended(idempotency_key="k", key_ttl=30 * DAY)
+    elif what in EVENTS:
+        kept = ledger.ended()
+        ledger.sql(EVENTS[what], id=kept.id, now=ledger.clock.us)
     else:
         kept = ledger.timeless.submit("add", {"a": 2})
     ledger.clock.advance(DAY + 3 * HOUR)

@@ -25,7 +25,7 @@ from semel.runs.types import Artifact
 from semel.runs.worker.sweeper import Sweeper, remover
 from support.databases import DATABASES, Databases
 from support.programs import Program
-from support.runs_harness import PATIENCE, RunsHarness
+from support.runs_harness import EVENTS, PATIENCE, RunsHarness
 
 DAY = 86400
 
@@ -102,6 +102,30 @@ def test_a_run_that_a_key_found_by_its_payload_stays_until_the_key_ends(harness:
     assert purge(harness, "app") == 0
     assert harness.timeless.submit("add", {"a": 1}, **asked).id == made.id
     harness.clock.advance(51 * DAY)
+    assert purge(harness, "app") == 1
+
+
+@pytest.mark.parametrize("what", EVENTS)
+def test_a_run_whose_events_wait_stays_for_a_week_longer(harness: RunsHarness, what: str) -> None:
+    """A receiver may be away for longer than the retention. One that never comes back does not keep runs for ever."""
+    waiting, other = ended(harness), ended(harness)
+    harness.sql(EVENTS[what], id=waiting.id, now=harness.clock.us)
+    harness.clock.advance(31 * DAY)
+    assert purge(harness, "app") == 1
+    assert {run.id for run in harness.timeless.runs().runs} == {waiting.id} != {other.id}
+    harness.clock.advance(6 * DAY - 60)
+    assert purge(harness, "app") == 0
+    harness.clock.advance(120)
+    assert purge(harness, "app") == 1
+    assert harness.sql("SELECT count(*) FROM semel_outbox")[0][0] == 0
+    assert harness.sql("SELECT count(*) FROM semel_deliveries")[0][0] == 0
+
+
+@pytest.mark.parametrize("state", ["delivered", "dead"])
+def test_a_delivery_that_is_over_keeps_no_run(harness: RunsHarness, state: str) -> None:
+    run = ended(harness)
+    harness.sql(EVENTS["a delivery that waits"].replace("waiting", state), id=run.id, now=harness.clock.us)
+    harness.clock.advance(31 * DAY)
     assert purge(harness, "app") == 1
 
 

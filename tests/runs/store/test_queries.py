@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
+from sqlalchemy import Connection, event
 
 from semel import InvalidRequest, Run
 from semel._concurrency.sync import run_sync
 from semel.runs.store import lease, maintenance, partial_ids, queries, transitions
 from semel.runs.store.lease import LeaseRenewal, LogLineRow
-from semel.runs.store.queries import Backlog, RunVersion
+from semel.runs.store.queries import Backlog, Filter, RunVersion
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import INTERNAL_QUEUE, EndKind, Waiting
 from support.databases import DATABASES, MISCOUNTED, Databases, TestDatabase, held
@@ -46,6 +48,48 @@ def test_the_services_own_work_is_listed_only_if_its_queue_is_asked_for(database
     assert [each.id for each in database.app.runs().runs] == [run.id, users]
     assert [each.id for each in database.app.runs(queue=INTERNAL_QUEUE).runs] == [users, own]
     assert [each.id for each in database.app.runs(user="").runs] == [run.id]
+
+
+MANY = """
+INSERT INTO semel_runs (id, created_us, max_attempts, max_lost, tenant, user_id, model, queue, payload_hash, parameters)
+SELECT (lpad(to_hex(n), 12, '0') || '70008000000000000000')::uuid, n, 3, 3, '', '',
+  CASE n % 20000 WHEN 1 THEN 'rare' ELSE 'train' END, 'default', sha256(n::text::bytea), '{}'
+FROM generate_series(1, 100000) AS n;
+INSERT INTO semel_attempts (run_id, fence, ended_us, version, tenant, status, began_us)
+SELECT id, 1, created_us, 3, '', 'SUCCEEDED', created_us FROM semel_runs;
+INSERT INTO semel_run_counts (tenant, model, status, count, spent_us)
+VALUES ('', 'train', 'SUCCEEDED', 99995, 0), ('', 'rare', 'SUCCEEDED', 5, 0)"""
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Filter(model="rare"),
+        Filter(model="rare", status=["SUCCEEDED", "PENDING"]),
+        Filter(queue="another"),
+        Filter(tenant="another"),
+    ],
+)
+def test_what_few_runs_have_is_found_without_reading_the_others(databases: Databases, wanted: Filter) -> None:
+    """Names are in the statements' text: a plan that is made once, for any model, would read all runs."""
+
+    def plans(conn: Connection) -> tuple[int, list[str]]:
+        sent: list[tuple[str, Any]] = []
+        event.listen(conn, "before_cursor_execute", lambda *about: sent.append((about[2], about[3])))
+        found = queries.list_runs(conn, wanted, 50, None)
+        asked = [(text, values) for text, values in sent if "FROM semel_runs \nWHERE" in text and "OFFSET" not in text]
+        assert not [values for _, values in asked if {"rare", "another"} & {*map(str, values.values())}]
+        rows = [row[0] for text, values in asked for row in conn.exec_driver_sql(f"EXPLAIN {text}", values)]
+        return len(found.runs), [row for row in rows if "Scan" in row and "semel_runs_first" in row]
+
+    with databases.empty("postgres") as database, psycopg.connect(database.url, autocommit=True) as client:
+        client.execute(MANY)
+        client.execute("VACUUM ANALYZE semel_runs, semel_attempts")
+        count, scans = database.ask(plans)
+    assert count == (5 if wanted.model else 0)
+    searches = [row for row in scans if "semel_runs_first_id_tenant_model_queue_idx" in row]
+    assert bool(searches) != bool(wanted.tenant), "the sums tell that a tenant has no runs"
+    assert not [row for row in scans if "Seq Scan" in row]
 
 
 def test_a_run_is_found_under_its_own_tenant_or_any(database: TestDatabase) -> None:

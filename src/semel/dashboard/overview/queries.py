@@ -14,7 +14,7 @@ from msgspec import Struct
 from sqlalchemy import BindParameter, Connection, Select, bindparam, func, select
 
 from semel.db.dialect import StatementContext
-from semel.db.schema import runs
+from semel.db.schema import active, runs
 from semel.runs.store import queries, quotas
 from semel.runs.store.queries import Filter, has_status
 from semel.runs.types import MICRO, Quota, Usage, WorkerInfo, id_at
@@ -213,7 +213,7 @@ def take_snapshot(
 def _count_by_user(conn: Connection, audience: Audience, status: str) -> Counter[str]:
     """Runs of the status by user, among the first ``MAX_COUNTED``; the order makes the planner use the index."""
     query = select(runs.c.user_id).where(*audience.filter(status).conditions())
-    first = query.order_by(runs.c.id).limit(MAX_COUNTED + 1).subquery()
+    first = query.order_by(runs.c.active_id).limit(MAX_COUNTED + 1).subquery()
     rows = conn.execute(select(first.c.user_id, func.count()).group_by(first.c.user_id))
     return Counter({row.user_id: row[1] for row in rows})
 
@@ -221,7 +221,7 @@ def _count_by_user(conn: Connection, audience: Audience, status: str) -> Counter
 def _oldest_due(conn: Connection, audience: Audience, now: int) -> int | None:
     """When the longest waiting of the oldest pending runs became due."""
     query = select(runs.c.due_us).where(*audience.filter("PENDING").conditions(), runs.c.due_us <= now)
-    some = query.order_by(runs.c.id).limit(MAX_STUCK).subquery()
+    some = query.order_by(runs.c.active_id).limit(MAX_STUCK).subquery()
     oldest: int | None = conn.scalar(select(func.min(some.c.due_us)))
     return oldest
 
@@ -252,7 +252,7 @@ def _lost(conn: Connection, audience: Audience, now: int) -> list[StuckRun]:
 def _late(conn: Connection, audience: Audience, now: int, terms: StatementContext) -> list[StuckRun]:
     """Runs that have been due for long; the first of each queue and model with the reason why it waits."""
     query = select(*_STUCK).where(*audience.filter("PENDING").conditions(), runs.c.due_us < now - LATE * MICRO)
-    late = [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.id).limit(MAX_STUCK))]
+    late = [StuckRun(*row) for row in conn.execute(query.order_by(runs.c.active_id).limit(MAX_STUCK))]
     reasons: dict[tuple[str, str], str] = {}
     for each in late:
         kind = (each.queue, each.model)
@@ -264,14 +264,16 @@ def _late(conn: Connection, audience: Audience, now: int, terms: StatementContex
 
 def _stalled(conn: Connection, audience: Audience) -> list[StalledRun]:
     columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "progress", "progress_us")]
-    query = select(*columns).where(*audience.filter("RUNNING").conditions(), queries.STALLED)
+    leased = select(active.c.id).where(active.c.lease_until_us.is_not(None))  # SQLite would begin with all runs
+    stalled = (runs.c.active_id.in_(leased), queries.STALLED)
+    query = select(*columns).where(*audience.filter("RUNNING").conditions(), *stalled)
     return [StalledRun(*row) for row in conn.execute(query.order_by(runs.c.progress_us).limit(MAX_STUCK))]
 
 
 def _running(conn: Connection, audience: Audience) -> list[RunningRun]:
     columns = [runs.c[name] for name in ("id", "model", "user_id", "worker", "started_us", "progress")]
     query = select(*columns).where(*audience.filter("RUNNING").conditions())
-    return [RunningRun(*row) for row in conn.execute(query.order_by(runs.c.id).limit(MAX_RUNNING))]
+    return [RunningRun(*row) for row in conn.execute(query.order_by(runs.c.active_id).limit(MAX_RUNNING))]
 
 
 def _failures(conn: Connection, audience: Audience, now_us: int) -> list[Failure]:

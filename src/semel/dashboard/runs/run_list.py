@@ -9,6 +9,7 @@ from typing import Any
 from litestar import Response, get, post
 from litestar.response import Stream
 from msgspec import Struct
+from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from semel.dashboard.forms import Form, form_of
@@ -18,7 +19,7 @@ from semel.dashboard.runs.queries import IdRange, RunRow, SearchResult
 from semel.dashboard.sse import NO_UPDATE, live_response, replace_event
 from semel.dashboard.templating import address, page, redirect, redirect_with_message, render_part
 from semel.errors import InvalidRequest, SemelError, StoreUnavailable
-from semel.runs.store.queries import Filter
+from semel.runs.store.queries import Filter, find
 from semel.runs.types import INTERNAL_PREFIX, STATUSES, Run, checked_id
 from semel.service.api.params import AnyRequest, root_of
 from semel.service.api.problems import problem_of
@@ -51,7 +52,19 @@ class ListPage(Struct, frozen=True):
         return None if self.reached is None else int(self.reached.replace("-", "")[:12], 16) * 1000
 
 
-def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str | None) -> ListPage:
+async def _list_page(service: ServiceState, filters: RunFilters, caller: Principal) -> ListPage:
+    """The page. Runs of a model are searched for by the store, if it has a short way to them."""
+    wanted = filters.as_filter(caller)
+    known = None
+    if wanted.model is not None and filters.after is None and not filters.q:
+        start = queries.range_of(wanted, filters.before).start
+        known = await service.store.read(find, replace(wanted, real_time=True), start, PAGE_SIZE + 1)
+    return await service.store.read(_read_page, filters, wanted, caller.visible_user, known)
+
+
+def _read_page(
+    conn: Connection, filters: RunFilters, wanted: Filter, user: str | None, known: list[str] | None
+) -> ListPage:
     if filters.after is not None:
         found = queries.scan(conn, wanted, IdRange(start=filters.after, down=False), PAGE_SIZE + 1)
         if len(found.ids) > PAGE_SIZE or found.reached is not None:
@@ -62,8 +75,10 @@ def _read_page(conn: Connection, filters: RunFilters, wanted: Filter, user: str 
         found = queries.find_by_text(conn, wanted, filters.q, PAGE_SIZE)
         if found.ids:
             return _page_of(conn, found, wanted, user, older=False, newer=False)
-    ids = queries.range_of(wanted, filters.before)
-    found = queries.scan(conn, wanted, ids, PAGE_SIZE + 1, filters.q)
+    if known is None:
+        found = queries.scan(conn, wanted, queries.range_of(wanted, filters.before), PAGE_SIZE + 1, filters.q)
+    else:
+        found = SearchResult(known)
     shown = SearchResult(found.ids[:PAGE_SIZE], found.reached)
     newer = filters.before is not None and not filters.q
     return _page_of(conn, shown, wanted, user, older=len(found.ids) > PAGE_SIZE, newer=newer)
@@ -81,7 +96,7 @@ def _page_of(
 async def show(request: AnyRequest, service: CurrentState, caller: CurrentPrincipal) -> Response[Any]:
     """The list of runs, newest first."""
     filters = _filters_of(request)
-    run_page = await service.store.read(_read_page, filters, filters.as_filter(caller), caller.visible_user)
+    run_page = await _list_page(service, filters, caller)
     return page(
         request,
         service,

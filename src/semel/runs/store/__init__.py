@@ -117,6 +117,11 @@ class RunStore:
         return str(self.file or self.url.set(drivername=self.dialect).render_as_string(hide_password=True))
 
     @property
+    def has_real_time(self) -> bool:
+        """Whether times are those of the hosts and the database, as ids are, and not of a clock that was given."""
+        return self._clock is None
+
+    @property
     def statement_context(self) -> StatementContext:
         """What the functions of this package take: the clock, where the database's own is not used (SQLite's is the
         host's), and whether events are to be published."""

@@ -1,6 +1,7 @@
 """Upkeep: the rows of live workers, leader election, and the removal of expired rows and old runs.
 
-Runs that ended long ago are removed with their logs, files and data; a run that a live key names stays.
+Runs that ended long ago are removed with their logs, files and data. A run that a live key names stays, and one with an
+event that somebody is still to hear of, for a week at most.
 
     rows removed, their files noted     files removed        note removed
     ───────────── one transaction ────▶ ───────────────────▶ ────────────▶
@@ -36,7 +37,9 @@ from semel.db.schema import (
     active,
     attempts,
     costs,
+    deliveries,
     keys,
+    outbox,
     removals,
     run_counts,
     runs,
@@ -55,6 +58,8 @@ BATCH = 1000
 DAY_US = 86400 * MICRO
 COSTS_KEPT_US = 400 * DAY_US
 """The longest period of a cost limit is a year."""
+EVENTS_KEPT_US = 7 * DAY_US
+"""For how long events that wait keep a run beyond its retention: they may have nobody any more who takes them."""
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
@@ -275,15 +280,24 @@ class Removed(Struct, frozen=True):
 
 
 def is_old(now: int, age: float) -> ColumnElement[bool]:
-    """True for a run that ended more than ``age`` seconds ago and that no live key names."""
-    finished = and_(runs.c.finished_us < now - round(age * MICRO), runs.c.status.in_(TERMINAL))
+    """True for a run that ended more than ``age`` seconds ago, that no live key names, and whose events do not wait."""
+    before = now - round(age * MICRO)
+    finished = and_(runs.c.finished_us < before, runs.c.status.in_(TERMINAL))
     named = and_(
         keys.c.kind == literal(RUN, literal_execute=True),  # so that the partial index is used
         keys.c.attempt == cast(runs.c.id, Text),
         keys.c.expires_us >= now,
         keys.c.state == "completed",
     )
-    return and_(finished, not_(exists().where(named)))
+    waits = (
+        and_(outbox.c.run_id == runs.c.id, outbox.c.at_us >= before - EVENTS_KEPT_US),
+        and_(
+            deliveries.c.run_id == runs.c.id,
+            deliveries.c.state == "waiting",
+            deliveries.c.due_us >= before - EVENTS_KEPT_US,
+        ),
+    )
+    return and_(finished, not_(exists().where(named)), *(not_(exists().where(each)) for each in waits))
 
 
 _REMOVAL_COLUMNS = {"in_prefix": "text", "in_data": "text", "in_files": "boolean"}

@@ -32,7 +32,9 @@ def digits_of(text: str) -> str | None:
 
 
 def begins_with(column: ColumnElement[str], digits: str) -> ColumnElement[bool]:
-    """True for ids that begin with the digits: a range, which the index of the ids finds."""
+    """True for ids that begin with the digits: a range, which the index of the ids finds; of a whole id that alone."""
+    if len(digits) == 32:
+        return column == checked_id(digits)
     return column.between(checked_id(digits.ljust(32, "0")), checked_id(digits.ljust(32, "f")))
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, and_, text
 from semel.db.dialect import StatementContext
 from semel.db.schema import submitted
 from semel.runs.store import audit_log
-from semel.runs.store.maintenance import DAY_US, LEAVE_RANGE, purged
+from semel.runs.store.maintenance import DAY_US, EVENTS_KEPT_US, LEAVE_RANGE, purged
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, id_at
 
@@ -148,12 +148,20 @@ SELECT NOT EXISTS (SELECT FROM semel_active WHERE id >= CAST(:start AS uuid) AND
                    AND attempt COLLATE "C" >= CAST(CAST(:start AS uuid) AS text)
                    AND attempt COLLATE "C" < CAST(CAST(:end AS uuid) AS text))
    AND NOT EXISTS (SELECT FROM semel_attempts WHERE run_id >= CAST(:start AS uuid) AND run_id < CAST(:end AS uuid)
-                   AND ended_us >= :before)""")
+                   AND ended_us >= :before)
+   AND NOT EXISTS (SELECT FROM semel_outbox WHERE run_id >= CAST(:start AS uuid) AND run_id < CAST(:end AS uuid)
+                   AND at_us >= :heard)
+   AND NOT EXISTS (SELECT FROM semel_deliveries WHERE run_id >= CAST(:start AS uuid) AND run_id < CAST(:end AS uuid)
+                   AND state = 'waiting' AND due_us >= :heard)""")
 
 
 def _is_removable(conn: Connection, partition: Partition, age: float, now: int) -> bool:
-    """Whether every run of the partition ended more than ``age`` seconds ago, and no live key names one."""
-    values = {"start": partition.start, "end": partition.end, "now": now, "before": now - round(age * MICRO)}
+    """Whether every run of the partition ended more than ``age`` seconds ago, no live key names one, and no event of
+    one waits to be sent.
+    """
+    before = now - round(age * MICRO)
+    ids = {"start": partition.start, "end": partition.end}
+    values = {**ids, "now": now, "before": before, "heard": before - EVENTS_KEPT_US}
     return bool(conn.scalar(_REMOVABLE, values))
 
 

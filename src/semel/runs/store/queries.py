@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from sqlalchemy import (
     BigInteger,
     Column,
     ColumnElement,
     Connection,
+    FromClause,
     Table,
     Uuid,
     and_,
@@ -53,6 +56,7 @@ from semel.runs.types import (
     Summary,
     Waiting,
     WorkerInfo,
+    id_at,
     run_of,
 )
 
@@ -76,9 +80,15 @@ _SHOWN = [column for column in runs.c if column.name not in _HIDDEN]
 _LISTED = [column for column in _SHOWN if column.name != "parameters"]
 _FIRST_PORTION = 16
 """How many rows are read first for a page that is limited in bytes."""
+_FIRST_LOOK = 2000
+"""How many runs a list looks at one by one, before it searches for those that meet its filter."""
+_FEW = 1000
+"""Up to so many runs of a model, those in a status are searched for among them, not among all in that status."""
+CLOCK_SKEW_US = 3600 * MICRO
+"""How far the clock of the host that made an id may be from the database's, which sets ``created_us``."""
 
 
-def _is_of_users(table: Table) -> ColumnElement[bool]:
+def _is_of_users(table: FromClause) -> ColumnElement[bool]:
     """True for runs that a user submitted, false for the service's own work."""
     return or_(table.c.queue != INTERNAL_QUEUE, table.c.user_id != "")
 
@@ -86,6 +96,10 @@ def _is_of_users(table: Table) -> ColumnElement[bool]:
 _OF_USERS = _is_of_users(active)
 _SPENT_US = case((runs.c.status == "SUCCEEDED", runs.c.finished_us - runs.c.started_us), else_=0)
 """For how long a run that succeeded ran."""
+
+
+_IS_ACTIVE = runs.c.active_id >= literal(id_at(0), runs.c.active_id.type, literal_execute=True)
+"""True for runs that are pending or running. As a range of ids, it lets SQLite begin with the table of these."""
 
 
 def has_status(*statuses: str) -> ColumnElement[bool]:
@@ -96,7 +110,7 @@ def has_status(*statuses: str) -> ColumnElement[bool]:
     if any(status in TERMINAL for status in statuses):
         return runs.c.status.in_(wanted)
     lease = {"PENDING": runs.c.lease_until_us.is_(None), "RUNNING": runs.c.lease_until_us.is_not(None)}
-    return and_(runs.c.active_id.is_not(None), or_(false(), *(lease[each] for each in lease if each in statuses)))
+    return and_(_IS_ACTIVE, or_(false(), *(lease[each] for each in lease if each in statuses)))
 
 
 STALLED = and_(
@@ -121,6 +135,23 @@ class Filter(Struct, frozen=True, kw_only=True):
     until_us: int | None = None
     stalled: bool = False
     """Only those that are alive and make no progress."""
+    ids: Sequence[str] | None = None
+    """Only these."""
+    inline: bool = False
+    """Whether names are part of the statement's text: then PostgreSQL always plans it for them, and knows if they are
+    rare."""
+    real_time: bool = False
+    """Whether runs were submitted by the hosts' clocks, from which their ids are made: then ids bound the times."""
+
+    @property
+    def first_id(self) -> str | None:
+        """Runs with a smaller id were submitted before ``since_us``, as far as clocks agree."""
+        return id_at(self.since_us - CLOCK_SKEW_US) if self.real_time and self.since_us is not None else None
+
+    @property
+    def last_id(self) -> str | None:
+        """Runs with a greater id were submitted after ``until_us``, as far as clocks agree."""
+        return id_at(self.until_us + CLOCK_SKEW_US) if self.real_time and self.until_us is not None else None
 
     @property
     def table(self) -> Table:
@@ -130,6 +161,8 @@ class Filter(Struct, frozen=True, kw_only=True):
     @property
     def order(self) -> ColumnElement[str]:
         """The id by which these runs are listed and bounded: that of the table whose index finds them."""
+        if self.status and TERMINAL.isdisjoint(self.status):
+            return runs.c.active_id
         alone = self.status is not None and len(self.status) == 1 and self.status[0] in TERMINAL
         return runs.c.ended_id if alone else self.table.c.id
 
@@ -137,18 +170,18 @@ class Filter(Struct, frozen=True, kw_only=True):
         """Whether a run that met the filter a moment ago still does: all but its state is for ever."""
         return (self.status is None or run.status in self.status) and (not self.stalled or run.stalled_us is not None)
 
-    def conditions(self, table: Table = runs) -> list[Any]:
-        """The filter as SQL conditions on its table, or on the view of all runs."""
-        wanted: dict[str, object] = {
+    def conditions(self, table: FromClause = runs) -> list[Any]:
+        """The filter as SQL conditions on its table or some rows of it, or on the view of all runs."""
+        wanted = {
             "model": self.model,
             "user_id": self.user,
             "queue": self.queue,
             "idempotency_key": self.key,
         }
-        found: list[Any] = [table.c.tenant == self.tenant]
+        found: list[Any] = [table.c.tenant == self._value(self.tenant)]
         if self.queue != INTERNAL_QUEUE:
             found.append(_is_of_users(table))
-        found += [table.c[name] == value for name, value in wanted.items() if value is not None]
+        found += [table.c[name] == self._value(value) for name, value in wanted.items() if value is not None]
         if self.payload_hash is not None:
             found.append(has_digest(table.c.payload_hash, self.payload_hash))
         if self.user:
@@ -161,7 +194,12 @@ class Filter(Struct, frozen=True, kw_only=True):
             found.append(table.c.created_us < self.until_us)
         if self.stalled:
             found.append(STALLED)
+        if self.ids is not None:
+            found.append(self.order.in_(self.ids))
         return found
+
+    def _value(self, name: str) -> Any:
+        return literal(name, literal_execute=True) if self.inline else name
 
 
 def _as_text(dialect: Dialect, column: Column[Any]) -> str:
@@ -254,16 +292,15 @@ def list_runs(
     portions, so that not much more than that is ever in memory. First the ids alone are found: to plan a statement
     that reads all of every run takes PostgreSQL long where there are many partitions.
     """
-    if _has_no_runs(conn, wanted):
+    count = _count_of_model(conn, wanted)
+    if count == 0:
         return Page([], None)
-    order = wanted.order
-    query = select(wanted.table.c.id).where(*wanted.conditions(wanted.table)).order_by(order.desc())
+    cursor = min((each for each in (cursor, wanted.last_id) if each is not None), default=None)
     found: list[Run] = []
     portion = limit + 1 if max_bytes is None else _FIRST_PORTION
     while True:
         asked = min(portion, limit + 1 - len(found))
-        after = query if cursor is None else query.where(order < cursor)
-        ids = list(conn.scalars(after.limit(asked)))
+        ids = _find(conn, wanted, cursor, asked, count)
         for row in sorted((_GET if parameters else _GET_LISTED).rows(conn, ids), key=_id_of, reverse=True):
             if max_bytes is not None:
                 max_bytes -= _weight(row)
@@ -280,12 +317,118 @@ def list_runs(
 _id_of = itemgetter("id")
 
 
-def _has_no_runs(conn: Connection, wanted: Filter) -> bool:
-    """Whether the model has no runs at all: to look through all runs for them would take long."""
+def _count_of_model(conn: Connection, wanted: Filter) -> int | None:
+    """How many runs of the model there are, in these statuses if there are none; None where that is not counted."""
     if wanted.model is None or wanted.queue == INTERNAL_QUEUE:
-        return False
+        return None
     found = _counted(wanted.tenant)
-    return not conn.scalar(select(func.sum(found.c.count)).where(found.c.model == wanted.model))
+    query = select(found.c.status, func.sum(found.c.count)).where(found.c.model == wanted.model)
+    counts = {status: int(count) for status, count in conn.execute(query.group_by(found.c.status))}
+    if wanted.status is not None and not any(counts.get(each) for each in wanted.status):
+        return 0
+    return sum(counts.values())
+
+
+def find(conn: Connection, wanted: Filter, before: str | None, limit: int) -> list[str] | None:
+    """The newest ids, before this one, of a model's runs that meet the filter: fewer than ``limit`` if there are no
+    more. None where there is no short way to them: the filter names no model, or one that has many runs and a status.
+    """
+    count = _count_of_model(conn, wanted)
+    if count == 0:
+        return []
+    if count is None or (count > _FEW and wanted.table is not submitted):
+        return None
+    return _find(conn, wanted, before, limit, count)
+
+
+def _find(conn: Connection, wanted: Filter, before: str | None, limit: int, count: int | None) -> list[str]:
+    """The newest ids of runs that meet the filter, up to ``limit`` of them; fewer if there are no more.
+
+    Where an index has the runs in the order of their ids, it is read. Else the newest runs are looked at one by one,
+    and if too few of them meet the filter, the rest is searched, from the newest down. ``count``: of the model's runs.
+    """
+    few = count is not None and count <= _FEW
+    if not few and (wanted.table is not submitted or _has_index(conn, wanted)):
+        return _ids_in(conn, wanted, wanted.first_id, before, limit)
+    if few:
+        return _search(conn, wanted, before, limit, count)
+    ids, reached = _look(conn, wanted, before, limit)
+    if len(ids) == limit or reached is None:
+        return ids
+    if count is None and wanted.queue != INTERNAL_QUEUE:
+        found = _counted(wanted.tenant)
+        count = int(conn.scalar(select(func.coalesce(func.sum(found.c.count), 0))) or 0)
+        if count <= len(ids):  # the tenant has no others
+            return ids
+    return ids + _search(conn, wanted, reached, limit - len(ids), count)
+
+
+def _has_index(conn: Connection, wanted: Filter) -> bool:
+    of_model = wanted.model is not None and conn.dialect.name == "sqlite"
+    return bool(wanted.user) or wanted.payload_hash is not None or of_model
+
+
+def _within(column: ColumnElement[str], first: Any, before: Any) -> list[Any]:
+    bounds = (None if first is None else column >= first, None if before is None else column < before)
+    return [each for each in bounds if each is not None]
+
+
+def _ids_in(conn: Connection, wanted: Filter, first: str | None, before: str | None, limit: int) -> list[str]:
+    """The newest ids from ``first`` to before ``before`` of runs that meet the filter."""
+    bounds = [each and literal(each, wanted.order.type, literal_execute=wanted.inline) for each in (first, before)]
+    within = _within(wanted.order, *bounds)
+    query = select(wanted.table.c.id).where(*wanted.conditions(wanted.table), *within)
+    return list(conn.scalars(query.order_by(wanted.order.desc()).limit(limit)))
+
+
+def _look(conn: Connection, wanted: Filter, before: str | None, limit: int) -> tuple[list[str], str | None]:
+    """Those of the next runs that meet the filter, and the last id that was looked at; None at the end."""
+    bounds = _within(submitted.c.id, wanted.first_id, before)
+    newest = select(submitted).where(*bounds).order_by(submitted.c.id.desc())
+    looked = newest.limit(_FIRST_LOOK).subquery()
+    meeting = select(looked.c.id).where(*wanted.conditions(looked)).order_by(looked.c.id.desc())
+    ids = list(conn.scalars(meeting.limit(limit)))
+    if len(ids) == limit:
+        return ids, None
+    return ids, conn.scalar(newest.with_only_columns(submitted.c.id).offset(_FIRST_LOOK - 1).limit(1))
+
+
+def _search(conn: Connection, wanted: Filter, before: str | None, limit: int, count: int | None) -> list[str]:
+    """As _find, where most runs do not meet the filter: in ranges of ids, from the newest down.
+
+    The first range is as long as ``count`` runs of equal distances let expect, each further one is longer: the database
+    finds all the runs of a range at once, by an index of what is where (``semel_runs_search``).
+    """
+    ends = [conn.scalar(select(submitted.c.id).order_by(order).limit(1)) for order in (submitted.c.id, _NEWEST)]
+    if ends[0] is None:
+        return []
+    oldest, newest = max(_time_of(ends[0]), _time_of(wanted.first_id)), _time_of(before or ends[1]) + 1
+    length = (newest - oldest) * min(1.0, 4 * limit / count if count else 1 / 64)
+    wanted = msgspec.structs.replace(wanted, inline=True)
+    found: list[str] = []
+    while True:
+        newest -= math.ceil(length)
+        first = wanted.first_id if newest <= oldest else id_at(newest * 1000)
+        found += _ids_in(conn, _among(conn, wanted, first, before), first, before, limit - len(found))
+        if len(found) == limit or newest <= oldest:
+            return found
+        before, length = first, 16 * length
+
+
+_NEWEST = submitted.c.id.desc()
+
+
+def _among(conn: Connection, wanted: Filter, first: str | None, before: str | None) -> Filter:
+    """The filter, with the ids of the range that all but a state allows, if it asks for one."""
+    if wanted.table is submitted:
+        return wanted
+    stateless = msgspec.structs.replace(wanted, status=None, stalled=False)
+    return msgspec.structs.replace(wanted, ids=_ids_in(conn, stateless, first, before, 10 * _FEW))
+
+
+def _time_of(run_id: str | None) -> int:
+    """The milliseconds with which an id begins."""
+    return 0 if run_id is None else int(run_id.replace("-", "")[:12], 16)
 
 
 def _weight(row: Mapping[Any, Any]) -> int:

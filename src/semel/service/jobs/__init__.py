@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from sqlalchemy import Connection, Select, and_, case, literal, or_, select
+from sqlalchemy import Connection, Select, and_, case, or_, select
 
 from semel.api_types import JobStatus
 from semel.db.schema import jobs, runs
 from semel.errors import InvalidRequest, RunNotFound, SemelError
 from semel.runs.store import run_keys
-from semel.runs.store.queries import STALLED
+from semel.runs.store.queries import STALLED, has_status
 from semel.runs.store.submit import JobDetails
 from semel.runs.submission import SubmitOptions
 from semel.runs.types import checked_id
@@ -182,21 +182,17 @@ _STALLED = case((STALLED, runs.c.progress_us)).label("stalled_us")
 _JOBS = select(jobs, *(runs.c[name] for name in _OF_RUN), _STALLED).join_from(jobs, runs, runs.c.id == jobs.c.run_id)
 
 
-def _is(status: str) -> Any:
-    return runs.c.status == literal(status, literal_execute=True)
-
-
 def _data_is(state: str) -> Any:
     return and_(jobs.c.data_state.is_not(None), jobs.c.data_state == state)
 
 
 _STATUSES: dict[JobStatus, Any] = {
-    "uploading": and_(_is("PENDING"), _data_is("uploading")),
-    "queued": and_(_is("PENDING"), ~_data_is("uploading")),
-    "running": _is("RUNNING"),
-    "completed": _is("SUCCEEDED"),
-    "failed": or_(_is("FAILED"), and_(_is("CANCELLED"), _data_is("failed"))),
-    "cancelled": and_(_is("CANCELLED"), ~_data_is("failed")),
+    "uploading": and_(has_status("PENDING"), _data_is("uploading")),
+    "queued": and_(has_status("PENDING"), ~_data_is("uploading")),
+    "running": has_status("RUNNING"),
+    "completed": has_status("SUCCEEDED"),
+    "failed": or_(has_status("FAILED"), and_(has_status("CANCELLED"), _data_is("failed"))),
+    "cancelled": and_(has_status("CANCELLED"), ~_data_is("failed")),
 }
 
 
