@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,11 @@ _STEP = 0.1
 def note(text: str) -> None:
     """Print a note to stderr, without secrets; stdout is for output that programs read."""
     print(printable(without_secrets(text)), file=sys.stderr, flush=True)
+
+
+def command_line(arguments: str) -> str:
+    """A command to paste: ``semel`` with the arguments, or what ``SEMEL_PROGRAM`` says to type for it."""
+    return f"{os.environ.get('SEMEL_PROGRAM') or 'semel'} {arguments}"
 
 
 def is_terminal() -> bool:

@@ -10,7 +10,16 @@ import click
 
 from semel.cli._client import find_run_id, through_server
 from semel.cli._options import POSITIVE, SPAN, argument, command, examples, group, option
-from semel.cli._output import format_size, format_time, note, print_fields, print_json, print_page, print_result
+from semel.cli._output import (
+    command_line,
+    format_size,
+    format_time,
+    note,
+    print_fields,
+    print_json,
+    print_page,
+    print_result,
+)
 from semel.cli.runs import format_progress, note_interrupted, note_warnings
 from semel.errors import InvalidRequest, SemelError, ServiceError
 
@@ -109,8 +118,8 @@ def print_job(job: RemoteJob, as_json: bool) -> None:
             "progress": format_progress(job.progress, job.progress_note),
             "cost": f"{job.cost:g}" if job.cost else None,
             "error": job.error,
-            "result": f"semel result {job.job_id}" if job.status == "completed" else None,
-            "log": f"semel logs {job.job_id}" if job.status in ("running", "failed") else None,
+            "result": command_line(f"result {job.job_id}") if job.status == "completed" else None,
+            "log": command_line(f"logs {job.job_id}") if job.status in ("running", "failed") else None,
         }
     )
 

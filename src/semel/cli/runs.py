@@ -33,6 +33,7 @@ from semel.cli._options import (
 )
 from semel.cli._output import (
     Progress,
+    command_line,
     finite,
     format_ago,
     format_size,
@@ -175,7 +176,7 @@ def wait_for_end(
     if as_json:
         print_json(run)
     if why:
-        note(f"semel: {why}; the run goes on: semel wait {run.run_id} (or show, logs, result, cancel)")
+        note(f"semel: {why}; the run goes on: {command_line(f'wait {run.run_id}')} (or show, logs, result, cancel)")
         return code
     _note_ended(run)
     return 0 if run.status == "SUCCEEDED" else 1
@@ -184,7 +185,7 @@ def wait_for_end(
 def _note_ended(run: RemoteRun) -> None:
     took = f" after {_duration(run)}" if run.started_at and run.finished_at else ""
     why = f": {run.error}" if run.error and run.status != "SUCCEEDED" else ""
-    how = f"; semel result {run.run_id} shows the result" if run.status == "SUCCEEDED" else ""
+    how = f"; {command_line(f'result {run.run_id}')} shows the result" if run.status == "SUCCEEDED" else ""
     note(f"{run.status}{took}{why}{how}")
 
 
@@ -297,7 +298,9 @@ def _fields(run: RemoteRun) -> dict[str, object]:
         "retry of": run.retry_of,
         "rerun of": run.rerun_of,
         failed: run.error,
-        "result": None if run.result_size is None else f"{format_size(run.result_size)}: semel result {run.run_id}",
+        "result": None
+        if run.result_size is None
+        else f"{format_size(run.result_size)}: {command_line(f'result {run.run_id}')}",
         "warnings": "\n".join(run.warnings) or None,
         "artifacts": "\n".join(f"{each.name} ({format_size(each.size)})" for each in run.artifacts) or None,
     }

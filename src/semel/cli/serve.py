@@ -157,8 +157,10 @@ def _what_to_try(settings: Settings) -> str:
 
 
 def _program() -> str:
-    """The name of this command, or its path if it is not on the PATH."""
+    """What to type for this command: what ``SEMEL_PROGRAM`` says, its name, or its path if it is not on the PATH."""
     called = sys.argv[0]
+    if given := os.environ.get("SEMEL_PROGRAM"):
+        return given
     return called if Path(called).name == "semel" and shutil.which("semel") != called else "semel"
 
 
