@@ -2,7 +2,8 @@
 
 How an example is written, so that it is checked:
 
-* The ``python`` blocks of a page share one namespace. What is not to be run is a ``text`` block.
+* The ``python`` blocks of a page share one namespace. What is not to be run is a ``text`` block; code for other
+  libraries is a ``py`` block.
 * A ``python`` block that begins with ``# name.py`` is that file, for others to import.
 * ``value  # → 5`` compares the value's repr; ``print(value)  # → 5`` what is printed; ``…`` stands for anything.
 * ``charge(order)  # raises KeyReused`` expects the error, ``# raises KeyReused: … other content`` its message, too.
@@ -37,6 +38,7 @@ from sqlalchemy import Engine, make_url
 import semel
 from semel import App, AsyncOnce, Context, IdempotentProcessor, JobStore, Once, Policy, Quota, Usage, Worker
 from semel.cli import main
+from semel.errors import SemelError
 from semel.http.middleware import MiddlewareCore
 from semel.http.options import MiddlewareOptions
 from semel.http.refusals import REFUSALS
@@ -44,6 +46,7 @@ from semel.metrics.names import RUN_MEANINGS
 from semel.runs.app import apps
 from semel.runs.models.model import _OPTIONS as MODEL_OPTIONS
 from semel.runs.store.transitions import END_STEPS
+from semel.service.api import problems
 from support.warm_python import WarmPython, run
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +74,7 @@ _FILE = re.compile(r"# (\w+\.py)\n")
 
 WORKS = {"semel": "worker started on", "rq": "Listening on", "celery": " ready."}
 """What a worker says when it has begun."""
+NOT_RUN = {"text", "py", "sql", "ini", "yaml"}
 PATIENCE = 60.0
 
 
@@ -284,7 +288,9 @@ def test_every_example_of_the_page_runs_and_shows_what_it_says(
                 case "sh":
                     run_shell(block, name, workers)
                 case other:
-                    assert other in {"text", "sql", "ini"}, f"{name}, line {block.line}: a block without a language"
+                    assert other in {"text", "py", "sql", "ini", "yaml"}, (
+                        f"{name}, line {block.line}: a block without a language"
+                    )
 
 
 @contextmanager
@@ -346,6 +352,31 @@ def test_every_option_and_every_answer_of_the_http_door_is_on_its_page() -> None
     wanted = [f"| `{option}` |" for option in ("once", *MiddlewareOptions.__annotations__)]
     wanted += [f"`{refusal.code}`" for refusal in REFUSALS.values()]
     assert [word for word in wanted if word not in page] == []
+
+
+def codes_in_the_source() -> set[str]:
+    """Every code that a response can have: the second argument of an ApiError, and those of the tables."""
+    made = r'(?:ApiError|super\(\).__init__)\(\s*\d{3},\s*"([A-Z_]+)"'
+    files = (ROOT / "src" / "semel").rglob("*.py")
+    return {
+        *(code for file in files for code in re.findall(made, file.read_text())),
+        *(refusal.code for refusal in REFUSALS.values()),
+        *(code for _, _, code in problems._KNOWN),
+        *problems._BY_STATUS.values(),
+        "INTERNAL_ERROR",
+    }
+
+
+def test_every_error_has_its_place_in_troubleshooting() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    codes = codes_in_the_source()
+    assert len(codes) > 40
+    assert {code for code in codes if code.lower() not in anchors_of(page)} == set()
+    assert set(re.findall(r"^### ([A-Z_]+)$", page, re.MULTILINE)) == codes
+    raised = {
+        name for name, kind in vars(semel.errors).items() if inspect.isclass(kind) and issubclass(kind, SemelError)
+    }
+    assert raised - rows_of("troubleshooting.md", "## Exceptions") == {"SemelError"}
 
 
 def parameters_of(function: Callable[..., object]) -> list[str]:
@@ -481,9 +512,9 @@ def test_the_two_commands_of_the_readme_are_there_and_can_be_run() -> None:
     assert os.access(ROOT / "dev", os.X_OK)
 
 
-def test_the_readme_asks_for_a_record_as_strict_typing_wants_it(tmp_path: Path) -> None:
+def test_a_record_is_read_as_strict_typing_wants_it(tmp_path: Path) -> None:
     """Users copy the verbs by hand into code that is checked strictly."""
-    blocks = [code for kind, code in _BLOCK.findall(PAGES["README.md"].read_text()) if kind == "python"]
+    blocks = [code for kind, code in _BLOCK.findall(PAGES["docs/keys.md"].read_text()) if kind == "python"]
     (by_hand,) = (code for code in blocks if "once.get(" in code)
     (tmp_path / "by_hand.py").write_text(f"from semel import Once\n\nonce = Once('memory://')\n{by_hand}")
     checked = subprocess.run(

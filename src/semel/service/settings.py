@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_type_hints
 
@@ -14,6 +15,7 @@ from semel.errors import InvalidRequest
 
 PREFIX = "SEMEL_"
 MEBIBYTE = 1024 * 1024
+_WEB_ADDRESS = re.compile(r"https?://[!-;=?-~]+")
 _SECRETS = frozenset({"db", "redis", "artifacts", "events", "replicate_token", "replicate_webhook_secret"})
 _SECRET = "'***'"  # noqa: S105 -- shown in place of a secret
 
@@ -50,6 +52,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Seconds for active requests and runs to end at shutdown."""
     public_url: str | None = None
     """The public URL of this server, which providers call back."""
+    docs_url: str | None = None
+    """Where the documentation is served: errors link to its page on troubleshooting. None for no links."""
     max_body: int = MEBIBYTE
     """The largest body of a request, in bytes."""
     body_timeout: float = 30.0
@@ -124,6 +128,10 @@ def _check(settings: Settings) -> None:
         checked_number("low_replay_rate", settings.low_replay_rate, 0, 1, above=True)
     for name in ("rate", "drain", "wait_for_database"):
         checked_number(name, getattr(settings, name))
+    if settings.docs_url is not None and not _WEB_ADDRESS.fullmatch(settings.docs_url):
+        raise InvalidRequest(
+            f"SEMEL_DOCS_URL must be a URL such as https://docs.example.com, not {settings.docs_url!r}"
+        )
     for name in ("body_timeout", "header_timeout"):
         checked_number(name, getattr(settings, name), above=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,6 +34,8 @@ from semel.errors import (
 from semel.http.refusals import phrase
 
 MEDIA_TYPE = "application/problem+json"
+HELP = "troubleshooting.html"
+"""The page of the documentation that has an anchor for each error code."""
 RETRY_AFTER = 5
 """Seconds in Retry-After while a store is unavailable."""
 
@@ -150,9 +152,12 @@ def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None
             wrong["message"] = with_valid_values(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
 
 
-def body_of(problem: Problem) -> tuple[bytes, dict[str, str]]:
-    """The body of the response, and its headers."""
+def body_of(problem: Problem, scope: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """The body of the response, and its headers. With ``SEMEL_DOCS_URL`` they link to what to do about it."""
     headers = {"content-type": MEDIA_TYPE}
+    if docs := scope["state"]["service"].settings.docs_url:
+        problem = msgspec.structs.replace(problem, type=f"{docs.rstrip('/')}/{HELP}#{problem.error_code.lower()}")
+        headers["link"] = f'<{problem.type}>; rel="help"'
     if problem.retry_after is not None:
         headers["retry-after"] = str(problem.retry_after)
     if problem.status == 401:
@@ -165,5 +170,5 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
     if isinstance(error, HTTPException):
         _name_choices(request, error)
     problem = problem_of(error)
-    content, headers = body_of(problem)
+    content, headers = body_of(problem, request.scope)
     return Response(content, status_code=problem.status, headers=headers | allow_of(error), media_type=MEDIA_TYPE)

@@ -373,7 +373,7 @@ def _bodiless(send: Send) -> Send:
 async def refuse(error: Exception, scope: Scope, send: Send) -> None:
     """Respond with a problem. The connection is closed if the rest of the body would have to be read."""
     problem = problem_of(error)
-    content, fields = body_of(problem)
+    content, fields = body_of(problem, scope)
     fields["content-length"] = str(len(content))
     if problem.status in (408, 413) and scope.get("http_version", "1.1").startswith("1"):
         fields["connection"] = "close"

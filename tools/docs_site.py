@@ -1,0 +1,72 @@
+"""A hook of MkDocs: pages of the repository that are not in docs/ become part of the site, and links follow them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+ADDED = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/data_intake/README.md": "example-data-intake.md",
+    "examples/message_router/README.md": "example-message-router.md",
+}
+_LINK = re.compile(r"\[([^\]]*)\]\((?!https?://|#)([^)\s#]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show the version beside the name."""
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    config.site_name = f"{config.site_name} {found[1]}"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages from outside docs/."""
+    for source, target in ADDED.items():
+        files.append(File.generated(config, target, content=(ROOT / source).read_text()))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Let links lead to pages of the site. What is not in it, such as a source file, keeps its text and loses its link."""
+    origin = next(
+        (source for source, target in ADDED.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}"
+    )
+
+    def follow(link: re.Match[str]) -> str:
+        target = _resolved(PurePosixPath(origin).parent / link[2])
+        if target.startswith("docs/"):
+            return f"[{link[1]}]({target.removeprefix('docs/')}{link[3] or ''})"
+        if target in ADDED:
+            return f"[{link[1]}]({ADDED[target]}{link[3] or ''})"
+        return link[1]
+
+    return _outside_code(markdown, follow)
+
+
+def _resolved(path: PurePosixPath) -> str:
+    parts: list[str] = []
+    for part in path.parts:
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def _outside_code(markdown: str, follow: Callable[[re.Match[str]], str]) -> str:
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [_LINK.sub(follow, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(follow, markdown[end:])])
