@@ -21,6 +21,9 @@ ADDED = {
     "examples/message_router/README.md": "example-message-router.md",
 }
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?://|#)([^)\s#]+)(#[^)\s]*)?\)")
+_ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?")
+_LIST = re.compile(r"^(\*\*.+\*\*)\n(?=- )", re.MULTILINE)
+"""A list that follows a line at once, as in the changelog: MkDocs wants an empty line between them."""
 _FENCE = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,10 +41,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Let links lead to pages of the site. What is not in it, such as a source file, keeps its text and loses its link."""
-    origin = next(
-        (source for source, target in ADDED.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}"
-    )
+    """Let links lead to pages of the site; one to anything else, such as a source file, becomes its text."""
+    sources = {target: source for source, target in ADDED.items()}
+    origin = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def follow(link: re.Match[str]) -> str:
         target = _resolved(PurePosixPath(origin).parent / link[2])
@@ -51,7 +53,12 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             return f"[{link[1]}]({ADDED[target]}{link[3] or ''})"
         return link[1]
 
-    return _outside_code(markdown, follow)
+    return _outside_code(_LIST.sub(r"\1\n\n", markdown), follow)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Docstrings have the roles of Sphinx, such as :meth:`guard`: only the name is shown."""
+    return _ROLE.sub("<code>", html)
 
 
 def _resolved(path: PurePosixPath) -> str:
