@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+import semel
 from support.serve_command import ServeProcess, environment
 
 ROOT = Path(__file__).parents[1]
@@ -79,8 +80,8 @@ def test_every_name_in_the_compose_file_leads_somewhere() -> None:
     for service in services.values():
         assert set(service.get("depends_on", ())) <= services.keys()
         for volume in service.get("volumes", ()):
-            source, _, _ = volume.partition(":")
-            assert (ROOT / source).is_file() if source.startswith(".") else source in volumes, volume
+            source, _, _ = re.sub(r"\$\{\w+:-(.+?)\}", r"\1", volume).partition(":")
+            assert (ROOT / source).exists() if source.startswith(".") else source in volumes, volume
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "open to others"
         assert not re.search(r"(^[^:]+|:latest)$", service["image"]) or service["image"] == "semel"
         assert not service.get("privileged")
@@ -149,3 +150,10 @@ def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     assert 'id="quota_exceeded"' in (tmp_path / "site" / "troubleshooting.html").read_text()
     assert 'id="semel.Once.claim"' in (tmp_path / "site" / "python-api.html").read_text()
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+
+
+@pytest.mark.skipif(Path(semel.__file__).parent != ROOT / "src" / "semel", reason="it would replace the tested wheel")
+def test_the_command_of_the_checkout_works_where_the_caller_is(tmp_path: Path) -> None:
+    command = [ROOT / "dev", "semel", "migrate", "sqlite:///here.db"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "here.db").exists()

@@ -120,6 +120,15 @@ def test_wait_tells_of_the_way_in_lines_and_ends_as_the_run_ends(semel: Told) ->
     assert re.search(r"FAILED.*no paper", err)
 
 
+def test_a_printed_command_can_be_pasted_where_the_command_has_another_name(
+    semel: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMEL_PROGRAM", "./dev semel")
+    _, out, err = semel("submit", "add", "a=1", "--wait")
+    assert f"; ./dev semel result {out.strip()} shows the result" in err
+    assert f": ./dev semel result {out.strip()}" in semel("show", out.strip())[1]
+
+
 def test_wait_with_json_prints_the_run_as_it_ended(semel: Told) -> None:
     code, out, _ = semel("submit", "add", "a=506", "--wait", "--json")
     assert code == 0
