@@ -306,7 +306,7 @@ def test_the_tutorial_can_be_followed_word_by_word(tmp_path: Path) -> None:
 def test_the_tutorial_shows_what_each_part_prints() -> None:
     """A block without its output would hide that a command has failed."""
     silent = [step for step in steps_of(PAGE.read_text()) if step.language == "sh" and not step.prints]
-    assert [step.code.splitlines()[-1] for step in silent] == ["pip install 'semel[service]'", 'kill -9 "$PROCESS"']
+    assert [step.code.splitlines()[-1] for step in silent] == ["pip install ~/semel'[service]'", 'kill -9 "$PROCESS"']
 
 
 @pytest.mark.parametrize(
