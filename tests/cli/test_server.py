@@ -124,7 +124,7 @@ def test_a_printed_command_can_be_pasted_where_the_command_has_another_name(
     semel: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEMEL_PROGRAM", "./dev semel")
-    _, out, err = semel("submit", "add", "a=1", "--wait")
+    _, out, err = semel("submit", "add", "a=717", "--wait")
     assert f"; ./dev semel result {out.strip()} shows the result" in err
     assert f": ./dev semel result {out.strip()}" in semel("show", out.strip())[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -152,11 +152,11 @@ def _name_choices(request: Request[Any, Any, Any], error: HTTPException) -> None
             wrong["message"] = with_valid_values(str(wrong.get("message", "")), fields[wrong["key"]].annotation)
 
 
-def body_of(problem: Problem, scope: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """The body of the response, and its headers. With ``SEMEL_DOCS_URL`` they link to what to do about it."""
+def body_of(problem: Problem, docs_url: str | None) -> tuple[bytes, dict[str, str]]:
+    """The body of the response, and its headers. With a ``docs_url`` they link to what to do about it."""
     headers = {"content-type": MEDIA_TYPE}
-    if docs := scope["state"]["service"].settings.docs_url:
-        problem = msgspec.structs.replace(problem, type=f"{docs.rstrip('/')}/{HELP}#{problem.error_code.lower()}")
+    if docs_url:
+        problem = msgspec.structs.replace(problem, type=f"{docs_url.rstrip('/')}/{HELP}#{problem.error_code.lower()}")
         headers["link"] = f'<{problem.type}>; rel="help"'
     if problem.retry_after is not None:
         headers["retry-after"] = str(problem.retry_after)
@@ -170,5 +170,5 @@ def answer(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]
     if isinstance(error, HTTPException):
         _name_choices(request, error)
     problem = problem_of(error)
-    content, headers = body_of(problem, request.scope)
+    content, headers = body_of(problem, request.scope["state"]["service"].settings.docs_url)
     return Response(content, status_code=problem.status, headers=headers | allow_of(error), media_type=MEDIA_TYPE)

@@ -333,7 +333,8 @@ class AuthMiddleware:
             whole = await body.read_all()
         except ClientGone:
             with suppress(OSError):  # without a response, servers send 500 to a client that only stopped sending
-                await refuse(ApiError(400, "INVALID_REQUEST", "the body ended before it was complete"), scope, send)
+                ended = ApiError(400, "INVALID_REQUEST", "the body ended before it was complete")
+                await refuse(ended, scope, send, self._settings.docs_url)
             return
         except SemelError as error:
             await body.drain()
@@ -353,7 +354,7 @@ class AuthMiddleware:
     async def _refuse(self, error: SemelError, scope: Scope, send: Send) -> None:
         """Respond with a problem; to a browser, with a page."""
         if self._error_page is None or not is_page(path_of(scope)):
-            await refuse(error, scope, send)
+            await refuse(error, scope, send, self._settings.docs_url)
             return
         status, fields, content = self._error_page(error, scope)
         raw = [(name.encode(), value.encode("latin-1")) for name, value in fields]
@@ -370,10 +371,10 @@ def _bodiless(send: Send) -> Send:
     return head
 
 
-async def refuse(error: Exception, scope: Scope, send: Send) -> None:
+async def refuse(error: Exception, scope: Scope, send: Send, docs_url: str | None) -> None:
     """Respond with a problem. The connection is closed if the rest of the body would have to be read."""
     problem = problem_of(error)
-    content, fields = body_of(problem, scope)
+    content, fields = body_of(problem, docs_url)
     fields["content-length"] = str(len(content))
     if problem.status in (408, 413) and scope.get("http_version", "1.1").startswith("1"):
         fields["connection"] = "close"
