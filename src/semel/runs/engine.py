@@ -610,33 +610,34 @@ class RunEngine:
         With ``whole``, runs in a partition stay until all of them can be removed at once.
         """
         ends = time.monotonic() + seconds
-        total, failed = await self._drop_partitions(age), await self._remove_files()
+        rule = "retention" if whole else "purge"
+        total, failed = await self._drop_partitions(age, rule), await self._remove_files()
         spans = [partitions.ALL]
         if whole:
             spans = await self.store.read(partitions.spans, age, self.store.statement_context)
         for span in spans:
-            removed, error = await self._remove_in_batches(age, span, ends)
+            removed, error = await self._remove_in_batches(age, rule, span, ends)
             total, failed = total + removed, error or failed
         return total, failed
 
     async def _remove_in_batches(
-        self, age: float, span: partitions.Span, ends: float
+        self, age: float, rule: str, span: partitions.Span, ends: float
     ) -> tuple[int, ResultStoreError | None]:
         total, failed, more = 0, None, True
         after, until = span
         while more and time.monotonic() < ends:
             context = self.store.statement_context
-            removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
+            removed = await self.store.write(maintenance.remove_runs, age, after, context, until, rule=rule)
             total, after, more = total + removed.count, removed.next, removed.next is not None
             failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         return total, failed
 
-    async def _drop_partitions(self, age: float) -> int:
+    async def _drop_partitions(self, age: float, rule: str) -> int:
         """Drop the partitions all of whose runs may be removed, unless somebody uses one; returns how many runs."""
         total = 0
         for each in await self.store.read(partitions.removable, age, self.store.statement_context):
             try:
-                total += await self.store.write(partitions.drop, each, age, self.store.statement_context)
+                total += await self.store.write(partitions.drop, each, age, self.store.statement_context, rule=rule)
             except partitions.PartitionBusy:
                 if each.name not in self._put_off:
                     self._put_off.add(each.name)

@@ -43,7 +43,7 @@ from semel.db.schema import (
     workers,
 )
 from semel.runs.execution.input_data import folder_of
-from semel.runs.store import quotas, run_keys
+from semel.runs.store import chain, quotas, run_keys
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -174,6 +174,8 @@ class Chores(Struct, frozen=True):
     """The clock was put back, and something would last longer than it was asked for."""
     expired: bool = True
     """Rows may be removed, or counts added up."""
+    unsealed: bool = True
+    """Attempts ended that no seal covers."""
 
 
 def _chores(dialect: Dialect) -> str:
@@ -190,7 +192,8 @@ def _chores(dialect: Dialect) -> str:
     return f"""EXISTS (SELECT 1 FROM semel_active WHERE lease_until_us < {now}),
   EXISTS (SELECT 1 FROM semel_active WHERE {_too_long(now)})
   OR EXISTS (SELECT 1 FROM semel_reservations WHERE created_us > {now}),
-  CAST(:clean AS boolean) AND ({" OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in expired)})"""
+  CAST(:clean AS boolean) AND ({" OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in expired)}),
+  CAST(:clean AS boolean) AND EXISTS (SELECT 1 FROM semel_unsealed)"""
 
 
 def _too_long(now: str) -> str:
@@ -303,10 +306,16 @@ def note_removals(conn: Connection, notes: Sequence[tuple[str, str | None, bool]
 
 
 def remove_runs(
-    conn: Connection, age: float, after: str | None, context: StatementContext, until: str | None = None
+    conn: Connection,
+    age: float,
+    after: str | None,
+    context: StatementContext,
+    until: str | None = None,
+    *,
+    rule: str = "purge",
 ) -> Removed:
-    """Remove the old ones of the next runs, in the order of their ids, and note their files. One that is being retried
-    stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time. Nor are
+    """Remove the old ones of the next runs, in the order of their ids, and note their files, and by which rule. One that
+    is being retried stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time. Nor are
     those from the id ``until`` on.
     """
     now = read_clock(conn, context)
@@ -321,9 +330,15 @@ def remove_runs(
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if ids:
         _LEAVE_IDS.write(conn, ids=ids)
+        chain.note_purge(conn, rule_of(rule, age), ids, now)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
     return Removed(len(ids), last)
+
+
+def rule_of(rule: str, age: float) -> str:
+    """How the record of removed runs names the rule by which they were removed."""
+    return f"{rule}: ended more than {age:g} s ago"
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"

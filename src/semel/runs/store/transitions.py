@@ -28,6 +28,7 @@ from sqlalchemy import Connection, bindparam, text
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import jobs
+from semel.runs.store.chain import attempt_digest, enqueue, queueing
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -131,12 +132,19 @@ _ATTEMPT = (
 """The columns of an attempt that did not succeed."""
 
 
-def _stored(dialect: Dialect, columns: str) -> str:
-    """These columns of an attempt as they are stored: see ``schema.attempts`` for what NULL stands for."""
+def _noting(dialect: Dialect, columns: str, source: str) -> str:
+    """An INSERT of the attempts in ``source``, which is named ``e``, with these columns and their digests."""
     usual = {"attempts": "1", "errors": "0", "losts": "0"}
     stored = {name: dialect.sparse(name, value) for name, value in usual.items()}
     stored["step"] = "nullif(step, lower(status))"
-    return ", ".join(stored.get(name, name) for name in columns.split(", "))
+    values = {name: stored.get(name, name) for name in columns.split(", ")}
+    return _insert(dialect, values, source, "e.run_id", "e.version")
+
+
+def _insert(dialect: Dialect, values: dict[str, str], source: str, run_id: str, version: str) -> str:
+    """An INSERT of attempts with these values: see ``schema.attempts`` for what NULL stands for."""
+    return f"""INSERT INTO semel_attempts ({", ".join(values)}, digest)
+SELECT {", ".join(values.values())}, {attempt_digest(dialect, values, run_id, version)} FROM {source}"""
 
 
 def _due(dialect: Dialect) -> str:
@@ -208,15 +216,15 @@ class _Succeeding:
             return f"""
 WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
 e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
-noted AS (INSERT INTO semel_attempts ({written}) SELECT {_stored(w, written)} FROM e),
+noted AS ({_noting(w, written, "e")}),
+queued AS ({queueing("e")}),
 counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
 
         def noted(w: Dialect) -> str:
             ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
-            return f"""INSERT INTO semel_attempts ({written})
-SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
+            return _noting(w, written, f"({ended} ON k.rowid = in_row) AS e")
 
         of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
@@ -238,6 +246,7 @@ SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
             self._note.count(conn, [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held], now=now)
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
+            enqueue(conn, [(run_id, version) for _, run_id, _, version, *_ in held])
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
         return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, status, model, first in held]
 
@@ -324,7 +333,8 @@ def _ending(dialect: Dialect, held: str) -> str:
     return f"""
 WITH held AS MATERIALIZED ({held}),
 e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
-noted AS (INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(dialect, _ATTEMPT)} FROM e),
+noted AS ({_noting(dialect, _ATTEMPT, "e")}),
+queued AS ({queueing("e")}),
 counted AS ({counting("e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
@@ -340,10 +350,7 @@ def _with_ended(dialect: Dialect, then: str) -> str:
 
 
 _ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
-_NOTE = Statement(
-    lambda w: _with_ended(w, f"INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(w, _ATTEMPT)} FROM e"),
-    _END_COLUMNS,
-)
+_NOTE = Statement(lambda w: _with_ended(w, _noting(w, _ATTEMPT, "e")), _END_COLUMNS)
 _COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
 _WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)
 
@@ -357,6 +364,7 @@ def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementCon
     _COUNT.count(conn, batch, now=now)
     _WAIT_AGAIN.count(conn, batch, now=now)
     _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
+    enqueue(conn, [(row[0], row[-1]) for row in rows])
     tell(conn, ((row[0], row[-1]) for row in rows), context)
     return [row[:-1] for row in rows]
 
@@ -525,12 +533,27 @@ WHERE {dialect.is_in("h.id", "ids", "uuid")} AND (h.lease_until_us IS NULL OR h.
 ORDER BY h.id {dialect.locking("h", skip=False)}"""
 
 
-_CANCELLED = f"""INSERT INTO semel_attempts ({_ATTEMPT})
-SELECT id, fence, due_us, at_us, version + 1, attempts, errors, losts, tenant, status, CAST(NULL AS text),
-  CAST(NULL AS bigint), coalesce(started_us, began_us), coalesce(heartbeat_us, began_us), at_us,
-  coalesce(progress_us, began_us), CASE WHEN began_us IS NULL THEN 0 ELSE cost END, progress, worker,
-  CAST(:why AS text), CAST(NULL AS text), progress_note, last_error, traceback, data_ref
-FROM held WHERE status = 'CANCELLED'"""
+_NEVER_LEASED = {name: name for name in _ATTEMPT.split(", ")} | {
+    "run_id": "id",
+    "ended_us": "at_us",
+    "version": "version + 1",
+    "step": "CAST(NULL AS text)",
+    "began_us": "CAST(NULL AS bigint)",
+    "started_us": "coalesce(started_us, began_us)",
+    "heartbeat_us": "coalesce(heartbeat_us, began_us)",
+    "cancel_us": "at_us",
+    "progress_us": "coalesce(progress_us, began_us)",
+    "cost": "CASE WHEN began_us IS NULL THEN 0 ELSE cost END",
+    "note": "CAST(:why AS text)",
+    "cancel_note": "CAST(NULL AS text)",
+}
+"""The columns of a pending run that is cancelled, of its active row."""
+
+
+def _cancelled(dialect: Dialect) -> str:
+    return _insert(dialect, _NEVER_LEASED, "held WHERE status = 'CANCELLED'", "held.id", "held.version + 1")
+
+
 _COUNT_CANCELLED = counting(
     "(SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED') AS e"
 )
@@ -541,7 +564,10 @@ _CANCEL = Statement(
     lambda w: (
         f"""
 WITH held AS MATERIALIZED ({_cancellable(w)}),
-noted AS ({_CANCELLED}),
+noted AS ({_cancelled(w)}),
+queued AS ({
+            queueing("(SELECT id AS run_id, version + 1 AS version FROM held WHERE status = 'CANCELLED') AS e")
+        }),
 counted AS ({_COUNT_CANCELLED}),
 gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
 asked AS ({_ASK}),
@@ -556,7 +582,7 @@ SELECT CAST(id AS text), status FROM held"""
     )
 )
 _CANCELLABLE = Statement(lambda w: f"SELECT id, status, version + 1 FROM ({_cancellable(w)}) AS held")
-_NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_CANCELLED}")
+_NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_cancelled(w)}")
 _NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
 _ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
 
@@ -571,7 +597,9 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
     _NOTE_CANCELLED.count(conn, **values)
     _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
     _ASK_RUNNING.count(conn, **values)
-    _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
+    cancelled = [(run_id, version) for run_id, status, version in rows if status == "CANCELLED"]
+    _remove(conn, [run_id for run_id, _ in cancelled])
+    enqueue(conn, cancelled)
     tell(conn, ((run_id, version) for run_id, _, version in rows), context)
     return {run_id: status for run_id, status, _ in rows}
 

@@ -6,7 +6,7 @@ from alembic import op
 from sqlalchemy import BigInteger, Column, MetaData, PrimaryKeyConstraint, Table, Text
 
 revision = "0013"
-down_revision = "0010"
+down_revision = "0011"
 branch_labels = None
 depends_on = None
 
