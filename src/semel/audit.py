@@ -362,13 +362,18 @@ class Verifier:
         self._ranges += [(named[at : at + 16], named[at : at + 16]) for at in range(0, len(named), 16)]
 
     def _take_open(self, line: Mapping[str, Any]) -> None:
+        """An attempt or a purge that no seal covers: the queue has its digest."""
         self._close_seal()
         key = bytes.fromhex(line["open"])
+        where = f"{_name(key)}, not yet sealed"
+        self.unsealed += 1
+        if not ("run" in line or "attempt" in line or "purge" in line):
+            self._missing[key] = where
+            return
+        _, digest = digests_of(line, key, where)
+        _require(digest.hex() == line["digest"], where, "it differs from its digest in the queue")
         if "purge" in line:
             self._take_purge(line["purge"])
-        elif "run" in line or "attempt" in line:
-            leaf_of(line, key, f"{_name(key)}, not yet sealed")
-        self.unsealed += 1
 
     def _take_unchained(self, run: str, version: int, ended_us: int) -> None:
         self.unchained += 1
@@ -445,11 +450,16 @@ def _encoded(kind: str, row: Mapping[str, Any], where: str) -> bytes:
 
 
 def leaf_of(line: Mapping[str, Any], key: bytes, where: str) -> bytes:
-    """The hash of a leaf, computed from the rows of its line. Raises where the chain of its run is broken."""
+    """The hash of a leaf, computed from the rows of its line."""
+    return leaf_hash(key, *digests_of(line, key, where))
+
+
+def digests_of(line: Mapping[str, Any], key: bytes, where: str) -> tuple[bytes, bytes]:
+    """The digests of what was submitted and of the attempt. Raises where the chain of the run is broken."""
     if "purge" in line:
         purge = line["purge"]
         _require(key == key_of(purge["id"], 0), where, "the purge has another id")
-        return leaf_hash(key, ZEROS, sha256(_encoded("purge", purge, where)).digest())
+        return ZEROS, sha256(_encoded("purge", purge, where)).digest()
     run, attempt = line.get("run"), line.get("attempt")
     _require(run is not None, where, "what was submitted was deleted")
     _require(attempt is not None, where, "the attempt was deleted")
@@ -459,7 +469,7 @@ def leaf_of(line: Mapping[str, Any], key: bytes, where: str) -> bytes:
     _require(run["id"] == attempt["run_id"], where, "what was submitted is another run's")
     digest = chained(bytes.fromhex(line.get("previous") or "") or ZEROS, encoded)
     _require(digest.hex() == attempt.get("digest"), where, "the attempt differs from its digest")
-    return leaf_hash(key, sha256(_encoded("run", run, where)).digest(), digest)
+    return sha256(_encoded("run", run, where)).digest(), digest
 
 
 def _require(held: bool, where: str, otherwise: str) -> None:

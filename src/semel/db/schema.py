@@ -324,8 +324,8 @@ Index(
 )
 
 unsealed = Table("semel_unsealed", metadata, Column("entries", LargeBinary, nullable=False))
-"""Attempts and purges that no seal covers yet: for each, the 16 bytes of its id and 4 of its version (0 for a purge). A
-row for each batch, so that nobody waits for another's.
+"""Attempts and purges that no seal covers yet: of each, 16 bytes of its id, 4 of its version (0 for a purge) and 32 of
+its digest. A row for each batch, so that nobody waits for another's.
 """
 
 seals = Table(
@@ -351,7 +351,7 @@ seal_leaves = Table(
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("leaves", LargeBinary, nullable=False),
 )
-"""The leaves of each seal, in order: an entry as in ``unsealed``, and the 32 bytes of its hash."""
+"""The leaves of each seal, in order: for each, 16 bytes of its id, 4 of its version and 32 of its hash."""
 
 purges = Table(
     "semel_purges",

@@ -43,7 +43,8 @@ from semel.db.schema import (
     workers,
 )
 from semel.runs.execution.input_data import folder_of
-from semel.runs.store import chain, quotas, run_keys
+from semel.runs.store import quotas, run_keys
+from semel.runs.store.digests import note_purge
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -314,9 +315,10 @@ def remove_runs(
     *,
     rule: str = "purge",
 ) -> Removed:
-    """Remove the old ones of the next runs, in the order of their ids, and note their files, and by which rule. One that
-    is being retried stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time. Nor are
-    those from the id ``until`` on.
+    """Remove the old ones of the next runs, in the order of their ids, and note their files, and the rule.
+
+    One that is being retried stays. The runs after the first that were all submitted too lately are not looked at: ids
+    grow with time. Nor are those from the id ``until`` on.
     """
     now = read_clock(conn, context)
     window = select(submitted.c.id, submitted.c.created_us).order_by(submitted.c.id).limit(RUNS_BATCH)
@@ -330,7 +332,7 @@ def remove_runs(
     ids = list(conn.scalars(unlocked.with_for_update(skip_locked=True)))  # a retry that refers to it locks it
     if ids:
         _LEAVE_IDS.write(conn, ids=ids)
-        chain.note_purge(conn, rule_of(rule, age), ids, now)
+        note_purge(conn, rule_of(rule, age), ids, now)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
     return Removed(len(ids), last)

@@ -30,7 +30,7 @@ from semel.audit import (
 )
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted, unsealed
-from semel.runs.store.chain import NO_DIGEST, purge_digest, run_digest
+from semel.runs.store.digests import NO_DIGEST, run_digest
 from semel.runs.store.quotas import read_clock
 
 MOST = 8192
@@ -65,57 +65,52 @@ class Seal(Struct, frozen=True, kw_only=True):
 
 
 def _take(dialect: Dialect) -> str:
-    """Take entries out of the queue and compute their leaves, in order (PostgreSQL)."""
+    """Take entries out of the queue, each with the digest of what was submitted (PostgreSQL)."""
     return f"""
 WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u LIMIT :most),
 gone AS (DELETE FROM semel_unsealed WHERE ctid = ANY(ARRAY(
-  SELECT place FROM (SELECT place, length(entries) AS size, sum(length(entries)) OVER (ROWS UNBOUNDED PRECEDING) AS total
-                     FROM queue) AS q
-  WHERE total - size < {KEY_SIZE} * :most)) RETURNING entries),
-k AS (SELECT DISTINCT substr(entries, at, {KEY_SIZE}) AS key
-      FROM gone, generate_series(1, length(entries), {KEY_SIZE}) AS at),
-named AS MATERIALIZED (
-  SELECT key, CAST(encode(substr(key, 1, 16), 'hex') AS uuid) AS id,
-    get_byte(key, 16) << 24 | get_byte(key, 17) << 16 | get_byte(key, 18) << 8 | get_byte(key, 19) AS version FROM k)
-SELECT string_agg(key || sha256(CAST('\\x00' AS bytea) || key
-    || CASE WHEN r.id IS NULL THEN {NO_DIGEST} ELSE {run_digest(dialect, "r")} END
-    || CASE WHEN p.id IS NULL THEN coalesce(e.digest, {NO_DIGEST}) ELSE {purge_digest(dialect, "p")} END),
-  '' ORDER BY key)
-FROM named LEFT JOIN semel_runs AS r ON r.id = named.id
-LEFT JOIN semel_attempts AS e ON e.run_id = named.id AND e.version = named.version
-LEFT JOIN semel_purges AS p ON p.id = named.id"""
+  SELECT place FROM (
+    SELECT place, length(entries) AS size, sum(length(entries)) OVER (ROWS UNBOUNDED PRECEDING) AS total FROM queue
+  ) AS q
+  WHERE total - size < {LEAF_SIZE} * :most)) RETURNING entries),
+taken AS MATERIALIZED (SELECT substr(entries, at, {LEAF_SIZE}) AS entry
+      FROM gone, generate_series(1, length(entries), {LEAF_SIZE}) AS at)
+SELECT string_agg(entry || CASE WHEN r.id IS NULL THEN {NO_DIGEST} ELSE {run_digest(dialect, "r")} END, '')
+FROM taken LEFT JOIN semel_runs AS r ON r.id = CAST(encode(substr(entry, 1, 16), 'hex') AS uuid)"""
 
 
 _TAKE = Statement(_take)
-_KEYS = {"in_id": "uuid", "in_version": "integer"}
-_PARTS = Statement(
-    lambda w: f"""
-SELECT in_id, in_version, CASE WHEN r.id IS NOT NULL THEN {run_digest(w, "r")} END,
-  CASE WHEN p.id IS NULL THEN e.digest ELSE {purge_digest(w, "p")} END
-FROM {w.batch(_KEYS)} LEFT JOIN semel_runs AS r ON r.id = in_id
-LEFT JOIN semel_attempts AS e ON e.run_id = in_id AND e.version = in_version
-LEFT JOIN semel_purges AS p ON p.id = in_id""",
-    _KEYS,
+_IDS = {"in_id": "uuid"}
+_SUBMITTED = Statement(
+    lambda w: f"SELECT in_id, {run_digest(w, 'r')} FROM {w.batch(_IDS)} JOIN semel_runs AS r ON r.id = in_id", _IDS
 )
 _TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
 
 
 def _take_by_row(conn: Connection) -> bytes:
     """As :func:`_take`, on SQLite, where nobody else writes meanwhile."""
-    entries, last = [], 0
-    for place, some in conn.execute(text("SELECT rowid, entries FROM semel_unsealed ORDER BY rowid")):
-        last = place
-        entries.append(bytes(some))
-        if sum(map(len, entries)) >= MOST * KEY_SIZE:
+    taken, last = b"", 0
+    for place, entries in conn.execute(text("SELECT rowid, entries FROM semel_unsealed ORDER BY rowid")):
+        taken, last = taken + bytes(entries), place
+        if len(taken) >= MOST * LEAF_SIZE:
             break
     conn.execute(text("DELETE FROM semel_unsealed WHERE rowid <= :last"), {"last": last})
-    keys = sorted({key for some in entries for key in _split(some, KEY_SIZE)})
-    rows = _PARTS.rows(conn, [_id_and_version(key) for key in keys]) if keys else []
-    leaves = {
-        key_of(row_id, version): (bytes.fromhex(run or "") or ZEROS, bytes.fromhex(own or "") or ZEROS)
-        for row_id, version, run, own in rows
-    }
-    return b"".join(key + leaf_hash(key, *leaves[key]) for key in keys)
+    entries = _split(taken, LEAF_SIZE)
+    ids = [_id_and_version(entry)[0] for entry in entries]
+    found = dict(tuple(row) for row in _SUBMITTED.rows(conn, [(each,) for each in ids])) if ids else {}
+    return b"".join(
+        entry + (bytes.fromhex(found[row_id]) if row_id in found else ZEROS)
+        for entry, row_id in zip(entries, ids, strict=True)
+    )
+
+
+def _leaves(taken: bytes) -> list[bytes]:
+    """The leaves of what was taken out of the queue, in order: of each its key and its hash."""
+    leaves = []
+    for each in _split(taken, LEAF_SIZE + 32):
+        key = each[:KEY_SIZE]
+        leaves.append(key + leaf_hash(key, each[LEAF_SIZE:], each[KEY_SIZE:LEAF_SIZE]))
+    return sorted(leaves)
 
 
 def _split(joined: bytes, size: int) -> list[bytes]:
@@ -136,14 +131,13 @@ def seal(conn: Connection, key: SigningKey | None, context: StatementContext) ->
         if conn.dialect.name == "postgresql":
             if not conn.scalar(_TRY_LOCK):
                 return None
-            leaves = bytes(_TAKE.rows(conn, most=MOST)[0][0] or b"")
+            taken = bytes(_TAKE.rows(conn, most=MOST)[0][0] or b"")
         else:
-            leaves = _take_by_row(conn)
-        return _write(conn, leaves, key, now) if leaves else None
+            taken = _take_by_row(conn)
+        return _write(conn, _leaves(taken), key, now) if taken else None
 
 
-def _write(conn: Connection, leaves: bytes, key: SigningKey | None, now: int) -> Seal:
-    entries = _split(leaves, LEAF_SIZE)
+def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, now: int) -> Seal:
     last = head(conn)
     row: dict[str, Any] = {
         "number": 1 if last is None else last.number + 1,
@@ -158,7 +152,7 @@ def _write(conn: Connection, leaves: bytes, key: SigningKey | None, now: int) ->
     digest = seal_digest(row)
     row |= {"digest": digest.hex(), "signature": None if key is None else key.sign(digest).hex()}
     conn.execute(insert(seals), row)
-    conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": leaves})
+    conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": b"".join(entries)})
     return Seal(**row)
 
 
@@ -207,9 +201,9 @@ def sealing_of(conn: Connection, run_id: str) -> Sealing:
 # -- export and proof ------------------------------------------------------------------------------------------------
 
 
-def _shown(table: Table, row: Row[Any] | Mapping[str, Any]) -> dict[str, Any]:
+def _shown(table: Table, row: Row[Any]) -> dict[str, Any]:
     """The columns of a row that are not NULL."""
-    values = row if isinstance(row, Mapping) else row._mapping
+    values = row._mapping
     return {column.name: values[column] for column in table.c if values[column] is not None}
 
 
@@ -218,7 +212,9 @@ def _rows_of(conn: Connection, keys: Sequence[bytes]) -> Iterator[dict[str, Any]
     for at in range(0, len(keys), _PAGE):
         page = [_id_and_version(key) for key in keys[at : at + _PAGE]]
         ids = list({row_id for row_id, _ in page})
-        runs = {row.id: _shown(submitted, row) for row in conn.execute(select(submitted).where(submitted.c.id.in_(ids)))}
+        runs = {
+            row.id: _shown(submitted, row) for row in conn.execute(select(submitted).where(submitted.c.id.in_(ids)))
+        }
         noted = {row.id: _shown(purges, row) for row in conn.execute(select(purges).where(purges.c.id.in_(ids)))}
         ended: dict[str, list[dict[str, Any]]] = {}
         query = select(attempts).where(attempts.c.run_id.in_(ids)).order_by(attempts.c.run_id, attempts.c.version)
@@ -266,11 +262,12 @@ def export(conn: Connection) -> Iterator[dict[str, Any]]:
         seen.update(keys)
         for entry, rows in zip(entries, _rows_of(conn, keys), strict=True):
             yield {"key": entry[:KEY_SIZE].hex(), "hash": entry[KEY_SIZE:].hex(), **rows}
-    waiting = sorted({key for row in conn.scalars(select(unsealed.c.entries)) for key in _split(bytes(row), KEY_SIZE)})
-    waiting = [key for key in waiting if key not in seen]
-    for key, rows in zip(waiting, _rows_of(conn, waiting), strict=True):
-        yield {"open": key.hex(), **rows}
-    yield from _uncovered(conn, seen | set(waiting))
+    waiting = sorted(each for row in conn.scalars(select(unsealed.c.entries)) for each in _split(bytes(row), LEAF_SIZE))
+    keys = [entry[:KEY_SIZE] for entry in waiting]
+    seen.update(keys)
+    for entry, rows in zip(waiting, _rows_of(conn, keys), strict=True):
+        yield {"open": entry[:KEY_SIZE].hex(), "digest": entry[KEY_SIZE:].hex(), **rows}
+    yield from _uncovered(conn, seen)
     yield {"end": {"seals": count}}
 
 

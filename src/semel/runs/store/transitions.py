@@ -28,7 +28,7 @@ from sqlalchemy import Connection, bindparam, text
 
 from semel.db.dialect import Dialect, Statement, StatementContext, hot
 from semel.db.schema import jobs
-from semel.runs.store.chain import attempt_digest, enqueue, queueing
+from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -144,7 +144,8 @@ def _noting(dialect: Dialect, columns: str, source: str) -> str:
 def _insert(dialect: Dialect, values: dict[str, str], source: str, run_id: str, version: str) -> str:
     """An INSERT of attempts with these values: see ``schema.attempts`` for what NULL stands for."""
     return f"""INSERT INTO semel_attempts ({", ".join(values)}, digest)
-SELECT {", ".join(values.values())}, {attempt_digest(dialect, values, run_id, version)} FROM {source}"""
+SELECT {", ".join(values.values())}, {attempt_digest(dialect, values, run_id, version)} FROM {source}
+RETURNING run_id, version, digest"""
 
 
 def _due(dialect: Dialect) -> str:
@@ -217,7 +218,7 @@ class _Succeeding:
 WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
 e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
 noted AS ({_noting(w, written, "e")}),
-queued AS ({queueing("e")}),
+queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
@@ -243,10 +244,10 @@ SELECT CAST(run_id AS text), {_OVER} FROM e"""
         held = _HELD.rows(conn, outcomes)
         if held:
             rows = [row[0] for row in held]
-            self._note.count(conn, [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held], now=now)
+            batch = [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held]
+            enqueue(conn, self._note.rows(conn, batch, now=now))
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
-            enqueue(conn, [(run_id, version) for _, run_id, _, version, *_ in held])
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
         return [(run_id, status, "succeeded", model, first, now) for _, run_id, _, _, status, model, first in held]
 
@@ -334,7 +335,7 @@ def _ending(dialect: Dialect, held: str) -> str:
 WITH held AS MATERIALIZED ({held}),
 e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
 noted AS ({_noting(dialect, _ATTEMPT, "e")}),
-queued AS ({queueing("e")}),
+queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
@@ -360,11 +361,10 @@ def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementCon
     if conn.dialect.name != "sqlite":
         return _END.rows(conn, batch, publish=context.publish, now=now)
     rows = _ENDED.rows(conn, batch, now=now)
-    _NOTE.count(conn, batch, now=now)
+    enqueue(conn, _NOTE.rows(conn, batch, now=now))
     _COUNT.count(conn, batch, now=now)
     _WAIT_AGAIN.count(conn, batch, now=now)
     _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
-    enqueue(conn, [(row[0], row[-1]) for row in rows])
     tell(conn, ((row[0], row[-1]) for row in rows), context)
     return [row[:-1] for row in rows]
 
@@ -565,9 +565,7 @@ _CANCEL = Statement(
         f"""
 WITH held AS MATERIALIZED ({_cancellable(w)}),
 noted AS ({_cancelled(w)}),
-queued AS ({
-            queueing("(SELECT id AS run_id, version + 1 AS version FROM held WHERE status = 'CANCELLED') AS e")
-        }),
+queued AS ({ENQUEUE}),
 counted AS ({_COUNT_CANCELLED}),
 gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
 asked AS ({_ASK}),
@@ -594,12 +592,10 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
     if conn.dialect.name != "sqlite":
         return {row[0]: row[1] for row in _CANCEL.rows(conn, publish=context.publish, **values)}
     rows = _CANCELLABLE.rows(conn, ids=values["ids"], now=values["now"])
-    _NOTE_CANCELLED.count(conn, **values)
+    enqueue(conn, _NOTE_CANCELLED.rows(conn, **values))
     _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
     _ASK_RUNNING.count(conn, **values)
-    cancelled = [(run_id, version) for run_id, status, version in rows if status == "CANCELLED"]
-    _remove(conn, [run_id for run_id, _ in cancelled])
-    enqueue(conn, cancelled)
+    _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
     tell(conn, ((run_id, version) for run_id, _, version in rows), context)
     return {run_id: status for run_id, status, _ in rows}
 

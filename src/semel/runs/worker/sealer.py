@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import time
-import urllib.request
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,6 +70,8 @@ class Sealer:
         head = json.dumps({"number": seal.number, "sealed_at": at, "head": seal.digest, "signature": seal.signature})
         try:
             if place.startswith(("http://", "https://")):
+                import urllib.request
+
                 headers = {"Content-Type": "application/json"}
                 request = urllib.request.Request(place, head.encode(), headers)  # noqa: S310 -- the operator's own URL
                 urllib.request.urlopen(request, timeout=10).close()  # noqa: S310

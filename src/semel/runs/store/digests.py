@@ -8,11 +8,12 @@ digest of the attempt before it. What was submitted is hashed with it when it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from sqlalchemy import Connection, insert
 
-from semel.audit import ATTEMPT, PURGE, RUN, Columns, id_bytes, key_of
+from semel.audit import ATTEMPT, FORMS, RUN, Columns, id_bytes, key_of
 from semel.db.dialect import Dialect
 from semel.db.schema import purges, unsealed
 from semel.runs.types import new_id
@@ -57,20 +58,14 @@ def run_digest(dialect: Dialect, alias: str) -> str:
     return _digest(dialect, "run", RUN, {name: f"{alias}.{name}" for name, _ in RUN}, None)
 
 
-def purge_digest(dialect: Dialect, alias: str) -> str:
-    """The digest of a row of ``semel_purges``."""
-    return _digest(dialect, "purge", PURGE, {name: f"{alias}.{name}" for name, _ in PURGE}, None)
+ENQUEUE = """INSERT INTO semel_unsealed (entries)
+SELECT string_agg(uuid_send(run_id) || int4send(version) || digest, '') FROM noted HAVING count(*) > 0"""
+"""PostgreSQL: put the attempts that the CTE ``noted`` returns (run_id, version, digest) into the queue."""
 
 
-def queueing(source: str) -> str:
-    """PostgreSQL: an INSERT of the attempts in ``source`` (run_id, version) into the queue of what is to be sealed."""
-    return f"""INSERT INTO semel_unsealed (entries)
-SELECT string_agg(uuid_send(run_id) || int4send(version), '') FROM {source} HAVING count(*) > 0"""
-
-
-def enqueue(conn: Connection, rows: Iterable[tuple[str, int]]) -> None:
-    """Put these rows (id and version) into the queue: on SQLite, where the statement could not do so itself."""
-    if entries := b"".join(key_of(row_id, version) for row_id, version in rows):
+def enqueue(conn: Connection, rows: Iterable[tuple[str, int, str]]) -> None:
+    """Put these rows (id, version and digest) into the queue: on SQLite, where the statement could not do so itself."""
+    if entries := b"".join(key_of(row_id, version) + bytes.fromhex(digest) for row_id, version, digest in rows):
         conn.execute(insert(unsealed), {"entries": entries})
 
 
@@ -80,12 +75,12 @@ def note_purge(conn: Connection, rule: str, ids: Sequence[str], now: int) -> Non
     _note(conn, at_us=now, rule=rule, count=len(ids), first_id=min(ids), last_id=max(ids), ids=listed)
 
 
-def note_range(conn: Connection, rule: str, first: str, last: str, count: int, now: int) -> None:
-    """Note that all runs from the first to the last are removed, in the transaction that removes them."""
-    _note(conn, at_us=now, rule=rule, count=count, first_id=first, last_id=last, ids=None)
+def note_range(conn: Connection, rule: str, span: tuple[str, str], count: int, now: int) -> None:
+    """Note that all runs from the first id to the last are removed, in the transaction that removes them."""
+    _note(conn, at_us=now, rule=rule, count=count, first_id=span[0], last_id=span[1], ids=None)
 
 
 def _note(conn: Connection, **row: Any) -> None:
-    purge = new_id()
-    conn.execute(insert(purges), {"id": purge, **row})
-    enqueue(conn, [(purge, 0)])
+    row = {"id": new_id(), **row}
+    conn.execute(insert(purges), row)
+    enqueue(conn, [(row["id"], 0, sha256(FORMS["purge"].of(row)).hexdigest())])
