@@ -481,6 +481,7 @@ def check_seal(seal: Mapping[str, Any]) -> None:
     """Raise unless the digest of a seal is that of its fields."""
     where = f"seal {seal.get('number')}"
     digest = sha256(_encoded("seal", seal, where)).hexdigest()
+    _require((seal.get("public_key") is None) == (seal.get("signature") is None), where, "its signature has no key")
     _require(digest == seal.get("digest"), where, "its fields differ from its digest")
 
 

@@ -305,8 +305,7 @@ def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
 
 def _paged(conn: Connection, query: Any, *order: Any) -> Iterator[Row[Any]]:
     """The rows of a query in this order, without having all of them in memory."""
-    streamed = conn.execution_options(stream_results=True, yield_per=5000)
-    yield from streamed.execute(query.order_by(*order))
+    yield from conn.execute(query.order_by(*order), execution_options={"stream_results": True, "yield_per": 5000})
 
 
 def prove(conn: Connection, run_id: str, *, chain: bool = False) -> list[dict[str, Any]]:
