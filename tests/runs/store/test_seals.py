@@ -458,3 +458,16 @@ def test_every_leaf_of_a_tree_has_a_proof(count: int) -> None:
         assert audit.root_by_path(leaf, index, count, [*path, leaf]) is None
         if path:
             assert audit.root_by_path(leaf, index, count, path[:-1]) is None
+
+
+def test_a_value_that_is_not_of_its_columns_kind_stops_no_seal_and_is_noticed(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        run = database.submit()
+        database.write("DROP TRIGGER semel_runs_guard")
+        database.write("UPDATE semel_runs SET payload_hash = 'no digest'")
+        for each in database.lease():
+            assert database.end(each)
+        database.write("CREATE TRIGGER semel_runs_guard BEFORE UPDATE ON semel_runs BEGIN SELECT 1; END")
+        assert seal(database) is not None
+        with behind_its_back(database) as conn:
+            assert f"run {run.id}, version 3, in seal 1: a value of the run is not of its column's kind" in place(conn)
