@@ -471,3 +471,16 @@ def test_a_value_that_is_not_of_its_columns_kind_stops_no_seal_and_is_noticed(da
         assert seal(database) is not None
         with behind_its_back(database) as conn:
             assert f"run {run.id}, version 3, in seal 1: a value of the run is not of its column's kind" in place(conn)
+
+
+def test_a_seal_that_was_made_anew_is_noticed_by_the_one_after_it(database: TestDatabase) -> None:
+    for _ in range(2):
+        database.finish(database.submit())
+        seal(database)
+    with behind_its_back(database) as conn:
+        row = dict(conn.execute(select(seals).where(seals.c.number == 1)).mappings().one())
+        row["at_us"] += 1
+        digest = audit.seal_digest(row)
+        row |= {"digest": digest.hex(), "signature": KEY.sign(digest).hex()}
+        conn.execute(update(seals).where(seals.c.number == 1).values(row))
+        assert "seal 2: it does not follow the seal before it" in place(conn)
