@@ -1,9 +1,10 @@
 """The history of runs cannot be rewritten unnoticed: the chain of every run, seals, purges, and what verify finds."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sqlalchemy import (
     Float,
     Integer,
     LargeBinary,
+    RowMapping,
     Table,
     Uuid,
     delete,
@@ -134,7 +136,7 @@ def other(column: Column[Any], value: Any) -> Any:
             return "x" if value is None else f"{value}x"
 
 
-def first_row(conn: Connection, table: Table) -> Mapping[str, Any]:
+def first_row(conn: Connection, table: Table) -> RowMapping:
     query = select(table)
     if table is attempts:
         query = query.where(attempts.c.status == "FAILED")
@@ -270,6 +272,7 @@ def cut(conn: Connection, after: int) -> None:
 
 
 def test_a_tail_that_was_cut_off_is_noticed_against_a_kept_head(database: TestDatabase) -> None:
+    last = None
     for _ in range(2):
         database.finish(database.submit())
         last = seal(database)
@@ -302,7 +305,7 @@ def forge(conn: Connection, key: SigningKey | None) -> None:
     conn.execute(delete(seal_leaves))
     run = conn.execute(select(submitted).where(submitted.c.id == row["run_id"])).mappings().one()
     encoded = audit.FORMS["run"].of(dict(run))
-    sealing._write(conn, sealing._leaves(entry + audit.sha256(encoded).digest()), key, row["ended_us"])
+    sealing._write(conn, sealing._leaves(entry + sha256(encoded).digest()), key, row["ended_us"])
 
 
 def test_a_history_that_was_forged_whole_is_noticed_by_its_head_or_its_key(database: TestDatabase) -> None:
@@ -436,6 +439,7 @@ def test_a_proof_with_the_later_seals_leads_to_a_kept_head(database: TestDatabas
     run = database.submit()
     database.finish(run)
     seal(database)
+    last = None
     for _ in range(3):
         database.finish(database.submit())
         last = seal(database)
