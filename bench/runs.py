@@ -98,7 +98,9 @@ class Semel(Peer):
 
     def clear(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute("TRUNCATE semel_runs, semel_active, semel_attempts, semel_keys, semel_run_logs")
+            connection.execute(
+                "TRUNCATE semel_runs, semel_active, semel_attempts, semel_keys, semel_run_logs, semel_unsealed"
+            )
 
 
 class Children(Semel):

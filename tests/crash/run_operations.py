@@ -1,5 +1,6 @@
 """What a process does with runs and quotas, and what must hold whenever it dies."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from crash.points import Ended, Place
 from crash.wire import FAULTS
 from semel import Quota, Run
 from semel._concurrency.sync import run_sync
+from semel.audit import key_of, verify
 from semel.runs.manifest import Parts, make_part
-from semel.runs.store import manifests, partitions
+from semel.runs.store import manifests, partitions, seals
 from semel.runs.store.lease import Leased
 from semel.runs.types import MICRO, EndKind
 from semel.runs.worker.sweeper import sweep_until_signalled
@@ -465,6 +467,47 @@ class RemoveManifests(WriteManifest):
         eventually(lambda: self._removed(place), "the removal of what the dead process had locked")
         with opened(place) as database:
             assert database.count("semel_manifests") == 0
+
+
+class SealHistory(OfRunningRun):
+    """``seal``: the attempt is in one seal, or still in the queue; sealed again, it is in one seal."""
+
+    def prepare(self, place: Place) -> Leased:
+        leased = super().prepare(place)
+        with opened(place) as database:
+            assert database.end(leased)
+        return leased
+
+    def _seal(self, place: Place) -> Any:
+        with opened(place) as database:
+            return database.do(seals.seal, None)
+
+    def act(self, place: Place, given: Leased) -> Any:
+        self._seal(place)
+
+    def _sealed_and_queued(self, place: Place, given: Leased) -> tuple[int, int]:
+        key = key_of(given.id, 3)
+        with opened(place) as database:
+            leaves = b"".join(bytes(row[0]) for row in database.rows("SELECT leaves FROM semel_seal_leaves"))
+            entries = b"".join(bytes(row[0]) for row in database.rows("SELECT entries FROM semel_unsealed"))
+        return leaves.count(key), entries.count(key)
+
+    def check(self, place: Place, given: Leased, ended: Ended) -> None:
+        found = self._sealed_and_queued(place, given)
+        assert found in ((1, 0), (0, 1)), "in no seal and not in the queue, or in both"
+        if ended.how == "returned":
+            assert found == (1, 0)
+
+        def sealed() -> bool:
+            self._seal(place)
+            return self._sealed_and_queued(place, given) == (1, 0)
+
+        eventually(sealed, "the seal, while the dead process may hold its lock")
+        with opened(place) as database:
+            proof = [json.dumps(line) for line in database.ask(seals.prove, given.id)]
+            numbers = [row[0] for row in database.rows("SELECT number FROM semel_seals ORDER BY number")]
+        assert verify(proof).rows == 2
+        assert numbers == list(range(1, len(numbers) + 1)), "a seal is missing in the chain"
 
 
 def _manifests_without_body(place: Place) -> int:

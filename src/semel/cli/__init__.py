@@ -62,6 +62,7 @@ GROUPS = {
     "Maintain, on the database": {
         "migrate": ("migrate", "Create or update semel's tables in a database"),
         "gc": ("gc", "Remove old runs with their files, and expired keys"),
+        "audit": ("audit", "Export and verify the sealed history of runs, and prove a run"),
         "doctor": ("doctor", "Check the database, Redis, clock, migrations, disk and workers"),
     },
     "Your shell": {"completion": ("", "Print a completion script for a shell")},

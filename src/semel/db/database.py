@@ -6,11 +6,13 @@ PostgreSQL and the user's own transaction have separate modules. All of them run
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -19,6 +21,7 @@ from sqlalchemy import URL, Connection, Dialect, Engine, TextClause, create_engi
 from semel._concurrency.fork import survive_fork
 from semel._concurrency.runtime import seconds_left
 from semel._concurrency.sync import run_sync
+from semel.audit import FORMS, ZEROS
 from semel.db.errors import translate_errors
 from semel.db.sqlite_file import WatchedFile, check_known, make_private
 from semel.errors import InvalidRequest, MissingExtra, StoreUnavailable
@@ -292,6 +295,19 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA cache_size = -65536")
     cursor.close()
+    connection.create_function("semel_digest", -1, _digest, deterministic=True)
+
+
+def _digest(form: str, previous: str | None, *values: Any) -> str:
+    """SQLite's function for the digest of a row: of this form (see :mod:`semel.audit`), after the digest before it.
+
+    SQLite stores values of any type. One that is not of its column's has a digest of zeros, which no row verifies with:
+    a run must end, and be sealed, whatever somebody wrote into its row.
+    """
+    try:
+        return sha256(bytes.fromhex(previous or "") + FORMS[form].encode(values)).hexdigest()
+    except (ValueError, TypeError, AttributeError, struct.error):
+        return ZEROS.hex()
 
 
 def _begin_sqlite(conn: Connection) -> None:

@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 REVISIONS = (
     *("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010"),
-    *("0012", "0013", "0014"),
+    *("0011", "0012", "0013", "0014"),
 )
 """Every migration, oldest first; the last one is what this release needs."""
 
@@ -305,6 +305,7 @@ attempts = Table(
     Column("artifacts", Text, nullable=True),
     Column("warnings", Text, nullable=True),
     Column("data_ref", Text, nullable=True),
+    Column("digest", Digest, nullable=True),
     PrimaryKeyConstraint("run_id", "version", name="semel_attempts_pkey"),
     CheckConstraint("status IN ('PENDING', 'SUCCEEDED', 'FAILED', 'CANCELLED')", "semel_attempts_status"),
     CheckConstraint(
@@ -320,6 +321,7 @@ it has the name of the status. ``started_us``, the
 start of the first attempt, and the times of the heartbeat and the progress are NULL where they equal ``began_us``.
 On PostgreSQL, digest and size of a result that is in the row are NULL: the view computes them. So are ``attempts`` of
 1, ``errors`` and ``losts`` of 0, and a ``due_us`` at which the run was submitted; on SQLite these are NOT NULL.
+``digest``: of this row and the run's attempts before it (see :mod:`semel.audit`); NULL if an older release wrote it.
 """
 _unsuccessful = "status IN ('FAILED', 'CANCELLED')"
 Index(
@@ -342,6 +344,49 @@ Index(
     postgresql_where=attempts.c.data_ref.is_not(None),
     sqlite_where=attempts.c.data_ref.is_not(None),
 )
+
+unsealed = Table("semel_unsealed", metadata, Column("entries", LargeBinary, nullable=False))
+"""Attempts and purges that no seal covers yet: of each, 16 bytes of its id, 4 of its version (0 for a purge) and 32 of
+its digest. A row for each batch, so that nobody waits for another's.
+"""
+
+seals = Table(
+    "semel_seals",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("at_us", BigInteger, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("first_id", _id, nullable=False),
+    Column("last_id", _id, nullable=False),
+    Column("root", Digest, nullable=False),
+    Column("previous", Digest, nullable=True),
+    Column("public_key", Digest, nullable=True),
+    Column("digest", Digest, nullable=False),
+    Column("signature", Digest, nullable=True),
+)
+"""The seals, which are never removed: each covers its leaves by their ``root``, and all seals before it."""
+Index("semel_seals_at", seals.c.at_us)
+
+seal_leaves = Table(
+    "semel_seal_leaves",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("leaves", LargeBinary, nullable=False),
+)
+"""The leaves of each seal, in order: for each, 16 bytes of its id, 4 of its version and 32 of its hash."""
+
+purges = Table(
+    "semel_purges",
+    metadata,
+    Column("id", _id, primary_key=True),
+    Column("at_us", BigInteger, nullable=False),
+    Column("rule", Text, nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("first_id", _id, nullable=False),
+    Column("last_id", _id, nullable=False),
+    Column("ids", Digest, nullable=True),
+)
+"""Which runs were removed, when and by which rule. ``ids``: 16 bytes for each; NULL: all from the first to the last."""
 
 run_counts = Table(
     "semel_run_counts",

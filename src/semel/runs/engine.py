@@ -685,33 +685,34 @@ class RunEngine:
         is None) is not logged.
         """
         ends = time.monotonic() + seconds
-        total, failed = await self._drop_partitions(age, by), await self._remove_files()
+        rule = "retention" if whole else "purge"
+        total, failed = await self._drop_partitions(age, rule, by), await self._remove_files()
         spans = [partitions.ALL]
         if whole:
             spans = await self.store.read(partitions.spans, age, self.store.statement_context)
         for span in spans:
-            removed, error = await self._remove_in_batches(age, span, ends, by)
+            removed, error = await self._remove_in_batches(age, rule, span, ends, by)
             total, failed = total + removed, error or failed
         return total, failed
 
     async def _remove_in_batches(
-        self, age: float, span: partitions.Span, ends: float, by: Actor | None
+        self, age: float, rule: str, span: partitions.Span, ends: float, by: Actor | None
     ) -> tuple[int, ResultStoreError | None]:
         total, failed, more = 0, None, True
         after, until = span
         while more and time.monotonic() < ends:
             context = self.store.acting(by)
-            removed = await self.store.write(maintenance.remove_runs, age, after, context, until)
+            removed = await self.store.write(maintenance.remove_runs, age, after, context, until, rule=rule)
             total, after, more = total + removed.count, removed.next, removed.next is not None
             failed = await self._remove_files() or failed  # also if nothing was removed: the reply may have been lost
         return total, failed
 
-    async def _drop_partitions(self, age: float, by: Actor | None) -> int:
+    async def _drop_partitions(self, age: float, rule: str, by: Actor | None) -> int:
         """Drop the partitions all of whose runs may be removed, unless somebody uses one; returns how many runs."""
         total = 0
         for each in await self.store.read(partitions.removable, age, self.store.statement_context):
             try:
-                total += await self.store.write(partitions.drop, each, age, self.store.acting(by))
+                total += await self.store.write(partitions.drop, each, age, self.store.acting(by), rule=rule)
             except partitions.PartitionBusy:
                 if each.name not in self._put_off:
                     self._put_off.add(each.name)

@@ -28,7 +28,19 @@ from litestar.types import ControllerRouterHandler
 from semel import dashboard
 from semel.dashboard.session import error_page
 from semel.runs.app import App
-from semel.service.api import audit_log, jobs, keys, ops, pauses, quotas, run_manifests, runs, tokens, webhooks
+from semel.service.api import (
+    audit_log,
+    jobs,
+    keys,
+    ops,
+    pauses,
+    quotas,
+    run_manifests,
+    run_proofs,
+    runs,
+    tokens,
+    webhooks,
+)
 from semel.service.api.openapi import ResponseSchemas
 from semel.service.api.problems import allow
 from semel.service.api.request import JsonRequest, require_known_query
@@ -153,6 +165,7 @@ def _litestar(provided: tuple[ControllerRouterHandler, ...]) -> Litestar:
         route_handlers=[
             *runs.HANDLERS,
             *run_manifests.HANDLERS,
+            *run_proofs.HANDLERS,
             *jobs.HANDLERS,
             *provided,
             *tokens.HANDLERS,

@@ -126,7 +126,7 @@ def test_many_ends_are_written_together_each_as_it_was(database: TestDatabase) -
     for _ in range(5):
         database.submit()
     plain, warned, costly, failed, passed = database.lease(5)
-    result: dict[str, Any] = {"result": "1", "result_digest": "d", "result_size": 1}
+    result: dict[str, Any] = {"result": "1", "result_digest": "d" * 64, "result_size": 1}
     endings = [
         FinishRequest(plain.id, plain.fence, AttemptResult(kind="succeeded", **result)),
         FinishRequest(warned.id, warned.fence, AttemptResult(kind="succeeded", warnings=["w"], **result)),

@@ -44,6 +44,7 @@ LEAST = {
     "GET /runs/{run_id}/events": "submitter",
     "GET /runs/{run_id}/logs": "submitter",
     "GET /runs/{run_id}/manifest": "submitter",
+    "GET /runs/{run_id}/proof": "submitter",
     "POST /runs/{run_id}/rerun": "submitter",
     "GET /runs/{run_id}/result": "submitter",
     "GET /runs/{run_id}/{fence}/result.json/result": "submitter",

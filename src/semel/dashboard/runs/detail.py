@@ -20,6 +20,8 @@ from semel.dashboard.sse import END_EVENT, NO_UPDATE, live_response, replace_eve
 from semel.dashboard.templating import page, pretty, redirect_with_message, render_part, short_id
 from semel.errors import IllegalTransition, ResultStoreError, RunNotComplete, RunNotFound, StoreUnavailable
 from semel.runs.diff import ResultComparison
+from semel.runs.store import seals
+from semel.runs.store.seals import Sealing
 from semel.runs.types import INTERNAL_PREFIX, MICRO, LogLine, Manifest, Run, Step, Waiting
 from semel.service.api.params import AnyRequest, RunId
 from semel.service.api.problems import problem_of
@@ -81,6 +83,8 @@ class RunDetail(Struct, frozen=True, kw_only=True):
     """That of the last attempt, as far as the caller may see it."""
     comparison: ResultComparison | None
     """Of a rerun that has ended: whether its result is that of the run that it runs again."""
+    sealing: Sealing
+    """Of a run that has ended: in which seal its history is."""
 
 
 @get("/ui/runs/{run_id:str}")
@@ -173,6 +177,7 @@ async def _read_detail(
         result_problem=problem,
         manifest=manifest,
         comparison=comparison,
+        sealing=await service.store.read(seals.sealing_of, run.id) if run.done else Sealing(),
     )
 
 

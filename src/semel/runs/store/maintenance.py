@@ -49,6 +49,7 @@ from semel.db.schema import (
 from semel.runs.execution.input_data import folder_of
 from semel.runs.store import audit_log, quotas, run_keys
 from semel.runs.store.audit_log import Change
+from semel.runs.store.digests import note_purge
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.run_keys import RUN
 from semel.runs.types import INTERNAL_QUEUE, MICRO, TERMINAL
@@ -181,6 +182,8 @@ class Chores(Struct, frozen=True):
     """The clock was put back, and something would last longer than it was asked for."""
     expired: bool = True
     """Rows may be removed, or counts added up."""
+    unsealed: bool = True
+    """Attempts ended that no seal covers."""
 
 
 def _chores(dialect: Dialect) -> str:
@@ -197,7 +200,8 @@ def _chores(dialect: Dialect) -> str:
     return f"""EXISTS (SELECT 1 FROM semel_active WHERE lease_until_us < {now}),
   EXISTS (SELECT 1 FROM semel_active WHERE {_too_long(now)})
   OR EXISTS (SELECT 1 FROM semel_reservations WHERE created_us > {now}),
-  CAST(:clean AS boolean) AND ({" OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in expired)})"""
+  CAST(:clean AS boolean) AND ({" OR ".join(f"EXISTS (SELECT 1 FROM {each})" for each in expired)}),
+  CAST(:clean AS boolean) AND EXISTS (SELECT 1 FROM semel_unsealed)"""
 
 
 def _too_long(now: str) -> str:
@@ -319,11 +323,18 @@ def note_removals(conn: Connection, notes: Sequence[tuple[str, str | None, bool]
 
 
 def remove_runs(
-    conn: Connection, age: float, after: str | None, context: StatementContext, until: str | None = None
+    conn: Connection,
+    age: float,
+    after: str | None,
+    context: StatementContext,
+    until: str | None = None,
+    *,
+    rule: str = "purge",
 ) -> Removed:
-    """Remove the old ones of the next runs, in the order of their ids, and note their files. One that is being retried
-    stays. The runs after the first that were all submitted too lately are not looked at: ids grow with time. Nor are
-    those from the id ``until`` on.
+    """Remove the old ones of the next runs, in the order of their ids, and note their files, and the rule.
+
+    One that is being retried stays. The runs after the first that were all submitted too lately are not looked at: ids
+    grow with time. Nor are those from the id ``until`` on.
     """
     now = read_clock(conn, context)
     window = select(submitted.c.id, submitted.c.created_us).order_by(submitted.c.id).limit(RUNS_BATCH)
@@ -338,6 +349,7 @@ def remove_runs(
     if ids:
         gone = purged(conn, age, (ids[0], ids[-1]), submitted.c.id.in_(ids), context)
         _LEAVE_IDS.write(conn, ids=ids)
+        note_purge(conn, rule_of(rule, age), ids, now)
         conn.execute(delete(attempts).where(attempts.c.run_id.in_(ids)))
         conn.execute(delete(submitted).where(submitted.c.id.in_(ids)))
         audit_log.record(conn, context, *gone)
@@ -358,6 +370,11 @@ def purged(
         Change(name="runs.purged", tenant=tenant, target="runs", after={"runs": count, **about})
         for tenant, count in counted
     ]
+
+
+def rule_of(rule: str, age: float) -> str:
+    """How the record of removed runs names the rule by which they were removed."""
+    return f"{rule}: ended more than {age:g} s ago"
 
 
 _DAY = f"r.created_us - r.created_us % {DAY_US}"

@@ -19,7 +19,8 @@ from sqlalchemy import Connection, and_, text
 from semel.db.dialect import StatementContext
 from semel.db.schema import submitted
 from semel.runs.store import audit_log
-from semel.runs.store.maintenance import DAY_US, EVENTS_KEPT_US, LEAVE_RANGE, purged
+from semel.runs.store.digests import note_range
+from semel.runs.store.maintenance import DAY_US, EVENTS_KEPT_US, LEAVE_RANGE, purged, rule_of
 from semel.runs.store.quotas import read_clock
 from semel.runs.types import MICRO, id_at
 
@@ -174,13 +175,19 @@ def removable(conn: Connection, age: float, context: StatementContext) -> list[P
     return [each for each in over if _is_removable(conn, each, age, now)]
 
 
-_COUNT = text("SELECT count(*) FROM semel_runs WHERE id >= CAST(:start AS uuid) AND id < CAST(:end AS uuid)")
+_COUNT = text(
+    """
+SELECT count(*), (SELECT CAST(id AS text) {0} ORDER BY id LIMIT 1),
+  (SELECT CAST(id AS text) {0} ORDER BY id DESC LIMIT 1) {0}""".format(
+        "FROM semel_runs WHERE id >= CAST(:start AS uuid) AND id < CAST(:end AS uuid)"
+    )
+)
 _LOCK = text("SELECT semel_lock_partition(:name)")
 _DROP = text("SELECT semel_drop_partition(:name)")
 
 
-def drop(conn: Connection, partition: Partition, age: float, context: StatementContext) -> int:
-    """Remove the partition with its runs, and note their files; returns how many, 0 if one of them must stay.
+def drop(conn: Connection, partition: Partition, age: float, context: StatementContext, *, rule: str = "purge") -> int:
+    """Remove the partition with its runs, and note their files and the rule. Returns how many; 0 if one must stay.
 
     Nobody waits for it: raises :class:`PartitionBusy` if a transaction uses the partition, such as a retry of a run.
     """
@@ -192,11 +199,13 @@ def drop(conn: Connection, partition: Partition, age: float, context: StatementC
     if not _is_removable(conn, partition, age, now):
         return 0
     ids: dict[str, Any] = {"start": partition.start, "end": partition.end}
-    count: int = conn.scalar(_COUNT, ids) or 0
+    count, first, last = conn.execute(_COUNT, ids).one()
     within = and_(submitted.c.id >= partition.start, submitted.c.id < partition.end)
     gone = purged(conn, age, (partition.start, partition.end), within, context)
     LEAVE_RANGE.write(conn, **ids)
+    if count:
+        note_range(conn, rule_of(rule, age), (first, last), count, now)
     if not conn.scalar(_DROP, {"name": partition.name}):
         raise PartitionBusy(partition.name)
     audit_log.record(conn, context, *gone)
-    return count
+    return int(count)

@@ -30,6 +30,7 @@ from semel.db.dialect import Dialect, Statement, StatementContext, hot, transact
 from semel.db.schema import jobs
 from semel.runs.store import audit_log
 from semel.runs.store.audit_log import Change
+from semel.runs.store.digests import ENQUEUE, attempt_digest, enqueue
 from semel.runs.types import HELD_US, INTERNAL_QUEUE, AttemptResult, Status, micros
 
 CHANNEL = "semel_runs"
@@ -133,12 +134,20 @@ _ATTEMPT = (
 """The columns of an attempt that did not succeed."""
 
 
-def _stored(dialect: Dialect, columns: str) -> str:
-    """These columns of an attempt as they are stored: see ``schema.attempts`` for what NULL stands for."""
+def _noting(dialect: Dialect, columns: str, source: str) -> str:
+    """An INSERT of the attempts in ``source``, which is named ``e``, with these columns and their digests."""
     usual = {"attempts": "1", "errors": "0", "losts": "0"}
     stored = {name: dialect.sparse(name, value) for name, value in usual.items()}
     stored["step"] = "nullif(step, lower(status))"
-    return ", ".join(stored.get(name, name) for name in columns.split(", "))
+    values = {name: stored.get(name, name) for name in columns.split(", ")}
+    return _insert(dialect, values, source, "e.run_id", "e.version")
+
+
+def _insert(dialect: Dialect, values: dict[str, str], source: str, run_id: str, version: str) -> str:
+    """An INSERT of attempts with these values: see ``schema.attempts`` for what NULL stands for."""
+    return f"""INSERT INTO semel_attempts ({", ".join(values)}, digest)
+SELECT {", ".join(values.values())}, {attempt_digest(dialect, values, run_id, version)} FROM {source}
+RETURNING run_id, version, digest"""
 
 
 def _due(dialect: Dialect) -> str:
@@ -210,15 +219,15 @@ class _Succeeding:
             return f"""
 WITH held AS MATERIALIZED (SELECT * FROM {w.batch(columns)}),
 e AS (DELETE FROM semel_active AS k USING held WHERE {FENCED} RETURNING {_success(w, more=more)}),
-noted AS (INSERT INTO semel_attempts ({written}) SELECT {_stored(w, written)} FROM e),
+noted AS ({_noting(w, written, "e")}),
+queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
 told AS ({telling("(SELECT e.*, ended_us AS at_us FROM e) AS t")})
 SELECT CAST(run_id AS text), {_OVER} FROM e"""
 
         def noted(w: Dialect) -> str:
             ended = f"SELECT {_success(w, more=more)} FROM {w.batch(of_rows)} CROSS JOIN semel_active AS k"
-            return f"""INSERT INTO semel_attempts ({written})
-SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
+            return _noting(w, written, f"({ended} ON k.rowid = in_row) AS e")
 
         of_rows = {"in_row": "bigint", **dict(islice(columns.items(), 2, None))}
         self._whole = Statement(whole, columns)
@@ -238,7 +247,8 @@ SELECT {_stored(w, written)} FROM ({ended} ON k.rowid = in_row) AS e"""
         held = msgspec.json.decode(found)
         if held:
             rows = [row[0] for row in held]
-            self._note.count(conn, [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held], now=now)
+            batch = [(row, *outcomes[run_id, fence]) for row, run_id, fence, *_ in held]
+            enqueue(conn, self._note.rows(conn, batch, now=now))
             _COUNT_SUCCESSES.count(conn, rows=rows, now=now)
             _REMOVE_ROWS.count(conn, rows=rows)
             tell(conn, ((run_id, version) for _, run_id, _, version, *_ in held), context)
@@ -328,7 +338,8 @@ def _ending(dialect: Dialect, held: str) -> str:
     return f"""
 WITH held AS MATERIALIZED ({held}),
 e AS MATERIALIZED ({_ended(dialect)} FOR UPDATE OF k),
-noted AS (INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(dialect, _ATTEMPT)} FROM e),
+noted AS ({_noting(dialect, _ATTEMPT, "e")}),
+queued AS ({ENQUEUE}),
 counted AS ({counting("e")}),
 again AS ({_again(dialect.now)}),
 gone AS (DELETE FROM semel_active AS k USING e WHERE k.id = e.run_id AND e.status <> 'PENDING'),
@@ -344,10 +355,7 @@ def _with_ended(dialect: Dialect, then: str) -> str:
 
 
 _ENDED = Statement(lambda w: _with_ended(w, f"SELECT run_id, {_LOST}, version FROM e"), _END_COLUMNS)
-_NOTE = Statement(
-    lambda w: _with_ended(w, f"INSERT INTO semel_attempts ({_ATTEMPT}) SELECT {_stored(w, _ATTEMPT)} FROM e"),
-    _END_COLUMNS,
-)
+_NOTE = Statement(lambda w: _with_ended(w, _noting(w, _ATTEMPT, "e")), _END_COLUMNS)
 _COUNT = Statement(lambda w: _with_ended(w, counting("e")), _END_COLUMNS)
 _WAIT_AGAIN = Statement(lambda w: _with_ended(w, _again(w.now)), _END_COLUMNS)
 
@@ -357,7 +365,7 @@ def _end(conn: Connection, batch: Sequence[Sequence[Any]], context: StatementCon
     if conn.dialect.name != "sqlite":
         return _END.rows(conn, batch, publish=context.publish, now=now)
     rows = _ENDED.rows(conn, batch, now=now)
-    _NOTE.count(conn, batch, now=now)
+    enqueue(conn, _NOTE.rows(conn, batch, now=now))
     _COUNT.count(conn, batch, now=now)
     _WAIT_AGAIN.count(conn, batch, now=now)
     _remove(conn, [row[0] for row in rows if row[1] != "PENDING"])
@@ -529,12 +537,27 @@ WHERE {dialect.is_in("h.id", "ids", "uuid")} AND (h.lease_until_us IS NULL OR h.
 ORDER BY h.id {dialect.locking("h", skip=False)}"""
 
 
-_CANCELLED = f"""INSERT INTO semel_attempts ({_ATTEMPT})
-SELECT id, fence, due_us, at_us, version + 1, attempts, errors, losts, tenant, status, CAST(NULL AS text),
-  CAST(NULL AS bigint), coalesce(started_us, began_us), coalesce(heartbeat_us, began_us), at_us,
-  coalesce(progress_us, began_us), CASE WHEN began_us IS NULL THEN 0 ELSE cost END, progress, worker,
-  CAST(:why AS text), CAST(NULL AS text), progress_note, last_error, traceback, data_ref
-FROM held WHERE status = 'CANCELLED'"""
+_NEVER_LEASED = {name: name for name in _ATTEMPT.split(", ")} | {
+    "run_id": "id",
+    "ended_us": "at_us",
+    "version": "version + 1",
+    "step": "CAST(NULL AS text)",
+    "began_us": "CAST(NULL AS bigint)",
+    "started_us": "coalesce(started_us, began_us)",
+    "heartbeat_us": "coalesce(heartbeat_us, began_us)",
+    "cancel_us": "at_us",
+    "progress_us": "coalesce(progress_us, began_us)",
+    "cost": "CASE WHEN began_us IS NULL THEN 0 ELSE cost END",
+    "note": "CAST(:why AS text)",
+    "cancel_note": "CAST(NULL AS text)",
+}
+"""The columns of a pending run that is cancelled, of its active row."""
+
+
+def _cancelled(dialect: Dialect) -> str:
+    return _insert(dialect, _NEVER_LEASED, "held WHERE status = 'CANCELLED'", "held.id", "held.version + 1")
+
+
 _COUNT_CANCELLED = counting(
     "(SELECT h.*, h.at_us AS ended_us, h.started_us AS first_us FROM held AS h WHERE h.status = 'CANCELLED') AS e"
 )
@@ -545,7 +568,8 @@ _CANCEL = Statement(
     lambda w: (
         f"""
 WITH held AS MATERIALIZED ({_cancellable(w)}),
-noted AS ({_CANCELLED}),
+noted AS ({_cancelled(w)}),
+queued AS ({ENQUEUE}),
 counted AS ({_COUNT_CANCELLED}),
 gone AS (DELETE FROM semel_active AS k USING held WHERE k.id = held.id AND held.status = 'CANCELLED'),
 asked AS ({_ASK}),
@@ -560,7 +584,7 @@ SELECT CAST(id AS text), status FROM held"""
     )
 )
 _CANCELLABLE = Statement(lambda w: f"SELECT id, status, version + 1 FROM ({_cancellable(w)}) AS held")
-_NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_CANCELLED}")
+_NOTE_CANCELLED = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_cancelled(w)}")
 _NOTE_COUNT = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_COUNT_CANCELLED}")
 _ASK_RUNNING = Statement(lambda w: f"WITH held AS ({_cancellable(w)}) {_ASK}")
 
@@ -572,7 +596,7 @@ def cancel(conn: Connection, ids: Sequence[str], why: str, context: StatementCon
     if conn.dialect.name != "sqlite":
         return {row[0]: row[1] for row in _CANCEL.rows(conn, publish=context.publish, **values)}
     rows = _CANCELLABLE.rows(conn, ids=values["ids"], now=values["now"])
-    _NOTE_CANCELLED.count(conn, **values)
+    enqueue(conn, _NOTE_CANCELLED.rows(conn, **values))
     _NOTE_COUNT.count(conn, ids=values["ids"], now=values["now"])
     _ASK_RUNNING.count(conn, **values)
     _remove(conn, [run_id for run_id, status, _ in rows if status == "CANCELLED"])
@@ -595,10 +619,10 @@ def record_cancelled(
     conn: Connection, changed: Mapping[str, Status], why: str, tenant: str, context: StatementContext
 ) -> None:
     """Log the runs that :func:`cancel` changed, if a person cancelled them."""
-    audit_log.record(conn, context, *(_cancelled(each, changed[each], why, tenant) for each in sorted(changed)))
+    audit_log.record(conn, context, *(_cancellation(each, changed[each], why, tenant) for each in sorted(changed)))
 
 
-def _cancelled(run_id: str, status: Status, why: str, tenant: str) -> Change:
+def _cancellation(run_id: str, status: Status, why: str, tenant: str) -> Change:
     """A pending run is cancelled at once; a running one is asked to end."""
     before: Status = "PENDING" if status == "CANCELLED" else status
     after = {"status": status, "cancel_requested": True, "why": why}

@@ -1,4 +1,5 @@
-"""The sweeper takes back runs whose lease expired, announces runs that still wait, and removes expired rows.
+"""The sweeper takes back runs whose lease expired, announces runs that still wait, removes expired rows, and seals the
+history of what ended.
 
 Every worker has one, and so has an app whose transport could lose a message. One of them is elected; when it
 vanishes, another takes over.
@@ -25,6 +26,7 @@ from semel.runs.store.transitions import Lost
 from semel.runs.transports import Transport
 from semel.runs.types import MICRO, is_own_work, new_id
 from semel.runs.worker.run_logs import log_run
+from semel.runs.worker.sealer import Sealer
 
 if TYPE_CHECKING:
     from semel.runs.app import App
@@ -105,6 +107,7 @@ class Sweeper(LeaderTask):
         self._transport = transport
         self._hooks = hooks
         self._publisher = None if publish is None else Publisher(store, holder, publish, min(interval, 1.0))
+        self._sealer = Sealer(store)
         self._remove_old = remove_old
         self._retention = retention
         self._without_partitions = False
@@ -159,6 +162,8 @@ class Sweeper(LeaderTask):
         lost = await self._take_back() if chores.lost else 0
         if chores.expired and (removed := await self._remove_expired()):
             _log.info("removed %d keys and reservations that had expired", removed, extra={"removed": removed})
+        if chores.unsealed:
+            await self._sealer.seal()
         if time.monotonic() >= self._removes_at:
             await self._remove_old_runs()
         if self._transport.announces:

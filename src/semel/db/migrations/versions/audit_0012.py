@@ -9,7 +9,7 @@ from alembic import op
 from sqlalchemy import BigInteger, Column, Index, MetaData, PrimaryKeyConstraint, Table, Text
 
 revision = "0012"
-down_revision = "0010"
+down_revision = "0011"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,337 @@
+"""Seals: a Merkle tree over what ended since the last one, chained to the seals before it, and signed.
+
+    attempts end           the sweeper seals                          a verifier reads
+    ─────────────▶ queue ─────────────────────▶ seal, with its leaves ─────────────────▶ export, proof
+                           one transaction
+
+A seal is one transaction that takes entries out of the queue and writes what covers them, so that each entry is in one
+seal, whenever the process dies. Seals are made one after the other; nobody who submits or ends runs waits for them.
+The bytes that are hashed are described in docs/audit.md; :mod:`semel.audit` computes them without a database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from sqlalchemy import Connection, Row, Table, func, insert, literal, select, text
+from sqlalchemy import LargeBinary as Bytes
+
+from semel.audit import (
+    KEY_SIZE,
+    LEAF_SIZE,
+    ZEROS,
+    key_of,
+    leaf_hash,
+    path_of,
+    root_of,
+    seal_digest,
+)
+from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
+from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted, unsealed
+from semel.runs.store.digests import NO_DIGEST, run_digest
+from semel.runs.store.quotas import read_clock
+
+MOST = 8192
+"""About how many leaves a seal has at most."""
+LOCK = 0x73656D656C  # "semel"
+_AROUND_US = 3600 * 1_000_000
+"""By how much the clock may have been put back between an attempt's end and its seal."""
+_PAGE = 500
+"""Runs that an export reads at a time."""
+
+
+class SigningKey(Struct, frozen=True):
+    """Signs seals: the public key in hexadecimal digits, and a function from a seal's digest to the signature."""
+
+    public: str
+    sign: Callable[[bytes], bytes]
+
+
+class Seal(Struct, frozen=True, kw_only=True):
+    """A seal: what it covers, and what it follows."""
+
+    number: int
+    at_us: int
+    count: int
+    first_id: str
+    last_id: str
+    root: str
+    previous: str | None
+    public_key: str | None
+    digest: str
+    signature: str | None
+
+
+def _take(dialect: Dialect) -> str:
+    """Take entries out of the queue, each with the digest of what was submitted (PostgreSQL)."""
+    return f"""
+WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u LIMIT :most),
+gone AS (DELETE FROM semel_unsealed WHERE ctid = ANY(ARRAY(
+  SELECT place FROM (
+    SELECT place, length(entries) AS size, sum(length(entries)) OVER (ROWS UNBOUNDED PRECEDING) AS total FROM queue
+  ) AS q
+  WHERE total - size < {LEAF_SIZE} * :most)) RETURNING entries),
+taken AS MATERIALIZED (SELECT substr(entries, at, {LEAF_SIZE}) AS entry
+      FROM gone, generate_series(1, length(entries), {LEAF_SIZE}) AS at)
+SELECT string_agg(entry || CASE WHEN r.id IS NULL THEN {NO_DIGEST} ELSE {run_digest(dialect, "r")} END, '')
+FROM taken LEFT JOIN semel_runs AS r ON r.id = CAST(encode(substr(entry, 1, 16), 'hex') AS uuid)"""
+
+
+_TAKE = Statement(_take)
+_IDS = {"in_id": "uuid"}
+_SUBMITTED = Statement(
+    lambda w: f"SELECT in_id, {run_digest(w, 'r')} FROM {w.batch(_IDS)} JOIN semel_runs AS r ON r.id = in_id", _IDS
+)
+_TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
+
+
+def _take_by_row(conn: Connection) -> bytes:
+    """As :func:`_take`, on SQLite, where nobody else writes meanwhile."""
+    taken, last = b"", 0
+    for place, entries in conn.execute(text("SELECT rowid, entries FROM semel_unsealed ORDER BY rowid")):
+        taken, last = taken + bytes(entries), place
+        if len(taken) >= MOST * LEAF_SIZE:
+            break
+    conn.execute(text("DELETE FROM semel_unsealed WHERE rowid <= :last"), {"last": last})
+    entries = _split(taken, LEAF_SIZE)
+    ids = [_id_and_version(entry)[0] for entry in entries]
+    found = dict(tuple(row) for row in _SUBMITTED.rows(conn, [(each,) for each in ids])) if ids else {}
+    return b"".join(
+        entry + (bytes.fromhex(found[row_id]) if row_id in found else ZEROS)
+        for entry, row_id in zip(entries, ids, strict=True)
+    )
+
+
+def _leaves(taken: bytes) -> list[bytes]:
+    """The leaves of what was taken out of the queue, in order: of each its key and its hash."""
+    leaves = []
+    for each in _split(taken, LEAF_SIZE + 32):
+        key = each[:KEY_SIZE]
+        leaves.append(key + leaf_hash(key, each[LEAF_SIZE:], each[KEY_SIZE:LEAF_SIZE]))
+    return sorted(leaves)
+
+
+def _split(joined: bytes, size: int) -> list[bytes]:
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+
+def _id_and_version(key: bytes) -> tuple[str, int]:
+    digits = key[:16].hex()
+    row_id = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+    return row_id, int.from_bytes(key[16:KEY_SIZE])
+
+
+@hot
+def seal(conn: Connection, key: SigningKey | None, context: StatementContext) -> Seal | None:
+    """Seal what is in the queue, or about :data:`MOST` of it. None if there is nothing, or if another does it now."""
+    with transaction(conn):
+        now = read_clock(conn, context)
+        if conn.dialect.name == "postgresql":
+            if not conn.scalar(_TRY_LOCK):
+                return None
+            taken = bytes(_TAKE.rows(conn, most=MOST)[0][0] or b"")
+        else:
+            taken = _take_by_row(conn)
+        return _write(conn, _leaves(taken), key, now) if taken else None
+
+
+def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, now: int) -> Seal:
+    last = head(conn)
+    row: dict[str, Any] = {
+        "number": 1 if last is None else last.number + 1,
+        "at_us": now,
+        "count": len(entries),
+        "first_id": _id_and_version(entries[0])[0],
+        "last_id": _id_and_version(entries[-1])[0],
+        "root": root_of([entry[KEY_SIZE:] for entry in entries]).hex(),
+        "previous": None if last is None else last.digest,
+        "public_key": None if key is None else key.public,
+    }
+    digest = seal_digest(row)
+    row |= {"digest": digest.hex(), "signature": None if key is None else key.sign(digest).hex()}
+    conn.execute(insert(seals), row)
+    conn.execute(insert(seal_leaves), {"number": row["number"], "leaves": b"".join(entries)})
+    return Seal(**row)
+
+
+def head(conn: Connection) -> Seal | None:
+    """The newest seal."""
+    row = conn.execute(select(seals).order_by(seals.c.number.desc()).limit(1)).mappings().first()
+    return None if row is None else Seal(**row)
+
+
+class Sealing(Struct, frozen=True):
+    """Whether the end of a run is sealed: since when and in which seal; both None if it is not, or not yet."""
+
+    number: int | None = None
+    sealed_us: int | None = None
+
+
+def _containing(conn: Connection, row_id: str, version: int, ended_us: int) -> Any:
+    """A query for the seal that covers an attempt."""
+    key = literal(key_of(row_id, version), Bytes)
+    found = func.instr if conn.dialect.name == "sqlite" else _position
+    return (
+        select(seals, seal_leaves.c.leaves)
+        .join(seal_leaves, seal_leaves.c.number == seals.c.number)
+        .where(seals.c.at_us >= ended_us - _AROUND_US, seals.c.first_id <= row_id, seals.c.last_id >= row_id)
+        .where(found(seal_leaves.c.leaves, key) > 0)
+        .order_by(seals.c.at_us, seals.c.number)
+        .limit(1)
+    )
+
+
+def _position(where: Any, what: Any) -> Any:
+    return func.position(what.op("IN")(where))
+
+
+def sealing_of(conn: Connection, run_id: str) -> Sealing:
+    """Whether the end of this run is sealed."""
+    last = attempts.c.run_id == run_id, attempts.c.status != "PENDING"
+    ended = conn.execute(select(attempts.c.version, attempts.c.ended_us).where(*last)).first()
+    if ended is None:
+        return Sealing()
+    query = _containing(conn, run_id, *ended).with_only_columns(seals.c.number, seals.c.at_us)
+    found = conn.execute(query).first()
+    return Sealing() if found is None else Sealing(*found)
+
+
+# -- export and proof ------------------------------------------------------------------------------------------------
+
+
+def _shown(table: Table, row: Row[Any]) -> dict[str, Any]:
+    """The columns of a row that are not NULL."""
+    values = row._mapping
+    return {column.name: values[column] for column in table.c if values[column] is not None}
+
+
+def _rows_of(conn: Connection, keys: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The rows that these keys name, in their order, as an export has them."""
+    for at in range(0, len(keys), _PAGE):
+        page = [_id_and_version(key) for key in keys[at : at + _PAGE]]
+        ids = list({row_id for row_id, _ in page})
+        runs = {
+            row.id: _shown(submitted, row) for row in conn.execute(select(submitted).where(submitted.c.id.in_(ids)))
+        }
+        noted = {row.id: _shown(purges, row) for row in conn.execute(select(purges).where(purges.c.id.in_(ids)))}
+        ended: dict[str, list[dict[str, Any]]] = {}
+        query = select(attempts).where(attempts.c.run_id.in_(ids)).order_by(attempts.c.run_id, attempts.c.version)
+        for row in conn.execute(query):
+            ended.setdefault(row.run_id, []).append(_shown(attempts, row))
+        for row_id, version in page:
+            yield _rows_at(row_id, version, runs, noted, ended)
+
+
+def _rows_at(
+    row_id: str,
+    version: int,
+    runs: Mapping[str, dict[str, Any]],
+    noted: Mapping[str, dict[str, Any]],
+    ended: Mapping[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    if version == 0:
+        return {"purge": noted[row_id]} if row_id in noted else {}
+    line: dict[str, Any] = {"run": runs[row_id]} if row_id in runs else {}
+    before = None
+    for attempt in ended.get(row_id, ()):
+        if attempt["version"] == version:
+            line["attempt"] = attempt
+            if before is not None:
+                line["previous"] = before
+            break
+        before = attempt.get("digest")
+    return line
+
+
+def export(conn: Connection) -> Iterator[dict[str, Any]]:
+    """The lines of an export: every seal with the rows that it covers, and what no seal covers. See docs/audit.md.
+
+    It reads for long: the connection must be in a transaction that sees one state of the database.
+    """
+    yield {"export": "semel history of runs", "version": 1}
+    seen: set[bytes] = set()
+    count, number = 0, 0
+    while (found := _next_seal(conn, number)) is not None:
+        count, number = count + 1, found["number"]
+        leaves = found.pop("leaves", b"")
+        yield {"seal": found}
+        entries = _split(leaves, LEAF_SIZE)
+        keys = [entry[:KEY_SIZE] for entry in entries]
+        seen.update(keys)
+        for entry, rows in zip(entries, _rows_of(conn, keys), strict=True):
+            yield {"key": entry[:KEY_SIZE].hex(), "hash": entry[KEY_SIZE:].hex(), **rows}
+    waiting = sorted(each for row in conn.scalars(select(unsealed.c.entries)) for each in _split(bytes(row), LEAF_SIZE))
+    keys = [entry[:KEY_SIZE] for entry in waiting]
+    seen.update(keys)
+    for entry, rows in zip(waiting, _rows_of(conn, keys), strict=True):
+        yield {"open": entry[:KEY_SIZE].hex(), "digest": entry[KEY_SIZE:].hex(), **rows}
+    yield from _uncovered(conn, seen)
+    yield {"end": {"seals": count}}
+
+
+def _next_seal(conn: Connection, after: int) -> dict[str, Any] | None:
+    query = select(seals, seal_leaves.c.leaves).outerjoin(seal_leaves, seal_leaves.c.number == seals.c.number)
+    row = conn.execute(query.where(seals.c.number > after).order_by(seals.c.number).limit(1)).first()
+    if row is None:
+        return None
+    leaves = {} if row.leaves is None else {"leaves": bytes(row.leaves)}
+    return _shown(seals, row) | leaves
+
+
+def _uncovered(conn: Connection, seen: set[bytes]) -> Iterator[dict[str, Any]]:
+    """Rows that no seal has and that do not wait for one: older than the chain, or inserted by somebody else."""
+    query = select(attempts.c.run_id, attempts.c.version, attempts.c.ended_us, attempts.c.digest)
+    for row in _paged(conn, query, attempts.c.run_id, attempts.c.version):
+        if key_of(row.run_id, row.version) not in seen:
+            if row.digest is None:
+                yield {"unchained": [row.run_id, row.version, row.ended_us]}
+            else:
+                yield {"stray": f"run {row.run_id}, version {row.version}"}
+    noted = select(purges.c.id)
+    for row in _paged(conn, noted, purges.c.id):
+        if key_of(row.id, 0) not in seen:
+            yield {"stray": f"purge {row.id}"}
+    lone = (
+        select(submitted.c.id)
+        .outerjoin(active, active.c.id == submitted.c.id)
+        .outerjoin(attempts, attempts.c.run_id == submitted.c.id)
+        .where(active.c.id.is_(None), attempts.c.run_id.is_(None))
+    )
+    for row in conn.execute(lone):
+        yield {"stray": f"run {row.id}, which neither ended nor is under way"}
+
+
+def _paged(conn: Connection, query: Any, *order: Any) -> Iterator[Row[Any]]:
+    """The rows of a query in this order, without having all of them in memory."""
+    yield from conn.execute(query.order_by(*order), execution_options={"stream_results": True, "yield_per": 5000})
+
+
+def prove(conn: Connection, run_id: str, *, chain: bool = False) -> list[dict[str, Any]]:
+    """The lines of a proof that the run's attempts are sealed; without any if none is.
+
+    With ``chain``, the seals after them are added, so that it can be verified against a head that was kept.
+    """
+    lines: list[dict[str, Any]] = []
+    ended = select(attempts.c.version, attempts.c.ended_us).where(attempts.c.run_id == run_id)
+    for version, ended_us in conn.execute(ended.order_by(attempts.c.version)).all():
+        found = conn.execute(_containing(conn, run_id, version, ended_us)).first()
+        if found is not None:
+            lines.append(_proof(conn, found, key_of(run_id, version)))
+    if not lines:
+        return []
+    if chain:
+        own = {line["seal"]["number"] for line in lines}
+        later = conn.execute(select(seals).where(seals.c.number > min(own)).order_by(seals.c.number))
+        lines += [{"seal": _shown(seals, row)} for row in later if row.number not in own]
+    return [{"proof": f"semel run {run_id}", "version": 1}, *lines]
+
+
+def _proof(conn: Connection, found: Row[Any], key: bytes) -> dict[str, Any]:
+    entries = _split(bytes(found.leaves), LEAF_SIZE)
+    index = next(at for at, entry in enumerate(entries) if entry.startswith(key))
+    path = path_of([entry[KEY_SIZE:] for entry in entries], index)
+    (rows,) = _rows_of(conn, [key])
+    beside = {"index": index, "path": [each.hex() for each in path]}
+    return {"key": key.hex(), "seal": _shown(seals, found), **beside, **rows}

@@ -1,0 +1,490 @@
+"""The history of runs cannot be rewritten unnoticed: the chain of every run, seals, purges, and what verify finds."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import (
+    Column,
+    Connection,
+    Float,
+    Integer,
+    LargeBinary,
+    RowMapping,
+    Table,
+    Uuid,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
+
+from semel import audit
+from semel._concurrency.sync import run_sync
+from semel.audit import ATTEMPT, PURGE, RUN, SEAL, Columns, NotAsSealed, Verified
+from semel.cli._database import engine_of
+from semel.db.schema import Digest, attempts, purges, seal_leaves, seals, submitted, unsealed
+from semel.runs.store import seals as sealing
+from semel.runs.store.seals import Seal, SigningKey
+from semel.runs.types import new_id
+from support.databases import DATABASES, Databases, TestDatabase
+
+PRIVATE = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+PUBLIC = PRIVATE.public_key().public_bytes_raw()
+
+
+def key_of(private: Ed25519PrivateKey) -> SigningKey:
+    public = private.public_key().public_bytes_raw().hex()
+    return SigningKey(public, lambda digest: private.sign(audit.SIGNED + digest))
+
+
+KEY = key_of(PRIVATE)
+TABLES: dict[Table, Columns] = {submitted: RUN, attempts: ATTEMPT, purges: PURGE, seals: SEAL}
+
+
+@pytest.fixture(params=DATABASES)
+def database(request: pytest.FixtureRequest, databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty(request.param) as database:
+        yield database
+
+
+def seal(database: TestDatabase, key: SigningKey | None = KEY) -> Seal | None:
+    made: Seal | None = database.do(sealing.seal, key)
+    return made
+
+
+def verify(conn: Connection, **options: Any) -> Verified:
+    lines = [json.dumps(line) for line in sealing.export(conn)]
+    return audit.verify(lines, **{"keys": [PUBLIC], **options})
+
+
+def place(conn: Connection, **options: Any) -> str:
+    """The first place that verify finds."""
+    with pytest.raises(NotAsSealed) as found:
+        verify(conn, **options)
+    return str(found.value)
+
+
+@contextmanager
+def behind_its_back(database: TestDatabase) -> Iterator[Connection]:
+    """A client's transaction that may change what semel never does; it is rolled back at the end."""
+    engine = engine_of(database.url)
+    try:
+        with engine.connect() as conn:
+            if database.kind == "postgres":
+                conn.execute(text("SET session_replication_role = replica"))
+            else:
+                for table in ("runs", "attempts"):
+                    conn.execute(text(f"DROP TRIGGER semel_{table}_guard"))
+            yield conn
+            conn.rollback()
+    finally:
+        engine.dispose()
+
+
+def history(database: TestDatabase) -> None:
+    """Three seals, over runs that succeeded, failed, were retried, cancelled and purged."""
+    for _ in range(5):
+        database.submit()
+    gone, again, failed, *done = database.lease(5)
+    for each in (gone, *done):
+        assert database.end(each, result='{"objective": 0.83}', warnings=("über",))
+    assert database.end(again, "retry", reason="not yet", traceback="Traceback …")
+    assert database.end(failed, "fatal", reason="never")
+    assert seal(database) is not None
+    database.clock.advance(1)
+    for each in database.lease(5):
+        assert database.end(each)
+    database.app.cancel(database.submit().id)
+    assert seal(database) is not None
+    database.clock.advance(7 * 86400)
+    assert database.app.purge(6 * 86400) == 6
+    database.finish(database.submit(), database.submit(idempotency_key="k", priority=3))
+    database.submit()
+    (failing,) = database.lease()
+    assert database.end(failing, "retry", reason="once")
+    database.clock.advance(100)
+    (failing,) = database.lease()
+    assert database.end(failing, "fatal", reason="twice")
+    assert seal(database) is not None
+
+
+def other(column: Column[Any], value: Any) -> Any:
+    """Another value for the column."""
+    match column.type, value:
+        case (Uuid(), _):
+            return new_id()
+        case (Digest(), None):
+            return "ab" * 32
+        case (Digest(), _):
+            return f"{int(value[:2], 16) ^ 1:02x}{value[2:]}"
+        case (LargeBinary(), _):
+            return value[:-1] + bytes([value[-1] ^ 1])
+        case (Integer(), _):
+            return 7 if value is None else value + 10
+        case (Float(), _):
+            return 0.25 if value is None else value + 0.25
+        case (_, "FAILED"):
+            return "CANCELLED"
+        case _:
+            return "x" if value is None else f"{value}x"
+
+
+def first_row(conn: Connection, table: Table) -> RowMapping:
+    query = select(table)
+    if table is attempts:
+        query = query.where(attempts.c.status == "FAILED")
+    if table is submitted:
+        query = query.where(submitted.c.id.in_(select(attempts.c.run_id)))
+    return conn.execute(query.limit(1)).mappings().one()
+
+
+def test_every_column_is_in_the_form_that_is_hashed() -> None:
+    for table, form in TABLES.items():
+        hashed = {name for name, _ in form}
+        assert [column.name for column in table.c if column.name in hashed] == [name for name, _ in form]
+        assert {column.name for column in table.c} - hashed <= {"digest", "signature"}
+
+
+def test_a_history_that_nobody_touched_verifies(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        found = verify(conn)
+        head = sealing.head(conn)
+        assert head is not None
+        assert verify(conn, head=head.digest, keys=[]) == found
+    assert found == Verified(3, 9, 7, 0, 0, 3, head.digest)
+
+
+@pytest.mark.parametrize("table", [*TABLES, seal_leaves], ids=lambda table: table.name)
+def test_a_changed_field_of_every_column_is_noticed(database: TestDatabase, table: Table) -> None:
+    history(database)
+    for column in table.c:
+        with behind_its_back(database) as conn:
+            row = first_row(conn, table)
+            if column.name.startswith(("result", "artifacts")) and table is attempts:
+                found = conn.execute(select(attempts).where(attempts.c.status == "SUCCEEDED").limit(1))
+                row = found.mappings().one()
+            mine = [each == row[each.name] for each in table.primary_key]
+            changed = update(table).where(*mine).values({column.name: other(column, row[column.name])})
+            assert conn.execute(changed).rowcount == 1
+            assert place(conn), f"{table.name}.{column.name}"
+
+
+def test_a_change_is_named_by_its_run_and_seal(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        row = first_row(conn, attempts)
+        conn.execute(update(attempts).where(attempts.c.run_id == row["run_id"]).values(worker="another"))
+        assert place(conn).startswith(f"run {row['run_id']}, version ")
+        assert "in seal 3: the attempt differs from its digest" in place(conn)
+
+
+@pytest.mark.parametrize("table", [*TABLES, seal_leaves], ids=lambda table: table.name)
+def test_a_deleted_row_is_noticed(database: TestDatabase, table: Table) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        row = first_row(conn, table)
+        mine = [each == row[each.name] for each in table.primary_key]
+        assert conn.execute(delete(table).where(*mine)).rowcount == 1
+        assert place(conn)
+
+
+def test_a_run_that_is_deleted_whole_is_noticed(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        run_id = first_row(conn, attempts)["run_id"]
+        conn.execute(delete(attempts).where(attempts.c.run_id == run_id))
+        conn.execute(delete(submitted).where(submitted.c.id == run_id))
+        assert "it was deleted, and no purge names it" in place(conn)
+        assert run_id in place(conn)
+
+
+@pytest.mark.parametrize("digest", ["", "00" * 32, None], ids=["its own", "of zeros", "without digest"])
+def test_an_inserted_attempt_is_noticed(database: TestDatabase, digest: str | None) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        row = dict(first_row(conn, attempts))
+        row |= {"run_id": new_id(), "digest": row["digest"] if digest == "" else digest}
+        conn.execute(insert(attempts), row)
+        assert row["run_id"] in place(conn)
+
+
+def test_an_inserted_run_is_noticed(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        row = dict(first_row(conn, submitted)) | {"id": new_id()}
+        conn.execute(insert(submitted), row)
+        assert row["id"] in place(conn)
+
+
+def test_an_inserted_purge_or_seal_is_noticed(database: TestDatabase) -> None:
+    history(database)
+    for table, new in ((purges, {"id": new_id()}), (seals, {"number": 4})):
+        with behind_its_back(database) as conn:
+            conn.execute(insert(table), dict(first_row(conn, table)) | new)
+            assert place(conn)
+
+
+def test_two_swapped_rows_are_noticed(database: TestDatabase) -> None:
+    history(database)
+    for table in (submitted, attempts):
+        with behind_its_back(database) as conn:
+            wanted = {} if table is submitted else {"status": "SUCCEEDED"}
+            a, b = conn.execute(select(table).filter_by(**wanted).limit(2)).mappings().all()
+            for mine, new in ((a, b), (b, a)):
+                same = {each.name: mine[each.name] for each in table.primary_key}
+                conn.execute(update(table).filter_by(**same).values({**new, **same}))
+            assert place(conn)
+
+
+def test_two_swapped_leaves_or_seals_are_noticed(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        leaves = conn.scalar(select(seal_leaves.c.leaves).where(seal_leaves.c.number == 3))
+        assert leaves is not None
+        swapped = leaves[52:104] + leaves[:52] + leaves[104:]
+        conn.execute(update(seal_leaves).where(seal_leaves.c.number == 3).values(leaves=swapped))
+        assert "out of order" in place(conn)
+    with behind_its_back(database) as conn:
+        for old, new in ((1, 9), (2, 1), (9, 2)):
+            for table in (seals, seal_leaves):
+                conn.execute(update(table).where(table.c.number == old).values(number=new))
+        assert "seal 1" in place(conn)
+
+
+def cut(conn: Connection, after: int) -> None:
+    """Remove the newest seals with all that they cover."""
+    for leaves in conn.scalars(select(seal_leaves.c.leaves).where(seal_leaves.c.number > after)).all():
+        for at in range(0, len(leaves), 52):
+            run_id, version = sealing._id_and_version(leaves[at : at + 20])
+            conn.execute(delete(attempts).where(attempts.c.run_id == run_id, attempts.c.version == version))
+            conn.execute(delete(submitted).where(submitted.c.id == run_id))
+            conn.execute(delete(purges).where(purges.c.id == run_id))
+    for table in (seals, seal_leaves):
+        conn.execute(delete(table).where(table.c.number > after))
+
+
+def test_a_tail_that_was_cut_off_is_noticed_against_a_kept_head(database: TestDatabase) -> None:
+    last = None
+    for _ in range(2):
+        database.finish(database.submit())
+        last = seal(database)
+    assert last is not None
+    with behind_its_back(database) as conn:
+        cut(conn, after=1)
+        assert verify(conn).seals == 1, "without a head it cannot be noticed"
+        assert "the kept head is not in the chain" in place(conn, head=last.digest)
+
+
+def test_a_head_that_was_kept_long_ago_is_in_the_chain(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    kept = seal(database)
+    assert kept is not None
+    database.finish(database.submit())
+    seal(database)
+    with behind_its_back(database) as conn:
+        assert verify(conn, head=kept.digest).seals == 2
+
+
+def forge(conn: Connection, key: SigningKey | None) -> None:
+    """Change a result, and make the digests, leaves and seals anew, as an administrator without the key could."""
+    row = dict(conn.execute(select(attempts).where(attempts.c.status == "SUCCEEDED")).mappings().one())
+    row["result"] = '{"objective": 1.0}'
+    digest = audit.chained(audit.ZEROS, audit.FORMS["attempt"].of(row))
+    row["digest"] = digest.hex()
+    conn.execute(update(attempts).where(attempts.c.run_id == row["run_id"]).values(row))
+    entry = audit.key_of(row["run_id"], row["version"]) + digest
+    conn.execute(delete(seals))
+    conn.execute(delete(seal_leaves))
+    run = conn.execute(select(submitted).where(submitted.c.id == row["run_id"])).mappings().one()
+    encoded = audit.FORMS["run"].of(dict(run))
+    sealing._write(conn, sealing._leaves(entry + sha256(encoded).digest()), key, row["ended_us"])
+
+
+def test_a_history_that_was_forged_whole_is_noticed_by_its_head_or_its_key(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    made = seal(database)
+    assert made is not None
+    with behind_its_back(database) as conn:
+        forge(conn, None)
+        assert verify(conn, keys=[]).seals == 1, "without a head and a key it cannot be noticed"
+        assert "the newest seal is not signed" in place(conn)
+        assert "the kept head is not in the chain" in place(conn, keys=[], head=made.digest)
+        forge(conn, key_of(Ed25519PrivateKey.generate()))
+        assert "seal 1: it is signed with another key" in place(conn)
+        forge(conn, SigningKey(KEY.public, lambda digest: bytes(64)))
+        assert "seal 1: its signature is wrong" in place(conn)
+        assert "seal 1: its signature is wrong" in place(conn, keys=[])
+
+
+def test_seals_that_are_signed_no_more_are_noticed(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    seal(database)
+    database.finish(database.submit())
+    seal(database, key=None)
+    with behind_its_back(database) as conn:
+        assert "seal 2 is not signed" in place(conn)
+        assert verify(conn, keys=[]).signed == 1
+
+
+def test_what_is_not_sealed_yet_has_its_digest_in_the_row_and_in_the_queue(database: TestDatabase) -> None:
+    database.finish(database.submit())
+    with behind_its_back(database) as conn:
+        assert verify(conn, keys=[]).unsealed == 1
+        conn.execute(update(attempts).values(worker="another"))
+        assert "not yet sealed: the attempt differs from its digest" in place(conn, keys=[])
+    with behind_its_back(database) as conn:
+        conn.execute(delete(attempts))
+        assert "not yet sealed: the attempt was deleted" in place(conn, keys=[])
+    with behind_its_back(database) as conn:
+        entries = conn.scalars(select(unsealed.c.entries)).one()
+        conn.execute(update(unsealed).values(entries=other(unsealed.c.entries, entries)))
+        assert "it differs from its digest in the queue" in place(conn, keys=[])
+
+
+def test_what_was_deleted_before_its_seal_is_noticed_after_it(database: TestDatabase) -> None:
+    run = database.submit()
+    database.finish(run)
+    database.finish(database.submit())
+    with behind_its_back(database) as conn:
+        conn.execute(delete(attempts).where(attempts.c.run_id == run.id))
+        conn.execute(delete(submitted).where(submitted.c.id == run.id))
+        conn.commit()
+    if database.kind == "sqlite":
+        database.write("CREATE TRIGGER semel_runs_guard BEFORE UPDATE ON semel_runs BEGIN SELECT 1; END")
+        database.write("CREATE TRIGGER semel_attempts_guard BEFORE UPDATE ON semel_attempts BEGIN SELECT 1; END")
+    seal(database)
+    with behind_its_back(database) as conn:
+        assert run.id in place(conn)
+
+
+def test_a_purge_says_what_was_removed_when_and_by_which_rule(database: TestDatabase) -> None:
+    runs = sorted(database.submit().id for _ in range(2))
+    database.finish()
+    database.clock.advance(100)
+    assert database.app.purge(60) == 2
+    with behind_its_back(database) as conn:
+        (purge,) = conn.execute(select(purges)).mappings().all()
+        assert (purge["rule"], purge["count"]) == ("purge: ended more than 60 s ago", 2)
+        assert [purge["first_id"], purge["last_id"]] == runs
+        assert verify(conn, keys=[]).unsealed == 3
+    assert seal(database) is not None
+    with behind_its_back(database) as conn:
+        assert verify(conn).purged == 2
+        conn.execute(delete(purges))
+        assert place(conn)
+
+
+def test_a_run_older_than_the_chain_is_counted_and_no_fault(database: TestDatabase) -> None:
+    old = database.submit()
+    database.finish(old)
+    with behind_its_back(database) as conn:
+        conn.execute(update(attempts).values(digest=None))
+        conn.execute(delete(unsealed))
+        conn.commit()
+    if database.kind == "sqlite":
+        database.write("CREATE TRIGGER semel_runs_guard BEFORE UPDATE ON semel_runs BEGIN SELECT 1; END")
+        database.write("CREATE TRIGGER semel_attempts_guard BEFORE UPDATE ON semel_attempts BEGIN SELECT 1; END")
+    database.finish(database.submit())
+    seal(database)
+    with behind_its_back(database) as conn:
+        found = verify(conn)
+        assert (found.unchained, found.rows) == (1, 2)
+        conn.execute(update(attempts).where(attempts.c.run_id == old.id).values(ended_us=attempts.c.ended_us + 10**12))
+        assert "it has no digest, though it ended after the chain began" in place(conn)
+
+
+def test_every_attempt_is_in_one_seal_however_many_seal_at_once(database: TestDatabase) -> None:
+    runs = [database.submit() for _ in range(20)]
+    for each in database.lease(20):
+        database.end(each)
+    stores = [database.open_app()._engine.store for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(
+            threads.map(lambda s: [run_sync(s.write(sealing.seal, KEY, s.statement_context)) for _ in range(5)], stores)
+        )
+    with behind_its_back(database) as conn:
+        found = verify(conn)
+        assert (found.rows, found.unsealed) == (40, 0)
+        assert {sealing.sealing_of(conn, run.id).number is None for run in runs} == {False}
+
+
+def test_a_proof_of_a_run_verifies_on_its_own(database: TestDatabase) -> None:
+    history(database)
+    with behind_its_back(database) as conn:
+        head = sealing.head(conn)
+        assert head is not None
+        run_id = first_row(conn, attempts)["run_id"]
+        proof = [json.dumps(line) for line in sealing.prove(conn, run_id)]
+        assert audit.verify(proof, keys=[PUBLIC], head=head.digest).rows == 4
+        for line in range(1, len(proof)):
+            for old, new in (('"worker": "worker-1"', '"worker": "worker-2"'), ('"count": ', '"count": 1')):
+                forged = [*proof[:line], proof[line].replace(old, new), *proof[line + 1 :]]
+                assert forged != proof
+                with pytest.raises(NotAsSealed):
+                    audit.verify(forged)
+        with pytest.raises(NotAsSealed, match="kept head"):
+            audit.verify(proof, head="00" * 32)
+        assert sealing.prove(conn, new_id()) == []
+
+
+def test_a_proof_with_the_later_seals_leads_to_a_kept_head(database: TestDatabase) -> None:
+    run = database.submit()
+    database.finish(run)
+    seal(database)
+    last = None
+    for _ in range(3):
+        database.finish(database.submit())
+        last = seal(database)
+    assert last is not None
+    with behind_its_back(database) as conn:
+        alone = [json.dumps(line) for line in sealing.prove(conn, run.id)]
+        whole = [json.dumps(line) for line in sealing.prove(conn, run.id, chain=True)]
+    assert audit.verify(whole, head=last.digest, keys=[PUBLIC]).seals == 4
+    with pytest.raises(NotAsSealed, match="kept head"):
+        audit.verify(alone, head=last.digest)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 31])
+def test_every_leaf_of_a_tree_has_a_proof(count: int) -> None:
+    leaves = [bytes([each]) * 32 for each in range(count)]
+    root = audit.root_of(leaves)
+    for index, leaf in enumerate(leaves):
+        path = audit.path_of(leaves, index)
+        assert audit.root_by_path(leaf, index, count, path) == root
+        assert audit.root_by_path(leaf, index, count, [*path, leaf]) is None
+        if path:
+            assert audit.root_by_path(leaf, index, count, path[:-1]) is None
+
+
+def test_a_value_that_is_not_of_its_columns_kind_stops_no_seal_and_is_noticed(databases: Databases) -> None:
+    with databases.empty("sqlite") as database:
+        run = database.submit()
+        database.write("DROP TRIGGER semel_runs_guard")
+        database.write("UPDATE semel_runs SET payload_hash = 'no digest'")
+        for each in database.lease():
+            assert database.end(each)
+        database.write("CREATE TRIGGER semel_runs_guard BEFORE UPDATE ON semel_runs BEGIN SELECT 1; END")
+        assert seal(database) is not None
+        with behind_its_back(database) as conn:
+            assert f"run {run.id}, version 3, in seal 1: a value of the run is not of its column's kind" in place(conn)
+
+
+def test_a_seal_that_was_made_anew_is_noticed_by_the_one_after_it(database: TestDatabase) -> None:
+    for _ in range(2):
+        database.finish(database.submit())
+        seal(database)
+    with behind_its_back(database) as conn:
+        row = dict(conn.execute(select(seals).where(seals.c.number == 1)).mappings().one())
+        row["at_us"] += 1
+        digest = audit.seal_digest(row)
+        row |= {"digest": digest.hex(), "signature": KEY.sign(digest).hex()}
+        conn.execute(update(seals).where(seals.c.number == 1).values(row))
+        assert "seal 2: it does not follow the seal before it" in place(conn)
