@@ -17,7 +17,8 @@ PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sor
 NOT_YET = {
     "README.md",
     *(f"docs/{name}.md" for name in ("client", "deploy", "guide", "how-it-works", "http", "messages", "metrics")),
-    *(f"docs/{name}.md" for name in ("quotas", "runs", "testing-a-store")),
+    *(f"docs/{name}.md" for name in ("quotas", "runs", "testing-a-store", "keys", "from-celery", "from-rq")),
+    *(f"docs/{name}.md" for name in ("from-powertools", "from-hand-written-keys", "from-postgres-queues")),
 }
 """Pages whose examples have functions without annotations."""
 
