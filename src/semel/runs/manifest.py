@@ -62,8 +62,8 @@ DEFAULT_VARIABLES = (
 UNAVAILABLE = "unavailable: "
 
 _ASSIGNED = re.compile(
-    r"(?P<start>\b\w++[\"']?\]?[ \t]*+(?::[ \t]*+\w++[ \t]*+)?[:=][ \t]*+)"
-    r"(?:(?P<quote>[\"'])(?:(?!(?P=quote)).){1,5000}+(?P=quote)|[^\s\"'({\[,;]{1,1000}+$)"
+    r"(?P<start>\b\w+[\"']?\]?[ \t]*(?::[ \t]*\w+[ \t]*)?[:=][ \t]*)"
+    r"(?:\"[^\"\n]{1,5000}(?P<double>\")|'[^'\n]{1,5000}(?P<single>')|[^\s\"'({\[,;]{1,1000}$)"
 )
 """A name with a text, or with a bare word at the end of the line, as in ``.env``, as its value."""
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
@@ -314,7 +314,7 @@ def _line_without_secrets(line: str) -> str:
 def _hide_value(found: re.Match[str]) -> str:
     if not SECRET_NAME.search(found["start"]):
         return found[0]
-    quote = found["quote"] or ""
+    quote = found["double"] or found["single"] or ""
     return f"{found['start']}{quote}{HIDDEN}{quote}"
 
 
