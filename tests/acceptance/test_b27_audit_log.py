@@ -17,7 +17,7 @@ from semel._concurrency.sync import run_sync
 from semel.cli import main
 from semel.cli._database import engine_of
 from semel.client import Client
-from semel.db.schema import audit
+from semel.db.schema import audit, deliveries
 from semel.http.protocol import scope_of
 from semel.runs.store import lease
 from semel.runs.store.audit_log import AuditEntry
@@ -229,6 +229,67 @@ def test_b27_subscriptions_are_logged_without_what_may_be_secret(server: TokenSe
         what,
     )
     assert (deleted.action, deleted.before, deleted.after) == ("subscription.deleted", what, None)
+
+
+def test_b27_queues_and_models_paused_and_resumed_are_logged(
+    server: TokenServer, log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    olga = server.admit("olga", "operator")
+    assert olga.put("/pauses/queue/gpu", json={"why": "a new driver"}).status_code == 200
+    entry = log.one()
+    assert (entry.action, entry.target, entry.tenant, entry.before) == ("queue.paused", "gpu", "", None)
+    assert entry.after is not None
+    assert (entry.after["by"], entry.after["why"]) == ("olga", "a new driver")
+    assert origin(entry) == {**LOCAL, "user": "olga", "role": "operator"}
+    assert server.root.put("/pauses/queue/gpu", json={"why": "again"}).status_code == 200
+    assert log.new() == [], "it was paused already"
+    assert server.root.delete("/pauses/queue/gpu").status_code == 204
+    resumed = log.one()
+    assert (resumed.action, resumed.target, resumed.user) == ("queue.resumed", "gpu", "root")
+    assert (resumed.before, resumed.after) == (entry.after, None)
+    assert server.root.delete("/pauses/queue/gpu").status_code == 404
+    assert log.new() == [], "nothing was resumed"
+    for words in (("pause", "model", "add", "--why", "wrong"), ("resume", "model", "add")):
+        assert main([*words, "--server", server.address, "--token", olga.secret]) == 0
+    capsys.readouterr()
+    server.app.pause(model="add", by=Actor(user="zoe", address="192.0.2.7"))
+    server.app.resume(model="add")
+    new = log.new()
+    assert [each.action for each in new] == ["model.paused", "model.resumed"] * 2
+    assert [(each.user, each.entrance) for each in new] == [
+        *(("olga", "api"), ("olga", "api"), ("zoe", "python"), (getpass.getuser(), "python"))
+    ]
+    assert (new[2].address, (new[3].before or {})["by"]) == ("192.0.2.7", "zoe")
+
+
+def test_b27_a_delivery_that_is_sent_again_is_logged(server: TokenServer, log: Log) -> None:
+    made = server.root.post("/admin/subscriptions", json={"url": "http://127.0.0.1:9/", "events": ["RunCompleted"]})
+    subscription, run = made.json()["subscription"]["id"], submitted(server.root)
+    row = {"subscription_id": subscription, "run_id": run, "version": 7, "state": "delivered", "attempts": 2}
+    event: dict[str, Any] = {
+        "note": None,
+        "id": f"{run}/7",
+        "name": "RunCompleted",
+        "run_id": run,
+        "version": 7,
+        "model": "add",
+        "tenant": "",
+    }
+    event |= {"user": "root", "status": "SUCCEEDED", "step": "succeeded", "at": "2026-01-01T00:00:00Z", "fence": 1}
+    with engine_of(server.app.url).begin() as conn:
+        conn.execute(insert(deliveries).values(**row, due_us=0, body=json.dumps(event)))
+    log.new()
+    sent = server.root.post(f"/admin/deliveries/{subscription}/{run}/7/resend")
+    assert (sent.status_code, sent.json()["state"]) == (202, "waiting")
+    entry = log.one()
+    assert (entry.action, entry.target) == ("delivery.resent", f"{run}/7")
+    assert origin(entry) == LOCAL
+    before, after = entry.before or {}, entry.after or {}
+    assert (before["subscription"], before["state"], before["attempts"]) == (subscription, "delivered", 2)
+    assert (after["subscription"], after["state"]) == (subscription, "waiting")
+    assert server.root.post(f"/admin/deliveries/{subscription}/{run}/8/resend").status_code == 404
+    assert server.root.delete(f"/admin/subscriptions/{subscription}").status_code == 204
+    assert log.one().action == "subscription.deleted"
 
 
 def test_b27_what_is_refused_or_fails_leaves_no_row(server: TokenServer, log: Log) -> None:

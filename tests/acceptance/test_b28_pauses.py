@@ -1,5 +1,6 @@
 """B28: queues and models can be paused and resumed; what runs goes on, and "why it waits" says so."""
 
+import getpass
 import json
 import subprocess
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from semel import App, InvalidRequest, ServiceError
+from semel import Actor, App, InvalidRequest, ServiceError
 from semel._concurrency.sync import run_sync
 from semel.cli import main as semel_command
 from semel.client import Client
@@ -38,7 +39,7 @@ def reason(database: TestDatabase, run_id: str) -> str:
 def test_b28_nothing_of_a_paused_queue_starts_and_what_runs_goes_on(database: TestDatabase) -> None:
     first = database.submit()
     (running,) = database.lease()
-    pause = database.app.pause(queue="default", by="alice", why="a new driver")
+    pause = database.app.pause(queue="default", by=Actor(user="alice"), why="a new driver")
     second = database.submit()
     assert (pause.kind, pause.name, pause.pending) == ("queue", "default", 0)
     assert (pause.by, pause.why, pause.since_us) == ("alice", "a new driver", database.clock.us)
@@ -55,10 +56,10 @@ def test_b28_nothing_of_a_paused_queue_starts_and_what_runs_goes_on(database: Te
 def test_b28_a_paused_model_lets_the_others_of_its_queue_pass(database: TestDatabase) -> None:
     database.app.model("report")(train)
     held, passing = database.submit(), database.app.submit("report")
-    database.app.pause(model="train")
+    database.app.pause(model="train", by=Actor(user="alice"))
     wanted = LeaseRequest("worker-1", ("default",), ["train", "report"], 10)
     assert [run.id for run in database.do(lease.lease, wanted)] == [passing.id]
-    assert reason(database, held.id) == "the model 'train' is paused"
+    assert reason(database, held.id) == "the model 'train' is paused (by alice)"
     database.app.resume(model="train")
     assert [run.id for run in database.do(lease.lease, wanted)] == [held.id]
 
@@ -66,33 +67,33 @@ def test_b28_a_paused_model_lets_the_others_of_its_queue_pass(database: TestData
 def test_b28_a_retry_and_a_lost_run_of_a_paused_queue_wait_too(database: TestDatabase) -> None:
     database.submit()
     (running,) = database.lease()
-    database.app.pause(queue="default", why="closed")
+    database.app.pause(queue="default", why="closed", by=Actor(user="alice"))
     ending = FinishRequest(running.id, running.fence, AttemptResult(kind="retry", reason="busy"), 20 * MICRO)
     assert running.id in database.do(transitions.end, [ending])
     told = reason(database, running.id)
     assert told.startswith("backing off for ")
-    assert told.endswith("; the queue 'default' is paused (closed)")
+    assert told.endswith("; the queue 'default' is paused (by alice: closed)")
     database.clock.advance(3600)
     assert database.lease() == []
-    assert reason(database, running.id) == "the queue 'default' is paused (closed)"
+    assert reason(database, running.id) == "the queue 'default' is paused (by alice: closed)"
     database.app.resume(queue="default")
     assert len(database.lease()) == 1
 
 
 def test_b28_people_of_the_main_tenant_are_not_named_to_others(database: TestDatabase) -> None:
-    database.app.pause(queue="default", by="alice", why="closed")
+    database.app.pause(queue="default", by=Actor(user="alice"), why="closed")
     run = database.submit(tenant="acme")
     assert reason(database, run.id) == "the queue 'default' is paused (closed)"
 
 
 def test_b28_to_pause_or_resume_again_changes_nothing(database: TestDatabase) -> None:
-    first = database.app.pause(queue="gpu", by="alice", why="first")
+    first = database.app.pause(queue="gpu", by=Actor(user="alice"), why="first")
     database.clock.advance(5)
-    assert database.app.pause(queue="gpu", by="bob", why="second") == first
+    assert database.app.pause(queue="gpu", by=Actor(user="bob"), why="second") == first
     database.app.pause(model="gpu")
     assert [(each.kind, each.name, each.by) for each in database.app.pauses()] == [
         ("queue", "gpu", "alice"),
-        ("model", "gpu", ""),
+        ("model", "gpu", getpass.getuser()),
     ]
     assert database.app.resume(queue="gpu")
     assert not database.app.resume(queue="gpu")
@@ -163,7 +164,7 @@ def test_b28_workers_of_rq_and_celery_respect_a_pause(
         assert app.get(run.id).status == "PENDING"
         waiting = app.waiting(run.id)
         assert waiting is not None
-        assert waiting.reason == "the queue 'default' is paused (closed)"
+        assert waiting.reason == f"the queue 'default' is paused (by {getpass.getuser()}: closed)"
         assert app.resume(queue="default")
         until(lambda: app.get(run.id).status == "SUCCEEDED", ground.output())
         assert app.get(run.id).attempts == 1

@@ -15,10 +15,11 @@ from semel import Actor, Once, Quota
 from semel._concurrency.sync import run_sync
 from semel.db import schema
 from semel.runs.store import RunStore, key_actions, quotas
+from semel.runs.types import new_id
 from semel.service.auth import tokens
 from semel.service.auth.tokens import NewToken
 from semel.service.jobs import configs
-from semel.service.webhooks import subscriptions
+from semel.service.webhooks import deliveries, subscriptions
 
 ZOE = Actor(user="zoe", address="192.0.2.7", entrance="api")
 URL = "http://127.0.0.1:9/"
@@ -33,8 +34,6 @@ class ByHand(Connected):
     state: Callable[[Place], dict[str, Any]]
     created: str
     removed: str
-    survives_lost_replies: bool = True
-    """A removal that is sent again finds nothing."""
 
     def prepare(self, place: Place) -> Any:
         with opened(place) as database:
@@ -42,7 +41,7 @@ class ByHand(Connected):
 
     def act(self, place: Place, given: Any) -> Any:
         with opened(place) as database:
-            self.change(database.store, place, given)
+            return self.change(database.store, place, given)
 
     def check(self, place: Place, given: Any, ended: Ended) -> None:
         ledger = Ledger(place, place.name).check()
@@ -55,7 +54,9 @@ class ByHand(Connected):
             elif row["action"] == self.removed:
                 assert by_log.pop(row["target"], None) is not None, "the log has a second removal"
         assert set(by_log) == set(there), "the log says other than the table"
+        assert len([row for row in log if row["action"] == self.created]) <= 1, "it was done twice"
         if ended.how == "returned":
+            assert ended.value in {None, True, *there}, "the answer is that of another try"
             assert log[-1]["user"] == "zoe"
             assert json.loads(log[-1]["after"] or log[-1]["before"])
 
@@ -73,8 +74,8 @@ def _issue(store: RunStore, place: Place, _: Any = None) -> str:
     return run_sync(store.write(tokens.issue, request, store.acting(ZOE))).token.id
 
 
-def _revoke(store: RunStore, _: Place, token_id: str) -> None:
-    run_sync(store.write(tokens.revoke, token_id, None, store.acting(ZOE)))
+def _revoke(store: RunStore, _: Place, token_id: str) -> bool:
+    return run_sync(store.write(tokens.revoke, token_id, None, store.acting(ZOE)))
 
 
 def _limited(place: Place) -> dict[str, Any]:
@@ -100,8 +101,8 @@ def _configure(store: RunStore, place: Place, _: Any = None) -> None:
     run_sync(store.write(configs._write, store.acting(ZOE), **row))
 
 
-def _unconfigure(store: RunStore, place: Place, _: Any = None) -> None:
-    run_sync(store.write(configs._remove, "", place.name, store.acting(ZOE)))
+def _unconfigure(store: RunStore, place: Place, _: Any = None) -> bool:
+    return run_sync(store.write(configs._remove, "", place.name, store.acting(ZOE)))
 
 
 def _subscribed(place: Place) -> dict[str, Any]:
@@ -125,8 +126,6 @@ class OfKey(Connected):
 
     action: str
     done: bool | None = None
-    survives_lost_replies = False
-    """One that is sent again is told that there is nothing to resolve: the log has who did it."""
 
     def prepare(self, place: Place) -> str:
         once = Once(place.url, clock=place.clock, collect=False)
@@ -155,6 +154,35 @@ class OfKey(Connected):
         assert len(ledger.logged(self.action, given)) == (status == changed), "the log says other than the key"
         if ended.how == "returned":
             assert status == changed
+            assert ended.value is (True if self.done is None else None)
+
+
+class Resend(Connected):
+    """A delivery that somebody sends again: it is dead, or waits and the log says who did it."""
+
+    def prepare(self, place: Place) -> tuple[str, str, int]:
+        with opened(place) as database:
+            subscription, run = _subscribe(database.store, place), new_id()
+        row = {"subscription_id": subscription, "run_id": run, "version": 1, "state": "dead", "attempts": 9}
+        with connected(place) as conn:
+            conn.execute(schema.deliveries.insert().values(**row, due_us=place.now_us - 1, body="{}"))
+            conn.commit()
+        return subscription, run, 1
+
+    def act(self, place: Place, given: tuple[str, str, int]) -> Any:
+        with opened(place) as database:
+            store = database.store
+            return run_sync(store.write(deliveries.resend, "", given, store.acting(ZOE))).state
+
+    def check(self, place: Place, given: tuple[str, str, int], ended: Ended) -> None:
+        ledger = Ledger(place, place.name).check()
+        with connected(place) as conn:
+            this = schema.deliveries.c.subscription_id == given[0]
+            state = conn.execute(select(schema.deliveries.c.state).where(this)).scalar_one()
+        logged = ledger.logged("delivery.resent", f"{given[1]}/1")
+        assert len(logged) == (state == "waiting"), "the log says other than the table"
+        if ended.how == "returned":
+            assert state == ended.value == "waiting"
 
 
 OPERATIONS = {
@@ -165,14 +193,8 @@ OPERATIONS = {
     "write a config": ByHand(_nothing, _configure, _configured, "config.set", "config.removed"),
     "remove a config": ByHand(_configure, _unconfigure, _configured, "config.set", "config.removed"),
     "subscribe": ByHand(_nothing, _subscribe, _subscribed, "subscription.created", "subscription.deleted"),
-    "unsubscribe": ByHand(
-        _subscribe,
-        _unsubscribe,
-        _subscribed,
-        "subscription.created",
-        "subscription.deleted",
-        survives_lost_replies=False,
-    ),
+    "unsubscribe": ByHand(_subscribe, _unsubscribe, _subscribed, "subscription.created", "subscription.deleted"),
+    "send a delivery again": Resend(),
     "delete a key": OfKey("key.deleted"),
     "resolve a key as done": OfKey("key.resolved", done=True),
     "resolve a key as not done": OfKey("key.resolved", done=False),

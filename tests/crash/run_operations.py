@@ -12,7 +12,7 @@ from typing import Any
 from crash.ledger import Ledger
 from crash.points import Ended, Place
 from crash.wire import FAULTS
-from semel import Quota, Run
+from semel import Actor, Quota, Run
 from semel._concurrency.sync import run_sync
 from semel.audit import key_of, verify
 from semel.runs.manifest import Parts, make_part
@@ -23,6 +23,7 @@ from semel.runs.worker.sweeper import sweep_until_signalled
 from support.databases import LEASE, MISCOUNTED, TestDatabase
 from support.waiting import eventually
 
+CRASH = Actor(user="crash")
 COST = 1.5
 DAY = 86400
 
@@ -355,21 +356,26 @@ class Pause(OfPendingRun):
 
     def _set(self, database: TestDatabase, *, paused: bool) -> None:
         if paused:
-            database.app.pause(queue="default", by="crash")
+            database.app.pause(queue="default", by=CRASH)
         else:
-            database.app.resume(queue="default")
+            database.app.resume(queue="default", by=CRASH)
 
     def act(self, place: Place, given: str) -> Any:
         with opened(place) as database:
             self._set(database, paused=not self.paused_before)
 
     def check(self, place: Place, given: str, ended: Ended) -> None:
+        log = [row for row in Ledger(place, place.name).log if row["target"] == "default"]
         with opened(place) as database:
             paused = [each.by for each in database.app.pauses()] == ["crash"]
+            turns = [("queue.paused", "queue.resumed")[number % 2] for number in range(len(log))]
+            assert [row["action"] for row in log] == turns, "a pause or its end is logged twice, or not"
+            assert bool(len(log) % 2) == paused, "the log says other than the table"
+            assert {row["user"] for row in log} <= {"crash"}
             if ended.how == "returned":
                 assert paused != self.paused_before
             assert not paused or not database.lease(), "a run of a paused queue was leased"
-            database.app.resume(queue="default")
+            database.app.resume(queue="default", by=CRASH)
         assert go_on(place).statuses == ["SUCCEEDED"]
 
 

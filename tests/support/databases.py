@@ -328,12 +328,12 @@ def refused(database: TestDatabase, user: str | int = 42, **options: Any) -> str
 
 
 def behind(database: TestDatabase, first: Callable[[Connection], object], second: Callable[[Connection], Any]) -> Any:
-    """What the second function returns that has read a row of PostgreSQL which the first has changed, without having
-    committed, and that waits for it. Unlike semel's own connections, this one waits for as long as it takes.
+    """What the second function returns that waits for a lock of PostgreSQL which the first has, such as that of a row
+    it has changed, and has not committed. Unlike semel's own connections, this one waits for as long as it takes.
     """
     url = make_url(database.url).set(drivername="postgresql+psycopg")
     waiting: LiteralString = """
-SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'transactionid' AND datname = current_database()"""
+SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"""
     with ThreadPoolExecutor(1) as pool, create_engine(url, poolclass=NullPool).connect() as one:
         with one.begin():
             first(one)

@@ -63,6 +63,11 @@ class Dialect(Protocol):
     def returning(self, columns: str) -> str:
         """Columns of the changed table ``k``, as RETURNING names them."""
 
+    def advisory_lock(self, name: str, number: int) -> str:
+        """Waits until no other transaction has this lock, of a number and the text ``:name``, and keeps it until the
+        transaction ends. SQLite has one writer, and no locks.
+        """
+
     def total(self, column: str, where: str) -> str:
         """The sum of an integer column over the rows for which ``where`` is true; 0 for no rows. Cannot overflow."""
 
@@ -117,6 +122,9 @@ class Postgres:
         # PostgreSQL's sum of bigints is a numeric.
         return f"coalesce(sum({column}) FILTER (WHERE {where}), 0)"
 
+    def advisory_lock(self, name: str, number: int) -> str:
+        return f"pg_advisory_xact_lock(hashtextextended(CAST(:{name} AS text), {number}))"
+
     def unindexed(self, column: str) -> str:
         return f"({column} || '')"
 
@@ -158,6 +166,9 @@ class Sqlite:
     def total(self, column: str, where: str) -> str:
         # sum() raises if 64 bits are too few; total() is a float.
         return f"total({column}) FILTER (WHERE {where})"
+
+    def advisory_lock(self, name: str, number: int) -> str:  # noqa: ARG002
+        return "NULL"
 
     def unindexed(self, column: str) -> str:
         return f"+{column}"

@@ -563,24 +563,27 @@ class RunEngine:
         """The workers on this app's database."""
         return await self.store.read(queries.list_workers, self.store.statement_context)
 
-    async def pause(self, *, queue: str | None = None, model: str | None = None, why: str = "", by: str = "") -> Pause:
+    async def pause(
+        self, *, queue: str | None = None, model: str | None = None, why: str = "", by: Actor | None = None
+    ) -> Pause:
         """Let no run of a queue or of a model start, until :meth:`resume`; what runs goes on.
 
-        ``why`` and ``by`` are shown with each run that waits. To pause again changes nothing. It holds for all tenants.
+        ``why`` and the user of ``by`` are shown with each run that waits. To pause again changes nothing. It holds for
+        all tenants. ``by`` is who the audit log says did it: by default the user of this process.
         """
         kind, name = _what_is_paused(queue, model)
         checked_name("why", why, most=1000)
-        checked_name("by", by, most=1000)
-        found = await self.store.write(pauses.pause, kind, name, self.store.statement_context, by=by, why=why)
+        found = await self.store.write(pauses.pause, kind, name, why, self.store.acting(_who(by)))
         _log.info("the %s %r is paused by %r: %s", kind, name, found.by, found.why or "no reason given")
         return found
 
-    async def resume(self, *, queue: str | None = None, model: str | None = None, by: str = "") -> bool:
-        """Let runs of a queue or of a model start again. False if it was not paused."""
+    async def resume(self, *, queue: str | None = None, model: str | None = None, by: Actor | None = None) -> bool:
+        """Let runs of a queue or of a model start again. False if it was not paused. ``by`` as in :meth:`pause`."""
         kind, name = _what_is_paused(queue, model)
-        resumed = await self.store.write(pauses.resume, kind, name)
+        who = _who(by)
+        resumed = await self.store.write(pauses.resume, kind, name, self.store.acting(who))
         if resumed:
-            _log.info("the %s %r is resumed by %r", kind, name, by)
+            _log.info("the %s %r is resumed by %r", kind, name, who.user)
             transport = self._transport()
             if transport.announces:  # messages that came meanwhile were in vain
                 due = await self.store.read(lease.due, 0.0, 1000, self.store.statement_context)

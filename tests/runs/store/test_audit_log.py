@@ -1,8 +1,9 @@
 """The audit log in both databases: many who act at a time, changes that fail, large and secret values."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from semel import Actor, Quota
 from semel._concurrency.sync import run_sync
 from semel.db.dialect import StatementContext
 from semel.db.schema import audit, quotas
+from semel.errors import StoreUnavailable
 from semel.runs.store import audit_log
 from semel.runs.store import quotas as quota_store
-from semel.runs.store.audit_log import MAX_TEXT, Change
-from support.databases import DATABASES, Databases, TestDatabase
+from semel.runs.store.audit_log import MAX_TEXT, Change, Place
+from support.databases import DATABASES, Databases, TestDatabase, behind
 
 ZOE = Actor(user="zoe", entrance="api")
 
@@ -103,3 +105,65 @@ def test_the_row_is_exactly_what_was_digested(database: TestDatabase) -> None:
     run_sync(store.close())
     assert row["after"] == '{"a":"\\u00e9","b":1.5}'
     assert json.loads(row["after"]) == {"a": "é", "b": 1.5}
+
+
+@pytest.fixture
+def postgres(databases: Databases) -> Iterator[TestDatabase]:
+    with databases.empty("postgres") as database:
+        yield database
+
+
+def recording(database: TestDatabase, *targets: str) -> Callable[[Connection], Place | None]:
+    """Appends a row for each target, and returns the place of the last one."""
+
+    def append(conn: Connection) -> Place | None:
+        audit_log.record(conn, database.store.acting(ZOE), *(change(target=each) for each in targets))
+        return audit_log.take_place(conn)
+
+    return append
+
+
+def test_who_has_read_an_end_that_is_none_any_more_appends_to_the_new_end(postgres: TestDatabase) -> None:
+    behind(postgres, recording(postgres, "ann", "ben"), recording(postgres, "eve", "fay", "gil"))
+    targets = [each.target for each in reversed(postgres.app.audit_log().entries)]
+    assert targets == ["ann", "ben", "eve", "fay", "gil"]
+    assert postgres.app.verify_audit_log().problem is None
+
+
+def test_who_asks_for_a_transaction_that_is_under_way_waits_for_its_end(postgres: TestDatabase) -> None:
+    places: list[Place | None] = []
+
+    def is_committed(conn: Connection) -> bool:
+        assert places[0] is not None
+        return audit_log.is_committed(conn, places[0])
+
+    assert behind(postgres, lambda conn: places.append(recording(postgres, "ann")(conn)), is_committed)
+
+
+def test_a_row_in_the_place_of_one_that_was_rolled_back_is_another(database: TestDatabase) -> None:
+    written = run_sync(database.store.write(recording(database, "ann")))
+    assert written is not None
+    assert run_sync(database.store.write(audit_log.is_committed, written))
+    assert not run_sync(database.store.write(audit_log.is_committed, written._replace(digest="0" * 64)))
+    assert not run_sync(database.store.write(audit_log.is_committed, written._replace(seq=2)))
+
+
+def test_what_is_sent_again_after_its_commit_undoes_nothing_that_was_done_since(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, store = database.app, database.store
+    app.pause(queue="gpu", by=ZOE)
+    write_many, tries = store._database.write_many, count(1)
+
+    async def lose_the_reply(work: Any) -> Any:
+        answer = await write_many(work)
+        if next(tries) > 1:
+            return answer
+        app.pause(queue="gpu", by=Actor(user="eve"))
+        raise StoreUnavailable("the reply is lost")
+
+    monkeypatch.setattr(store._database, "write_many", lose_the_reply)
+    assert app.resume(queue="gpu", by=ZOE) is True
+    assert [each.by for each in app.pauses()] == ["eve"]
+    log = [(each.action, each.user) for each in reversed(app.audit_log().entries)]
+    assert log == [("queue.paused", "zoe"), ("queue.resumed", "zoe"), ("queue.paused", "eve")]

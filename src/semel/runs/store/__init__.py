@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 from sqlalchemy import URL, Connection, exc
@@ -33,7 +33,7 @@ from semel.once.store import Clock, Store
 from semel.once.stores.sqlite import SqliteStore
 from semel.runs.store import audit_log, queries, quotas
 from semel.runs.store import submit as store_submit
-from semel.runs.store.audit_log import Change
+from semel.runs.store.audit_log import Change, Place
 from semel.runs.store.quotas import Reserve
 from semel.runs.store.submit import Answer, Created, Existing, Submission, one_of_each_group
 from semel.runs.store.transitions import CHANNEL
@@ -164,10 +164,11 @@ class RunStore:
         """Run a function that writes, which must be safe to run twice: as one transaction, unless it is marked as hot.
 
         The statements of a hot one commit one by one; where they belong together it opens a transaction itself.
+        What a person does, and is logged, is done once even if the reply of the commit is lost.
         """
         if is_hot(verb):
             return await self._with_retry(self._database.write, lambda conn: verb(conn, *args, **kwargs))
-        whole = partial(_in_transaction, verb=verb, args=args, kwargs=kwargs)
+        whole = _Transaction(lambda conn: verb(conn, *args, **kwargs))
         return await self._with_retry(self._database.write_many, whole, long=True)
 
     async def read_once(self, verb: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -361,6 +362,24 @@ def _reserve(conn: Connection, requests: Sequence[Reserve], context: StatementCo
         return quotas.reserve(conn, requests, context)
 
 
-def _in_transaction(conn: Connection, verb: Callable[..., R], args: Any, kwargs: Any) -> R:
-    with transaction(conn):
-        return verb(conn, *args, **kwargs)
+class _Transaction(Generic[R]):
+    """A function in one transaction, which may be sent again.
+
+    If an earlier try came as far as its commit, its row of the audit log says whether that happened: then its answer is
+    returned. To do it again would find that there is nothing left to do, or undo what somebody did since.
+    """
+
+    def __init__(self, verb: Callable[[Connection], R]) -> None:
+        self._verb = verb
+        self._tried: list[tuple[Place, R]] = []
+
+    def __call__(self, conn: Connection) -> R:
+        for place, answer in self._tried:
+            if audit_log.is_committed(conn, place):
+                return answer
+        audit_log.take_place(conn)  # that of a transaction which failed
+        with transaction(conn):
+            answer = self._verb(conn)
+            if (written := audit_log.take_place(conn)) is not None:
+                self._tried.append((written, answer))
+        return answer

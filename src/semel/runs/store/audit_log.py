@@ -4,6 +4,9 @@ Each tenant has a chain of its own, so that no transaction needs the rows of two
 row before, so those who write for one tenant take turns: the lock is taken last, when everything else of the
 transaction is done, and held until the commit. People act seldom. What happens for every run (submit, lease, finish,
 heartbeat) and what no person does (the sweeper, retention) never comes here: its ``context.by`` is None.
+
+The digest of a row also names the transaction that wrote it: one whose reply was lost, and that is sent again, finds
+by its row whether it was committed (:func:`is_committed`).
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
-from sqlalchemy import Connection, Row, insert, or_, select, text, tuple_
+from sqlalchemy import Connection, Row, insert, or_, select, tuple_
 
 from semel.audit_log import START, AuditCheck, digest_of, verify_log
-from semel.db.dialect import Statement, StatementContext
+from semel.db.dialect import Statement, StatementContext, transaction
 from semel.db.schema import audit
 from semel.errors import InvalidRequest
 from semel.redaction import without_secret_values
@@ -41,6 +44,11 @@ ACTIONS = (
     "runs.purged",
     "subscription.created",
     "subscription.deleted",
+    "delivery.resent",
+    "queue.paused",
+    "queue.resumed",
+    "model.paused",
+    "model.resumed",
 )
 """Everything that is logged."""
 MAX_TEXT = 16 * 1024
@@ -103,8 +111,20 @@ class AuditFilter(Struct, frozen=True, kw_only=True):
     until_us: int | None = None
 
 
-_WAIT_LONGER = Statement(lambda w: f"SELECT {w.patience}")
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(CAST(:tenant AS text), 7302))")
+class Place(NamedTuple):
+    """Where a row is in the logs. No other row has the same digest."""
+
+    tenant: str
+    seq: int
+    digest: str
+
+
+_PLACE = "semel_audit"
+"""Where ``conn.info`` has the :class:`Place` of the row that the transaction wrote."""
+_COLUMNS = tuple(column.name for column in audit.c)
+_NUMBERS = ("seq", "at_us")
+_VALUES = ", ".join(f"CAST(:{name} AS bigint)" if name in _NUMBERS else f"CAST(:{name} AS text)" for name in _COLUMNS)
+
 _HEAD = Statement(
     lambda w: (
         f"""
@@ -113,15 +133,24 @@ LEFT JOIN (
   SELECT seq, digest FROM semel_audit WHERE tenant = :tenant ORDER BY seq DESC LIMIT 1) AS h ON true"""
     )
 )
+_LOCK = Statement(lambda w: f"SELECT {w.patience}, {w.advisory_lock('tenant', 7302)}")
+_APPEND = Statement(
+    lambda w: (
+        f"""
+WITH turn AS MATERIALIZED (SELECT {w.patience}, {w.advisory_lock("tenant", 7302)})
+INSERT INTO semel_audit ({", ".join(_COLUMNS)}) SELECT {_VALUES} FROM turn WHERE true
+ON CONFLICT (tenant, seq) DO NOTHING RETURNING seq"""
+    )
+)
+"""Waits for the lock, and inserts a row if nobody has appended one with its number."""
 
 
 def lock(conn: Connection, tenant: str, context: StatementContext) -> None:
     """Let no other transaction append to the tenant's log until this one ends; for one that must first read what it
     replaces. SQLite has one writer anyway.
     """
-    if context.by is not None and conn.dialect.name == "postgresql":
-        _WAIT_LONGER.rows(conn)
-        conn.execute(_LOCK, {"tenant": tenant})
+    if context.by is not None:
+        _LOCK.rows(conn, tenant=tenant)
 
 
 def record(conn: Connection, context: StatementContext, *changes: Change) -> None:
@@ -133,13 +162,45 @@ def record(conn: Connection, context: StatementContext, *changes: Change) -> Non
     if by is None:
         return
     for tenant in sorted({each.tenant for each in real}):  # in one order, so that two never wait for each other
-        lock(conn, tenant, context)
-        now, last, previous = _HEAD.rows(conn, now=context.now, tenant=tenant)[0]
-        rows: list[dict[str, Any]] = []
-        for seq, each in enumerate((each for each in real if each.tenant == tenant), (last or 0) + 1):
-            rows.append(_row(each, by, previous or START, seq, now))
-            previous = rows[-1]["digest"]
-        conn.execute(insert(audit), rows)
+        _append(conn, context, by, tenant, [each for each in real if each.tenant == tenant])
+
+
+def _append(conn: Connection, context: StatementContext, by: Actor, tenant: str, changes: Sequence[Change]) -> None:
+    """The end of the log is read before the lock is taken, to save a statement, and again if it was not the end."""
+    rows = left = _chained(conn, context, by, tenant, changes)
+    if _APPEND.rows(conn, **rows[0]):
+        left = rows[1:]
+    else:
+        rows = left = _chained(conn, context, by, tenant, changes)
+    if left:
+        conn.execute(insert(audit), left)
+    conn.info[_PLACE] = Place(tenant, rows[-1]["seq"], rows[-1]["digest"])
+
+
+def _chained(
+    conn: Connection, context: StatementContext, by: Actor, tenant: str, changes: Sequence[Change]
+) -> list[dict[str, Any]]:
+    """The rows of the changes, from the end of the tenant's log on."""
+    now, last, previous = _HEAD.rows(conn, now=context.now, tenant=tenant)[0]
+    rows: list[dict[str, Any]] = []
+    for seq, each in enumerate(changes, (last or 0) + 1):
+        rows.append(_row(each, by, previous or START, seq, now))
+        previous = rows[-1]["digest"]
+    return rows
+
+
+def take_place(conn: Connection) -> Place | None:
+    """The place of the last row that this connection wrote since it was asked before; None if it wrote none."""
+    place: Place | None = conn.info.pop(_PLACE, None)
+    return place
+
+
+def is_committed(conn: Connection, place: Place) -> bool:
+    """Whether the transaction that wrote this row was committed. Waits for its end, if it is still under way."""
+    with transaction(conn):
+        _LOCK.rows(conn, tenant=place.tenant)
+        found = select(audit.c.digest).where(audit.c.tenant == place.tenant, audit.c.seq == place.seq)
+        return bool(conn.scalar(found) == place.digest)
 
 
 def _row(change: Change, by: Actor, previous: str, seq: int, at_us: int) -> dict[str, Any]:
@@ -162,9 +223,6 @@ def _row(change: Change, by: Actor, previous: str, seq: int, at_us: int) -> dict
     digest = digest_of(row)
     row["user_id"] = row.pop("user")
     return {**row, "digest": digest}
-
-
-_COLUMNS = tuple(column.name for column in audit.c)
 
 
 def _text(value: str) -> str:

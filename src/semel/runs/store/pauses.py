@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, not_, or_, select, text
 
 from semel.db.dialect import StatementContext
 from semel.db.schema import active, pauses
+from semel.runs.store import audit_log
+from semel.runs.store.audit_log import Change
 from semel.runs.store.quotas import read_clock
-from semel.runs.store.transitions import CHANNEL
+from semel.runs.store.transitions import CHANNEL, storable
 from semel.runs.types import Pause, PauseKind
 
 QUEUE_RUNS = "NOT EXISTS (SELECT 1 FROM semel_pauses WHERE kind = 'queue' AND name = :queue)"
@@ -25,23 +27,36 @@ _COLUMNS = [pauses.c[name] for name in _NAMES]
 _PAUSE = text(f"INSERT INTO semel_pauses ({', '.join(_NAMES)}) VALUES (:{', :'.join(_NAMES)}) ON CONFLICT DO NOTHING")
 
 
-def pause(conn: Connection, kind: PauseKind, name: str, context: StatementContext, *, by: str, why: str) -> Pause:
+def pause(conn: Connection, kind: PauseKind, name: str, why: str, context: StatementContext) -> Pause:
     """Let no run of the queue or model start; those under way go on. A repeat changes nothing.
 
     A lease whose statement is under way at this moment may still start its runs.
     """
-    asked = (kind, name, read_clock(conn, context), by, why)
-    conn.execute(_PAUSE, dict(zip(_NAMES, asked, strict=True)))
-    found = conn.execute(select(*_COLUMNS).where(_is(kind, name))).one_or_none()
-    return replace(Pause(*(found or asked)), pending=_pending(conn, kind, name))
+    by = "" if context.by is None else storable(context.by.user)
+    asked = Pause(kind, name, read_clock(conn, context), by, why)
+    is_new = conn.execute(_PAUSE, dict(zip(_NAMES, astuple(asked), strict=False))).rowcount > 0
+    found = None if is_new else conn.execute(select(*_COLUMNS).where(_is(kind, name))).one_or_none()
+    shown = replace(asked if found is None else Pause(*found), pending=_pending(conn, kind, name))
+    if is_new:
+        audit_log.record(conn, context, Change(name=f"{kind}.paused", tenant="", target=name, after=_logged(shown)))
+    return shown
 
 
-def resume(conn: Connection, kind: PauseKind, name: str) -> bool:
+def resume(conn: Connection, kind: PauseKind, name: str, context: StatementContext) -> bool:
     """Let runs of the queue or model start again, and notify workers. False if it was not paused."""
-    resumed = conn.execute(delete(pauses).where(_is(kind, name))).rowcount > 0
-    if resumed and conn.dialect.name == "postgresql":
+    row = conn.execute(delete(pauses).where(_is(kind, name)).returning(*_COLUMNS)).one_or_none()
+    if row is None:
+        return False
+    if conn.dialect.name == "postgresql":
         conn.execute(_NOTIFY)
-    return resumed
+    before = _logged(Pause(*row))
+    audit_log.record(conn, context, Change(name=f"{kind}.resumed", tenant="", target=name, before=before))
+    return True
+
+
+def _logged(pause: Pause) -> dict[str, Any]:
+    """What the audit log has of a pause."""
+    return {"by": pause.by, "why": pause.why, "since": pause.since.isoformat()}
 
 
 def list_pauses(conn: Connection) -> list[Pause]:

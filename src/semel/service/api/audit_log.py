@@ -41,8 +41,8 @@ async def list_actions(
         str | None, QueryParameter(max_length=300, description="The `next` of the previous page.")
     ] = None,
 ) -> ActionPage:
-    """Tokens, quotas, configs, keys, runs and subscriptions that people changed, newest first: who, from where, and
-    what was before and after.
+    """Tokens, quotas, configs, keys, runs, pauses and subscriptions that people changed, newest first: who, from
+    where, and what was before and after.
 
     An admin sees what was done to their tenant, whoever did it; admins of the main tenant who name none see everything.
     """

@@ -52,7 +52,7 @@ async def pause(
     """
     _check_tenant(caller)
     queue, model = _chosen(kind, name)
-    return _view(await service.engine.pause(queue=queue, model=model, why=data.why, by=caller.user))
+    return _view(await service.engine.pause(queue=queue, model=model, why=data.why, by=caller.actor))
 
 
 @delete(
@@ -67,7 +67,7 @@ async def resume(kind: Kind, name: FromPath[str], service: CurrentState, caller:
     """Let its runs start again. 404 if it is not paused. For operators of the main tenant."""
     _check_tenant(caller)
     queue, model = _chosen(kind, name)
-    if not await service.engine.resume(queue=queue, model=model, by=caller.user):
+    if not await service.engine.resume(queue=queue, model=model, by=caller.actor):
         raise absent("pause of that name")
 
 

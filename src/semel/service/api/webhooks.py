@@ -250,7 +250,7 @@ async def resend_delivery(
         raise absent("delivery of that run")
     place = (_known(subscription_id), run, version)
     found = await service.store.write(
-        deliveries.resend, tenant_for(caller, tenant), place, service.store.statement_context
+        deliveries.resend, tenant_for(caller, tenant), place, service.store.acting(caller.actor)
     )
     return _delivery_view(found)
 

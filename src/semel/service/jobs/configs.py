@@ -309,9 +309,8 @@ SET body = excluded.body, updated_us = excluded.updated_us, updated_by = exclude
 
 
 def _write(conn: Connection, terms: StatementContext, /, **row: str) -> None:
-    audit_log.lock(
-        conn, row["tenant"], terms
-    )  # of two who create it at a time, one replaces the other's, and the log says so
+    # Of two who create it at a time, one replaces the other's, and the log says so.
+    audit_log.lock(conn, row["tenant"], terms)
     before = _find(conn, row["tenant"], row["name"])
     _PUT.count(conn, now=terms.now, **row)
     change = Change(

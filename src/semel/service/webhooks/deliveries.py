@@ -24,7 +24,8 @@ from semel.db.dialect import Dialect, Statement, StatementContext
 from semel.db.schema import deliveries
 from semel.db.schema import outbox as outbox_table
 from semel.db.schema import subscriptions as subscription_table
-from semel.runs.store import outbox
+from semel.runs.store import audit_log, outbox
+from semel.runs.store.audit_log import Change
 from semel.runs.store.outbox import OutboxEvent
 from semel.runs.store.quotas import read_clock
 from semel.runs.store.transitions import storable
@@ -348,11 +349,32 @@ def resend(conn: Connection, tenant: str, place: tuple[str, str, int], terms: St
         deliveries.c.version == version,
         deliveries.c.subscription_id == subscription_id,
     )
-    due = {"state": "waiting", "due_us": read_clock(conn, terms), "wait_us": 0}
-    row = conn.execute(update(deliveries).where(*this).values(**due).returning(*_SHOWN)).mappings().first()
-    if row is None:
+    old = conn.execute(select(*_SHOWN).where(*this).with_for_update()).mappings().first()
+    if old is None:
         raise ApiError(404, "NOT_FOUND", f"there is no delivery of {run_id}/{version} to that subscription")
-    return Delivery(**row)
+    due = {"state": "waiting", "due_us": read_clock(conn, terms)}
+    conn.execute(update(deliveries).where(*this).values(**due, wait_us=0))
+    resent = Delivery(**{**old, **due})
+    audit_log.record(conn, terms, _resent(Delivery(**old), resent, tenant))
+    return resent
+
+
+def _resent(before: Delivery, after: Delivery, tenant: str) -> Change:
+    """What the audit log has of a delivery that somebody sends again."""
+    old, new = (
+        {
+            "subscription": each.subscription_id,
+            "state": each.state,
+            "attempts": each.attempts,
+            "due": _time(each.due_us),
+        }
+        for each in (before, after)
+    )
+    return Change(name="delivery.resent", tenant=tenant, target=before.event_id, before=old, after=new)
+
+
+def _time(us: int) -> str:
+    return moment(us).isoformat()
 
 
 _SHORTEN = Statement(
