@@ -277,6 +277,11 @@ def pretty(value: Any) -> str:
         return str(value)
 
 
+def as_json(value: object) -> str:
+    """The value as compact JSON; Jinja's own filter would mark it as safe HTML."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def short(text: str, most: int = 60) -> str:
     """The first characters of a text, on one line."""
     line = " ".join(text.split())
@@ -290,5 +295,5 @@ def short_id(run_id: str) -> str:
 
 FILTERS: Mapping[str, Callable[..., str]] = {
     each.__name__: each
-    for each in (attempts_text, duration, number, percent, size, iso, plain_time, pretty, short, short_id)
+    for each in (as_json, attempts_text, duration, number, percent, size, iso, plain_time, pretty, short, short_id)
 }
