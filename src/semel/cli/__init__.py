@@ -57,12 +57,11 @@ GROUPS = {
         "quota": ("quotas", "Limit how much users may run and spend"),
         "keys": ("keys", "Show keys, resolve unknown outcomes, delete keys"),
         "config": ("config", "Manage the named configs of jobs"),
-        "audit": ("audit", "Show what people did, and prove that nobody changed it"),
+        "audit": ("audit", "Show what people did; export, verify and prove the history of runs"),
     },
     "Maintain, on the database": {
         "migrate": ("migrate", "Create or update semel's tables in a database"),
         "gc": ("gc", "Remove old runs with their files, and expired keys"),
-        "audit": ("audit", "Export and verify the sealed history of runs, and prove a run"),
         "doctor": ("doctor", "Check the database, Redis, clock, migrations, disk and workers"),
     },
     "Your shell": {"completion": ("", "Print a completion script for a shell")},
