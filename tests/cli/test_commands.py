@@ -320,7 +320,7 @@ def test_every_command_and_every_option_is_on_the_page() -> None:
             continue  # has a page of its own
         names = [name for param in command.command.get_params(command) for name in (*param.opts, *param.secondary_opts)]
         options = {option for option in names if option[:2] == "--"}
-        shared = {"--help", "--json", "--server", "--token", "--db"}
+        shared = {"--help", "--json", "--server", "--token", "--db", "--app"}
         assert [option for option in sorted(options - shared) if f"`{option}" not in section] == [], name
 
 
