@@ -510,24 +510,3 @@ def test_the_two_commands_of_the_readme_are_there_and_can_be_run() -> None:
     for command in ("./dev up", "./dev test"):
         assert re.search(rf"^{re.escape(command)}\b", readme, re.MULTILINE)
     assert os.access(ROOT / "dev", os.X_OK)
-
-
-def test_a_record_is_read_as_strict_typing_wants_it(tmp_path: Path) -> None:
-    """Users copy the verbs by hand into code that is checked strictly."""
-    blocks = [code for kind, code in _BLOCK.findall(PAGES["docs/keys.md"].read_text()) if kind == "python"]
-    (by_hand,) = (code for code in blocks if "once.get(" in code)
-    (tmp_path / "by_hand.py").write_text(f"from semel import Once\n\nonce = Once('memory://')\n{by_hand}")
-    checked = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--strict",
-            str(tmp_path / "by_hand.py"),
-        ],  # as ./dev check, whose cache it finds
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -14,13 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-NOT_YET = {
-    "README.md",
-    *(f"docs/{name}.md" for name in ("client", "deploy", "guide", "how-it-works", "http", "messages", "metrics")),
-    *(f"docs/{name}.md" for name in ("quotas", "runs", "testing-a-store", "keys", "from-celery", "from-rq")),
-    *(f"docs/{name}.md" for name in ("from-powertools", "from-hand-written-keys", "from-postgres-queues")),
-}
-"""Pages whose examples have functions without annotations."""
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.py)\n")
@@ -43,7 +36,7 @@ def files_of(name: str) -> dict[str, str]:
 def groups() -> list[dict[str, str]]:
     """The files of all pages, in as few groups as there are files of the same name."""
     found: list[dict[str, str]] = []
-    for name in sorted(PAGES.keys() - NOT_YET):
+    for name in PAGES:
         files = files_of(name)
         group = next((each for each in found if not each.keys() & files.keys()), None)
         if group is None:
@@ -59,7 +52,7 @@ def test_the_examples_type_check(group: dict[str, str], tmp_path: Path) -> None:
     for name, text in group.items():
         (tmp_path / name).write_text(text)
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", *(tmp_path / name for name in group)],
+        [sys.executable, "-m", "mypy", "--strict", "--explicit-package-bases", *(tmp_path / name for name in group)],
         cwd=ROOT,
         env={**os.environ, "MYPYPATH": str(tmp_path)},
         capture_output=True,

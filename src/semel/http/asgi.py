@@ -24,7 +24,8 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+App: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""An app of any framework: each has types of its own for the scope and the messages."""
 
 _NOT_RECORDABLE = frozenset(("http.response.pathsend", "http.response.zerocopysend", "http.response.trailers"))
 """Extensions that send bytes past the middleware. An app that is not offered them sends the bytes as messages."""
@@ -43,7 +44,7 @@ class IdempotencyMiddleware:
         self._core = MiddlewareCore(AsyncOnce, once, options)
         self._header = self._core.header.lower().encode("ascii")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection."""
         core = self._core
         if scope["type"] == "http":

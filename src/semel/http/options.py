@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from fnmatch import translate
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from uuid import UUID
@@ -14,8 +14,8 @@ from semel.once.guard import is_async
 from semel.once.stats import Hook
 from semel.policy import HOUR, Policy
 
-Context: TypeAlias = MutableMapping[str, Any]
-"""The request as the server gives it: ASGI's scope or WSGI's environ."""
+Context: TypeAlias = Any
+"""The request as the server gives it: ASGI's scope or WSGI's environ. Each framework has a type of its own for it."""
 
 Preset: TypeAlias = Literal["intake", "ietf", "stripe", "processor", "router"]
 PRESETS: tuple[str, ...] = get_args(Preset)

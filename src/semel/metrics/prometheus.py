@@ -155,7 +155,7 @@ class ReplayRatio(Collector):
 
     def __init__(self, registry: CollectorRegistry, counted: Iterable[Collector] | None = None) -> None:
         if counted is None:
-            counted = [MultiProcessCollector(None)]  # type: ignore[no-untyped-call]
+            counted = [MultiProcessCollector(None)]
         self._counted = list(counted)
         registry.register(self)
 

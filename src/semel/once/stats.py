@@ -19,7 +19,7 @@ MOST_SCOPES = 1000
 OTHERS = "(other)"
 """The scope under which events are counted once there are too many scopes."""
 
-Hook: TypeAlias = "Callable[[Event], None]"
+Hook: TypeAlias = "Callable[[Event], object]"
 """Called with every event of a key. With an attribute ``sample_every`` (seconds) it is also called with events of the
 store: how long each reply took, and at that interval how many keys it holds."""
 

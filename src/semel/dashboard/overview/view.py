@@ -86,7 +86,7 @@ class ReplayCounter:
         return self._latest
 
     def _read(self) -> ReplayRate:
-        source: Collector = MultiProcessCollector(None) if FOLDER in os.environ else REGISTRY  # type: ignore[no-untyped-call]
+        source: Collector = MultiProcessCollector(None) if FOLDER in os.environ else REGISTRY
         sums = {_CREATED: 0.0, _REPLAYED: 0.0}
         for metric in source.collect():
             for sample in metric.samples:

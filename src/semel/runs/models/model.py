@@ -120,7 +120,7 @@ class ModelOptions(TypedDict, total=False):
     priority: int
     isolation: Isolation | None
     cost: float
-    fatal: Sequence[type[BaseException]]
+    fatal: type[BaseException] | Sequence[type[BaseException]]
     exclude: Sequence[str]
     summary: str | None
     seeded: bool

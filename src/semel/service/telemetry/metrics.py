@@ -44,7 +44,7 @@ def run_metrics() -> RunMetrics:
 def mark_dead(pid: int) -> None:
     """Drop the gauges of a process that has exited. Its counters stay."""
     if FOLDER in os.environ:
-        mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        mark_process_dead(pid)
 
 
 class HttpMeters:
@@ -142,7 +142,7 @@ class _Fixed(Collector):
 
 def _render(backlog: list[Metric]) -> bytes:
     several = FOLDER in os.environ
-    counted: Collector = MultiProcessCollector(None) if several else REGISTRY  # type: ignore[no-untyped-call]
+    counted: Collector = MultiProcessCollector(None) if several else REGISTRY
     metrics = list(counted.collect())
     registry = CollectorRegistry()
     registry.register(_Fixed([*metrics, _replay_ratio(metrics), *backlog]))
