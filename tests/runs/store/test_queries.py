@@ -128,6 +128,30 @@ def test_runs_are_found_by_the_beginning_or_end_of_their_ids(
             database.app.runs(id_part=wrong)
 
 
+@pytest.mark.parametrize("kind", DATABASES)
+def test_a_search_for_an_id_does_not_tell_whether_others_have_it(
+    databases: Databases, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_ids, "WINDOW", 1)
+    monkeypatch.setattr(partial_ids, "SCAN_SECONDS", 0.0)
+    with databases.empty(kind) as database:
+        made = [database.submit(user="1", tenant="acme") for _ in range(3)]
+        theirs = database.app.runs(id_part=made[-1].id[-12:], tenant="other")
+        assert theirs == database.app.runs(id_part="0123456789ab", tenant="other")
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_runs_of_a_model_are_listed_although_its_sums_are_too_low(databases: Databases, kind: str) -> None:
+    """As after somebody restored some tables, and not the others."""
+    with databases.empty(kind) as database:
+        runs = [database.submit() for _ in range(2)]
+        database.write(
+            "INSERT INTO semel_run_counts (tenant, model, facet, status, count, spent_us) "
+            "VALUES ('', 'train', NULL, 'FAILED', -5, 0)"
+        )
+        assert _found(database, model="train", limit=1) == [run.id for run in reversed(runs)]
+
+
 def _found(database: TestDatabase, **wanted: Any) -> list[str]:
     """The ids on all pages."""
     found, page = [], database.app.runs(**wanted)

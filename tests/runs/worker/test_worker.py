@@ -1069,3 +1069,34 @@ def test_a_clock_that_jumps_back_stops_nothing(harness: RunsHarness) -> None:
 def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         Worker(App(f"sqlite:///{tmp_path / 'semel.db'}"), **options)  # type: ignore[arg-type]
+
+
+def test_what_is_leased_with_an_end_while_the_worker_stops_at_once_is_given_back(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply comes only when all other runs were told to stop."""
+    with databases.empty("sqlite") as database, RunsHarness("sqlite", database.url, tmp_path) as harness:
+        app = harness.app
+        ending, held, next_one = (harness.place(name) for name in ("ending", "held", "next"))
+        app.submit("await_politely", {"folder": ending})
+        app.submit("await_deaf", {"folder": held})
+        real = RunStore.write_once
+
+        async def late(self: RunStore, asked: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            answer = await real(self, asked, *args, **kwargs)
+            if asked is lease.finish_and_lease and args[0]:
+                worker.stop()
+                worker.stop()
+                assert worker._session is not None
+                while not any(run.handing_back for run in worker._session._active):  # noqa: ASYNC110 -- nobody tells
+                    await asyncio.sleep(0.01)
+            return answer
+
+        with harness.working(app, concurrency=2) as worker:
+            eventually(lambda: effects(ending) and effects(held), "both starts")
+            run = app.submit("await_deaf", {"folder": next_one})
+            monkeypatch.setattr(RunStore, "write_once", late)
+            touch(ending)
+            eventually(lambda: not app.workers(), "the end of the worker")
+        assert steps(app, run.id) == ["created", "leased", "returned"]
+        assert (app.get(run.id).status, app.get(run.id).attempts) == ("PENDING", 0)

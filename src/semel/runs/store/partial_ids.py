@@ -83,7 +83,7 @@ def _scan(
             window = [*window, submitted.c.id >= edge]
         ending = list(conn.scalars(select(submitted.c.id).where(*window, ends_with(submitted.c.id, digits))))
         found += _that_meet(conn, wanted, ending)
-        if ending and len(digits) >= UNIQUE_DIGITS:
+        if found and len(digits) >= UNIQUE_DIGITS:  # not if only others' runs end so: that would tell of them
             return found, None
         if len(found) >= limit:
             return found[:limit], found[limit - 1]

@@ -403,7 +403,7 @@ def _search(conn: Connection, wanted: Filter, before: str | None, limit: int, co
     if ends[0] is None:
         return []
     oldest, newest = max(_time_of(ends[0]), _time_of(wanted.first_id)), _time_of(before or ends[1]) + 1
-    length = (newest - oldest) * min(1.0, 4 * limit / count if count else 1 / 64)
+    length = (newest - oldest) * min(1.0, 4 * limit / max(count, 1) if count else 1 / 64)
     wanted = msgspec.structs.replace(wanted, inline=True)
     found: list[str] = []
     while True:

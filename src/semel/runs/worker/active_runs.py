@@ -109,9 +109,6 @@ class ActiveRuns:
     def __iter__(self) -> Iterator[ActiveRun]:
         return iter(list(self._runs.values()))
 
-    def __contains__(self, run_id: object) -> bool:
-        return run_id in self._runs
-
     def get(self, run_id: str) -> ActiveRun | None:
         """The run, or None if it is not active."""
         return self._runs.get(run_id)

@@ -300,8 +300,9 @@ class Fetcher:
     async def give_back_unknown(self) -> None:
         """Give back the runs that a lease with a lost reply gave to this worker, without charging an attempt."""
         leased = await self._store.read(lease.held_by, self._config.id)
-        unknown = {run: fence for run, fence in leased.items() if run not in self._active}
-        endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown.items()]
+        known = {(run.leased.id, run.leased.fence) for run in self._active}  # an earlier attempt may be among them
+        unknown = [each for each in leased.items() if each not in known]
+        endings = [FinishRequest(run, fence, RETURNED, returned=True) for run, fence in unknown]
         if endings:
             await self._store.write(transitions.end, endings, self._store.statement_context)
         self._lost_reply = False

@@ -356,12 +356,9 @@ class WorkerSession:
         while len(self._active) and time.monotonic() < deadline and not self._at_once:
             self._wakeup.clear()
             await self._fetcher.sleep(min(0.2, deadline - time.monotonic()))
-        for run in self._active:
-            if not run.finished:
-                run.handing_back = True
-                self._force(run)
         ends_by = time.monotonic() + GIVE_BACK_TIMEOUT
         while len(self._active) and time.monotonic() < ends_by:
+            self._hand_back()
             self._wakeup.clear()
             await self._fetcher.sleep(0.1)
         if left := len(self._active):
@@ -370,6 +367,13 @@ class WorkerSession:
                 logging.ERROR,
                 f"{left} runs could not be given back in {GIVE_BACK_TIMEOUT:g} s: their leases will expire",
             )
+
+    def _hand_back(self) -> None:
+        """End what runs by force; also what an end that was being written leased meanwhile."""
+        for run in self._active:
+            if not run.finished and not run.handing_back:
+                run.handing_back = True
+                self._force(run)
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
