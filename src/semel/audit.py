@@ -27,10 +27,6 @@ Columns: TypeAlias = tuple[tuple[str, str], ...]
 RUN: Columns = (
     ("id", "id"),
     ("created_us", "int8"),
-    ("lease_us", "int8"),
-    ("asked_cost", "int8"),
-    ("stall_us", "int8"),
-    ("priority", "int4"),
     ("max_attempts", "int4"),
     ("max_lost", "int4"),
     ("tenant", "text"),
@@ -40,6 +36,12 @@ RUN: Columns = (
     ("payload_hash", "hex"),
     ("parameters", "text"),
     ("idempotency_key", "text"),
+)
+RUN_RARE: Columns = (
+    ("lease_us", "int8"),
+    ("asked_cost", "int8"),
+    ("stall_us", "int8"),
+    ("priority", "int4"),
     ("facet", "text"),
     ("retry_of", "id"),
     ("data_ref", "text"),
@@ -47,20 +49,24 @@ RUN: Columns = (
     ("seed", "int8"),
     ("rerun_of", "id"),
 )
-"""What was submitted: the table ``semel_runs``."""
+"""What was submitted: the table ``semel_runs``. Most rows have nothing in the rare columns."""
 ATTEMPT: Columns = (
     ("run_id", "id"),
     ("fence", "int8"),
-    ("due_us", "int8"),
     ("ended_us", "int8"),
     ("version", "int4"),
+    ("tenant", "text"),
+    ("status", "text"),
+    ("began_us", "int8"),
+    ("worker", "text"),
+    ("result", "text"),
+)
+ATTEMPT_RARE: Columns = (
+    ("due_us", "int8"),
     ("attempts", "int4"),
     ("errors", "int4"),
     ("losts", "int4"),
-    ("tenant", "text"),
-    ("status", "text"),
     ("step", "text"),
-    ("began_us", "int8"),
     ("started_us", "int8"),
     ("heartbeat_us", "int8"),
     ("cancel_us", "int8"),
@@ -68,14 +74,12 @@ ATTEMPT: Columns = (
     ("cost", "int8"),
     ("result_size", "int8"),
     ("progress", "float"),
-    ("worker", "text"),
     ("note", "text"),
     ("cancel_note", "text"),
     ("progress_note", "text"),
     ("last_error", "text"),
     ("traceback", "text"),
     ("result_digest", "hex"),
-    ("result", "text"),
     ("result_ref", "text"),
     ("result_exact", "text"),
     ("artifacts", "text"),
@@ -142,19 +146,34 @@ _CODES = {"int8": 20, "int4": 23, "float": 701, "text": 17, "hex": 17, "id": 295
 
 
 class Form:
-    """Turns the values of a row into the bytes that are hashed, as PostgreSQL's ``record_send`` does."""
+    """Turns the values of a row into the bytes that are hashed, as PostgreSQL's ``record_send`` does.
 
-    def __init__(self, columns: Columns) -> None:
-        self.names = [name for name, _ in columns]
-        self._count = Struct(">I").pack(len(columns))
+    The rare columns are a row in the last column, which is NULL where all of them are: few bytes are hashed quickly.
+    """
+
+    def __init__(self, columns: Columns, rare: Columns = ()) -> None:
+        self.columns, self.rare = columns, rare
+        self.names = [name for name, _ in columns + rare]
+        self._size = len(columns)
+        self._count = Struct(">I").pack(len(columns) + bool(rare))
         self._parts = [(_PACK[kind], _header(_CODES[kind], _NULL)) for _, kind in columns]
+        self._rare = Form(rare) if rare else None
 
-    def encode(self, values: Iterable[Any]) -> bytes:
-        """The bytes of a row whose values are in the order of the columns."""
+    def encode(self, values: Sequence[Any]) -> bytes:
+        """The bytes of a row whose values are in the order of the columns, the rare ones behind the others."""
         parts = [self._count]
-        for (pack, null), value in zip(self._parts, values, strict=True):
+        for (pack, null), value in zip(self._parts, values[: self._size], strict=True):
             parts.append(null if value is None else pack(value))
+        if self._rare is not None:
+            parts.append(self._rare.nested(values[self._size :]))
         return b"".join(parts)
+
+    def nested(self, values: Sequence[Any]) -> bytes:
+        """The bytes of a row in a column: NULL if all its values are."""
+        if values.count(None) == len(values) == self._size:
+            return _header(_CODES["hex"], _NULL)
+        encoded = self.encode(values)
+        return _header(_CODES["hex"], len(encoded)) + encoded
 
     def of(self, row: Mapping[str, Any]) -> bytes:
         """The bytes of a row that is given by name; what is not given is NULL."""
@@ -162,7 +181,12 @@ class Form:
         return self.encode([get(name) for name in self.names])
 
 
-FORMS = {"run": Form(RUN), "attempt": Form(ATTEMPT), "purge": Form(PURGE), "seal": Form(SEAL)}
+FORMS = {
+    "run": Form(RUN, RUN_RARE),
+    "attempt": Form(ATTEMPT, ATTEMPT_RARE),
+    "purge": Form(PURGE),
+    "seal": Form(SEAL),
+}
 
 # -- digests, leaves and the tree ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert
 
-from semel.audit import ATTEMPT, FORMS, RUN, Columns, id_bytes, key_of
+from semel.audit import FORMS, Columns, id_bytes, key_of
 from semel.db.dialect import Dialect
 from semel.db.schema import purges, unsealed
 from semel.runs.types import new_id
@@ -33,13 +33,19 @@ _FIRST = 3
 """The highest version of a run's first attempt: it was submitted, leased, and ended."""
 
 
-def _digest(dialect: Dialect, form: str, columns: Columns, values: Mapping[str, str], previous: str | None) -> str:
+def _digest(dialect: Dialect, form: str, values: Mapping[str, str], previous: str | None) -> str:
     """The digest of a row with these values, as they are stored; what is not among them is NULL."""
-    given = [(values.get(name, "NULL"), kind) for name, kind in columns]
+    names, columns, rare = FORMS[form].names, FORMS[form].columns, FORMS[form].rare
     if not dialect.writes_in_with:
-        return f"semel_digest('{form}', {previous or 'NULL'}, {', '.join(value for value, _ in given)})"
-    row = f"record_send(ROW({', '.join(_TYPES[kind].format(value) for value, kind in given)}))"
+        return f"semel_digest('{form}', {previous or 'NULL'}, {', '.join(values.get(name, 'NULL') for name in names)})"
+    empty = " AND ".join(f"({values[name]}) IS NULL" for name, _ in rare if name in values)
+    nested = f"CASE WHEN {empty} THEN NULL ELSE record_send(ROW({_sent(rare, values)})) END"
+    row = f"record_send(ROW({_sent(columns, values)}, {nested}))"
     return f"sha256({row})" if previous is None else f"sha256({previous} || {row})"
+
+
+def _sent(columns: Columns, values: Mapping[str, str]) -> str:
+    return ", ".join(_TYPES[kind].format(values.get(name, "NULL")) for name, kind in columns)
 
 
 def attempt_digest(dialect: Dialect, values: Mapping[str, str], run_id: str, version: str) -> str:
@@ -50,12 +56,12 @@ def attempt_digest(dialect: Dialect, values: Mapping[str, str], run_id: str, ver
         before = f"CASE WHEN {version} <= {_FIRST} THEN {NO_DIGEST} ELSE coalesce({before}, {NO_DIGEST}) END"
     else:
         before = f"coalesce(CASE WHEN {version} > {_FIRST} THEN {before} END, '{'00' * 32}')"
-    return _digest(dialect, "attempt", ATTEMPT, values, before)
+    return _digest(dialect, "attempt", values, before)
 
 
 def run_digest(dialect: Dialect, alias: str) -> str:
     """The digest of what was submitted: a row of ``semel_runs``."""
-    return _digest(dialect, "run", RUN, {name: f"{alias}.{name}" for name, _ in RUN}, None)
+    return _digest(dialect, "run", {name: f"{alias}.{name}" for name in FORMS["run"].names}, None)
 
 
 ENQUEUE = """INSERT INTO semel_unsealed (entries)

@@ -22,6 +22,7 @@ from semel.audit import (
     KEY_SIZE,
     LEAF_SIZE,
     ZEROS,
+    id_bytes,
     key_of,
     leaf_hash,
     path_of,
@@ -30,7 +31,7 @@ from semel.audit import (
 )
 from semel.db.dialect import Dialect, Statement, StatementContext, hot, transaction
 from semel.db.schema import active, attempts, purges, seal_leaves, seals, submitted, unsealed
-from semel.runs.store.digests import NO_DIGEST, run_digest
+from semel.runs.store.digests import run_digest
 from semel.runs.store.quotas import read_clock
 
 MOST = 8192
@@ -64,53 +65,61 @@ class Seal(Struct, frozen=True, kw_only=True):
     signature: str | None
 
 
-def _take(dialect: Dialect) -> str:
-    """Take entries out of the queue, each with the digest of what was submitted (PostgreSQL)."""
-    return f"""
-WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u LIMIT :most),
-gone AS (DELETE FROM semel_unsealed WHERE ctid = ANY(ARRAY(
+_TAKE = text(f"""
+WITH queue AS (SELECT u.ctid AS place, u.entries FROM semel_unsealed AS u LIMIT {MOST})
+DELETE FROM semel_unsealed WHERE ctid = ANY(ARRAY(
   SELECT place FROM (
     SELECT place, length(entries) AS size, sum(length(entries)) OVER (ROWS UNBOUNDED PRECEDING) AS total FROM queue
   ) AS q
-  WHERE total - size < {LEAF_SIZE} * :most)) RETURNING entries),
-taken AS MATERIALIZED (SELECT substr(entries, at, {LEAF_SIZE}) AS entry
-      FROM gone, generate_series(1, length(entries), {LEAF_SIZE}) AS at)
-SELECT string_agg(entry || CASE WHEN r.id IS NULL THEN {NO_DIGEST} ELSE {run_digest(dialect, "r")} END, '')
-FROM taken LEFT JOIN semel_runs AS r ON r.id = CAST(encode(substr(entry, 1, 16), 'hex') AS uuid)"""
-
-
-_TAKE = Statement(_take)
-_IDS = {"in_id": "uuid"}
-_SUBMITTED = Statement(
-    lambda w: f"SELECT in_id, {run_digest(w, 'r')} FROM {w.batch(_IDS)} JOIN semel_runs AS r ON r.id = in_id", _IDS
-)
+  WHERE total - size < {LEAF_SIZE * MOST})) RETURNING entries""")
 _TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
 
 
-def _take_by_row(conn: Connection) -> bytes:
-    """As :func:`_take`, on SQLite, where nobody else writes meanwhile."""
-    taken, last = b"", 0
+def _take(conn: Connection) -> list[bytes]:
+    """Take entries out of the queue."""
+    if conn.dialect.name == "postgresql":
+        return _split(b"".join(map(bytes, conn.scalars(_TAKE))), LEAF_SIZE)
+    taken, last = b"", 0  # nobody else writes meanwhile
     for place, entries in conn.execute(text("SELECT rowid, entries FROM semel_unsealed ORDER BY rowid")):
         taken, last = taken + bytes(entries), place
         if len(taken) >= MOST * LEAF_SIZE:
             break
     conn.execute(text("DELETE FROM semel_unsealed WHERE rowid <= :last"), {"last": last})
-    entries = _split(taken, LEAF_SIZE)
-    ids = [_id_and_version(entry)[0] for entry in entries]
-    found = dict(tuple(row) for row in _SUBMITTED.rows(conn, [(each,) for each in ids])) if ids else {}
-    return b"".join(
-        entry + (bytes.fromhex(found[row_id]) if row_id in found else ZEROS)
-        for entry, row_id in zip(entries, ids, strict=True)
-    )
+    return _split(taken, LEAF_SIZE)
 
 
-def _leaves(taken: bytes) -> list[bytes]:
-    """The leaves of what was taken out of the queue, in order: of each its key and its hash."""
-    leaves = []
-    for each in _split(taken, LEAF_SIZE + 32):
-        key = each[:KEY_SIZE]
-        leaves.append(key + leaf_hash(key, each[LEAF_SIZE:], each[KEY_SIZE:LEAF_SIZE]))
-    return sorted(leaves)
+def _submitted(dialect: Dialect) -> str:
+    """The ids and digests of what was submitted, by a list of ids: joined on PostgreSQL, whose drivers take long over
+    many values.
+
+    A list, and no join with the queue: for a join, PostgreSQL would read all runs there are.
+    """
+    if not dialect.writes_in_with:
+        return f"SELECT r.id, {run_digest(dialect, 'r')} FROM semel_runs AS r WHERE {dialect.is_in('r.id', 'ids')}"
+    return f"""SELECT string_agg(uuid_send(r.id) || {run_digest(dialect, "r")}, '') FROM semel_runs AS r
+WHERE r.id = ANY(CAST(CAST(:ids AS text) AS uuid[]))"""
+
+
+_SUBMITTED = Statement(_submitted)
+
+
+def _submitted_digests(conn: Connection, ids: Sequence[bytes]) -> dict[bytes, bytes]:
+    """The digests of what was submitted, by id."""
+    if conn.dialect.name == "postgresql":
+        [(joined,)] = _SUBMITTED.rows(conn, ids=f"{{{b''.join(ids).hex(',', 16)}}}")
+        return {each[:16]: each[16:] for each in _split(bytes(joined or b""), 48)}
+    rows = _SUBMITTED.rows(conn, ids=[_id_and_version(each)[0] for each in ids])
+    return {id_bytes(row_id): bytes.fromhex(digest) for row_id, digest in rows}
+
+
+def _leaves(conn: Connection, entries: Sequence[bytes]) -> list[bytes]:
+    """The leaves of these entries, in order: of each its key and its hash."""
+    ids = sorted({entry[:16] for entry in entries})
+    digest_of = _submitted_digests(conn, ids).get
+    return [
+        (key := entry[:KEY_SIZE]) + leaf_hash(key, digest_of(entry[:16], ZEROS), entry[KEY_SIZE:])
+        for entry in sorted(entries)
+    ]
 
 
 def _split(joined: bytes, size: int) -> list[bytes]:
@@ -128,13 +137,10 @@ def seal(conn: Connection, key: SigningKey | None, context: StatementContext) ->
     """Seal what is in the queue, or about :data:`MOST` of it. None if there is nothing, or if another does it now."""
     with transaction(conn):
         now = read_clock(conn, context)
-        if conn.dialect.name == "postgresql":
-            if not conn.scalar(_TRY_LOCK):
-                return None
-            taken = bytes(_TAKE.rows(conn, most=MOST)[0][0] or b"")
-        else:
-            taken = _take_by_row(conn)
-        return _write(conn, _leaves(taken), key, now) if taken else None
+        if conn.dialect.name == "postgresql" and not conn.scalar(_TRY_LOCK):
+            return None
+        taken = _take(conn)
+        return _write(conn, _leaves(conn, taken), key, now) if taken else None
 
 
 def _write(conn: Connection, entries: Sequence[bytes], key: SigningKey | None, now: int) -> Seal:

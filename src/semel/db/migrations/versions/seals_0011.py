@@ -68,6 +68,7 @@ def upgrade() -> None:
     metadata.create_all(op.get_bind())
     op.add_column("semel_attempts", Column("digest", _digest, nullable=True))
     if op.get_bind().dialect.name == "postgresql":  # digests cannot be compressed
+        op.execute("ALTER TABLE semel_unsealed ALTER COLUMN entries SET STORAGE EXTERNAL")
         op.execute("ALTER TABLE semel_seal_leaves ALTER COLUMN leaves SET STORAGE EXTERNAL")
 
 
